@@ -1,0 +1,90 @@
+"""Keras on torch, TensorFlow or JAX: arrays given to `fit`, no metrics, no progress bar.
+
+Everything else is Keras' own default: channels last, and `jit_compile="auto"`, which leaves XLA off
+for TensorFlow on a CPU (there it is several times slower). bf16 is the policy `mixed_bfloat16`. The
+environment variable KERAS_BACKEND names the backend.
+"""
+
+from __future__ import annotations
+
+import os
+
+import convnet_job
+
+ARGUMENTS = convnet_job.arguments()
+BACKEND = os.environ["KERAS_BACKEND"]
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+os.environ["NPROC"] = str(ARGUMENTS.threads)  # what XLA's thread pool on the CPU asks for
+
+import keras  # noqa: E402
+from keras import layers  # noqa: E402
+from stamps import Stamps, report  # noqa: E402
+
+
+class Clock(keras.callbacks.Callback):
+    def __init__(self, stamps: Stamps) -> None:
+        super().__init__()
+        self.stamps = stamps
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        self.stamps.mark()
+
+
+def set_threads(threads: int) -> None:
+    if BACKEND == "torch":
+        import torch
+
+        torch.set_num_threads(threads)
+    if BACKEND == "tensorflow":
+        import tensorflow
+
+        tensorflow.config.threading.set_intra_op_parallelism_threads(threads)
+        tensorflow.config.threading.set_inter_op_parallelism_threads(threads)
+
+
+def make_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((convnet_job.SIDE, convnet_job.SIDE, 1)),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(2),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(2),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.Flatten(),
+            layers.Dense(64, activation="relu"),
+            layers.Dense(convnet_job.CLASSES),
+        ]
+    )
+
+
+def main() -> None:
+    set_threads(ARGUMENTS.threads)
+    keras.utils.set_random_seed(ARGUMENTS.seed)
+    if ARGUMENTS.precision == "bf16":
+        keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    train, held_out = convnet_job.load(ARGUMENTS.images)
+    model = make_model()
+    model.compile(
+        optimizer=keras.optimizers.Adam(convnet_job.LEARNING_RATE),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    stamps = Stamps()
+    model.fit(
+        train.images[..., None],
+        train.labels,
+        batch_size=ARGUMENTS.batch,
+        epochs=1 + ARGUMENTS.epochs,
+        shuffle=True,
+        verbose=0,
+        callbacks=[Clock(stamps)],
+    )
+
+    logits = model.predict(held_out.images[..., None], batch_size=ARGUMENTS.batch, verbose=0)
+    accuracy = float((logits.argmax(1) == held_out.labels).mean())
+    steps = -(-len(train.images) // ARGUMENTS.batch)
+    report(ARGUMENTS.out, stamps, steps=steps, accuracy=accuracy)
+
+
+if __name__ == "__main__":
+    main()

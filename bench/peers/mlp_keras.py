@@ -1,0 +1,58 @@
+"""Keras on torch: arrays given to `fit`, no metrics, no progress bar; its own defaults otherwise."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras
+import mlp_job
+import torch
+from stamps import Stamps, report
+
+
+class Clock(keras.callbacks.Callback):
+    def __init__(self, stamps: Stamps) -> None:
+        super().__init__()
+        self.stamps = stamps
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        self.stamps.mark()
+
+
+def main() -> None:
+    arguments = mlp_job.arguments()
+    torch.set_num_threads(mlp_job.THREADS)
+    keras.utils.set_random_seed(0)
+    inputs, labels = mlp_job.data(arguments.samples)
+    model = keras.Sequential(
+        [
+            keras.Input((mlp_job.FEATURES,)),
+            keras.layers.Dense(mlp_job.HIDDEN, activation="relu"),
+            keras.layers.Dense(mlp_job.CLASSES),
+        ]
+    )
+    model.compile(
+        optimizer=keras.optimizers.Adam(mlp_job.LEARNING_RATE),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    stamps = Stamps()
+    model.fit(
+        inputs,
+        labels,
+        batch_size=mlp_job.BATCH,
+        epochs=1 + arguments.epochs,
+        shuffle=True,
+        verbose=0,
+        callbacks=[Clock(stamps)],
+    )
+
+    predictions = model.predict(inputs, batch_size=len(inputs), verbose=0).argmax(1)
+    steps = -(-len(inputs) // mlp_job.BATCH)
+    accuracy = float((predictions == labels).mean())
+    report(arguments.out, stamps, steps=steps, accuracy=accuracy)
+
+
+if __name__ == "__main__":
+    main()

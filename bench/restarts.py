@@ -1,0 +1,154 @@
+"""Peers side by side: each in its own process, restarted in turn, compared over the restarts.
+
+Two equal jobs in two processes differ by some percent for as long as the processes live, so one
+process a peer proves nothing. A round runs every peer once; the next round runs them in the other
+direction, so that a machine that grows slower harms no peer more than another. A peer that is run
+twice a round shows what the noise alone makes of a ratio (A/A).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flatout.measure import Interval, bootstrap_ratio
+
+PEERS = Path(__file__).parent / "peers"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A job in a process of its own.
+
+    Args:
+        name: what the table calls it.
+        script: a path below `bench/peers` (or an absolute one).
+        arguments: of the script, besides `--out`.
+        needs: the modules without which it cannot run.
+    """
+
+    name: str
+    script: str
+    arguments: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+@dataclass
+class Row:
+    """What the restarts of one peer gave.
+
+    Args:
+        peer: whose row it is.
+        reason: why there is nothing to see, or empty.
+        seconds: per step, one number a restart: the median over its timed epochs.
+        accuracies: after training, one number a restart.
+        notes: what it said about itself, one text a restart.
+    """
+
+    peer: Peer
+    reason: str = ""
+    seconds: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def measured(self) -> bool:
+        return not self.reason and bool(self.seconds)
+
+
+class PeerFailed(Exception):
+    """A peer's process ended with an error; the text is the last line that it printed."""
+
+
+def absence(peer: Peer) -> str:
+    """Why a peer cannot run here, or an empty text."""
+    missing = [module for module in peer.needs if find_spec(module) is None]
+    return f"absent: {missing[0]} is not installed" if missing else ""
+
+
+def run_once(peer: Peer) -> dict[str, Any]:
+    """Run a peer's process to its end, in a folder of its own, and return what it reported.
+
+    Raises:
+        PeerFailed: if it ended with an error, or without a report.
+    """
+    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
+        out = Path(folder, "result.json")
+        command = [sys.executable, str(PEERS / peer.script), "--out", str(out), *peer.arguments]
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        if done.returncode or not out.exists():
+            said = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise PeerFailed(said[-1].strip())
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
+
+
+def run_in_turn(
+    peers: Sequence[Peer],
+    *,
+    restarts: int,
+    only: Sequence[str] = (),
+    tell: Callable[[str], None],
+    run: Callable[[Peer], dict[str, Any]] = run_once,
+) -> dict[str, Row]:
+    """Run every peer `restarts` times, a round after the other; returns the rows by name.
+
+    Args:
+        peers: in the order of the table.
+        restarts: rounds, and so processes for each peer.
+        only: names of the peers to run; none means all.
+        tell: gets a line after each process.
+        run: runs one process.
+    """
+    rows = {peer.name: Row(peer, reason=absence(peer)) for peer in peers}
+    for name, row in rows.items():
+        if only and name not in only:
+            row.reason = "left out by --only"
+    for turn in range(restarts):
+        in_order = list(rows.values())
+        for row in in_order if turn % 2 == 0 else reversed(in_order):
+            if row.reason:
+                continue
+            try:
+                result = run(row.peer)
+            except PeerFailed as error:
+                row.reason = f"failed: {error}"
+                tell(f"{turn + 1}/{restarts} {row.peer.name}: {row.reason}")
+                continue
+            row.seconds.append(median(result["epoch_seconds"]) / result["steps"])
+            row.accuracies.append(result["accuracy"])
+            row.notes.append(result["note"])
+            tell(f"{turn + 1}/{restarts} {row.peer.name}: {row.seconds[-1] * 1e6:,.0f} us/step")
+    return rows
+
+
+def ratio(rows: Mapping[str, Row], slower: str, faster: str) -> Interval | str:
+    """Time of `slower` / time of `faster` with its interval, or why there is none."""
+    for name in (slower, faster):
+        if not rows[name].measured:
+            return f"{name}: {rows[name].reason}"
+    return bootstrap_ratio(rows[slower].seconds, rows[faster].seconds)
+
+
+def versions(peers: Sequence[Peer]) -> dict[str, str]:
+    """The version of each installed module that a peer needs."""
+    modules = {module for peer in peers for module in peer.needs}
+    installed = packages_distributions()
+    return {module: version(installed[module][0]) for module in sorted(modules & installed.keys())}

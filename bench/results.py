@@ -1,0 +1,217 @@
+"""What a bench ends with: a table, a line for each key, and the same as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from restarts import Row, ratio
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flatout.measure import Interval, fingerprint
+
+
+@dataclass(frozen=True)
+class Key:
+    """A number that a bench is judged by.
+
+    Args:
+        name: as the JSON calls it.
+        found: the number, with its interval where it has one; or the reason why there is none.
+        at_most: the largest number that meets the key, or
+        at_least: the smallest; neither for a number that is only shown.
+        note: what else to say about it.
+    """
+
+    name: str
+    found: Interval | float | str
+    at_most: float | None = None
+    at_least: float | None = None
+    note: str = ""
+
+    @property
+    def value(self) -> float | None:
+        if isinstance(self.found, Interval):
+            return self.found.mid
+        return None if isinstance(self.found, str) else self.found
+
+    @property
+    def met(self) -> bool | None:
+        """None where there is no bound; a number that was not measured meets none."""
+        if self.at_most is None and self.at_least is None:
+            return None
+        if self.value is None:
+            return False
+        if self.at_most is not None:
+            return self.value <= self.at_most
+        assert self.at_least is not None
+        return self.value >= self.at_least
+
+    @property
+    def words(self) -> str:
+        if isinstance(self.found, str):
+            said = f"not measured ({self.found})"
+        elif isinstance(self.found, Interval):
+            said = f"{_number(self.found.mid)} {interval_words(self.found)}"
+        else:
+            said = _number(self.found)
+        parts = [f"{self.name} {said}"]
+        if self.at_most is not None:
+            parts.append(f"at most {self.at_most:g}")
+        if self.at_least is not None:
+            parts.append(f"at least {self.at_least:g}")
+        if self.met is not None:
+            parts.append("met" if self.met else "NOT MET")
+        if self.note:
+            parts.append(self.note)
+        return ", ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        interval = self.found if isinstance(self.found, Interval) else None
+        return {
+            "value": self.value,
+            "low": interval and interval.low,
+            "high": interval and interval.high,
+            "at_most": self.at_most,
+            "at_least": self.at_least,
+            "met": self.met,
+            "note": self.found if isinstance(self.found, str) else self.note,
+        }
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that a bench found, ready to be shown.
+
+    Args:
+        title: of the table.
+        headers: of its columns; the first and the last hold words, the others numbers.
+        lines: of the table.
+        remarks: lines below it.
+        keys: what the bench is judged by.
+        data: what the JSON holds besides the keys and the machine.
+    """
+
+    title: str
+    headers: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    remarks: Sequence[str]
+    keys: Sequence[Key]
+    data: Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, restarts: int) -> None:
+    parser.add_argument(
+        "--restarts", type=positive, default=restarts, metavar="N", help=f"default {restarts}"
+    )
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write JSON there; without FILE, here"
+    )
+    parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {number}")
+    return number
+
+
+def finish(results: Results, arguments: argparse.Namespace) -> int:
+    """Show the results, write the JSON if asked to, and return the exit code."""
+    # Where the JSON goes to stdout, nothing else may.
+    console = Console(stderr=arguments.json == "-", highlight=False)
+    table = Table(title=results.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, header in enumerate(results.headers):
+        last = number == len(results.headers) - 1
+        table.add_column(header, justify="left" if number == 0 or last else "right")
+    for line in results.lines:
+        table.add_row(*map(escape, line))
+    console.print(table)
+    for remark in results.remarks:
+        console.print(remark, markup=False)
+    for key in results.keys:
+        console.print(key.words, markup=False, soft_wrap=True)
+    if arguments.json:
+        write_json(results, arguments.json)
+    return int(arguments.check and any(key.met is False for key in results.keys))
+
+
+def write_json(results: Results, where: str) -> None:
+    text = json.dumps(
+        {
+            "keys": {key.name: key.value for key in results.keys},
+            "details": {key.name: key.as_dict() for key in results.keys},
+            **results.data,
+            "machine": fingerprint().as_dict(),
+        }
+    )
+    if where == "-":
+        sys.stdout.write(text + "\n")
+    else:
+        Path(where).write_text(text + "\n")
+
+
+def lines_of(
+    rows: Mapping[str, Row], reference: str, figure: Callable[[float], str]
+) -> list[list[str]]:
+    """A line for each peer: name, figure, its range over restarts, time ratio, accuracy, remark.
+
+    Args:
+        rows: by name.
+        reference: the name of the row that the others' times are divided by.
+        figure: words for seconds per step.
+    """
+    lines = []
+    for name, row in rows.items():
+        if not row.measured:
+            lines.append([name, "", "", "", "", row.reason])
+            continue
+        against = ratio(rows, name, reference)
+        lines.append(
+            [
+                name,
+                figure(median(row.seconds)),
+                f"{figure(min(row.seconds))} .. {figure(max(row.seconds))}",
+                "" if isinstance(against, str) else f"{against.mid:.3f} {interval_words(against)}",
+                f"{mean(row.accuracies):.1%}",
+                "",
+            ]
+        )
+    return lines
+
+
+def rows_as_data(rows: Mapping[str, Row], reference: str) -> list[dict[str, Any]]:
+    """The same as plain data, with every restart's numbers."""
+    data = []
+    for name, row in rows.items():
+        against = ratio(rows, name, reference)
+        data.append(
+            {
+                "name": name,
+                "seconds_per_step": row.seconds,
+                f"time_vs_{reference}": None if isinstance(against, str) else against._asdict(),
+                "accuracies": row.accuracies,
+                "notes": row.notes,
+                "reason": row.reason,
+            }
+        )
+    return data
+
+
+def interval_words(interval: Interval) -> str:
+    return f"[{_number(interval.low)}, {_number(interval.high)}]"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+

@@ -1,0 +1,21 @@
+"""The one thing pyproject.toml cannot say: a C extension that an install may do without."""
+
+import sysconfig
+
+from setuptools import Extension, setup
+
+free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+setup(
+    ext_modules=[
+        Extension(
+            "flatout.kernels._gather",
+            sources=["src/flatout/kernels/_gather.c"],
+            extra_compile_args=["-O3", "-fno-math-errno", "-ffp-contract=off"],
+            define_macros=[] if free_threaded else [("Py_LIMITED_API", "0x030B0000")],
+            py_limited_api=not free_threaded,
+            optional=True,  # without a compiler the numpy twins serve, and say so once
+        )
+    ],
+    options={} if free_threaded else {"bdist_wheel": {"py_limited_api": "cp311"}},
+)

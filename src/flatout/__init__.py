@@ -1,0 +1,42 @@
+"""Flatout trains models as fast as the hardware allows.
+
+Names load lazily, because threads, the allocator and device settings must land before torch loads.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout import data
+    from flatout.recipe import Recipe
+    from flatout.train.callbacks import Callback, EarlyStopping
+    from flatout.train.history import History
+    from flatout.train.loop import Loop
+    from flatout.train.trainer import Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Callback": "flatout.train.callbacks",
+    "EarlyStopping": "flatout.train.callbacks",
+    "History": "flatout.train.history",
+    "Loop": "flatout.train.loop",
+    "Recipe": "flatout.recipe",
+    "Trainer": "flatout.train.trainer",
+}
+
+__all__ = ["Callback", "EarlyStopping", "History", "Loop", "Recipe", "Trainer", "data"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "data":
+        return import_module("flatout.data")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'flatout' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""The commands: a file each. They parse, call the rooms below, and print."""

@@ -1,0 +1,154 @@
+"""The job of `flatout demo`: its model, its schedule, and the loop that most people write for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+BATCH_SIZE = 64
+PEAK_LR = 3e-3
+
+
+class ConvNet(nn.Module):
+    """Three 3x3 convolutions and two dense layers.
+
+    Args:
+        classes: how many classes to tell apart.
+        height: of the images, in pixels; they have one channel.
+        width: of the images, in pixels.
+    """
+
+    def __init__(self, classes: int = 10, height: int = 28, width: int = 28) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
+        self.conv3 = nn.Conv2d(64, 64, 3, padding=1)
+        self.dense1 = nn.Linear(64 * (height // 4) * (width // 4), 64)
+        self.dense2 = nn.Linear(64, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return scores of shape (samples, classes) for images of shape (samples, 1, h, w)."""
+        x = F.max_pool2d(F.relu(self.conv1(images)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.relu(self.conv3(x))
+        x = F.relu(self.dense1(torch.flatten(x, 1)))
+        return self.dense2(x)  # type: ignore[no-any-return]
+
+
+def schedule(steps: int) -> Callable[[torch.optim.Optimizer], OneCycleLR]:
+    """Return what makes the learning-rate schedule of a run of so many steps (L. Smith, 1cycle)."""
+    return partial(OneCycleLR, max_lr=PEAK_LR, total_steps=steps)
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """What the plain loop gave.
+
+    Attributes:
+        images_per_s: over all its training, evaluation left out.
+        step_ms: the median time from one step to the next, in milliseconds.
+        epochs: how many it did; not a whole number where time ran out.
+        seconds: of the whole run, evaluation included.
+        accuracy: on the images held out, from 0 to 1; None where time ran out.
+    """
+
+    images_per_s: float
+    step_ms: float
+    epochs: float
+    seconds: float
+    accuracy: float | None
+
+
+def train_plainly(
+    model: nn.Module,
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    *,
+    epochs: int,
+    most_s: float,
+    tell: Callable[[int, float], None],
+) -> PlainRun:
+    """Train as most scripts do: a DataLoader that shuffles, Adam, fp32.
+
+    Args:
+        model: trained in place, on a GPU if there is one.
+        train: float32 images and int64 labels.
+        test: the same, held out.
+        epochs: how many to do.
+        most_s: seconds after which it ends in the middle.
+        tell: called after each epoch with its number from 1 and the accuracy on `test`.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    _warm_up(model, train, device)
+    began = perf_counter()
+    loader = DataLoader(TensorDataset(*train), batch_size=BATCH_SIZE, shuffle=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = schedule(epochs * len(loader))(optimizer)
+    steps: list[tuple[float, int]] = []
+    accuracy: float | None = None
+    for epoch in range(epochs):
+        for step in _steps(model, loader, optimizer, scheduler, device):
+            steps.append(step)
+            if perf_counter() - began > most_s:
+                break
+        if len(steps) < (epoch + 1) * len(loader):
+            break
+        accuracy = _accuracy(model, test, device)
+        tell(epoch + 1, accuracy)
+    return PlainRun(
+        images_per_s=sum(images for _, images in steps) / sum(seconds for seconds, _ in steps),
+        step_ms=median(seconds for seconds, _ in steps) * 1e3,
+        epochs=len(steps) / len(loader),
+        seconds=perf_counter() - began,
+        accuracy=accuracy if len(steps) == epochs * len(loader) else None,
+    )
+
+
+def _steps(
+    model: nn.Module,
+    loader: DataLoader[tuple[Tensor, ...]],
+    optimizer: torch.optim.Optimizer,
+    scheduler: OneCycleLR,
+    device: torch.device,
+) -> Iterator[tuple[float, int]]:
+    """Train for an epoch; yield the seconds and the images of each step."""
+    model.train()
+    total = 0.0
+    began = perf_counter()
+    for inputs, labels in loader:
+        inputs, labels = inputs.to(device), labels.to(device)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()
+        total += loss.item() * len(labels)
+        ended = perf_counter()
+        yield ended - began, len(labels)
+        began = ended
+
+
+def _accuracy(model: nn.Module, test: tuple[Tensor, Tensor], device: torch.device) -> float:
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for inputs, labels in DataLoader(TensorDataset(*test), batch_size=256):
+            right += int((model(inputs.to(device)).argmax(1) == labels.to(device)).sum())
+    return right / len(test[1])
+
+
+def _warm_up(model: nn.Module, train: tuple[Tensor, Tensor], device: torch.device) -> None:
+    """Let torch start its threads and choose its kernels, which is no part of either loop."""
+    images, labels = (part[:BATCH_SIZE].to(device) for part in train)
+    F.cross_entropy(deepcopy(model)(images), labels).backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,74 @@
+"""`flatout export`: plain safetensors, or a torch.export program, from any checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def export(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            help="A run, a checkpoint, .safetensors, or a .pt, .pth, .bin or .ckpt of torch.save."
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="A name in .safetensors or .pt2, or a folder. Default: beside the checkpoint."
+        ),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep only names that begin so, without it. Default: take off wrappers' prefixes."
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="For .pt2: package.module:callable that returns the module."),
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input", help="For .pt2: shape of an input, 1x28x28 or 1x128:int64; once for each."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write the weights of a checkpoint under the module's own names."""
+    import json
+
+    if target is not None and target.endswith(".pt2"):
+        if model is None or not inputs:
+            raise typer.BadParameter("a .pt2 target needs --model and --input")
+        from flatout.save.export import export_program_of
+
+        program = export_program_of(
+            checkpoint, target, model, inputs, prefix=prefix, overwrite=overwrite
+        )
+        if as_json:
+            typer.echo(json.dumps(program.as_dict(), indent=2))
+            return
+        typer.echo(f"{program.target}  {program.bytes:,} bytes")
+        typer.echo(f"read back and compared with the model: {program.parity}")
+        typer.echo(f"load it: torch.export.load({program.target!r}).module()")
+        return
+    if model is not None or inputs:
+        raise typer.BadParameter("--model and --input are for a .pt2 target")
+    from flatout.save.export import export as export_weights
+
+    done = export_weights(checkpoint, target, prefix=prefix, overwrite=overwrite)
+    if as_json:
+        typer.echo(json.dumps(done.as_dict(), indent=2))
+        return
+    typer.echo(f"read {done.source}")
+    typer.echo(f"taken off names: {' '.join(done.stripped) or 'nothing'}")
+    if done.left_out:
+        more = f", … {len(done.left_out) - 5:,} more" if len(done.left_out) > 5 else ""
+        typer.echo(f"left out: {', '.join(done.left_out[:5])}{more}")
+    typer.echo(f"{done.target}  {done.tensors:,} tensors, {done.bytes:,} bytes")
+    typer.echo(f"load it: safetensors.torch.load_file({done.target!r})")

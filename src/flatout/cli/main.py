@@ -1,0 +1,61 @@
+"""The command `flatout`. A command's heavy imports stand inside it, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from flatout import __version__
+from flatout.cli.demo import demo
+from flatout.cli.devices import devices
+from flatout.cli.export import export
+from flatout.cli.run import run
+from flatout.errors import FlatoutError
+
+app = typer.Typer(
+    help="Trains PyTorch models as fast as the hardware allows.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+# What stands behind the script's name is the script's, also what looks like an option.
+app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(export)
+app.command()(devices)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"flatout {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _flatout(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Runs the command line. Errors for people exit with 1, wrong usage with 2.
+
+    FLATOUT_DEBUG=1 shows the traceback of an error for people as well.
+    """
+    try:
+        app()
+    except FlatoutError as error:
+        if os.environ.get("FLATOUT_DEBUG") == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

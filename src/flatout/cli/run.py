@@ -1,0 +1,147 @@
+"""`flatout run`: what a script needs before Python starts, then the script itself, as if called."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flatout.errors import DeviceError
+
+if TYPE_CHECKING:
+    from flatout.recipe import Recipe
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="A Python file, or a module after -m.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="The script's own, passed on as they are.")
+    ] = None,
+    is_module: Annotated[
+        bool, typer.Option("-m", help="The script is a module or package, as in python -m.")
+    ] = False,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A Recipe to run by.", show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A field of the Recipe, such as process.threads=2. Can be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    devices: Annotated[
+        int, typer.Option(min=1, help="How many devices to train on: 1 in this version.")
+    ] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")
+    ] = False,
+) -> None:
+    """Run a script by a Recipe, as python would.
+
+    Arguments, standard input, exit code and signals pass through. A Trainer or Loop in the script
+    takes the Recipe; what must be there before Python starts is set for any script.
+    """
+    if devices > 1:
+        raise DeviceError(
+            f"--devices {devices}, but this version trains on one device",
+            do="drop --devices; --set world.device=cuda:1 chooses which GPU it is",
+        )
+    if not is_module and not Path(script).exists():
+        raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
+    start = [sys.executable, *(["-m"] if is_module else []), script, *(args or [])]
+    variables = {"FLATOUT_RUN": "1"}
+    if recipe is not None:
+        variables["FLATOUT_RECIPE"] = os.path.abspath(recipe)
+    if settings:
+        variables["FLATOUT_SET"] = _after_inherited(settings)
+    os.environ.update(variables)
+    # Without a Recipe the script starts at once and as it is: no setting is a default unmeasured.
+    if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
+        _start(start, variables, (), dry_run)
+        return
+    from flatout.devices.process import environment
+    from flatout.devices.threads import set_affinity
+
+    asked = _recipe_here()
+    cpus = asked.process.affinity if isinstance(asked.process.affinity, tuple) else ()
+    if cpus:
+        set_affinity(cpus)
+    _say_applied(asked, recipe is not None, bool(settings))
+    _start(start, variables | environment(asked), cpus, dry_run)
+
+
+def _after_inherited(settings: list[str]) -> str:
+    """Returns FLATOUT_SET's value: the settings of a `flatout run` around this one come first."""
+    from flatout.recipe import from_set
+
+    return json.dumps([*from_set(), *settings])
+
+
+def _recipe_here() -> Recipe:
+    """Returns the Recipe that holds; of one measured elsewhere, only what holds everywhere."""
+    from flatout.devices.threads import affinity, reset_affinity, set_affinity
+    from flatout.measure.fingerprint import fingerprint
+    from flatout.recipe import ResolvedRecipe, effective, from_file
+
+    found = from_file()
+    if isinstance(found, ResolvedRecipe):
+        # The script takes its fingerprint when it is bound already, so this one is taken so too.
+        cpus = found.process.affinity
+        if isinstance(cpus, tuple) and affinity() >= set(cpus):
+            set_affinity(cpus)
+        here, differences = found.on_this_machine(fingerprint().as_dict())
+        if not here:
+            _say(f"the Recipe is of another machine ({differences[0]}): auto decides anew")
+            found = found.anew()
+            reset_affinity()
+    return effective(file=found)
+
+
+def _say_applied(asked: Recipe, from_recipe: bool, from_settings: bool) -> None:
+    """Prints what takes hold at the start of any script, and what waits for a Trainer or Loop."""
+    from flatout.devices.process import at_start
+    from flatout.recipe import PLAIN
+
+    taken = at_start(asked)
+    left = {
+        field: value
+        for field, value in asked.named().items()
+        if field not in taken and value not in ("auto", PLAIN.get(field, "auto"))
+    }
+    if left.pop("memory.allocator", None):
+        _say("allocator=keep is not possible: glibc's allocator does not serve this process")
+    options = [
+        *(["--recipe"] if from_recipe else []),
+        *(["--set"] if from_settings else []),
+    ] or ["FLATOUT_RECIPE and FLATOUT_SET from the environment"]
+    waiting = f"; for a Trainer or Loop: {_short(left)}" if left else ""
+    _say(f"applied: {_short(taken) or 'nothing'}{waiting}; undo: drop {' and '.join(options)}")
+
+
+def _short(fields: Mapping[str, object]) -> str:
+    return " ".join(f"{field.rpartition('.')[2]}={value}" for field, value in fields.items())
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _start(
+    start: list[str], variables: dict[str, str], cpus: tuple[int, ...], dry_run: bool
+) -> None:
+    """Becomes the script: the same process, so signals, exit code and terminal are its own."""
+    if dry_run:
+        added = [f"{name}={value}" for name, value in variables.items()]
+        bound = ["taskset", "-c", ",".join(map(str, cpus))] if cpus else []
+        typer.echo(shlex.join(["env", *added, *bound, *start]))
+        return
+    os.execve(sys.executable, start, {**os.environ, **variables})

@@ -1,0 +1,124 @@
+"""One batch, and what can be done to it as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+# One tensor, or a tuple or dict of them; nesting is allowed. mypy knows no recursive form that
+# `isinstance` can take apart, hence Any.
+Tensors: TypeAlias = Tensor | tuple[Any, ...] | dict[str, Any]
+
+
+class Batch(NamedTuple):
+    """The samples of one step. Tensors have one row per sample.
+
+    Attributes:
+        inputs: what the model takes: a tensor, or a tuple or dict of tensors.
+        targets: what the loss compares with: as `inputs`, or None.
+        weight: weight of each sample, of shape (size,), or None.
+        indices: number of each sample in the data, int64 of shape (size,) on the CPU; None where
+            the source does not know it.
+        size: how many samples.
+    """
+
+    inputs: Tensors
+    targets: Tensors | None
+    weight: Tensor | None
+    indices: Tensor | None
+    size: int
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same structure with `function` applied to each tensor; None stays None."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return {key: map_tensors(function, part) for key, part in value.items()}
+    return tuple(map_tensors(function, part) for part in value)
+
+
+def named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of a structure with its name, such as `inputs['image']`."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from named_tensors(f"{name}[{key!r}]", part)
+    elif value is not None:
+        for number, part in enumerate(value):
+            yield from named_tensors(f"{name}[{number}]", part)
+
+
+def split(batch: Batch, n: int) -> list[Batch]:
+    """The batch in `n` micro-batches whose sizes differ by at most one; the larger come first.
+
+    They are views: nothing is copied. A batch of fewer than `n` samples gives one micro-batch per
+    sample, so that none is empty.
+    """
+    if n == 1:
+        return [batch]
+    small, larger = divmod(batch.size, min(n, batch.size))
+    pieces: list[Batch] = []
+    start = 0
+    while start < batch.size:
+        stop = start + small + (len(pieces) < larger)
+        pieces.append(rows(batch, start, stop))
+        start = stop
+    return pieces
+
+
+def rows(batch: Batch, start: int, stop: int) -> Batch:
+    """Samples `start` to `stop` of the batch, as views."""
+    inputs, targets, weight, indices = map_tensors(lambda tensor: tensor[start:stop], batch[:4])
+    return Batch(inputs, targets, weight, indices, min(stop, batch.size) - start)
+
+
+def to(batch: Batch, device: torch.device, non_blocking: bool = False) -> Batch:
+    """The batch with inputs, targets and weight on `device`; the same object if they are there.
+
+    `indices` stay on the CPU: they are read to name samples, not to compute.
+    """
+    if all(_is_on(tensor, device) for _, tensor in named_tensors("", batch[:3])):
+        return batch
+    inputs, targets, weight = map_tensors(
+        lambda tensor: tensor.to(device, non_blocking=non_blocking), batch[:3]
+    )
+    return batch._replace(inputs=inputs, targets=targets, weight=weight)
+
+
+def to_memory_format(batch: Batch, memory_format: torch.memory_format) -> Batch:
+    """The batch with floating inputs of four dimensions laid out in `memory_format`.
+
+    The same object if nothing has to move.
+    """
+
+    def lay_out(tensor: Tensor) -> Tensor:
+        if tensor.ndim != 4 or not tensor.is_floating_point():
+            return tensor
+        return tensor.contiguous(memory_format=memory_format)
+
+    inputs = map_tensors(lay_out, batch.inputs)
+    before = (tensor for _, tensor in named_tensors("", batch.inputs))
+    after = (tensor for _, tensor in named_tensors("", inputs))
+    if all(a is b for a, b in zip(before, after, strict=True)):
+        return batch
+    return batch._replace(inputs=inputs)
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    # "cuda" without a number means the current device.
+    if tensor.device == device:
+        return True
+    return (
+        tensor.device.type == device.type
+        and device.index is None
+        and (
+            device.type == "cpu" or tensor.device.index == torch.accelerator.current_device_index()
+        )
+    )

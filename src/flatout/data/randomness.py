@@ -1,0 +1,50 @@
+"""The random generators of the process: taken, put back, seeded for a while.
+
+These are torch's CPU generator, Python's and numpy's global ones: what datasets, samplers and
+augmentations draw from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """The states of the three generators: tensors, arrays, numbers and words."""
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` gave, also after a way through JSON made lists of tuples."""
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(state["numpy"])
+
+
+def seed_all(seed: int) -> None:
+    """Seed the three generators, and no device's: `torch.manual_seed` would seed the GPUs too."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the three generators within the block and put their states back after it."""
+    before = random_state()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)

@@ -1,0 +1,174 @@
+"""What a source of batches is, and how whatever a user hands over becomes one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from flatout.data.batch import Batch
+from flatout.data.sources.arrays import Arrays, arrays
+from flatout.data.sources.dataset import dataset, from_loader
+from flatout.data.sources.iterable import iterable
+from flatout.data.tensors import is_array, parts_of
+from flatout.errors import DataError
+
+
+class Source(Protocol):
+    """Batches, epoch after epoch.
+
+    `batches(epoch, start_step)` gives exactly what a full pass over the epoch gives from that step
+    on; where the source is not seekable, only in a process that has loaded the `state_dict`.
+
+    Attributes:
+        seekable: whether a pass can start at any step without reading what comes before.
+        counted: whether `steps` is known.
+        samples: samples per epoch, or None.
+        steps: batches per epoch, or None.
+        batch_size: samples per batch, or None.
+        digest: 16 hex digits that differ for other data, for a resume to notice. Of the data
+            alone, not of its order or batch size.
+    """
+
+    seekable: bool
+    counted: bool
+    samples: int | None
+    steps: int | None
+    batch_size: int | None
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that differ for other data."""
+        ...
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from `start_step` on."""
+        ...
+
+    def peek(self, count: int) -> list[Batch]:
+        """Up to `count` first batches of epoch 0, without using them or any random state up."""
+        ...
+
+    def describe(self) -> str:
+        """One line for people."""
+        ...
+
+    def labels_range(self) -> tuple[int, int] | None:
+        """Smallest and largest target, where the targets are one tensor of integers in memory."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs besides (epoch, step): empty where the source is seekable."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave."""
+        ...
+
+
+_TAKEN = (
+    "take: x, (x, y) or (x, y, weight) of tensors or numpy arrays; a torch Dataset or DataLoader; "
+    "an iterable of batches, or a function that returns one; flatout.data.idx(folder)"
+)
+
+
+def as_source(
+    train: Any,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    workers: int = 0,
+    pin_memory: bool = False,
+    clip_batch: bool = False,
+) -> Source:
+    """Whatever a user hands over, as a Source.
+
+    A tuple is x, (x, y) or (x, y, weight), where x and y may be tuples, lists or dicts of arrays. A
+    list is a list of batches, unless `y` is given beside it. A bare array or dict of arrays is x.
+    A TensorDataset takes the way of arrays. Sources, DataLoaders and iterables make their own
+    batches: `batch_size` must be None or theirs, and the other options do not apply.
+
+    Args:
+        train: inputs, or all of the data.
+        y: targets, where `train` is inputs alone.
+        batch_size: samples per batch; None means 32, or all where there are fewer.
+        shuffle: a new order every epoch, from (seed, epoch).
+        seed: of the orders.
+        drop_last: leave out a smaller last batch.
+        workers: processes that read a Dataset.
+        pin_memory: batches in pinned memory, for copies to an accelerator; without one, no effect.
+        clip_batch: a batch larger than the data becomes the data instead of an error.
+
+    Raises:
+        DataError: nothing here takes `train`, it is empty, its parts do not fit together, or a
+            number makes no sense.
+    """
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "shuffle": shuffle,
+        "seed": seed,
+        "drop_last": drop_last,
+        "pin_memory": pin_memory,
+        "clip_batch": clip_batch,
+    }
+    if y is not None:
+        if not _holds_arrays(train):
+            raise DataError(
+                f"y goes with arrays, and {type(train).__name__} is none",
+                do="let it give (x, y) itself",
+            )
+        return arrays(train, y, **options)
+    if isinstance(train, Arrays) or is_array(train) or isinstance(train, dict):
+        return arrays(train, **options)
+    if type(train) is TensorDataset and len(train.tensors) <= 3:
+        return arrays(*train.tensors, **options)
+    if isinstance(train, tuple):
+        return arrays(*parts_of(train), **options)
+    if isinstance(train, Dataset) and not _is_source(train):
+        return dataset(train, workers=workers, **options)
+    return _made_elsewhere(train, batch_size)
+
+
+def _made_elsewhere(train: Any, batch_size: int | None) -> Source:
+    """What comes in batches already."""
+    if _is_source(train):
+        source: Source = train
+    elif isinstance(train, DataLoader):
+        source = from_loader(train)
+    elif isinstance(train, (str, bytes, os.PathLike)):
+        raise DataError(
+            f"found the path {train!r}, expected data",
+            do="read it first, for example with flatout.data.idx(folder)",
+        )
+    elif isinstance(train, Iterable) or (
+        callable(train) and not isinstance(train, (type, nn.Module))
+    ):
+        source = iterable(train)
+    else:
+        raise DataError(f"nothing here reads {type(train).__name__} as data", do=_TAKEN)
+    if batch_size is not None and source.batch_size not in (None, batch_size):
+        raise DataError(
+            f"batch_size is {batch_size}, but the {type(train).__name__} makes its own batches of "
+            f"{source.batch_size}",
+            do="drop batch_size, or pass the dataset itself",
+        )
+    return source
+
+
+def _is_source(value: Any) -> bool:
+    wanted = ("batches", "peek", "describe", "labels_range", "state_dict", "load_state_dict")
+    return all(callable(getattr(type(value), name, None)) for name in wanted)
+
+
+def _holds_arrays(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_holds_arrays, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(_holds_arrays, value))
+    return is_array(value)

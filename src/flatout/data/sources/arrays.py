@@ -1,0 +1,325 @@
+"""Samples in memory: batches by one gather per tensor, without per-sample Python."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.data.batch import Batch, Tensors, map_tensors, named_tensors, rows
+from flatout.data.plan import Plan, plan_batches
+from flatout.data.tensors import as_tensor, as_tensors, count_rows
+from flatout.errors import DataError
+from flatout.kernels import gather_rows
+
+# Rows that the digest reads, spread evenly over the data.
+_DIGEST_ROWS = 64
+# torch gathers no rows of these dtypes, but of their signed twins.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+class Arrays:
+    """Inputs and targets in memory, not yet cut into batches.
+
+    Memory is shared with what is handed over, never copied (exceptions: another byte order,
+    negative strides, and uint8 inputs to be scaled that are not contiguous). Dtypes stay as given.
+
+    Args:
+        inputs: a tensor or numpy array with one row per sample, or a tuple, list or dict of them.
+        targets: as `inputs`, or None.
+        weight: one number per sample, of shape (samples,), or None.
+        scale: makes uint8 inputs float32 as `value * scale + shift`, batch by batch; in memory
+            they stay uint8.
+        shift: see `scale`.
+
+    Attributes:
+        inputs: tensor, or tuple or dict of tensors.
+        targets: as `inputs`, or None.
+        weight: tensor or None.
+        samples: how many there are.
+        device: where all the tensors are.
+
+    Raises:
+        DataError: lengths differ, a part holds no numbers or is empty, the tensors are on several
+            devices, or there is no uint8 input to scale.
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        weight: Any = None,
+        *,
+        scale: float | None = None,
+        shift: float | None = None,
+    ) -> None:
+        self.inputs = as_tensors("inputs", inputs)
+        self.targets = None if targets is None else as_tensors("targets", targets)
+        self.weight = None if weight is None else as_tensor("weight", weight)
+        self.samples = count_rows(self.inputs, self.targets, self.weight)
+        if self.samples == 0:
+            raise DataError("the data is empty: expected at least 1 sample, found 0")
+        self.device = _only_device(self._named())
+        self.scale, self.shift = scale, shift
+        if scale is not None or shift is not None:
+            dtypes = {tensor.dtype for _, tensor in named_tensors("inputs", self.inputs)}
+            if torch.uint8 not in dtypes:
+                found = ", ".join(sorted(map(_dtype_word, dtypes)))
+                raise DataError(f"scale and shift are for uint8 inputs, found {found}")
+            self.inputs = map_tensors(_contiguous_bytes, self.inputs)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def part(self, start: int, stop: int) -> Arrays:
+        """Samples `start` to `stop`, as views."""
+        inputs, targets, weight = map_tensors(
+            lambda tensor: tensor[start:stop], (self.inputs, self.targets, self.weight)
+        )
+        return Arrays(inputs, targets, weight, scale=self.scale, shift=self.shift)
+
+    def describe(self) -> str:
+        """In words, such as "1,437 samples in memory, uint8 1x28x28"."""
+        place = "memory" if self.device.type == "cpu" else f"memory of {self.device}"
+        shapes = " + ".join(_shape_words(t) for _, t in named_tensors("inputs", self.inputs))
+        return f"{self.samples:,} samples in {place}, {shapes}"
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits over names, dtypes, shapes and the bytes of 64 rows of each tensor."""
+        digest = hashlib.sha256(f"{self.scale} {self.shift}".encode())
+        count = min(self.samples, _DIGEST_ROWS)
+        chosen = torch.linspace(0, self.samples - 1, count, dtype=torch.float64).long()
+        for name, tensor in self._named():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            signed = tensor.detach().view(_SIGNED.get(tensor.dtype, tensor.dtype))
+            sample = signed.index_select(0, chosen.to(tensor.device)).cpu()
+            digest.update(sample.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def _label_range(self) -> tuple[int, int] | None:
+        labels = self.targets
+        if not isinstance(labels, Tensor) or labels.numel() == 0:
+            return None
+        if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+            return None
+        # int64, because torch finds no minimum of the wider unsigned dtypes.
+        low, high = labels.long().aminmax()
+        return int(low), int(high)
+
+    def labels_range(self) -> tuple[int, int] | None:
+        """Smallest and largest target, where the targets are one tensor of integers."""
+        return self._label_range
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        parts = {"inputs": self.inputs, "targets": self.targets, "weight": self.weight}
+        return [pair for name, part in parts.items() for pair in named_tensors(name, part)]
+
+
+class ArraySource:
+    """Batches of `Arrays`.
+
+    Shuffled batches are gathered into memory of their own, so a batch stays valid as long as it is
+    kept; batches in the given order are views of the data, unless they are scaled or pinned. Data
+    on a GPU is gathered there. The order of an epoch is computed once, when the epoch begins.
+
+    Attributes:
+        data: the Arrays.
+        plan: how they are cut.
+    """
+
+    seekable = True
+    counted = True
+
+    def __init__(self, data: Arrays, plan: Plan, *, pin_memory: bool = False) -> None:
+        self.data = data
+        self.plan = plan
+        self.batch_size: int | None = plan.batch_size
+        self.steps: int | None = plan.steps
+        self.samples: int | None = plan.used
+        self._pin = pin_memory and data.device.type == "cpu" and torch.accelerator.is_available()
+        self._scaled = data.scale is not None or data.shift is not None
+        self._take = (
+            _taker(data.inputs, partial(self._tensor_taker, scaled=self._scaled)),
+            _taker(data.targets, self._tensor_taker),
+            _taker(data.weight, self._tensor_taker),
+        )
+
+    @property
+    def digest(self) -> str:
+        """Of the data alone; see `Arrays.digest`."""
+        return self.data.digest
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self.data.describe()}, {self.plan.describe()}"
+
+    def labels_range(self) -> tuple[int, int] | None:
+        """Smallest and largest target, where the targets are one tensor of integers."""
+        return self.data.labels_range()
+
+    def peek(self, count: int) -> list[Batch]:
+        """The first batches of epoch 0, without using anything up."""
+        return list(islice(self.batches(0), count))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: (epoch, step) says it all."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from `start_step` on.
+
+        Raises:
+            DataError: the epoch has no such step.
+        """
+        first = self.plan.first(start_step)
+        order = torch.from_numpy(self.plan.order(epoch))
+        if self.plan.shuffle or self._scaled or self._pin:
+            return self._gathered(order, first)
+        return self._viewed(order, first)
+
+    def _gathered(self, order: Tensor, first: int) -> Iterator[Batch]:
+        take_inputs, take_targets, take_weight = self._take
+        size, used = self.plan.batch_size, self.plan.used
+        on_device = order.to(self.data.device)
+        for start in range(first, used, size):
+            stop = min(start + size, used)
+            at = on_device[start:stop]
+            indices = at if on_device is order else order[start:stop]
+            yield Batch(take_inputs(at), take_targets(at), take_weight(at), indices, stop - start)
+
+    def _viewed(self, order: Tensor, first: int) -> Iterator[Batch]:
+        data, size, used = self.data, self.plan.batch_size, self.plan.used
+        whole = Batch(data.inputs, data.targets, data.weight, order, used)
+        for start in range(first, used, size):
+            yield rows(whole, start, min(start + size, used))
+
+    def _tensor_taker(self, tensor: Tensor, scaled: bool = False) -> Callable[[Tensor], Tensor]:
+        if scaled and tensor.dtype == torch.uint8:
+            scale = 1.0 if self.data.scale is None else self.data.scale
+            shift = 0.0 if self.data.shift is None else self.data.shift
+            if tensor.device.type == "cpu":
+                return partial(_gather_scaled, tensor, scale, shift, self._pin)
+            return partial(_gather_scaled_on_device, tensor, scale, shift)
+        if tensor.dtype in _SIGNED:
+            take = self._tensor_taker(tensor.view(_SIGNED[tensor.dtype]))
+            return lambda indices: take(indices).view(tensor.dtype)
+        if self._pin:
+            return partial(_gather_pinned, tensor)
+        return partial(torch.index_select, tensor, 0)
+
+
+def arrays(
+    inputs: Any,
+    targets: Any = None,
+    weight: Any = None,
+    *,
+    scale: float | None = None,
+    shift: float | None = None,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    clip_batch: bool = False,
+) -> ArraySource:
+    """Batches of what is in memory.
+
+    Args:
+        inputs: as `Arrays` takes them, or an `Arrays`.
+        targets: as `Arrays` takes them.
+        weight: as `Arrays` takes it.
+        scale: as `Arrays` takes it.
+        shift: as `Arrays` takes it.
+        batch_size: samples per batch; None means 32, or all where there are fewer.
+        shuffle: a new order every epoch, from (seed, epoch).
+        seed: of the orders.
+        drop_last: leave out a smaller last batch.
+        pin_memory: gather into pinned memory, for copies to an accelerator; without one, no effect.
+        clip_batch: a batch larger than the data becomes the data instead of an error.
+
+    Raises:
+        DataError: what `Arrays` and `plan_batches` refuse.
+    """
+    if isinstance(inputs, Arrays):
+        if any(value is not None for value in (targets, weight, scale, shift)):
+            raise DataError("Arrays have their own targets, weight, scale and shift; found others")
+        data = inputs
+    else:
+        data = Arrays(inputs, targets, weight, scale=scale, shift=shift)
+    plan = plan_batches(
+        data.samples,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        clip_batch=clip_batch,
+    )
+    return ArraySource(data, plan, pin_memory=pin_memory)
+
+
+def _taker(
+    value: Tensors | None, make: Callable[[Tensor], Callable[[Tensor], Tensor]]
+) -> Callable[[Tensor], Any]:
+    """A function from indices to the rows of `value`: its form is decided once, not per batch."""
+    if value is None:
+        return lambda indices: None
+    if isinstance(value, dict):
+        named = {key: _taker(part, make) for key, part in value.items()}
+        return lambda indices: {key: take(indices) for key, take in named.items()}
+    if isinstance(value, tuple):
+        parts = [_taker(part, make) for part in value]
+        return lambda indices: tuple([take(indices) for take in parts])
+    return make(value)
+
+
+def _gather_pinned(tensor: Tensor, indices: Tensor) -> Tensor:
+    # From torch's caching host allocator, which reuses a block only after the copies that read it.
+    out = torch.empty((len(indices), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, indices, out=out)
+
+
+def _gather_scaled(
+    tensor: Tensor, scale: float, shift: float, pin: bool, indices: Tensor
+) -> Tensor:
+    out = torch.empty((len(indices), *tensor.shape[1:]), dtype=torch.float32, pin_memory=pin)
+    gather_rows(tensor.numpy(), indices.numpy(), out.numpy(), scale, shift)
+    return out
+
+
+def _gather_scaled_on_device(tensor: Tensor, scale: float, shift: float, indices: Tensor) -> Tensor:
+    # Two kernels, two roundings: the same values as on the CPU.
+    return torch.index_select(tensor, 0, indices).float().mul_(scale).add_(shift)
+
+
+def _only_device(named: list[tuple[str, Tensor]]) -> torch.device:
+    first, device = named[0][0], named[0][1].device
+    for name, tensor in named[1:]:
+        if tensor.device != device:
+            raise DataError(
+                f"{first} is on {device}, but {name} is on {tensor.device}",
+                do="put all of the data on one device, or leave it on the CPU",
+            )
+    return device
+
+
+def _contiguous_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous() if tensor.dtype == torch.uint8 else tensor
+
+
+def _dtype_word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape_words(tensor: Tensor) -> str:
+    shape = "x".join(map(str, tensor.shape[1:]))
+    return f"{_dtype_word(tensor.dtype)} {shape or 'numbers'}"

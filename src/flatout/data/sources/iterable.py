@@ -1,0 +1,275 @@
+"""Batches that somebody else makes: read forward, and resumed by replaying."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, count, islice
+from typing import Any
+
+import torch
+
+from flatout.data.batch import Batch
+from flatout.data.plan import check_start, check_steps
+from flatout.data.randomness import random_state, set_random_state
+from flatout.data.tensors import as_batch, is_array
+from flatout.errors import DataError
+
+_END = object()
+_NOT_READ = object()
+
+
+class IterableSource:
+    """Batches from an iterator that is opened anew every epoch.
+
+    A resume in the middle of an epoch reads the batches before it and drops them. So that shuffles
+    and augmentations come out as they did, `state_dict` holds the random states at the epoch's
+    begin: torch's, Python's and numpy's global generators, and the generators that a DataLoader and
+    its sampler own. They are put back for the replay; after it the global ones are as before it.
+
+    Args:
+        begin: gives the iterator of an epoch.
+        name: what it is, for people.
+        digest: what it is, for comparison.
+        steps: batches per epoch where known.
+        samples: samples per epoch where known.
+        batch_size: samples per batch where known.
+        generators: torch generators that the iterator draws from.
+        seekable: True where the batches do not depend on what was read before.
+        peek: reads the first raw batches without using them up; opening an epoch does where it is
+            None.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[int], Iterator[Any]],
+        *,
+        name: str,
+        digest: str,
+        steps: int | None = None,
+        samples: int | None = None,
+        batch_size: int | None = None,
+        generators: Sequence[torch.Generator] = (),
+        seekable: bool = False,
+        peek: Callable[[int], list[Any]] | None = None,
+    ) -> None:
+        self.seekable = seekable
+        self.counted = steps is not None
+        self.samples = samples
+        self.steps = steps
+        self.batch_size = batch_size
+        self.digest = digest
+        self._begin = begin
+        self._name = name
+        self._generators = generators
+        self._peek = peek
+        self._start: dict[str, Any] | None = None
+
+    def describe(self) -> str:
+        """One line for people."""
+        steps = "an unknown number of" if self.steps is None else f"{self.steps:,}"
+        return f"{steps} {self._name}"
+
+    def labels_range(self) -> tuple[int, int] | None:
+        """None: the targets are not in memory."""
+        return None
+
+    def peek(self, count: int) -> list[Batch]:
+        """The first batches of epoch 0, without using anything up."""
+        here, owned = random_state(), self._generator_states()
+        if self._peek is not None:
+            raw = self._peek(count)
+        else:
+            raw = list(islice(self._begin(0), count))
+        set_random_state(here)
+        self._set_generators(owned)
+        return [as_batch(value, f"epoch 0, batch {i}") for i, value in enumerate(raw)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs besides (epoch, step): random states, as tensors and numbers."""
+        if self.seekable:
+            return {}
+        return {"start": self._start, "generators": self._generator_states()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave; the next `batches` replays from it."""
+        if not self.seekable:
+            self._start = state["start"]
+            self._set_generators(state["generators"])
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from `start_step` on.
+
+        Raises:
+            DataError: the epoch has no such step or no batch at all; a batch holds something else
+                than arrays; a one-shot iterator has been read before.
+        """
+        check_start(start_step, self.steps)
+        return self._read(epoch, start_step)
+
+    def _read(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        iterator = self._open(epoch, start_step)
+        value = next(iterator, _END)
+        if value is _END and start_step == 0:
+            raise DataError(f"no batches: epoch {epoch} is empty, expected at least 1 batch")
+        for step in count(start_step):
+            if value is _END:
+                return
+            following: Any = _NOT_READ
+            if step + 1 == self.steps:
+                # Read to the end before the last batch is out: samplers draw once more there, and
+                # a state taken after the last step must include that.
+                following = next(iterator, _END)
+            yield as_batch(value, f"epoch {epoch}, batch {step}")
+            value = next(iterator, _END) if following is _NOT_READ else following
+
+    def _open(self, epoch: int, start_step: int) -> Iterator[Any]:
+        """The iterator of an epoch, after its first `start_step` batches."""
+        here = random_state()
+        if start_step and self._start is not None and self._start["epoch"] == epoch:
+            set_random_state(self._start["random"])
+            self._set_generators(self._start["generators"])
+        else:
+            generators = self._generator_states()
+            self._start = {"epoch": epoch, "random": here, "generators": generators}
+        iterator = self._begin(epoch)
+        for step in range(start_step):
+            if next(iterator, _END) is _END:
+                raise DataError(
+                    f"epoch {epoch} ended after {step:,} batches, but the run to resume had "
+                    f"taken {start_step:,}: the data has changed"
+                )
+        if start_step:
+            set_random_state(here)
+        return iterator
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _set_generators(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+class _OneShot:
+    """An iterator that can only be read forward, such as a running generator.
+
+    With `steps`, an epoch is that many batches, and the next epoch goes on from there.
+    """
+
+    def __init__(self, iterator: Iterator[Any], steps: int | None) -> None:
+        self._iterator = iterator
+        self._steps = steps
+        self._taken = 0
+
+    def peek(self, count: int) -> list[Any]:
+        ahead = list(islice(self._iterator, count))
+        self._iterator = chain(ahead, self._iterator)
+        return ahead
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        first = 0 if self._steps is None else epoch * self._steps
+        if self._taken > first:
+            raise DataError(
+                f"epoch {epoch} finds no batches: {self._taken:,} have been taken from an iterator "
+                "that gives each of them once",
+                do="pass a function that returns a fresh iterator, a list, or a DataLoader",
+            )
+        forward = self._forward()
+        for _ in range(first - self._taken):
+            next(forward, None)
+        return islice(forward, self._steps)
+
+    def _forward(self) -> Iterator[Any]:
+        for value in self._iterator:
+            self._taken += 1
+            yield value
+
+
+def iterable(batches: Any, *, steps: int | None = None) -> IterableSource:
+    """Batches that are made already: x, (x, y) or (x, y, weight), of tensors or arrays.
+
+    Args:
+        batches: an iterable of batches such as a list; a function without parameters that returns a
+            fresh iterator for every epoch; or an iterator, which serves one epoch (with `steps`,
+            epoch after epoch until it ends).
+        steps: batches per epoch. Needed where the iterator never ends.
+
+    Raises:
+        DataError: what is passed is none of these, holds no batches, or is a list of bare arrays.
+    """
+    if steps is not None:
+        check_steps(steps)
+    if isinstance(batches, Iterator):
+        once = _OneShot(batches, steps)
+        name = f"batches from a {type(batches).__name__}, which can be read once"
+        return IterableSource(
+            once.begin, name=name, digest=name_digest(batches), steps=steps, peek=once.peek
+        )
+    if isinstance(batches, Iterable):
+        _refuse_bare_arrays(batches)
+        length = length_of(batches)
+        if length == 0:
+            raise DataError(f"the {type(batches).__name__} holds no batches: expected at least 1")
+        return IterableSource(
+            lambda epoch: islice(iter(batches), steps),
+            name=f"batches of a {type(batches).__name__}, in its own order",
+            digest=name_digest(batches, length),
+            steps=min((n for n in (length, steps) if n is not None), default=None),
+            seekable=isinstance(batches, list),
+        )
+    _refuse_parameters(batches)
+    return IterableSource(
+        lambda epoch: islice(_opened(batches), steps),
+        name=f"batches from {_name_of(batches)}()",
+        digest=name_digest(batches),
+        steps=steps,
+    )
+
+
+def name_digest(thing: Any, length: int | None = None) -> str:
+    """16 hex digits over what `thing` is called and how long it is: its content is not read."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    words = f"{getattr(named, '__module__', '')}.{named.__qualname__} {length}"
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
+
+
+def length_of(thing: Any) -> int | None:
+    """`len(thing)`, or None where it has none."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _opened(make: Callable[[], Any]) -> Iterator[Any]:
+    made = make()
+    if not isinstance(made, Iterable):
+        raise DataError(
+            f"{_name_of(make)}() returned {type(made).__name__}: expected an iterator of batches"
+        )
+    return iter(made)
+
+
+def _refuse_parameters(make: Any) -> None:
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise DataError(
+            f"{_name_of(make)}: expected a function without parameters that returns an iterator of "
+            f"batches, found {error}"
+        ) from error
+
+
+def _refuse_bare_arrays(batches: Any) -> None:
+    if isinstance(batches, list) and batches and all(map(is_array, batches)):
+        raise DataError(
+            f"a list of {len(batches)} arrays can mean batches, several inputs, or x and y",
+            do="pass (x, y) for inputs and targets, ((a, b), y) for several inputs, "
+            "or iter(...) for batches without targets",
+        )
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,0 +1,108 @@
+"""glibc's allocator told to keep the memory that a step frees, for the next step to use.
+
+By default glibc maps large blocks afresh and unmaps them when freed, and hands the top of its heap
+back to the system. The kernel then clears and maps every page again in every step: page faults that
+can cost a CPU job a third of its time. The parameters are those of mallopt(3).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from typing import Literal
+
+# Parameter numbers of mallopt, from malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+
+_KEEP = {
+    "MALLOC_MMAP_THRESHOLD_": 2**30,  # only blocks of 1 GiB and more are mapped on their own
+    "MALLOC_TRIM_THRESHOLD_": 2**40,  # the heap's top is never handed back
+    "MALLOC_TOP_PAD_": 64 * 2**20,  # the heap grows in large strides
+}
+
+# The largest mmap threshold that glibc before 2.35 takes.
+_OLD_LARGEST_MMAP_THRESHOLD = 32 * 2**20
+
+_set_here: Literal["keep", "default"] | None = None
+
+
+@cache
+def supported() -> bool:
+    """Whether glibc's allocator serves this process: no other C library, none preloaded over it."""
+    if not sys.platform.startswith("linux"):
+        return False
+    process = ctypes.CDLL(None)
+    found = _SymbolInfo()
+    address = ctypes.cast(process.malloc, ctypes.c_void_p)
+    if not process.dladdr(address, ctypes.byref(found)) or not found.file:
+        return False
+    return bool(os.path.basename(found.file) == b"libc.so.6")
+
+
+class _SymbolInfo(ctypes.Structure):
+    """Dl_info of dladdr(3): which library a symbol is from."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def keep_memory() -> bool:
+    """Makes the allocator keep what is freed; returns whether it could."""
+    global _set_here
+    if not supported():
+        return False
+    # A trim threshold of -1 is "never".
+    if not _set(_M_MMAP_THRESHOLD, _KEEP["MALLOC_MMAP_THRESHOLD_"]):
+        _set(_M_MMAP_THRESHOLD, _OLD_LARGEST_MMAP_THRESHOLD)
+    _set(_M_TRIM_THRESHOLD, -1)
+    _set(_M_TOP_PAD, _KEEP["MALLOC_TOP_PAD_"])
+    _set_here = "keep"
+    return True
+
+
+def default_memory() -> bool:
+    """Makes the allocator give freed memory back, as glibc does; returns whether it could.
+
+    glibc raises its thresholds while a process runs, to the largest block freed so far, at most 32
+    MiB and twice that for the heap's top, until a threshold is first set; it cannot be told to
+    start over. So those ends are set: a job compared against this is compared against glibc at its
+    best. What is free now goes back to the system at once.
+    """
+    global _set_here
+    if not supported():
+        return False
+    _set(_M_MMAP_THRESHOLD, 32 * 2**20)
+    _set(_M_TRIM_THRESHOLD, 64 * 2**20)
+    _set(_M_TOP_PAD, 128 * 2**10)
+    ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+    _set_here = "default"
+    return True
+
+
+def _set(parameter: int, value: int) -> bool:
+    return bool(ctypes.CDLL(None).mallopt(ctypes.c_int(parameter), ctypes.c_int(value)) == 1)
+
+
+def environment() -> dict[str, str]:
+    """Returns the variables that make a process keep its memory; none where that is not supported.
+
+    Set before Python starts they also hold for what is allocated while torch loads.
+    """
+    return {name: str(value) for name, value in _KEEP.items()} if supported() else {}
+
+
+def current() -> Literal["keep", "default"]:
+    """Returns how the allocator is set, at run time or by the environment at the start."""
+    if _set_here is not None:
+        return _set_here
+    kept = environment()
+    inherited = all(os.environ.get(name) == value for name, value in kept.items())
+    return "keep" if kept and inherited else "default"

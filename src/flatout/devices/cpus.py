@@ -1,0 +1,91 @@
+"""The CPUs: how many this process may use, and how many threads torch would start on them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.measure.cgroup import cgroup_cpu_quota, usable_cpus
+from flatout.measure.fingerprint import fingerprint
+
+
+@dataclass(frozen=True)
+class Cpus:
+    """The processor as this process may use it.
+
+    Args:
+        model: the processor's name.
+        present: logical CPUs of the machine that are online.
+        allowed: logical CPUs that the process' affinity names.
+        quota: CPUs' worth of time that the cgroups allow; None where they set no quota.
+        usable: how many CPUs the process may keep busy, both limits together.
+        torch_threads: the threads that torch starts for one operator if nobody says otherwise.
+        instructions: the instruction sets that matter to training, as the kernel spells them.
+    """
+
+    model: str
+    present: int
+    allowed: int
+    quota: float | None
+    usable: int
+    torch_threads: int
+    instructions: tuple[str, ...]
+
+
+def read_cpus(root: Path = Path("/")) -> Cpus:
+    """Returns the CPUs.
+
+    Args:
+        root: the folder that holds `proc` and `sys`; only tests give another than "/".
+    """
+    facts = fingerprint(root)
+    return Cpus(
+        model=facts.cpu,
+        present=os.cpu_count() or 1,
+        allowed=len(_affinity()),
+        quota=cgroup_cpu_quota(root),
+        usable=usable_cpus(root),
+        torch_threads=default_torch_threads(root),
+        instructions=facts.instructions,
+    )
+
+
+def default_torch_threads(root: Path = Path("/")) -> int:
+    """Returns the threads that torch starts for one operator if nobody says otherwise.
+
+    x86 wheels ask MKL, which counts the physical cores of the affinity; from the environment it
+    takes any number up to the machine's physical cores. Others ask OpenMP, which counts the
+    logical CPUs of the affinity. Neither looks at a cgroup's quota: a container with 2 of 64 CPUs
+    gets 32 threads.
+    """
+    cpus = _affinity()
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return _from_environment("OMP_NUM_THREADS") or len(cpus)
+    asked = _from_environment("MKL_NUM_THREADS") or _from_environment("OMP_NUM_THREADS")
+    cores = [_core(cpu, root) for cpu in range(os.cpu_count() or 1)]
+    return min(asked, len(set(cores))) if asked else len({_core(cpu, root) for cpu in cpus})
+
+
+def _from_environment(name: str) -> int | None:
+    """Returns a variable's number (the first, of a list by nesting level), None for 0 or bad."""
+    number = re.match(r"\s*\+?(\d+)\s*(,|$)", os.environ.get(name, ""))
+    return int(number[1]) or None if number else None
+
+
+def _core(cpu: int, root: Path) -> tuple[str, str]:
+    """Returns the socket and the core that a logical CPU belongs to; itself if nobody says."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    try:
+        socket = (topology / "physical_package_id").read_text().strip()
+        return socket, (topology / "core_id").read_text().strip()
+    except OSError:
+        return "", str(cpu)
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))

@@ -1,0 +1,164 @@
+"""The NVIDIA GPUs as NVML reports them: no CUDA context is created, no GPU memory is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that holds memory of a GPU.
+
+    Args:
+        pid: its number, on the host: inside a container it may name nothing.
+        memory: the bytes it holds; None where the driver does not tell.
+    """
+
+    pid: int
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class MigDevice:
+    """A slice of a GPU in MIG mode. Sizes are in bytes, None where the driver does not tell."""
+
+    uuid: str
+    name: str
+    memory_total: int | None
+    memory_used: int | None
+    processes: tuple[GpuProcess, ...]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. Sizes are in bytes, None where the driver does not tell.
+
+    Args:
+        nvml_index: its number in the order of the PCI bus, whatever CUDA calls it.
+        uuid: its name for CUDA_VISIBLE_DEVICES.
+        name: its model.
+        memory_total: its memory.
+        memory_used: what of it is taken, by anybody.
+        capability: its compute capability, such as (8, 9).
+        speed: cores times the highest clock in MHz, to compare models roughly; 0 if not known.
+        processes: who uses it.
+        mig_enabled: whether it is cut into slices; CUDA then takes a slice, not the GPU.
+        mig: its slices.
+    """
+
+    nvml_index: int
+    uuid: str
+    name: str
+    memory_total: int | None
+    memory_used: int | None
+    capability: tuple[int, int] | None
+    speed: int
+    processes: tuple[GpuProcess, ...]
+    mig_enabled: bool
+    mig: tuple[MigDevice, ...]
+
+
+@dataclass(frozen=True)
+class Nvml:
+    """What NVML says.
+
+    Args:
+        gpus: every GPU of the machine, in the order of the PCI bus.
+        driver: the driver's version, such as "580.65.06".
+        cuda: the newest CUDA that this driver offers, such as (13, 0).
+        problem: why there are no answers, in words; None where there are.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    cuda: tuple[int, int] | None = None
+    problem: str | None = None
+
+
+def read_nvml(module: Any = None) -> Nvml:
+    """Asks NVML for the GPUs.
+
+    Args:
+        module: what answers in pynvml's words; None takes pynvml.
+    """
+    nvml: Any = module or import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError_LibraryNotFound:
+        return Nvml(problem="no NVIDIA driver found")
+    except nvml.NVMLError as error:
+        return Nvml(problem=f"the NVIDIA driver does not answer: {error}")
+    try:
+        gpus = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        cuda = _asked(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
+        return Nvml(
+            gpus=gpus,
+            driver=_asked(nvml, nvml.nvmlSystemGetDriverVersion),
+            cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
+        )
+    except nvml.NVMLError as error:
+        return Nvml(problem=f"the NVIDIA driver stopped answering: {error}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _asked(nvml: Any, question: Callable[..., Any], *details: Any) -> Any:
+    """Returns NVML's answer, None where this GPU, driver or user may not have it."""
+    try:
+        return question(*details)
+    except nvml.NVMLError:
+        return None
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    mig_mode = _asked(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    mig_enabled = mig_mode is not None and mig_mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
+    cores = _asked(nvml, nvml.nvmlDeviceGetNumGpuCores, handle)
+    clock = _asked(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
+    capability = _asked(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return Gpu(
+        nvml_index=index,
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=nvml.nvmlDeviceGetName(handle),
+        memory_total=None if memory is None else memory.total,
+        memory_used=None if memory is None else memory.used,
+        capability=None if capability is None else tuple(capability),
+        speed=(cores or 0) * (clock or 0),
+        processes=_processes(nvml, handle),
+        mig_enabled=mig_enabled,
+        mig=_mig_devices(nvml, handle) if mig_enabled else (),
+    )
+
+
+def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
+    """Returns who computes or draws on a GPU or on a slice of one."""
+    computing = _asked(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+    drawing = _asked(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or []
+    # One that does both is listed twice, with the same memory.
+    memory = {process.pid: process.usedGpuMemory for process in [*drawing, *computing]}
+    return tuple(GpuProcess(pid, memory[pid]) for pid in sorted(memory))
+
+
+def _mig_devices(nvml: Any, handle: Any) -> tuple[MigDevice, ...]:
+    found = []
+    for index in range(_asked(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        # Most of the places for slices are empty.
+        part = _asked(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+        if part is None:
+            continue
+        memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, part)
+        found.append(
+            MigDevice(
+                uuid=nvml.nvmlDeviceGetUUID(part),
+                name=nvml.nvmlDeviceGetName(part),
+                memory_total=None if memory is None else memory.total,
+                memory_used=None if memory is None else memory.used,
+                processes=_processes(nvml, part),
+            )
+        )
+    return tuple(found)

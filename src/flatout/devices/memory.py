@@ -1,0 +1,69 @@
+"""The memory: what is free, what the cgroup allows, and what loader workers share."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.measure.cgroup import cgroup_memory_limit
+from flatout.measure.meters import available_bytes
+
+# A batch of 256 images of 3x224x224 in fp32 is 147 MiB, and a loader with two workers keeps four
+# of them in shared memory. Containers get 64 MiB unless they ask for more.
+SHM_FOR_WORKERS = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that this process may use, in bytes.
+
+    Args:
+        available: what can be allocated before the machine swaps or the cgroup kills.
+        total: what the machine has.
+        limit: what the cgroups allow; None where they set no limit.
+    """
+
+    available: int
+    total: int
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class Shm:
+    """/dev/shm, through which loader workers hand over their batches, in bytes.
+
+    Args:
+        total: its size.
+        free: what is not used.
+        too_small_for_workers: whether a loader with workers is likely to die of it.
+    """
+
+    total: int
+    free: int
+    too_small_for_workers: bool
+
+
+def read_memory(root: Path = Path("/")) -> Memory:
+    """Returns the memory.
+
+    Args:
+        root: the folder that holds `proc` and `sys`; only tests give another than "/".
+    """
+    import psutil
+
+    return Memory(
+        available=available_bytes(root),
+        total=int(psutil.virtual_memory().total),
+        limit=cgroup_memory_limit(root),
+    )
+
+
+def read_shm(folder: Path = Path("/dev/shm")) -> Shm | None:
+    """Returns what the shared memory folder holds; None where there is none."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return Shm(total=total, free=free, too_small_for_workers=free < SHM_FOR_WORKERS)

@@ -1,0 +1,122 @@
+"""Threads, the CPUs they run on, and how their arithmetic treats tiny numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from flatout.errors import DeviceError
+from flatout.measure.cgroup import usable_cpus
+
+__all__ = [
+    "affinity",
+    "flush_denormals",
+    "reset_affinity",
+    "set_affinity",
+    "set_interop_threads",
+    "set_threads",
+    "usable_cpus",
+]
+
+# Enough elements that an elementwise operator is split over all threads: torch's grain is 32,768.
+_SPLIT_OVER_ALL = 65_536
+
+_first_affinity: set[int] | None = None
+
+
+def set_threads(count: int) -> int:
+    """Sets the threads inside one operator and returns the number before."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    return before
+
+
+def set_interop_threads(count: int) -> bool:
+    """Sets the threads that run operators side by side; returns whether that was possible.
+
+    It is so once per process, and only before operators first run side by side.
+    """
+    import torch
+
+    if torch.get_num_interop_threads() == count:
+        return True
+    try:
+        torch.set_num_interop_threads(count)
+    except RuntimeError:
+        return False
+    return True
+
+
+def affinity() -> set[int]:
+    """Returns the CPUs that this process may run on."""
+    return os.sched_getaffinity(0)
+
+
+def set_affinity(cpus: Iterable[int]) -> set[int]:
+    """Binds all threads of this process to some CPUs and returns the CPUs of before.
+
+    Threads and processes started later inherit it.
+
+    Raises:
+        DeviceError: the list is empty, or names a CPU that this process cannot have.
+    """
+    global _first_affinity
+    wanted, before = set(cpus), affinity()
+    _bind(wanted)
+    # The kernel drops CPUs that are not there or that a cpuset withholds, if any are left.
+    if lacking := wanted - affinity():
+        _bind(before)
+        raise _no_such_cpus(lacking)
+    if _first_affinity is None:
+        _first_affinity = before
+    return before
+
+
+def reset_affinity() -> None:
+    """Gives back the CPUs that the process had before the first `set_affinity`."""
+    if _first_affinity is not None:
+        _bind(_first_affinity)
+
+
+def _bind(cpus: set[int]) -> None:
+    """Binds every thread; one that starts meanwhile inherits the old CPUs, so look again."""
+    bound: set[str] = set()
+    while starting := set(os.listdir("/proc/self/task")) - bound:
+        for thread in starting:
+            try:
+                os.sched_setaffinity(int(thread), cpus)
+            except ProcessLookupError:
+                pass  # it has ended
+            except (OSError, OverflowError, ValueError):
+                raise _no_such_cpus(cpus) from None
+        bound |= starting
+
+
+def _no_such_cpus(cpus: set[int]) -> DeviceError:
+    names = ", ".join(map(str, sorted(cpus))) or "an empty list of CPUs"
+    return DeviceError(
+        f"this process cannot be bound to CPU {names}; it runs on "
+        f"{', '.join(map(str, sorted(affinity())))}",
+        where="process.affinity",
+        do="name CPUs that are there and that the container or job scheduler gave to this process",
+    )
+
+
+def flush_denormals(on: bool) -> bool:
+    """Makes arithmetic treat denormal numbers as zero, or not; returns whether all threads do so.
+
+    The setting belongs to each thread, and a thread inherits it when it starts: it must come before
+    the first parallel operator. Whether it came in time is tried out on denormal numbers, with an
+    operator that runs on all threads, which are then started.
+    """
+    import torch
+
+    if not torch.set_flush_denormal(on):
+        return False
+    # Written as bits and counted as bits: a denormal compared as a number may count as zero.
+    count = _SPLIT_OVER_ALL * torch.get_num_threads()
+    tiny = torch.full((count,), 1, dtype=torch.int32).view(torch.float32)
+    left = int(torch.count_nonzero(torch.mul(tiny, 1.0).view(torch.int32)))
+    return left == (0 if on else count)

@@ -1,0 +1,58 @@
+"""What the installed torch was built for, read from its files: importing it would cost seconds."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """The installed torch.
+
+    Args:
+        version: such as "2.13.0+cu130"; None where torch is not installed.
+        cuda: the CUDA version that it was built with, such as "13.0"; None without CUDA.
+        hip: the ROCm version that it was built with; None without ROCm.
+    """
+
+    version: str | None
+    cuda: str | None
+    hip: str | None
+
+
+def read_torch_build() -> TorchBuild:
+    """Returns what `torch/version.py` says; it is parsed, not run."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return TorchBuild(None, None, None)
+    path = Path(spec.submodule_search_locations[0]) / "version.py"
+    facts = _constants(path.read_text()) if path.is_file() else {}
+    return TorchBuild(facts.get("__version__"), facts.get("cuda"), facts.get("hip"))
+
+
+def _constants(source: str) -> dict[str, str]:
+    """Returns the texts that a module assigns to plain names, with or without annotation."""
+    found: dict[str, str] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        else:
+            continue
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            found |= dict.fromkeys(names, node.value.value)
+    return found
+
+
+def driver_fits(torch_cuda: str, driver_cuda: tuple[int, int]) -> bool:
+    """Whether a driver that offers `driver_cuda` runs a torch that was built with `torch_cuda`.
+
+    Within a major version any driver does (CUDA's minor version compatibility, since CUDA 11), and
+    a newer driver runs older builds.
+    """
+    return driver_cuda[0] >= int(torch_cuda.split(".")[0])

@@ -1,0 +1,114 @@
+"""The inventory in words, a row for each thing."""
+
+from __future__ import annotations
+
+from flatout.devices.cpus import Cpus
+from flatout.devices.gpus import Gpu, GpuProcess, MigDevice
+from flatout.devices.inventory import Inventory
+from flatout.devices.memory import Memory, Shm
+
+# The units that make bf16 worth trying on a CPU.
+_BF16_UNITS = {"amx_bf16": "AMX-bf16", "avx512_bf16": "AVX512-bf16", "bf16": "Arm bf16"}
+
+
+def rows(found: Inventory) -> list[tuple[str, str]]:
+    """Returns (what, words) rows: the CPUs, the memory, each GPU and slice, and torch."""
+    numbers = {device.uuid: index for index, device in enumerate(found.cuda)}
+    gpus: list[tuple[str, str]] = []
+    for gpu in found.nvml.gpus:
+        gpus.append((_gpu_name(gpu, numbers), _gpu_words(gpu, numbers)))
+        gpus += [(_gpu_name(mig, numbers), _memory_of(mig)) for mig in gpu.mig]
+    if found.nvml.problem:
+        gpus.append(("GPU", f"none: {found.nvml.problem}"))
+    elif not gpus:
+        gpus.append(("GPU", "none"))
+    elif not found.cuda_order_certain:
+        note = "CUDA may number these otherwise: set CUDA_DEVICE_ORDER=PCI_BUS_ID to fix the order"
+        gpus.append(("", note))
+    return [
+        ("CPU", _cpu_words(found.cpus)),
+        ("RAM", f"{_ram_words(found.memory)} · {_shm_words(found.shm)}"),
+        *gpus,
+        ("torch", _torch_words(found)),
+    ]
+
+
+def _cpu_words(cpus: Cpus) -> str:
+    why = []
+    if cpus.allowed < cpus.present:
+        why.append(f"affinity {cpus.allowed}")
+    if cpus.quota is not None:
+        why.append(f"cgroup quota {cpus.quota:.1f}")
+    if cpus.torch_threads != cpus.usable:
+        why.append(f"torch defaults to {cpus.torch_threads} threads")
+    units = [words for flag, words in _BF16_UNITS.items() if flag in cpus.instructions]
+    return (
+        f"{cpus.usable} of {cpus.present} usable"
+        + (f" ({'; '.join(why)})" if why else "")
+        + f" · {', '.join(units) or 'no bf16 units'}"
+        + (f" · {cpus.model}" if cpus.model else "")
+    )
+
+
+def _ram_words(memory: Memory) -> str:
+    limited = memory.limit is not None and memory.limit < memory.total
+    total = memory.limit if limited and memory.limit else memory.total
+    return f"{_gib(memory.available)} free / {_gib(total)} GiB{' limit' if limited else ''}"
+
+
+def _shm_words(shm: Shm | None) -> str:
+    if shm is None:
+        return "no /dev/shm: loader workers cannot hand over batches"
+    size = f"{_gib(shm.total)} GiB" if shm.total >= 2**30 else f"{shm.total // 2**20} MiB"
+    if not shm.too_small_for_workers:
+        return f"/dev/shm {size}"
+    return f"/dev/shm {size}, {shm.free // 2**20} MiB free: too small for workers"
+
+
+def _gpu_name(device: Gpu | MigDevice, numbers: dict[str, int]) -> str:
+    number = numbers.get(device.uuid)
+    kind = "GPU" if isinstance(device, Gpu) else "  MIG"
+    return f"{kind} {'-' if number is None else number}"
+
+
+def _gpu_words(gpu: Gpu, numbers: dict[str, int]) -> str:
+    words = f"{gpu.name}, {_memory_of(gpu)}"
+    if gpu.mig_enabled:
+        return f"{words}, cut into {len(gpu.mig)} MIG devices"
+    if gpu.uuid not in numbers:
+        return f"{words}, hidden by CUDA_VISIBLE_DEVICES"
+    return words
+
+
+def _memory_of(device: Gpu | MigDevice) -> str:
+    name = f"{device.name}, " if isinstance(device, MigDevice) else ""
+    if device.memory_total is None or device.memory_used is None:
+        return f"{name}memory unknown{_users(device.processes)}"
+    used, total = _gib(device.memory_used), _gib(device.memory_total)
+    return f"{name}{used} of {total} GiB used{_users(device.processes)}"
+
+
+def _users(processes: tuple[GpuProcess, ...]) -> str:
+    if not processes:
+        return ""
+    return f" by pid {', '.join(str(process.pid) for process in processes)}"
+
+
+def _torch_words(found: Inventory) -> str:
+    if found.torch.version is None:
+        return "not installed"
+    if found.torch.cuda is None:
+        built = f"built for ROCm {found.torch.hip}" if found.torch.hip else "built without CUDA"
+        return f"{found.torch.version}, {built}"
+    if found.nvml.cuda is None:
+        return f"{found.torch.version}, CUDA {found.torch.cuda}"
+    fits = "fits" if found.driver_fits_torch else "is too old for"
+    offered = ".".join(map(str, found.nvml.cuda))
+    return (
+        f"{found.torch.version} · driver {found.nvml.driver} (CUDA {offered})"
+        f" {fits} torch's CUDA {found.torch.cuda}"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"

@@ -1,0 +1,52 @@
+"""Errors for people: what went wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class FlatoutError(Exception):
+    """Base of every error that Flatout raises on purpose.
+
+    Args:
+        what: what was expected and what was found, in one sentence.
+        where: the file, line, byte, field, step or rank, if there is one.
+        do: what the reader can do about it, if anything.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.do = do
+        lines = [what]
+        if where:
+            lines.append(f"  {where}")
+        if do:
+            lines.append(f"  do: {do}")
+        super().__init__("\n".join(lines))
+
+
+class RecipeError(FlatoutError, ValueError):
+    """A Recipe names an unknown field or a value that the field does not take."""
+
+
+class DeviceError(FlatoutError, RuntimeError):
+    """A device that was asked for is not here or cannot be used."""
+
+
+class DataError(FlatoutError, ValueError):
+    """The input is empty, corrupt, or does not fit the model."""
+
+
+class ModelError(FlatoutError, ValueError):
+    """The model, loss, optimiser or metric cannot be used as given."""
+
+
+class CheckpointError(FlatoutError, RuntimeError):
+    """A checkpoint or model file is damaged, foreign, or cannot be written."""
+
+
+class NumbersError(FlatoutError, ArithmeticError):
+    """A loss, gradient, weight or buffer is not finite."""
+
+
+class OutOfMemory(FlatoutError, MemoryError):
+    """A step does not fit in memory even at the smallest micro-batch allowed."""

@@ -1,0 +1,265 @@
+"""What a step's time went to, as lanes.
+
+The loop reads the clock between its lanes and hands the durations over once per step:
+
+    timeline.start()
+    for every step:
+        timeline.record(start, input, copy, forward, backward, sync, optimiser, host)
+        timeline.add("evaluation", ns)          # what happens between two steps
+    timeline.stop()
+
+The wall time from the first step's start to the last step's end is then split without remainder:
+what no step recorded and nothing added is `idle`, and the garbage collector's time is moved out of
+the lane that it interrupted into `gc`.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.errors import FlatoutError
+from flatout.measure.garbage import CollectorClock
+
+# In the order in which a step passes through them, then what lies between steps.
+LANES = (
+    "input",
+    "copy",
+    "forward",
+    "backward",
+    "sync",
+    "optimiser",
+    "host",
+    "evaluation",
+    "saving",
+    "gc",
+    "idle",
+)
+_STEP_LANES = LANES[:7]
+_CHUNK = 1024
+_ROW = struct.Struct("8q")
+_pack_row = _ROW.pack_into
+
+
+class Timeline:
+    """The lanes of one rank's steps. One thread records; any thread may read.
+
+    Args:
+        capacity: how many of the latest steps are kept singly (64 bytes each), rounded up to whole
+            chunks; older ones live on in the totals alone.
+        clock_reads: how often the loop reads the clock for each step, counted into
+            `added_us_per_step`: before the first lane and after each of the seven.
+    """
+
+    def __init__(self, capacity: int = 65_536, *, clock_reads: int = 8) -> None:
+        if capacity < 1:
+            raise FlatoutError(f"capacity must be at least 1 step, not {capacity}")
+        self._chunk = min(_CHUNK, capacity)
+        self.capacity = -(-capacity // self._chunk) * self._chunk
+        self._clock_reads = clock_reads
+        self._lock = threading.Lock()
+        self._collections = CollectorClock()
+        weakref.finalize(self, self._collections.stop)
+        self._stopped_at: int | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything recorded so far."""
+        with self._lock:
+            # Rows of start and seven durations: a ring, filled in place by struct.
+            self._rows = np.zeros((self.capacity, 8), dtype=np.int64)
+            self._buffer = self._rows.data
+            self._at = 0
+            self._fold_at = self._chunk * _ROW.size
+            self._folded = 0
+            self._rounds = 0
+            self._totals = dict.fromkeys(LANES, 0)
+            self._first_start: int | None = None
+            self._last_end = 0
+            self._in_steps = 0
+            # Time between steps that has an owner: in the gaps before, and in the gap after step
+            # number `_owned_at`.
+            self._owned = 0
+            self._owned_since = 0
+            self._owned_at = 0
+            self._collections.noted.clear()
+
+    def start(self) -> None:
+        """Begins to time the garbage collector; the pause since `stop()` is nobody's idle time."""
+        self._collections.start()
+        if self._stopped_at is not None:
+            with self._lock:
+                self._own(perf_counter_ns() - self._stopped_at)
+            self._stopped_at = None
+
+    def stop(self) -> None:
+        """Ends it. A second call changes nothing."""
+        self._collections.stop()
+        if self._stopped_at is None:
+            self._stopped_at = perf_counter_ns()
+
+    def record(
+        self,
+        start: int,
+        input: int,
+        copy: int,
+        forward: int,
+        backward: int,
+        sync: int,
+        optimiser: int,
+        host: int,
+    ) -> None:
+        """Records one step: its start on `perf_counter_ns`' clock, then durations, all in ns."""
+        # A quarter of a microsecond: the row goes straight into the ring, sums wait for the chunk.
+        at = self._at
+        _pack_row(self._buffer, at, start, input, copy, forward, backward, sync, optimiser, host)
+        self._at = at = at + _ROW.size
+        if at == self._fold_at:
+            self._end_chunk()
+
+    def add(self, lane: str, ns: int) -> None:
+        """Adds time spent between two steps, to be called as soon as that time has passed.
+
+        Raises:
+            FlatoutError: for a lane that cannot be added to.
+        """
+        if lane not in LANES[:-2]:
+            raise FlatoutError(
+                f"cannot add to lane {lane!r}", do=f"choose one of {', '.join(LANES[:-2])}"
+            )
+        with self._lock:
+            collected = min(ns, self._collections.take_since(perf_counter_ns() - ns))
+            self._totals[lane] += ns - collected
+            self._totals["gc"] += collected
+            self._own(ns)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were recorded."""
+        return self._rounds * self.capacity + self._at // _ROW.size
+
+    def lanes(self) -> dict[str, float]:
+        """Returns the milliseconds per step by lane, over all steps; zeros without a step."""
+        with self._lock:
+            self._fold()
+            steps = self._rounds * self.capacity + self._folded
+            totals = dict(self._totals)
+            if self._first_start is not None:
+                between = self._last_end - self._first_start - self._in_steps
+                totals["idle"] += between - self._owned_within(steps)
+        return {lane: max(0, ns) / max(1, steps) / 1e6 for lane, ns in totals.items()}
+
+    def critical_lane(self) -> str | None:
+        """Returns the lane that takes the most time, or None without a step."""
+        if not self.steps:
+            return None
+        lanes = self.lanes()
+        return max(lanes, key=lanes.__getitem__)
+
+    def step_times(self) -> npt.NDArray[np.float64]:
+        """Returns the durations in seconds of the last `capacity` steps, oldest first (float64)."""
+        with self._lock:
+            filled = self._at // _ROW.size
+            newest = self._rows[:filled, 1:].sum(axis=1)
+            oldest = self._rows[filled:, 1:].sum(axis=1) if self._rounds else newest[:0]
+        return np.concatenate([oldest, newest]) / 1e9
+
+    def percentiles(self, qs: Sequence[float] = (50, 90, 99)) -> dict[float, float]:
+        """Returns the percentiles of `step_times()` in seconds; nothing without a step."""
+        times = self.step_times()
+        if not times.size:
+            return {}
+        return dict(zip(qs, np.percentile(times, qs).tolist(), strict=True))
+
+    @property
+    def added_us_per_step(self) -> float:
+        """What recording adds to a step, in microseconds.
+
+        It is counted directly, by timing the calls on an instance made for that: comparing a run
+        with and one without could not resolve it.
+        """
+        return _cost_us(self._clock_reads)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON: lanes in ms per step, percentiles in ms."""
+        return {
+            "steps": self.steps,
+            "lanes_ms": self.lanes(),
+            "critical_lane": self.critical_lane(),
+            "step_ms": {f"p{q:g}": value * 1e3 for q, value in self.percentiles().items()},
+            "added_us_per_step": self.added_us_per_step,
+        }
+
+    def _own(self, ns: int) -> None:
+        """Notes that `ns` of the gap after the latest step have an owner."""
+        steps = self.steps
+        if steps != self._owned_at:
+            self._owned = self._owned_within(steps)
+            self._owned_since = 0
+            self._owned_at = steps
+        self._owned_since += ns
+
+    def _owned_within(self, steps: int) -> int:
+        """Returns the owned time between the first of `steps` steps and the last, in ns."""
+        inside = 0 < self._owned_at < steps
+        return self._owned + (self._owned_since if inside else 0)
+
+    def _end_chunk(self) -> None:
+        with self._lock:
+            self._fold()
+            if self._at == self.capacity * _ROW.size:
+                self._rounds += 1
+                self._at = 0
+                self._folded = 0
+            self._fold_at = self._at + self._chunk * _ROW.size
+
+    def _fold(self) -> None:
+        """Brings the rows that were recorded since the last call into the totals."""
+        filled = self._at // _ROW.size
+        rows = self._rows[self._folded : filled]
+        if not len(rows):
+            return
+        self._folded = filled
+        starts = rows[:, 0]
+        # ends[i, k] is when step i left its k-th lane.
+        ends = starts[:, None] + np.cumsum(rows[:, 1:], axis=1)
+        for lane, ns in zip(_STEP_LANES, rows[:, 1:].sum(axis=0).tolist(), strict=True):
+            self._totals[lane] += ns
+        self._in_steps += int((ends[:, -1] - starts).sum())
+        if self._first_start is None:
+            self._first_start = int(starts[0])
+            # What was collected before the first step is no part of the span.
+            self._collections.take_before(self._first_start)
+        self._last_end = int(ends[-1, -1])
+        for began, took in self._collections.take_before(self._last_end):
+            step = int(np.searchsorted(starts, began, side="right")) - 1
+            left = int(np.searchsorted(ends[step], began, side="right")) if step >= 0 else 7
+            self._totals[_STEP_LANES[left] if left < 7 else "idle"] -= took
+            self._totals["gc"] += took
+
+
+@cache
+def _cost_us(clock_reads: int) -> float:
+    """Times `record` and the given number of clock reads in microseconds: the median of rounds."""
+    count = 2 * _CHUNK
+    rounds = []
+    for _ in range(5):
+        record = Timeline(capacity=count).record
+        began = perf_counter_ns()
+        for _ in range(count):
+            record(began, 20_000, 1_000, 30_000, 60_000, 0, 25_000, 4_000)
+        recorded = perf_counter_ns()
+        for _ in range(count):
+            perf_counter_ns()
+        read = perf_counter_ns()
+        rounds.append((recorded - began + clock_reads * (read - recorded)) / count / 1e3)
+    return median(rounds)

@@ -1,0 +1,276 @@
+"""Whether B is faster than A: paired interleaved blocks, an interval, and a noise floor.
+
+A machine drifts (clocks, heat, neighbours), so A and B run in short blocks in the order A B B A.
+Each such quadruple (a1, b1, b2, a2), in seconds per step, gives one log-ratio in which a steady
+drift cancels:
+
+    r = (log a1 + log a2 - log b1 - log b2) / 2
+
+The trial's ratio is exp(median of r): time A / time B, so above 1 means that B is faster. Its 95%
+interval is the percentile bootstrap over quadruples (Efron 1979, "Bootstrap methods: another look
+at the jackknife"). Over five quadruples or fewer that is simply their range.
+
+The floor says how large a ratio this trial would have shown with A against A. It comes from the
+differences d between blocks of one configuration, a1 against a2 and b1 against b2 (in logs).
+Without any effect, r is distributed like (±d ± d') / 2 for two such differences drawn with random
+signs. So the medians of as many redrawn r as the trial has quadruples are what noise alone would
+have given, and the floor is the 95th percentile of their size, as exp(.) - 1. A steady drift
+cancels in r but not in d: the floor errs to the safe side.
+
+B wins only where the whole interval lies above the floor. In simulation, with normal noise and with
+one block in ten held up, A against A wins in fewer than 5% of the trials, and loses in as few,
+stopped early or not. What one process cannot see stays out of the floor: two equal models in one
+process may differ by some percent for as long as it lives. Close ratios need several processes, and
+`bootstrap_ratio`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.errors import FlatoutError
+
+_Array = npt.NDArray[np.float64]
+
+_RESAMPLES = 2000
+_CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """A ratio `mid` with its 95% interval from `low` to `high`."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What a trial of A against B found.
+
+    Args:
+        ratio: time A / time B; above 1 means that B is faster.
+        low: lower end of the ratio's 95% interval.
+        high: upper end of it.
+        floor: how far from 1 the ratio of A against A may lie by noise alone: 0.01 is 1%.
+        pairs: how many quadruples A B B A were run.
+        a_median: median over A's blocks, in seconds per step.
+        b_median: median over B's blocks, in seconds per step.
+        seconds: how long the trial took.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    floor: float
+    pairs: int
+    a_median: float
+    b_median: float
+    seconds: float
+
+    @property
+    def wins(self) -> bool:
+        """Whether B is faster than A beyond the floor. A single quadruple proves nothing."""
+        return self.pairs > 1 and self.low > 1 + self.floor
+
+    @property
+    def loses(self) -> bool:
+        """Whether B is slower than A beyond the floor. A single quadruple proves nothing."""
+        return self.pairs > 1 and self.high < 1 - self.floor
+
+    @property
+    def words(self) -> str:
+        """One phrase, such as `1.19x [1.17,1.21] (A/A ±0.9%)`."""
+        interval = f"[{self.low:.2f},{self.high:.2f}]"
+        return f"{self.ratio:.2f}x {interval} (A/A ±{self.floor:.1%})"
+
+
+def run_trial(
+    measure_a: Callable[[], float],
+    measure_b: Callable[[], float],
+    *,
+    max_pairs: int = 8,
+    min_pairs: int = 2,
+    deadline_s: float = math.inf,
+    floor: float = 0.0,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> TrialResult:
+    """Measures A against B in quadruples A B B A until the answer is clear.
+
+    It is clear, from `min_pairs` quadruples on, when the interval lies beyond the floor on one side
+    (B wins or loses) or wholly within it (no difference that this trial could see).
+
+    Args:
+        measure_a: runs one block of steps in configuration A, after switching and warming up, and
+            returns its seconds per step.
+        measure_b: the same for B.
+        max_pairs: the most quadruples to run.
+        min_pairs: the fewest, time permitting.
+        deadline_s: no quadruple begins that would end, at the pace of the slowest so far, later
+            than this many seconds after the start. The first always runs.
+        floor: a floor known beforehand, as from `noise_floor`; the larger of it and the trial's own
+            counts.
+        seed: of the resampling.
+        clock: returns seconds, for the deadline.
+
+    Raises:
+        FlatoutError: if a block's time is not a positive number, or the numbers of pairs make no
+            sense.
+    """
+    if not 1 <= min_pairs <= max_pairs:
+        raise FlatoutError(
+            f"min_pairs and max_pairs must satisfy 1 <= {min_pairs} <= {max_pairs}",
+            do="give at least one pair, and max_pairs no smaller than min_pairs",
+        )
+    began = clock()
+    slowest = 0.0
+    a: list[tuple[float, float]] = []
+    b: list[tuple[float, float]] = []
+    while True:
+        quadruple_began = clock()
+        a1 = _block(measure_a, "A")
+        b1 = _block(measure_b, "B")
+        b2 = _block(measure_b, "B")
+        a2 = _block(measure_a, "A")
+        a.append((a1, a2))
+        b.append((b1, b2))
+        now = clock()
+        slowest = max(slowest, now - quadruple_began)
+        result = _judge(np.array(a), np.array(b), floor, seed, now - began)
+        settled = result.wins or result.loses or _within_floor(result)
+        if len(a) >= max_pairs or now - began + slowest > deadline_s:
+            return result
+        if len(a) >= min_pairs and settled:
+            return result
+
+
+def noise_floor(measure: Callable[[], float], *, pairs: int = 4, seed: int = 0) -> float:
+    """Returns how far one configuration's ratio to itself strays from 1, by running it.
+
+    `measure` runs 4 * `pairs` blocks, as in a trial in which it plays both A and B. The answer is
+    the farther end of that trial's interval, or the trial's own floor where that is larger.
+
+    Raises:
+        FlatoutError: as `run_trial`.
+    """
+    blocks = np.array([_block(measure, "A") for _ in range(4 * pairs)]).reshape(pairs, 4)
+    result = _judge(blocks[:, [0, 3]], blocks[:, [1, 2]], 0.0, seed, 0.0)
+    return max(result.floor, result.high - 1, 1 - result.low)
+
+
+def bootstrap_paired(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> Interval:
+    """Returns the ratio a / b of times that were taken in pairs, with its 95% interval.
+
+    Args:
+        a: float times of shape (pairs,) or (pairs, blocks), any unit. The blocks of one pair are
+            joined by the mean of their logs.
+        b: the same number of pairs.
+        seed: of the resampling.
+
+    Returns:
+        exp of the median log-ratio, and the percentile bootstrap over pairs of that median.
+
+    Raises:
+        FlatoutError: if the pairs do not match, or a time is not a positive number.
+    """
+    times_a, times_b = _times(a, "a"), _times(b, "b")
+    pairs = len(times_a)
+    if pairs != len(times_b):
+        raise FlatoutError(f"times in pairs differ in number: {pairs} of a, {len(times_b)} of b")
+    logs_a = np.log(times_a).reshape(pairs, -1).mean(axis=1)
+    logs_b = np.log(times_b).reshape(pairs, -1).mean(axis=1)
+    ratios = logs_a - logs_b
+    generator = np.random.default_rng(seed)
+    return _interval(float(np.median(ratios)), _resampled_medians(ratios, generator))
+
+
+def bootstrap_ratio(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> Interval:
+    """Returns median(a) / median(b) of times that are not paired, with its 95% interval.
+
+    For restarts of processes: a value for each process. Both sides are resampled independently.
+
+    Args:
+        a: float times of shape (restarts of A,), any unit.
+        b: float times of shape (restarts of B,).
+        seed: of the resampling.
+
+    Raises:
+        FlatoutError: if there are none, or a time is not a positive number.
+    """
+    times_a, times_b = _times(a, "a"), _times(b, "b")
+    generator = np.random.default_rng(seed)
+    resampled_a = _resampled_medians(times_a, generator)
+    resampled_b = _resampled_medians(times_b, generator)
+    middle = float(np.log(np.median(times_a) / np.median(times_b)))
+    return _interval(middle, np.log(resampled_a / resampled_b))
+
+
+def _judge(a: _Array, b: _Array, floor: float, seed: int, seconds: float) -> TrialResult:
+    """Returns the result of quadruples, where `a` and `b` hold two blocks each: (pairs, 2)."""
+    low, ratio, high = bootstrap_paired(a, b, seed=seed)
+    return TrialResult(
+        ratio=ratio,
+        low=low,
+        high=high,
+        floor=max(floor, _floor(a, b, seed)),
+        pairs=len(a),
+        a_median=float(np.median(a)),
+        b_median=float(np.median(b)),
+        seconds=seconds,
+    )
+
+
+def _floor(a: _Array, b: _Array, seed: int) -> float:
+    """Returns the ratio that noise alone reaches in 95% of trials this long, less 1."""
+    generator = np.random.default_rng(seed)
+    within = np.concatenate([np.log(a[:, 0] / a[:, 1]), np.log(b[:, 0] / b[:, 1])])
+    shape = (_RESAMPLES, len(a), 2)
+    drawn = generator.choice(within, shape) * generator.choice([-1.0, 1.0], shape)
+    noise = np.abs(np.median(drawn.mean(axis=2), axis=1))
+    return float(np.expm1(np.quantile(noise, _CONFIDENCE)))
+
+
+def _within_floor(result: TrialResult) -> bool:
+    """Whether no difference is in sight; a single quadruple cannot say so."""
+    return result.pairs > 1 and 1 - result.floor <= result.low <= result.high <= 1 + result.floor
+
+
+def _resampled_medians(values: _Array, generator: np.random.Generator) -> _Array:
+    drawn = generator.integers(0, len(values), (_RESAMPLES, len(values)))
+    medians: _Array = np.median(values[drawn], axis=1)
+    return medians
+
+
+def _interval(middle: float, resampled: _Array) -> Interval:
+    """Returns exp of a log-ratio and of the quantiles of its resampled values."""
+    tail = (1 - _CONFIDENCE) / 2
+    low, high = np.quantile(resampled, [tail, 1 - tail])
+    return Interval(float(np.exp(low)), float(np.exp(middle)), float(np.exp(high)))
+
+
+def _times(values: npt.ArrayLike, name: str) -> _Array:
+    times = np.asarray(values, dtype=np.float64)
+    if not times.size:
+        raise FlatoutError(f"no times given for {name}")
+    wrong = times[~(np.isfinite(times) & (times > 0))]
+    if wrong.size:
+        raise FlatoutError(f"times must be positive numbers, found {wrong[0]} in {name}")
+    return times
+
+
+def _block(measure: Callable[[], float], name: str) -> float:
+    seconds = float(measure())
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise FlatoutError(
+            f"a block's seconds per step must be a positive number, not {seconds}",
+            where=f"configuration {name}",
+        )
+    return seconds

@@ -1,0 +1,66 @@
+"""Switching a user's own optimiser object to torch's fused kernels, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch has a fused kernel for this optimiser, its options and its parameters.
+
+    A user's explicit `fused=` or `foreach=` is respected: such an optimiser is left alone.
+    """
+    return type(optimizer) in _FUSED and all(
+        group.get("fused") is None
+        and group.get("foreach") is None
+        and not group.get("differentiable")
+        and not group.get("capturable")
+        and all(p.is_floating_point() and p.layout == torch.strided for p in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Use the fused kernel from the next step on; state is kept (rounding differs)."""
+    for group in optimizer.param_groups:
+        group["fused"] = True
+        group["foreach"] = False
+        for parameter in group["params"]:
+            _move_step(optimizer.state.get(parameter, {}), parameter)
+    # GradScaler asks this attribute whether the optimiser can gate a bad step on the device.
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+def defuse(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `fuse`: torch chooses its plain implementation again."""
+    for group in optimizer.param_groups:
+        group["fused"] = None
+        group["foreach"] = None
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
+def align_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give each state tensor the strides of its parameter.
+
+    Fused kernels walk parameter and state side by side in memory, so after a change of memory
+    format a state in the old order would be applied to the wrong elements.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if (
+                torch.is_tensor(value)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _move_step(state: dict[str, Any], parameter: torch.Tensor) -> None:
+    """Fused kernels want the step count as a float32 scalar on the parameter's device."""
+    step = state.get("step")
+    if step is not None:
+        state["step"] = torch.as_tensor(step, dtype=torch.float32, device=parameter.device)

@@ -1,0 +1,114 @@
+"""Which Recipe holds: `--set` over code over `--recipe FILE` over auto.
+
+`flatout run` hands its options to the script's process in two environment variables. Nothing else
+is read: a Recipe file that merely lies about is never picked up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.errors import RecipeError
+from flatout.recipe.recipe import Recipe, ResolvedRecipe, of_fields
+from flatout.recipe.refusal import FieldError
+from flatout.recipe.sections import Value
+from flatout.recipe.toml import load
+
+FILE_VARIABLE = "FLATOUT_RECIPE"
+"""The path given to `flatout run --recipe`."""
+
+SET_VARIABLE = "FLATOUT_SET"
+"""A JSON list of what was given to `flatout run --set`."""
+
+
+def apply(recipe: Recipe, settings: Sequence[str]) -> Recipe:
+    """Return the Recipe with settings such as `compute.precision=bf16` applied in turn.
+
+    Numbers, true, false and lists (`[0,1]` or `0,1`) are read as such, all else as text.
+
+    Raises:
+        RecipeError: a setting has no `=`, names an unknown field, or gives it a bad value.
+    """
+    for setting in settings:
+        field, equals, text = setting.partition("=")
+        where = f"--set {setting}"
+        if not equals:
+            raise RecipeError(
+                "a setting has no value", where=where, do="write --set section.field=value"
+            )
+        try:
+            recipe = recipe.replace({field.strip(): _value(text.strip())})
+        except FieldError as error:
+            raise error.at(where) from None
+    return recipe
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    is_list = "," in text and not text.startswith("[")
+    try:
+        return json.loads(f"[{text}]" if is_list else text)
+    except ValueError:
+        return text
+
+
+def effective(
+    code: Recipe | ResolvedRecipe | None = None, *, file: Recipe | ResolvedRecipe | None = None
+) -> Recipe:
+    """Return the Recipe that holds here: `--set` over code over `--recipe FILE` over auto.
+
+    A field counts as set in a Recipe when it was named there, even with its default.
+
+    Args:
+        code: the Recipe given in code, if any.
+        file: what takes the place of `from_file()`, for a caller who looked at it already (a
+            resolved Recipe of another machine, say, as its `anew()`).
+
+    Raises:
+        RecipeError: the file or a setting is not good.
+    """
+    fields: dict[str, Value] = {}
+    for layer in (file or from_file(), code):
+        if isinstance(layer, ResolvedRecipe):
+            layer = layer.request()
+        if layer is not None:
+            fields |= layer.named()
+    return apply(of_fields(fields), from_set())
+
+
+def from_file() -> Recipe | ResolvedRecipe | None:
+    """Return the Recipe that `flatout run --recipe` named, None if it named none.
+
+    A resolved one may be another machine's: `on_this_machine` tells.
+
+    Raises:
+        RecipeError: the file cannot be read or is not a Recipe.
+    """
+    path = os.environ.get(FILE_VARIABLE)
+    return load(path) if path else None
+
+
+def from_set() -> list[str]:
+    """Return the settings that `flatout run --set` gave, in order.
+
+    Raises:
+        RecipeError: the variable does not hold a JSON list of texts.
+    """
+    text = os.environ.get(SET_VARIABLE)
+    if not text:
+        return []
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    if not isinstance(settings, list) or not all(isinstance(one, str) for one in settings):
+        raise RecipeError(
+            f"{SET_VARIABLE} must be a JSON list of texts, found {text}",
+            where="environment",
+            do="use flatout run --set section.field=value, which sets it",
+        )
+    return settings

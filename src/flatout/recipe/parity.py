@@ -1,0 +1,148 @@
+"""Parity: what a change of settings does to the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from flatout.errors import RecipeError
+from flatout.recipe.sections import Value, split
+
+
+class Parity(IntEnum):
+    """What a change does to the result, from nothing to everything; later is worse."""
+
+    EXACT = 0
+    TOLERANT = 1
+    REDRAWN = 2
+    LEARNING = 3
+
+    @property
+    def words(self) -> str:
+        """The wording that users see."""
+        return _WORDS[self]
+
+    @classmethod
+    def from_name(cls, name: str) -> Parity:
+        """Return the parity of a name such as `tolerant`, as in `allow="tolerant"`.
+
+        Raises:
+            RecipeError: the name is none of exact, tolerant, redrawn, learning.
+        """
+        names = {parity.name.lower(): parity for parity in cls}
+        return _looked_up(name, names)
+
+    @classmethod
+    def from_words(cls, words: str) -> Parity:
+        """Return the parity whose `words` these are.
+
+        Raises:
+            RecipeError: the words are none of the four.
+        """
+        return _looked_up(words, {parity.words: parity for parity in cls})
+
+
+_WORDS = {
+    Parity.EXACT: "bit-identical",
+    Parity.TOLERANT: "rounding",
+    Parity.REDRAWN: "redrawn",
+    Parity.LEARNING: "changes learning",
+}
+
+
+def _looked_up(name: str, names: dict[str, Parity]) -> Parity:
+    if name not in names:
+        raise RecipeError(f"parity cannot be {name!r}; allowed: {', '.join(names)}")
+    return names[name]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the parity of a change depends on, beside the change itself.
+
+    Args:
+        batch_coupled: a sample's result depends on the others of its batch in training, as with
+            BatchNorm or a contrastive loss.
+        draws_random: the model draws random numbers in training, as with dropout.
+        device: the device type that computes.
+        draws_random_in_input: samples are augmented at random while they are loaded.
+        draws_by_layout: some draws fall element by element on image-shaped activations, so that the
+            memory format decides which element gets which draw (`nn.Dropout` on a convolution's
+            output; not after `Flatten`, and not `nn.Dropout2d`). Matters only with `draws_random`.
+    """
+
+    batch_coupled: bool = False
+    draws_random: bool = False
+    device: str = "cpu"
+    draws_random_in_input: bool = False
+    draws_by_layout: bool = True
+
+
+def of_change(field: str, before: Value, after: Value, facts: ModelFacts) -> Parity:
+    """Judge what changing one field does to the result of training this model.
+
+    Args:
+        field: the dotted name, as in "compute.precision".
+        before: the concrete value that the result is compared with.
+        after: the concrete value that is judged.
+        facts: what is known of the model and its input.
+
+    Raises:
+        RecipeError: no field has this name.
+    """
+    split(field)
+    if before == after:
+        return Parity.EXACT
+    rule = _RULES[field]
+    return rule if isinstance(rule, Parity) else rule(facts)
+
+
+def _redrawn_if(draws: bool, otherwise: Parity) -> Parity:
+    return Parity.REDRAWN if draws else otherwise
+
+
+def _memory_format(facts: ModelFacts) -> Parity:
+    # Other kernels round otherwise, and torch fills a random mask in the order of memory.
+    return _redrawn_if(facts.draws_random and facts.draws_by_layout, Parity.TOLERANT)
+
+
+def _micro_batch(facts: ModelFacts) -> Parity:
+    # BatchNorm would take its statistics over fewer samples.
+    if facts.batch_coupled:
+        return Parity.LEARNING
+    return _redrawn_if(facts.draws_random, Parity.TOLERANT)
+
+
+def _activation_checkpointing(facts: ModelFacts) -> Parity:
+    # The random state is kept, but BatchNorm's running statistics are updated by both forwards.
+    return Parity.LEARNING if facts.batch_coupled else Parity.EXACT
+
+
+_RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
+    "compute.precision": Parity.TOLERANT,
+    "compute.memory_format": _memory_format,
+    "compute.rewrites": Parity.EXACT,
+    "compute.fused_optimizer": Parity.TOLERANT,
+    # Inductor draws its random numbers from streams of its own.
+    "compute.compile": lambda facts: _redrawn_if(facts.draws_random, Parity.TOLERANT),
+    "compute.matmul_precision": Parity.TOLERANT,
+    "compute.deterministic": Parity.TOLERANT,
+    "memory.micro_batch": _micro_batch,
+    "memory.activation_checkpointing": _activation_checkpointing,
+    "memory.allocator": Parity.EXACT,
+    "process.threads": Parity.TOLERANT,
+    # No operator of a step is divided among these threads, so no sum changes its order.
+    "process.interop_threads": Parity.EXACT,
+    "process.affinity": Parity.EXACT,
+    "process.flush_denormals": Parity.TOLERANT,
+    # The order is a function of seed, epoch and counter; only draws made in the workers move.
+    "input.workers": lambda facts: _redrawn_if(facts.draws_random_in_input, Parity.EXACT),
+    "input.pin_memory": Parity.EXACT,
+    # Each kind of device has its own random streams.
+    "world.device": lambda facts: _redrawn_if(facts.draws_random, Parity.TOLERANT),
+    "world.placement": Parity.EXACT,
+    "save.every": Parity.EXACT,
+    "save.keep_last": Parity.EXACT,
+    "save.asynchronous": Parity.EXACT,
+}

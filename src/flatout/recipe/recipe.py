@@ -1,0 +1,319 @@
+"""The Recipe in its two types: requested, which may say `auto`, and resolved, which is concrete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    model_validator,
+)
+
+from flatout.recipe.parity import ModelFacts, Parity, of_change
+from flatout.recipe.refusal import FieldError, PlainData, spelled
+from flatout.recipe.sections import (
+    FIELDS,
+    PLAIN,
+    SECTIONS,
+    Compute,
+    Input,
+    Memory,
+    Process,
+    Save,
+    Value,
+    World,
+    split,
+)
+
+ASKED = "asked for"
+DEFAULT = "default"
+
+
+def _parity(value: Any) -> Any:
+    return Parity.from_words(value) if isinstance(value, str) else value
+
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class Choice(PlainData):
+    """Why a field of a resolved Recipe has its value.
+
+    `ratio` is time before over time after, so above 1 is faster; `low` and `high` are its interval;
+    `floor` is what A against A differed by, as a fraction. All four are None where nothing was
+    measured.
+    """
+
+    title: ClassVar[str] = "choice"
+
+    value: Value = Field(description="The concrete value.")
+    reason: str = Field(description="Why it was chosen, for people.")
+    parity: Annotated[
+        Parity,
+        BeforeValidator(_parity),
+        Field(json_schema_extra={"allowed": ", ".join(one.words for one in Parity)}),
+    ] = Field(description="What the change from plain PyTorch does to the result.")
+    ratio: Number | None = Field(default=None, description="Time before over time after.")
+    low: Number | None = Field(default=None, description="Lower end of the ratio's interval.")
+    high: Number | None = Field(default=None, description="Upper end of the ratio's interval.")
+    floor: Number | None = Field(default=None, description="Noise of A against A, as a fraction.")
+
+    @property
+    def ratio_words(self) -> str:
+        """The ratio and its interval, as in `2.31x [2.26,2.37]`; empty if nothing was measured."""
+        if self.ratio is None:
+            return ""
+        if self.low is None or self.high is None:
+            return f"{self.ratio:.2f}x"
+        return f"{self.ratio:.2f}x [{self.low:.2f},{self.high:.2f}]"
+
+
+Choice.known = tuple(f"choice.{name}" for name in Choice.model_fields)
+
+
+class _Sections(PlainData):
+    """The six sections that both types of Recipe have."""
+
+    known: ClassVar[tuple[str, ...]] = (*SECTIONS, *FIELDS)
+
+    compute: Compute = Field(
+        default_factory=Compute, description="How the arithmetic of a step runs."
+    )
+    memory: Memory = Field(default_factory=Memory, description="How a step's memory is used.")
+    process: Process = Field(
+        default_factory=Process, description="How the process uses the processor."
+    )
+    input: Input = Field(default_factory=Input, description="How batches are made ready.")
+    world: World = Field(default_factory=World, description="Where the job runs.")
+    save: Save = Field(default_factory=Save, description="When checkpoints are written.")
+
+    def get(self, field: str) -> Value:
+        """Return a field's value by its dotted name.
+
+        Raises:
+            RecipeError: no field has this name.
+        """
+        section, name = split(field)
+        value: Value = getattr(getattr(self, section), name)
+        return value
+
+    def named(self) -> dict[str, Value]:
+        """Return the fields that were named when this was made, by dotted name."""
+        return {
+            f"{section}.{name}": getattr(getattr(self, section), name)
+            for section in SECTIONS
+            for name in SECTIONS[section].model_fields
+            if name in getattr(self, section).model_fields_set
+        }
+
+
+class Recipe(_Sections):
+    """Every setting that decides how fast a job runs, as requested: a field may say `auto`.
+
+        Recipe(compute=Compute(precision="bf16"), memory={"micro_batch": 64})
+
+    Raises:
+        RecipeError: an unknown section or field, or a value that a field does not take.
+    """
+
+    def replace(self, changes: Mapping[str, Value]) -> Recipe:
+        """Return a Recipe with some fields changed, by dotted name; they count as named.
+
+        Raises:
+            RecipeError: an unknown field, or a value that a field does not take.
+        """
+        return of_fields({**self.named(), **changes})
+
+    def resolve(
+        self,
+        choices: Mapping[str, Choice],
+        machine: Mapping[str, Any],
+        facts: ModelFacts = ModelFacts(),  # noqa: B008 (frozen)
+    ) -> ResolvedRecipe:
+        """Return the concrete Recipe: the choices made, and for the rest what was asked for.
+
+        Args:
+            choices: a Choice by dotted name, at least for each field that says `auto`.
+            machine: the machine's fingerprint.
+            facts: of the model, to judge the parity of what was asked for.
+
+        Raises:
+            RecipeError: a field still says `auto`, or a choice does not fit its field.
+        """
+        concrete = self.replace({field: choice.value for field, choice in choices.items()})
+        asked = self.named()
+        whole = {}
+        for field in FIELDS:
+            value = concrete.get(field)
+            if field in choices:
+                whole[field] = Choice(**{**dict(choices[field]), "value": value})
+            else:
+                reason = ASKED if field in asked else DEFAULT
+                parity = of_change(field, PLAIN.get(field), value, facts)
+                whole[field] = Choice(value=value, reason=reason, parity=parity)
+        return ResolvedRecipe(**dict(concrete), choices=whole, machine=dict(machine))
+
+
+def of_fields(fields: Mapping[str, Value]) -> Recipe:
+    """Return the Recipe that names exactly these fields, given by dotted name.
+
+    Raises:
+        RecipeError: an unknown field, or a value that a field does not take.
+    """
+    tables: dict[str, Any] = {}
+    for field, value in fields.items():
+        section, name = split(field)
+        tables.setdefault(section, {})[name] = value
+    return Recipe(**tables)
+
+
+def _plain_machine(value: Any) -> Any:
+    """Return the fingerprint as TOML can hold it: what is None is left out, tuples become lists."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain_machine(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [_plain_machine(one) for one in value if one is not None]
+    if isinstance(value, str | bool | int | float):
+        return value
+    raise FieldError(
+        f"machine cannot hold {spelled(value)}; allowed: text, numbers, true, false, lists, tables",
+        path=("machine",),
+    )
+
+
+class Change(NamedTuple):
+    """A row of the table of what differs from plain PyTorch, in words."""
+
+    field: str
+    value: str
+    reason: str
+    parity: str
+    ratio: str
+
+
+class ResolvedRecipe(_Sections):
+    """A concrete Recipe, with the reason behind each value and the machine it holds for."""
+
+    choices: dict[str, Choice] = Field(description="A Choice for every field, by dotted name.")
+    machine: Annotated[dict[str, Any], AfterValidator(_plain_machine)] = Field(
+        description="The fingerprint of the machine that it was resolved on."
+    )
+
+    @model_validator(mode="after")
+    def _concrete_and_complete(self) -> ResolvedRecipe:
+        for field in self.choices:
+            split(field)
+        for field in FIELDS:
+            path, value = tuple(field.split(".")), self.get(field)
+            if value == "auto":
+                raise FieldError(f"{field} is still auto; a resolved Recipe is concrete", path=path)
+            if field not in self.choices:
+                raise FieldError(f"choices has no entry for {field}", path=("choices",))
+            if self.choices[field].value != value:
+                raise FieldError(
+                    f"{field} is {spelled(value)}, but its choice says "
+                    f"{spelled(self.choices[field].value)}",
+                    path=path,
+                )
+        return self
+
+    def request(self) -> Recipe:
+        """Return a Recipe that asks for exactly these values."""
+        return of_fields({field: self.get(field) for field in FIELDS})
+
+    def anew(self) -> Recipe:
+        """Return a Recipe for another machine: `auto` where a field takes it, the rest as here."""
+        fields = {field: self.get(field) for field in FIELDS}
+        return of_fields({f: v for f, v in fields.items() if Recipe().get(f) != "auto"})
+
+    def on_this_machine(self, fingerprint: Mapping[str, Any]) -> tuple[bool, list[str]]:
+        """Compare the machine of this Recipe with the one of a fingerprint.
+
+        Args:
+            fingerprint: the fingerprint of the machine at hand, as a dict.
+
+        Returns:
+            Whether they are equal, and each difference in words.
+        """
+        there, here = dict(_leaves(self.machine)), dict(_leaves(_plain_machine(fingerprint)))
+        differences = [
+            f"{name}: {spelled(there[name]) if name in there else 'absent'} where it was measured, "
+            f"{spelled(here[name]) if name in here else 'absent'} here"
+            for name in {**there, **here}
+            if name not in there or name not in here or there[name] != here[name]
+        ]
+        return not differences, differences
+
+    def changes(self) -> list[Change]:
+        """Return a row for each field that differs from plain PyTorch, in reading order."""
+        rows = []
+        for field in FIELDS:
+            choice = self.choices[field]
+            if self._differs(field):
+                value = _value_words(choice.value)
+                rows.append(
+                    Change(field, value, choice.reason, choice.parity.words, choice.ratio_words)
+                )
+        return rows
+
+    def summary(self) -> str:
+        """Return what differs from plain PyTorch in one line: `bf16 · channels_last · rewrites`."""
+        phrases = [_phrase(field, self.get(field)) for field in _PHRASES if self._differs(field)]
+        return " · ".join(phrases) or "as plain PyTorch"
+
+    def _differs(self, field: str) -> bool:
+        if field in PLAIN:
+            return self.get(field) != PLAIN[field]
+        # Plain PyTorch's thread counts depend on the machine: a choice that keeps them is exact.
+        choice = self.choices[field]
+        return choice.parity > Parity.EXACT or choice.reason == ASKED
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables and lists of tables, by dotted name."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _leaves(one, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        for index, one in enumerate(value):
+            yield from _leaves(one, f"{name}.{index}")
+    else:
+        yield name, value
+
+
+def _value_words(value: Value) -> str:
+    return value if isinstance(value, str) else "off" if value is None else spelled(value)
+
+
+def _phrase(field: str, value: Value) -> str:
+    phrase = _PHRASES[field].format(_value_words(value))
+    return phrase.removesuffix("s") if value == 1 else phrase
+
+
+# In reading order: where it runs, arithmetic, processor, memory, input, saving.
+_PHRASES = {
+    "world.device": "{}",
+    "compute.precision": "{}",
+    "compute.memory_format": "{}",
+    "compute.rewrites": "rewrites",
+    "compute.fused_optimizer": "fused optimiser",
+    "compute.compile": "compiled",
+    "compute.matmul_precision": "matmul {}",
+    "compute.deterministic": "deterministic",
+    "process.threads": "{} threads",
+    "process.interop_threads": "{} interop threads",
+    "process.affinity": "CPUs {}",
+    "process.flush_denormals": "denormals flushed",
+    "memory.micro_batch": "micro-batch {}",
+    "memory.activation_checkpointing": "activation checkpointing",
+    "memory.allocator": "allocator {}",
+    "input.workers": "{} workers",
+    "input.pin_memory": "pinned memory",
+    "world.placement": "{} placement",
+    "save.every": "checkpoint every {} steps",
+    "save.keep_last": "last {} checkpoints",
+    "save.asynchronous": "waits for each checkpoint",
+}

@@ -1,0 +1,233 @@
+"""The sections of a Recipe: plain data, one class for what one room applies.
+
+A field that measurement may decide takes `"auto"`, which is its default. Sections are frozen; an
+unknown name or a value that a field does not take raises RecipeError.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+
+from flatout.recipe.refusal import PlainData, unknown
+
+Value = str | int | bool | None | tuple[int, ...]
+"""What a field of a Recipe can hold."""
+
+
+def _switch_word(value: Any) -> Any:
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _truth(value: Any) -> Any:
+    return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _off_is_none(value: Any) -> Any:
+    return None if isinstance(value, str) and value == "off" else value
+
+
+def _one_is_a_list(value: Any) -> Any:
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _as_a_set(cpus: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(cpus)))
+
+
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_word)]
+OnOff = Annotated[Literal["on", "off"], BeforeValidator(_switch_word)]
+Flag = Annotated[bool, BeforeValidator(_truth)]
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Steps = Annotated[
+    Positive | None,
+    BeforeValidator(_off_is_none),
+    Field(json_schema_extra={"allowed": "off or a whole number above 0"}),
+]
+CpuList = Annotated[
+    tuple[NotNegative, ...],
+    # TOML has lists and the operating system gives sets; the CPU numbers inside stay strict.
+    Field(strict=False, min_length=1, json_schema_extra={"allowed": "a list of CPU numbers"}),
+    AfterValidator(_as_a_set),
+]
+CudaDevice = Annotated[
+    str, Field(pattern=r"^cuda:(0|[1-9][0-9]*)$", json_schema_extra={"allowed": "cuda:N"})
+]
+
+
+class Section(PlainData):
+    """Base of the sections: no value is converted in silence, so `"4"` is no number."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Compute(Section):
+    """How the arithmetic of a step runs."""
+
+    title: ClassVar[str] = "compute"
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto",
+        description="The number format of the heavy operators under autocast. Weights and the "
+        "optimiser stay in fp32. fp16 scales the loss and skips a step whose gradients overflow.",
+    )
+    memory_format: Literal["auto", "contiguous", "channels_last"] = Field(
+        default="auto",
+        description="The layout of image tensors: NCHW, or NHWC with the same shape.",
+    )
+    rewrites: Switch = Field(
+        default="auto",
+        description="Rewrites of the model's graph that give equal values, such as a ReLU moved "
+        "behind max-pooling.",
+    )
+    fused_optimizer: Switch = Field(
+        default="auto", description="One pass over each parameter for the optimiser's whole update."
+    )
+    compile: Switch = Field(
+        default="auto", description="torch.compile, for runs long enough to repay the compilation."
+    )
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = Field(
+        default="auto",
+        description="How precisely fp32 matrix products are computed "
+        "(torch.set_float32_matmul_precision).",
+    )
+    deterministic: Flag = Field(
+        default=False, description="Only operators that give the same bits on every run."
+    )
+
+
+class Memory(Section):
+    """How a step's memory is used."""
+
+    title: ClassVar[str] = "memory"
+
+    micro_batch: Literal["auto", "whole"] | Positive = Field(
+        default="auto",
+        description="How many samples go through the model at once. A batch is computed in parts "
+        "of this size and updates the weights once; the global batch stays the same.",
+    )
+    activation_checkpointing: OnOff = Field(
+        default="off",
+        description="Compute activations again in the backward pass rather than keep them: less "
+        "memory, more time.",
+    )
+    allocator: Literal["auto", "default", "keep"] = Field(
+        default="auto",
+        description="`keep` tells the C allocator not to hand memory back to the system after "
+        "each step, which saves page faults.",
+    )
+
+
+class Process(Section):
+    """How the process uses the processor."""
+
+    title: ClassVar[str] = "process"
+
+    threads: Literal["auto"] | Positive = Field(
+        default="auto", description="Threads inside one operator (torch.set_num_threads)."
+    )
+    interop_threads: Literal["auto"] | Positive = Field(
+        default="auto",
+        description="Threads that run operators side by side (torch.set_num_interop_threads).",
+    )
+    affinity: Literal["auto", "off"] | Annotated[CpuList, BeforeValidator(_one_is_a_list)] = Field(
+        default="auto", description="The CPUs that the process is bound to."
+    )
+    flush_denormals: Switch = Field(
+        default="auto",
+        description="Treat numbers too small for full precision as zero; CPUs are slow on them.",
+    )
+
+
+class Input(Section):
+    """How batches are made ready."""
+
+    title: ClassVar[str] = "input"
+
+    workers: Literal["auto"] | NotNegative = Field(
+        default="auto",
+        description="Worker processes that prepare samples; 0 prepares them in the process.",
+    )
+    pin_memory: Switch = Field(
+        default="auto", description="Page-locked batches, which a GPU copies while it computes."
+    )
+
+
+class World(Section):
+    """Where the job runs."""
+
+    title: ClassVar[str] = "world"
+
+    device: Literal["auto", "cpu", "cuda"] | CudaDevice = Field(
+        default="auto", description="The device that computes."
+    )
+    placement: Literal["soft", "strict"] = Field(
+        default="soft",
+        description="When a device cannot be used: `soft` falls back and says so, `strict` stops.",
+    )
+
+
+class Save(Section):
+    """When checkpoints are written."""
+
+    title: ClassVar[str] = "save"
+
+    every: Steps = Field(
+        default=None,
+        description="Steps between checkpoints. `off` (None in code) writes none on the way.",
+    )
+    keep_last: Positive = Field(default=3, description="How many of the newest checkpoints stay.")
+    asynchronous: Flag = Field(
+        default=True, description="Write while training goes on; off waits for each checkpoint."
+    )
+
+
+SECTIONS: dict[str, type[Section]] = {
+    section.title: section for section in (Compute, Memory, Process, Input, World, Save)
+}
+
+FIELDS = tuple(
+    f"{title}.{name}" for title, section in SECTIONS.items() for name in section.model_fields
+)
+"""Every field's dotted name, in reading order."""
+
+Section.known = FIELDS
+
+PLAIN: dict[str, Value] = {
+    "compute.precision": "fp32",
+    "compute.memory_format": "contiguous",
+    "compute.rewrites": "off",
+    "compute.fused_optimizer": "off",
+    "compute.compile": "off",
+    "compute.matmul_precision": "highest",
+    "compute.deterministic": False,
+    "memory.micro_batch": "whole",
+    "memory.activation_checkpointing": "off",
+    "memory.allocator": "default",
+    "process.affinity": "off",
+    "process.flush_denormals": "off",
+    "input.workers": 0,
+    "input.pin_memory": "off",
+    "world.device": "cpu",
+    "world.placement": "soft",
+    "save.every": None,
+    "save.keep_last": 3,
+    "save.asynchronous": True,
+}
+"""What a plain PyTorch script does. The thread counts are missing: they depend on the machine."""
+
+
+def split(field: str) -> tuple[str, str]:
+    """Return the section and the name in it of a dotted field.
+
+    Raises:
+        RecipeError: no field has this name.
+    """
+    section, dot, name = field.partition(".")
+    if field in FIELDS:
+        return section, name
+    if dot and section in SECTIONS:
+        raise unknown(field, FIELDS, f"{section} takes", SECTIONS[section].model_fields)
+    raise unknown(field, FIELDS, "the sections are", SECTIONS)

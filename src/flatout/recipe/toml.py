@@ -1,0 +1,159 @@
+"""A Recipe as TOML, requested or resolved.
+
+A requested Recipe holds the fields that were named, a table a section. A resolved one holds every
+field, the `machine`, and a table such as `choices."compute.precision"` with the reason behind each.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import RecipeError
+from flatout.recipe.recipe import Choice, Recipe, ResolvedRecipe
+from flatout.recipe.refusal import FieldError, bad_value
+from flatout.recipe.sections import FIELDS, Value, split
+
+_REQUESTED = "# A Recipe for Flatout. What is not named here is measured, or keeps its default.\n\n"
+_RESOLVED = "# A Recipe for Flatout, resolved on the machine below; the choices say why.\n\n"
+
+
+def load(path: str | os.PathLike[str]) -> Recipe | ResolvedRecipe:
+    """Read a Recipe from a TOML file.
+
+    Raises:
+        RecipeError: the file cannot be read, is not TOML, or holds an unknown field or a bad value.
+    """
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as error:
+        raise RecipeError(f"cannot read the Recipe: {error.strerror}", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            "a Recipe is UTF-8 text, and this is not", where=f"{path}: byte {error.start}"
+        ) from error
+    return loads(text, source=str(path))
+
+
+def loads(text: str, *, source: str = "TOML text") -> Recipe | ResolvedRecipe:
+    """Read a Recipe from TOML text; it is resolved if it has a table `machine` or `choices`.
+
+    Args:
+        text: the TOML.
+        source: what the text is called in errors, where it stands before the line.
+
+    Raises:
+        RecipeError: the text is not TOML, or holds an unknown field or a bad value.
+    """
+    import tomllib
+
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        number = int(line[1]) if line else text.count("\n") + 1
+        raise RecipeError(f"this is not TOML: {error}", where=f"{source}:{number}") from error
+    try:
+        return _resolved(tables) if {"choices", "machine"} & set(tables) else Recipe(**tables)
+    except FieldError as error:
+        found = _line_of(text, error.path)
+        raise error.at(f"{source}:{found}" if found else source) from None
+
+
+def dump(recipe: Recipe | ResolvedRecipe, path: str | os.PathLike[str]) -> None:
+    """Write a Recipe to a TOML file, whole or not at all: beside it first, then renamed.
+
+    Raises:
+        RecipeError: the file cannot be written; what was there before is still there.
+    """
+    data = dumps(recipe).encode()
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        try:
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise RecipeError(f"cannot write the Recipe: {error.strerror}", where=str(path)) from error
+
+
+def dumps(recipe: Recipe | ResolvedRecipe) -> str:
+    """Return a Recipe as TOML; `loads` gives back one that is equal."""
+    import tomli_w
+
+    if isinstance(recipe, Recipe):
+        return _REQUESTED + tomli_w.dumps(_tables(recipe.named()))
+    tables = _tables({field: recipe.get(field) for field in FIELDS})
+    choices = {field: _row(recipe.choices[field]) for field in FIELDS}
+    return _RESOLVED + tomli_w.dumps({**tables, "machine": recipe.machine, "choices": choices})
+
+
+def _tables(fields: dict[str, Value]) -> dict[str, Any]:
+    tables: dict[str, Any] = {}
+    for field, value in fields.items():
+        section, name = split(field)
+        # TOML has no None: the one field that takes it reads "off".
+        tables.setdefault(section, {})[name] = "off" if value is None else value
+    return tables
+
+
+def _row(choice: Choice) -> dict[str, Any]:
+    numbers = choice.model_dump(include={"ratio", "low", "high", "floor"}, exclude_none=True)
+    return {"reason": choice.reason, "parity": choice.parity.words, **numbers}
+
+
+def _resolved(tables: dict[str, Any]) -> ResolvedRecipe:
+    sections = Recipe(**{k: v for k, v in tables.items() if k not in ("choices", "machine")})
+    rows = tables.get("choices", {})
+    if not isinstance(rows, dict):
+        raise bad_value("choices", rows, "a table for each field")
+    choices = {field: _choice(field, row, sections) for field, row in rows.items()}
+    return ResolvedRecipe(**{**tables, **dict(sections), "choices": choices})
+
+
+def _choice(field: str, row: Any, sections: Recipe) -> Choice:
+    try:
+        if not isinstance(row, dict):
+            raise bad_value(field, row, "a table with reason and parity")
+        return Choice(**{"value": sections.get(field), **row})
+    except FieldError as error:
+        error.path = ("choices", field, *error.path[1:])
+        raise
+
+
+def _line_of(text: str, path: tuple[str, ...]) -> int | None:
+    """Return the number of the line that names the key at `path`, or else the closest one above."""
+    table: tuple[str, ...] = ()
+    depth, found = 0, None
+    for number, line in enumerate(text.split("\n"), 1):
+        if header := re.match(r"\s*\[+(.+?)\]+\s*(#.*)?$", line):
+            keys = table = _keys(header[1])
+        elif assignment := re.match(r"([^=#]+)=", line):
+            keys = table + _keys(assignment[1])
+        else:
+            continue
+        if len(keys) > depth and keys == path[: len(keys)]:
+            depth, found = len(keys), number
+    return found
+
+
+def _keys(dotted: str) -> tuple[str, ...]:
+    """Return the keys of a dotted key as TOML reads it; none if it is not one."""
+    import tomllib
+
+    try:
+        table: Any = tomllib.loads(f"{dotted} = 0")
+    except tomllib.TOMLDecodeError:
+        return ()
+    keys = []
+    while isinstance(table, dict):
+        ((key, table),) = table.items()
+        keys.append(key)
+    return tuple(keys)

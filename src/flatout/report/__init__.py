@@ -1,0 +1,5 @@
+"""What a terminal shows."""
+
+from flatout.report.terminal import Changes, Comparison, Job, Lanes
+
+__all__ = ["Changes", "Comparison", "Job", "Lanes"]

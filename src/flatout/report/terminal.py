@@ -1,0 +1,143 @@
+"""Renderings for rich: print them to a Console of any width from 80 columns up.
+
+    console.print(Lanes(history.lanes()))
+
+Without a terminal they come out as plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flatout.recipe import ResolvedRecipe
+
+_ALL_IN_A_ROW = 120
+"""Columns from which a change's reason fits beside it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One way of running a training job, with what it gave.
+
+    Attributes:
+        name: what to call it.
+        images_per_s: images a second while training.
+        step_ms: the median step, in milliseconds.
+        epochs: how many epochs it trained.
+        accuracy: on data held out, from 0 to 1; None where it was not measured.
+    """
+
+    name: str
+    images_per_s: float
+    step_ms: float
+    epochs: int
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table of jobs; the first is what the others are measured by."""
+
+    jobs: Sequence[Job]
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("")
+        for header in ("images/s", "step", "epochs", "held-out accuracy", "speed"):
+            table.add_column(header, justify="right", no_wrap=True)
+        for job in self.jobs:
+            table.add_row(
+                Text(job.name),
+                f"{job.images_per_s:,.0f}",
+                f"{_milliseconds(job.step_ms)} ms",
+                str(job.epochs),
+                "not compared" if job.accuracy is None else f"{job.accuracy:.2%}",
+                Text(f"{job.images_per_s / self.jobs[0].images_per_s:.2f}x", style="bold"),
+            )
+        yield table
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a resolved Recipe does otherwise than plain PyTorch, why, and the measurements."""
+
+    recipe: ResolvedRecipe
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        rows = self.recipe.changes()
+        if not rows:
+            yield Text("as plain PyTorch: no setting was changed")
+        elif options.max_width >= _ALL_IN_A_ROW:
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+            for header in ("setting", "value", "result", "measured"):
+                table.add_column(header, no_wrap=True)
+            table.add_column("why")
+            for row in rows:
+                table.add_row(*map(Text, (row.field, row.value, row.parity, row.ratio, row.reason)))
+            yield table
+        else:
+            for row in rows:
+                line = Table.grid(padding=(0, 2))
+                for name in ("field", "value", "parity", "ratio"):
+                    line.add_column(min_width=max(len(getattr(one, name)) for one in rows))
+                line.add_row(*map(Text, (row.field, row.value, row.parity, row.ratio)))
+                yield line
+                yield Padding(Text(row.reason, style="dim"), (0, 0, 0, 4), expand=False)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A step's time as bars: `step 412 ms  input ████████ 251 | forward ██ 58 | other 4`.
+
+    Attributes:
+        lanes: milliseconds per step by lane.
+        blocks: how many blocks stand for the whole step.
+    """
+
+    lanes: Mapping[str, float]
+    blocks: int = 24
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        whole = sum(self.lanes.values())
+        if not whole:
+            yield Text("no step was recorded")
+            return
+        shown = {name: ms for name, ms in self.lanes.items() if ms >= 0.02 * whole}
+        block = "#" if options.ascii_only else "█"
+        parts = [
+            Text.assemble(
+                f"{name} ",
+                (block * max(1, round(self.blocks * ms / whole)), "cyan"),
+                f" {_milliseconds(ms)}",
+            )
+            for name, ms in shown.items()
+        ]
+        other = whole - sum(shown.values())
+        if other > 0.0005 * whole:
+            parts.append(Text(f"other {_milliseconds(other)}"))
+        line = Text(f"step {_milliseconds(whole)} ms ")
+        # Wrapped between the lanes, never within one.
+        for at, part in enumerate(parts):
+            joint = " " if at == 0 else " | "
+            if line.cell_len + len(joint) + part.cell_len > options.max_width:
+                yield line
+                line, joint = Text(), "  "
+            line = line + joint + part
+        yield line
+
+
+def _milliseconds(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"

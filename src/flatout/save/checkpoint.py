@@ -1,0 +1,416 @@
+"""Checkpoints of a run: each a folder that is whole or absent.
+
+    step-000000120/
+        model.safetensors    the module's own keys; loads with safetensors alone
+        state.safetensors    the tensors of everything else
+        state.json           everything else, without its tensors
+        manifest.json        sizes and checksums of the three
+
+On a local disk the folder is written under another name and renamed. In a store the manifest is
+written last. A step that is saved again becomes `step-000000120.1`; the older one goes when the
+newer is whole. Nothing in a checkpoint is ever executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flatout import __version__
+from flatout.errors import CheckpointError, RecipeError
+from flatout.save import manifest as manifests
+from flatout.save import unfinished
+from flatout.save.manifest import MANIFEST, Manifest
+from flatout.save.model_file import check, decode, encode
+from flatout.save.snapshot import Snapshot
+from flatout.save.storage import Chunk, Folder
+from flatout.save.tree import flatten, unflatten
+
+MODEL = "model.safetensors"
+_TENSORS = "state.safetensors"
+_TREE = "state.json"
+_NAME = re.compile(r"step-(\d{9,})(?:\.(\d+))?")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint in memory: all tensors on the CPU.
+
+    Attributes:
+        name: the folder's name.
+        step: the step after which it was saved.
+        model: the module's `state_dict`.
+        state: what was given as `state`.
+        meta: what was given as `meta`, with `model_digest`, `torch`, `flatout` and `time` (UTC).
+        score: what was given as `score`, None if nothing or not finite.
+    """
+
+    name: str
+    step: int
+    model: dict[str, Any]
+    state: Any
+    meta: dict[str, Any]
+    score: float | None
+
+
+class Checkpoints:
+    """The checkpoints in a folder.
+
+    Only one rank may save. Writers of different runs in one folder leave each other's checkpoints
+    alone: a writer deletes those that it saved or that were there when it began.
+
+    Args:
+        url: a folder or an fsspec URL; made when it is first written to.
+        keep_last: how many of the newest to keep, at least 1.
+        keep_best: how many of the best scores to keep besides.
+        mode: whether the "min" or the "max" of scores is best.
+        asynchronous: whether `save` returns once the tensors are copied to CPU memory, and a
+            thread writes them. At most one is being written; the next save waits for it.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        keep_last: int = 3,
+        keep_best: int = 0,
+        mode: Literal["min", "max"] = "min",
+        asynchronous: bool = True,
+    ) -> None:
+        if keep_last < 1 or keep_best < 0 or mode not in ("min", "max"):
+            raise RecipeError(
+                "keep_last takes 1 or more, keep_best 0 or more, mode 'min' or 'max'; "
+                f"found {keep_last}, {keep_best}, {mode!r}"
+            )
+        self.asynchronous = asynchronous
+        self._keep_last, self._keep_best, self._mode = keep_last, keep_best, mode
+        self._folder = Folder(url)
+        self._at_start = self._remove_abandoned()
+        self._mine: list[str] | None = None  # in the order of saving; None before the first save
+        self._scores: dict[str, float | None] = {}
+        self._model_copy, self._state_copy = Snapshot(), Snapshot()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def check_writable(self) -> None:
+        """Raise `CheckpointError` now, and not an hour later, if nothing can be written."""
+        name = unfinished.new_name()
+        self._folder.write(name, [b"flatout"])
+        self._folder.remove(name)
+
+    def save(
+        self,
+        step: int,
+        model: Mapping[str, Any],
+        state: Any = None,
+        meta: Mapping[str, Any] | None = None,
+        score: float | None = None,
+    ) -> str:
+        """Save a checkpoint and return its name; when asynchronous, `wait` until it is whole.
+
+        Args:
+            step: the number of steps done, 0 or more.
+            model: the module's `state_dict()`.
+            state: anything that `flatout.save.tree.flatten` takes.
+            meta: further plain data to find in the manifest.
+            score: for `keep_best`; what is not finite counts as no score.
+
+        Raises:
+            CheckpointError: this save, or the asynchronous one before it, failed. The checkpoints
+                that were whole before are still there.
+        """
+        self.wait()
+        if step < 0:
+            raise CheckpointError(f"a step is 0 or more, found {step}")
+        weights = {key: value for key, value in model.items() if isinstance(value, Tensor)}
+        # A module's get_extra_state may be anything.
+        extra = {key: value for key, value in model.items() if key not in weights}
+        tensors, tree = flatten(state)
+        extra_tensors, extra_tree = flatten(extra, "model")
+        tensors |= extra_tensors
+        trees = {"state": tree, "model": extra_tree}
+        described = Manifest(
+            step=int(step),
+            files={},
+            score=float(score) if score is not None and math.isfinite(score) else None,
+            meta={**(meta or {}), **_provenance(weights)},
+        )
+        manifests.dump(described)  # so that bad meta data is refused here, not by the thread
+        if self.asynchronous:
+            weights, tensors = self._model_copy.copy(weights), self._state_copy.copy(tensors)
+        name, mark = self._claim(described.step)
+        job = (name, mark, described, weights, tensors, trees)
+        if self.asynchronous:
+            # No daemon: a program that ends finishes its last checkpoint.
+            self._thread = threading.Thread(
+                target=self._write_in_thread, args=job, name=f"flatout-save-{step}"
+            )
+            self._thread.start()
+        else:
+            self._write(*job)
+        return name
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            CheckpointError: what was being written failed.
+        """
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def latest(self) -> str | None:
+        """The name of the newest whole checkpoint (highest step), None if there is none.
+
+        Looks at the manifests and the sizes of files; `load` checks every byte. A newer one that
+        is damaged is passed over with a warning in the log.
+        """
+        self._join()
+        for name in self._candidates():
+            if self._manifest_if_whole(name) is not None:
+                return name
+        return None
+
+    def best(self) -> str | None:
+        """The name of the whole checkpoint with the best score, the newest of equals."""
+        self._join()
+        scores = {}
+        for name in self._candidates():
+            manifest = self._manifest_if_whole(name)
+            if manifest is not None:
+                scores[name] = manifest.score
+        return next(iter(self._best_first(scores)), None)
+
+    def load(self, name: str | None = None) -> LoadedCheckpoint:
+        """Read a checkpoint, by default the newest, and check every byte of it.
+
+        Raises:
+            CheckpointError: there is none; or it is damaged, which names the file, what differs,
+                and the newest whole one before it.
+        """
+        self._join()
+        names = self._candidates()
+        if not names:
+            raise CheckpointError("there is no checkpoint", where=self._folder.where())
+        name = name or names[0]
+        if name not in names:
+            listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+            raise CheckpointError(
+                f"there is no checkpoint {name!r}", where=self._folder.where(), do=f"load {listed}"
+            )
+        try:
+            return _read(self._folder.child(name), name)
+        except CheckpointError as error:
+            older = names[names.index(name) + 1 :]
+            whole = next((n for n in older if self._manifest_if_whole(n) is not None), None)
+            do = f"load the previous one: {whole}" if whole else "no older one is whole; start anew"
+            do = f"{error.do}, or {do}" if error.do else do
+            raise CheckpointError(error.what, where=error.where, do=do) from error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write_in_thread(self, *args: Any) -> None:
+        try:
+            self._write(*args)
+        except BaseException as error:
+            self._error = error
+            _log.error("saving failed: %s", error)
+
+    def _claim(self, step: int) -> tuple[str, str]:
+        """A name for a checkpoint that no other writer uses, and one to write it under."""
+        mark = unfinished.new_name()
+        for name in _names(step):
+            folder = self._folder.child(name)
+            if self._folder.renames:
+                if self._folder.make_folder(name):
+                    break
+            elif not folder.list():
+                folder.write(mark, [b"being written"])
+                if folder.list() == [mark]:
+                    break
+                folder.remove(mark)  # another writer came to the same name at the same moment
+        return name, mark
+
+    def _write(
+        self,
+        name: str,
+        mark: str,
+        manifest: Manifest,
+        model: dict[str, Tensor],
+        tensors: dict[str, Tensor],
+        trees: Any,
+    ) -> None:
+        folder = self._folder.child(mark if self._folder.renames else name)
+        try:
+            files: dict[str, list[Chunk]] = {
+                MODEL: encode(model, where=self._folder.where(f"{name}/{MODEL}")),
+                _TENSORS: encode(tensors, where=self._folder.where(f"{name}/{_TENSORS}")),
+                _TREE: [json.dumps(trees, ensure_ascii=False, allow_nan=False).encode()],
+            }
+            written = {file: folder.write(file, chunks) for file, chunks in files.items()}
+            folder.write(MANIFEST, [manifests.dump(replace(manifest, files=written))])
+            if self._folder.renames:
+                names = itertools.chain([name], _names(manifest.step))
+                name = next(n for n in names if self._folder.rename_folder(mark, n))
+            else:
+                folder.remove(mark)
+        except BaseException:
+            with suppress(CheckpointError):
+                folder.remove("")
+            self._folder.remove_if_empty(name)
+            raise
+        self._keep(name, manifest.score)
+
+    def _keep(self, saved: str, score: float | None) -> None:
+        """Delete what is no longer to be kept, now that `saved` is whole."""
+        if self._manifest_if_whole(saved) is None:
+            raise CheckpointError(
+                "the checkpoint was written but is not whole", where=self._folder.where(saved)
+            )
+        if self._mine is None:
+            self._mine = []
+            for name in sorted(self._at_start, key=_order):
+                manifest = self._manifest_if_whole(name)
+                if manifest is not None:
+                    self._mine.append(name)
+                    self._scores[name] = manifest.score
+        self._scores[saved] = score
+        replaced = {name for name in self._mine if _order(name)[0] == _order(saved)[0]}
+        current = [name for name in self._mine if name not in replaced] + [saved]
+        best = self._best_first({name: self._scores[name] for name in reversed(current)})
+        kept = {*current[-self._keep_last :], *best[: self._keep_best]}
+        for name in self._mine:
+            if name not in kept:
+                try:
+                    self._remove(name)
+                except CheckpointError as error:
+                    _log.warning("an old checkpoint could not be deleted: %s", error)
+        self._mine = [name for name in current if name in kept]
+
+    def _best_first(self, scores: dict[str, float | None]) -> list[str]:
+        sign = 1 if self._mode == "min" else -1
+        scored = [(sign * score, name) for name, score in scores.items() if score is not None]
+        return [name for _, name in sorted(scored, key=lambda pair: pair[0])]
+
+    def _remove(self, name: str) -> None:
+        """Delete a checkpoint so that, killed half-way, what is left does not count as one."""
+        if self._folder.renames:
+            gone = unfinished.new_name()
+            if self._folder.exists(name) and self._folder.rename_folder(name, gone):
+                self._folder.remove(gone)
+        else:
+            self._folder.child(name).remove(MANIFEST)
+            self._folder.remove(name)
+
+    def _remove_abandoned(self) -> list[str]:
+        """Clear away what killed writers left; the names of checkpoints that are there."""
+        self._folder.remove_abandoned()
+        names = [name for name in self._folder.list() if _NAME.fullmatch(name)]
+        for name in names:
+            # A living writer does not need the empty folder that holds its name free.
+            self._folder.remove_if_empty(name)
+            if not self._folder.renames:
+                inside = self._folder.child(name).list()
+                if MANIFEST not in inside and any(map(unfinished.is_abandoned, inside)):
+                    with suppress(CheckpointError):
+                        self._folder.remove(name)
+        return names
+
+    def _candidates(self) -> list[str]:
+        """Names of folders that have a manifest, sound or not, the newest first."""
+        names = [name for name in self._folder.list() if _NAME.fullmatch(name)]
+        return [
+            name
+            for name in sorted(names, key=_order, reverse=True)
+            if self._folder.exists(f"{name}/{MANIFEST}")
+        ]
+
+    def _manifest_if_whole(self, name: str) -> Manifest | None:
+        folder = self._folder.child(name)
+        try:
+            manifest = manifests.read(folder)
+            manifests.check_sizes(folder, manifest)
+        except CheckpointError as error:
+            if folder.exists(MANIFEST):
+                _log.warning("passing over a damaged checkpoint: %s", error)
+            return None
+        return manifest
+
+
+def read_weights(folder: Folder) -> dict[str, Tensor]:
+    """The model's tensors alone, from the folder of one checkpoint, checked."""
+    manifest = manifests.read(folder)
+    return decode(_model_bytes(folder, manifest), folder.where(MODEL))
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a folder's name is one that a checkpoint has."""
+    return _NAME.fullmatch(name) is not None
+
+
+def _read(folder: Folder, name: str) -> LoadedCheckpoint:
+    manifest = manifests.read(folder)
+    model = decode(_model_bytes(folder, manifest), folder.where(MODEL))
+    tensors = decode(manifests.read_file(folder, manifest, _TENSORS), folder.where(_TENSORS))
+    trees = json.loads(manifests.read_file(folder, manifest, _TREE))
+    return LoadedCheckpoint(
+        name=name,
+        step=manifest.step,
+        model={**model, **unflatten(tensors, trees["model"])},
+        state=unflatten(tensors, trees["state"]),
+        meta=manifest.meta,
+        score=manifest.score,
+    )
+
+
+def _model_bytes(folder: Folder, manifest: Manifest) -> bytes:
+    try:
+        return manifests.read_file(folder, manifest, MODEL)
+    except CheckpointError:
+        # The file's own checksums can name the tensor.
+        check(folder.read(MODEL), folder.where(MODEL))
+        raise
+
+
+def _provenance(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    described = sorted((key, str(t.dtype), list(t.shape)) for key, t in weights.items())
+    return {
+        "model_digest": hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16],
+        "torch": str(torch.__version__),
+        "flatout": __version__,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _name(step: int, again: int = 0) -> str:
+    return f"step-{step:09d}" + (f".{again}" if again else "")
+
+
+def _names(step: int) -> Iterator[str]:
+    return (_name(step, again) for again in itertools.count())
+
+
+def _order(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)

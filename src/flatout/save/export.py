@@ -1,0 +1,296 @@
+"""Export: plain safetensors under the module's own names, and programs of torch.export."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.errors import CheckpointError, ModelError
+from flatout.save.checkpoint import MODEL
+from flatout.save.fits import check_fits
+from flatout.save.foreign import Weights, read_weights_of
+from flatout.save.model_file import save_model
+from flatout.save.names import DDP, LIGHTNING, all_begin, without_levels
+from flatout.save.storage import Folder
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was exported.
+
+    Attributes:
+        source: the file that the weights were read from.
+        target: the file written.
+        tensors: how many it holds.
+        bytes: its size.
+        stripped: what was taken off names: "_orig_mod.", "module.", ...
+        left_out: names in the source that are not in the target.
+    """
+
+    source: str
+    target: str
+    tensors: int
+    bytes: int
+    stripped: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ExportedProgram:
+    """What `export_program` wrote.
+
+    Attributes:
+        target: the file written.
+        bytes: its size.
+        parity: "bit-identical" or "rounding": its outputs, read back, against the model's.
+    """
+
+    target: str
+    bytes: int
+    parity: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        return asdict(self)
+
+
+def export(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
+    *,
+    prefix: str | None = None,
+    overwrite: bool = False,
+) -> Export:
+    """Write the weights of any checkpoint as plain safetensors under the module's own names.
+
+    Args:
+        source: a run, a checkpoint, a safetensors file, or a file made by torch.save (.pt, .pth,
+            .bin, .ckpt), as a path or an fsspec URL.
+        target: a name in .safetensors, or a folder, which gets `model.safetensors`. By default
+            the source's name with .safetensors, beside the source.
+        prefix: keep only the names that begin so, without it. By default the wrappers' own are
+            taken off: torch.compile's, FSDP's and checkpointing's anywhere in a name; "module."
+            (DDP) and, in Lightning checkpoints, "model." where every name begins so. "" takes
+            off nothing.
+        overwrite: whether a file at `target` may be replaced.
+
+    Raises:
+        CheckpointError: the source cannot be read, or only by executing code from it; names
+            become equal without their prefixes; the target exists or cannot be written.
+    """
+    path = _target(source, target)
+    _refuse_existing(path, overwrite)
+    weights = read_weights_of(source)
+    plain, stripped = _plain_names(weights, prefix)
+    tensors = {plain[name]: tensor for name, tensor in weights.tensors.items() if name in plain}
+    written = save_model(path, tensors, weights.metadata)
+    left_out = [name for name in weights.tensors if name not in plain]
+    return Export(
+        source=weights.where,
+        target=Folder(path).where(),
+        tensors=len(tensors),
+        bytes=written.size,
+        stripped=tuple(stripped),
+        left_out=(*left_out, *weights.left_out),
+    )
+
+
+def export_program(
+    model: nn.Module,
+    example_inputs: Sequence[Any],
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> ExportedProgram:
+    """Write a model in evaluation mode as a torch.export program (.pt2).
+
+    It takes inputs of the examples' shapes and dtypes. It is read back and its outputs are compared
+    with the model's before the file appears under its name.
+
+    Raises:
+        ModelError: torch.export cannot trace the model, or the outputs differ by more than
+            rounding (`torch.testing.assert_close`'s tolerances).
+        CheckpointError: the file exists or cannot be written.
+    """
+    _refuse_existing(path, overwrite)
+    inputs = tuple(example_inputs)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            expected = model(*inputs)
+            data = _traced(model, inputs)
+            found = torch.export.load(io.BytesIO(data)).module()(*inputs)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    parity = _compare(found, expected)
+    folder, name = Folder(path).parent()
+    folder.remove_abandoned()
+    written = folder.write_whole(name, [data])
+    return ExportedProgram(folder.where(name), written.size, parity)
+
+
+def export_program_of(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    factory: str,
+    inputs: Sequence[str],
+    *,
+    prefix: str | None = None,
+    overwrite: bool = False,
+) -> ExportedProgram:
+    """`export_program` of the model that `factory` builds, with the weights of `source`.
+
+    Args:
+        source: as for `export`.
+        target: a name in .pt2.
+        factory: "package.module:callable"; called without arguments, it returns the module. The
+            current folder is searched first.
+        inputs: one "1x28x28" per input, the batch included, or "1x128:int64" for another dtype
+            than float32.
+        prefix: as for `export`.
+        overwrite: whether a file at `target` may be replaced.
+
+    Raises:
+        ModelError: the factory cannot be imported or returns no module, or as `export_program`.
+        CheckpointError: the weights are of another model, or as `export` and `export_program`.
+    """
+    _refuse_existing(target, overwrite)
+    examples = [_example(text) for text in inputs]
+    model = _build(factory)
+    weights = read_weights_of(source)
+    plain, _ = _plain_names(weights, prefix)
+    tensors = {plain[name]: tensor for name, tensor in weights.tensors.items() if name in plain}
+    check_fits(model.state_dict(), tensors, weights.where)
+    model.load_state_dict(tensors)
+    return export_program(model, examples, target, overwrite=overwrite)
+
+
+def _target(
+    source: str | os.PathLike[str], target: str | os.PathLike[str] | None
+) -> str | os.PathLike[str]:
+    if target is None:
+        parent, name = Folder(source).parent()
+        stem = name if Folder(source).is_folder() else os.path.splitext(name)[0]
+        return parent.where(f"{stem}.safetensors")
+    folder, name = Folder(target).parent()
+    suffix = os.path.splitext(name)[1]
+    if suffix == ".safetensors":
+        return target
+    if suffix and not folder.is_folder(name):
+        raise CheckpointError(
+            f"expected a target in .safetensors or a folder, found {name!r}", where=folder.where()
+        )
+    return Folder(target).where(MODEL)
+
+
+def _refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
+    folder, name = Folder(path).parent()
+    if not overwrite and folder.exists(name):
+        raise CheckpointError(
+            "the target exists",
+            where=folder.where(name),
+            do="name another target, or allow it to be replaced (--overwrite, overwrite=True)",
+        )
+
+
+def _plain_names(weights: Weights, prefix: str | None) -> tuple[dict[str, str], list[str]]:
+    """The plain name of each tensor that is kept, and what was taken off."""
+    names = {name: name for name in weights.tensors}
+    stripped: list[str] = []
+    if prefix is None:
+        names, stripped = without_levels(names)
+        for habit, applies in ((DDP, not weights.own), (LIGHTNING, weights.lightning)):
+            if applies and all_begin(names.values(), habit):
+                names = {name: plain.removeprefix(habit) for name, plain in names.items()}
+                stripped.append(habit)
+    elif prefix:
+        names = {n: n.removeprefix(prefix) for n in names if n.startswith(prefix)}
+        stripped.append(prefix)
+        if not names:
+            raise CheckpointError(
+                f"no name begins with {prefix!r}",
+                where=weights.where,
+                do=f"the names are like {next(iter(weights.tensors), '(none)')!r}",
+            )
+    taken: dict[str, str] = {}
+    for name, plain in names.items():
+        if taken.setdefault(plain, name) != name:
+            raise CheckpointError(
+                f"{name!r} and {taken[plain]!r} would both become {plain!r}",
+                where=weights.where,
+                do='give the prefix to keep, or "" to keep names as they are',
+            )
+    return names, stripped
+
+
+def _traced(model: nn.Module, inputs: tuple[Any, ...]) -> bytes:
+    file = io.BytesIO()
+    try:
+        torch.export.save(torch.export.export(model, inputs), file)
+    except Exception as error:  # torch.export raises types of many modules
+        raise ModelError(
+            f"torch.export cannot trace {type(model).__name__}: {error}",
+            do="export to .safetensors, or make forward free of control flow on tensor values",
+        ) from error
+    return file.getvalue()
+
+
+def _compare(found: Any, expected: Any) -> str:
+    try:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        return "bit-identical"
+    except AssertionError:
+        pass
+    try:
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    except AssertionError as error:
+        raise ModelError(
+            f"the exported program gives other outputs than the model: {error}",
+            do="look for random numbers or state that forward changes",
+        ) from error
+    return "rounding"
+
+
+def _build(factory: str) -> nn.Module:
+    module_name, _, name = factory.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        model = getattr(importlib.import_module(module_name), name)()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"expected package.module:callable, found {factory!r}: {error}",
+            do="name a function that takes no arguments and returns the model",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{factory} returned a {type(model).__name__}, expected an nn.Module")
+    return model
+
+
+def _example(text: str) -> Tensor:
+    """A tensor of a shape: random numbers where they are floating, zeros else."""
+    sizes, _, name = text.partition(":")
+    dtype = getattr(torch, name or "float32", None)
+    try:
+        shape = [int(size) for size in sizes.split("x")]
+    except ValueError:
+        shape = []
+    if not shape or min(shape) < 0 or not isinstance(dtype, torch.dtype):
+        raise ModelError(f"expected an input like 1x28x28 or 1x128:int64, found {text!r}")
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.zeros(shape, dtype=dtype)

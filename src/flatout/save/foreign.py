@@ -1,0 +1,144 @@
+"""Weights from any file or folder that holds some, without executing anything in it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.errors import CheckpointError
+from flatout.save.checkpoint import MODEL, Checkpoints, is_checkpoint, read_weights
+from flatout.save.manifest import MANIFEST
+from flatout.save.model_file import open_model
+from flatout.save.storage import Folder
+
+TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+
+# Where training scripts put the weights among the rest of their state.
+_WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name, and what is known of where they come from.
+
+    Attributes:
+        tensors: by the names in the file.
+        where: the file they were read from.
+        own: whether Flatout wrote it, so that the names are the module's own.
+        lightning: whether it is a Lightning checkpoint.
+        metadata: of a safetensors file.
+        left_out: names of entries that are no tensors.
+    """
+
+    tensors: dict[str, Tensor]
+    where: str
+    own: bool = False
+    lightning: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+def read_weights_of(source: str | os.PathLike[str]) -> Weights:
+    """Read the weights of a run, a checkpoint, a safetensors file, or a file made by torch.save.
+
+    Raises:
+        CheckpointError: nothing is there, it is damaged, it holds no weights, or it could only be
+            read by executing code from it.
+    """
+    folder = Folder(source)
+    if folder.is_folder():
+        return _of_folder(folder)
+    parent, name = folder.parent()
+    if not parent.exists(name):
+        raise CheckpointError("there is no such file or folder", where=folder.where())
+    if name.endswith(".safetensors"):
+        tensors, metadata, own = open_model(source)
+        return Weights(tensors, folder.where(), own=own, metadata=metadata)
+    if name.endswith(TORCH_FILES):
+        return _of_torch(parent.read(name), folder.where())
+    raise CheckpointError(
+        f"expected a run, a checkpoint, .safetensors, {', '.join(TORCH_FILES)}; found {name!r}",
+        where=folder.where(),
+    )
+
+
+def _of_folder(folder: Folder) -> Weights:
+    if folder.exists(MANIFEST):
+        return Weights(read_weights(folder), folder.where(MODEL), own=True)
+    for place in (folder, folder.child("checkpoints")):
+        if any(map(is_checkpoint, place.list())):
+            name = Checkpoints(place.url).latest()
+            if name is not None:
+                chosen = place.child(name)
+                return Weights(read_weights(chosen), chosen.where(MODEL), own=True)
+    if folder.exists(MODEL):
+        return read_weights_of(folder.where(MODEL))
+    raise CheckpointError(
+        f"expected a checkpoint, a run with checkpoints, or {MODEL}; found none of them",
+        where=folder.where(),
+    )
+
+
+def _of_torch(data: bytes, where: str) -> Weights:
+    try:
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _refused(data, where, error) from error
+    except Exception as error:  # whatever a damaged file makes the reader do
+        raise CheckpointError(
+            f"not a file that torch.save makes, or damaged: {_first_line(error)}", where=where
+        ) from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"expected a dict of tensors, found a {type(content).__name__}", where=where
+        )
+    entries = next((content[k] for k in _WEIGHT_KEYS if _has_tensors(content.get(k))), content)
+    tensors = {str(k): v for k, v in entries.items() if isinstance(v, Tensor)}
+    if not tensors:
+        listed = ", ".join(map(repr, list(content)[:10]))
+        raise CheckpointError(f"there are no weights in it, only {listed}", where=where)
+    return Weights(
+        tensors,
+        where,
+        lightning="state_dict" in content
+        and ("pytorch-lightning_version" in content or where.endswith(".ckpt")),
+        left_out=[str(key) for key in entries if str(key) not in tensors],
+    )
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values())
+
+
+def _refused(data: bytes, where: str, error: Exception) -> CheckpointError:
+    """The error for a pickle that is more than tensors and plain data, or for no pickle at all."""
+    named = set(re.findall(r"GLOBAL (\S+)", str(error)))
+    if not named and "allowlisted" not in str(error):
+        return CheckpointError("not a file that torch.save makes, or damaged", where=where)
+    with suppress(Exception):  # the listing knows only the newer of the two file formats
+        named |= set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    code = (
+        f"import torch; c = torch.load({where!r}, map_location='cpu', weights_only=False); "
+        "torch.save(dict(c.get('state_dict', c)), 'weights.pt')"
+    )
+    return CheckpointError(
+        "loading it would execute code that the file names"
+        + (f": {', '.join(sorted(named)[:5])}" if named else ""),
+        where=where,
+        do="if you trust it, run in the environment that made it:\n"
+        f'    python -c "{code}"\n'
+        "  and export weights.pt",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

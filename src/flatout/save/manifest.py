@@ -1,0 +1,110 @@
+"""The manifest of a checkpoint: what belongs to it, with sizes and checksums.
+
+A folder is a checkpoint exactly when it holds a sound manifest and all files that it lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.errors import CheckpointError
+from flatout.save.seal import BLANK, seal, unbroken
+from flatout.save.storage import Folder, Written
+from flatout.save.tree import flatten, unflatten
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_SEAL = "manifest_sha256"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is: its step, files by name, score (if it has one) and meta data."""
+
+    step: int
+    files: dict[str, Written]
+    score: float | None
+    meta: dict[str, Any]
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The manifest as sealed JSON text.
+
+    Raises:
+        CheckpointError: the meta data holds what JSON cannot, or tensors.
+    """
+    tensors, meta = flatten(manifest.meta)
+    if tensors:
+        raise CheckpointError(f"meta takes no tensors or arrays, found {', '.join(tensors)}")
+    fields = {
+        _SEAL: BLANK,
+        "format": _FORMAT,
+        "step": manifest.step,
+        "score": manifest.score,
+        "files": {name: written._asdict() for name, written in manifest.files.items()},
+        "meta": meta,
+    }
+    return seal(_SEAL, json.dumps(fields, indent=1, allow_nan=False).encode())
+
+
+def read(folder: Folder) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a newer format.
+    """
+    text = folder.read(MANIFEST)
+    where = folder.where(MANIFEST)
+    try:
+        fields = json.loads(text)
+        whole = unbroken(_SEAL, text, fields[_SEAL])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise CheckpointError("damaged: the manifest differs from its own checksum", where=where)
+    if fields["format"] != _FORMAT:
+        raise CheckpointError(
+            f"checkpoint format {fields['format']}, this version reads {_FORMAT}",
+            where=where,
+            do="update Flatout",
+        )
+    return Manifest(
+        step=fields["step"],
+        files={name: Written(**written) for name, written in fields["files"].items()},
+        score=fields["score"],
+        meta=unflatten({}, fields["meta"]),
+    )
+
+
+def check_sizes(folder: Folder, manifest: Manifest) -> None:
+    """Raise `CheckpointError` if a file is missing or has another size than the manifest says."""
+    for name, written in manifest.files.items():
+        size = folder.size(name)
+        if size != written.size:
+            found = "it is missing" if size is None else f"it has {size:,} bytes"
+            raise CheckpointError(
+                f"damaged: {found}, expected {written.size:,} bytes", where=folder.where(name)
+            )
+
+
+def read_file(folder: Folder, manifest: Manifest, name: str) -> bytes:
+    """A file's contents, checked against the manifest's size and checksum."""
+    written = manifest.files.get(name)
+    if written is None:
+        raise CheckpointError("not listed in the manifest", where=folder.where(name))
+    data = folder.read(name)
+    if len(data) != written.size:
+        raise CheckpointError(
+            f"damaged: it has {len(data):,} bytes, expected {written.size:,}",
+            where=folder.where(name),
+        )
+    found = hashlib.sha256(data).hexdigest()
+    if found != written.sha256:
+        raise CheckpointError(
+            f"damaged: it has sha256 {found[:16]}…, expected {written.sha256[:16]}…",
+            where=folder.where(name),
+        )
+    return data

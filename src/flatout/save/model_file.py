@@ -1,0 +1,175 @@
+"""Model files: plain safetensors under the module's own keys, with checksums in the metadata.
+
+`flatout.tensors` holds, as JSON, the SHA-256 of each tensor's bytes (row-major, little-endian);
+`flatout.sha256` seals the header, in which those stand. So every byte of the file is covered, each
+is hashed once, and a damaged tensor can be named. Other readers see two more metadata entries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from flatout.errors import CheckpointError
+from flatout.save.seal import BLANK, seal, unbroken
+from flatout.save.storage import Chunk, Folder, Written
+from flatout.save.tensors import DTYPES, flat_bytes, refusal
+
+_SEAL = "flatout.sha256"
+_DIGESTS = "flatout.tensors"
+
+
+def save_model(
+    path: str | os.PathLike[str],
+    state_dict: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
+    """Write a model file, whole or not at all, over an older one of that name if there is one.
+
+    Args:
+        path: a path or an fsspec URL.
+        state_dict: tensors of any device, layout in memory and strides; values are kept, strides
+            are not. Tied weights are stored under each of their names.
+        metadata: further text for the file's `__metadata__`.
+
+    Raises:
+        CheckpointError: an entry is no dense tensor of a type that safetensors has, or the file
+            cannot be written.
+    """
+    folder, name = Folder(path).parent()
+    folder.remove_abandoned()
+    return folder.write_whole(name, encode(state_dict, metadata, where=folder.where(name)))
+
+
+def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU, sorted by name.
+
+    Raises:
+        CheckpointError: the file is missing or is not safetensors, or any byte of a file that
+            Flatout wrote has changed.
+    """
+    return open_model(path)[0]
+
+
+def open_model(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str], bool]:
+    """Like `load_model`, with the metadata but our own, and whether Flatout wrote the file."""
+    folder, name = Folder(path).parent()
+    data = folder.read(name)
+    own = check(data, folder.where(name))
+    metadata = _metadata(_header(data, folder.where(name))[0])
+    return decode(data, folder.where(name)), _without_ours(metadata), own
+
+
+def encode(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, where: str
+) -> list[Chunk]:
+    """The bytes of a safetensors file: a header, then each tensor's own memory where possible.
+
+    The library can only make one byte string of a whole model, or write to a local path; this
+    needs neither a second copy of the model nor a local disk.
+    """
+    for name, tensor in tensors.items():
+        _check_entry(name, tensor, where)
+    # Wide types first, then by name, as the library does: every tensor begins on its own boundary.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    blocks: list[Chunk] = [flat_bytes(tensors[name].cpu()).numpy().data for name in names]
+    digests = {name: hashlib.sha256(b).hexdigest() for name, b in zip(names, blocks, strict=True)}
+    header: dict[str, Any] = {
+        "__metadata__": {
+            _SEAL: BLANK,
+            _DIGESTS: json.dumps(dict(sorted(digests.items())), ensure_ascii=False),
+            "format": "pt",
+            **_without_ours(metadata or {}),
+        }
+    }
+    start = 0
+    for name, block in zip(names, blocks, strict=True):
+        header[name] = {
+            "dtype": DTYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, start + len(block)],
+        }
+        start += len(block)
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), seal(_SEAL, text), *blocks]
+
+
+def decode(data: bytes, where: str) -> dict[str, Tensor]:
+    """The tensors in the bytes of a safetensors file, each in memory of its own, sorted by name."""
+    try:
+        tensors = safetensors.torch.load(data)
+    except (SafetensorError, KeyError, AssertionError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"not a safetensors file: {error}", where=where) from error
+    return dict(sorted(tensors.items()))
+
+
+def check(data: bytes, where: str) -> bool:
+    """Raise `CheckpointError` if a byte of a file that Flatout wrote has changed.
+
+    False for files that others wrote: they have no checksums, and their form is checked when they
+    are decoded.
+    """
+    header, end = _header(data, where)
+    metadata = _metadata(header)
+    if _SEAL not in metadata and _DIGESTS not in metadata:
+        return False
+    if not unbroken(_SEAL, data[8:end], metadata.get(_SEAL)):
+        raise CheckpointError(
+            "damaged: the header differs from its checksum", where=where, do="use another copy"
+        )
+    content = memoryview(data)[end:]
+    for name, expected in json.loads(metadata[_DIGESTS]).items():
+        first, last = header[name]["data_offsets"]
+        found = hashlib.sha256(content[first:last]).hexdigest()
+        if found != expected:
+            raise CheckpointError(
+                f"damaged: tensor {name!r} has sha256 {found[:16]}…, expected {expected[:16]}…",
+                where=f"{where}, bytes {end + first} to {end + last} of {len(data)}",
+                do="use another copy",
+            )
+    return True
+
+
+def _check_entry(name: object, tensor: Any, where: str) -> None:
+    reason = refusal(tensor)
+    if reason is None and tensor.dtype not in DTYPES:
+        reason = f"safetensors has no {tensor.dtype}"
+    if not isinstance(name, str) or name == "__metadata__" or not name.isprintable():
+        reason = "this name cannot stand in a model file"
+    if reason:
+        raise CheckpointError(f"cannot store {name!r}: {reason}", where=where)
+
+
+def _header(data: bytes, where: str) -> tuple[dict[str, Any], int]:
+    """The header and the position of the first byte behind it."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < 8 or end > len(data):
+        raise CheckpointError(
+            f"not a safetensors file, or cut off: {len(data):,} bytes", where=where
+        )
+    try:
+        header = json.loads(data[8:end])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"not a safetensors file, or damaged: the header is no JSON ({error})", where=where
+        ) from error
+    if not isinstance(header, dict):
+        raise CheckpointError("not a safetensors file: the header is no object", where=where)
+    return header, end
+
+
+def _metadata(header: dict[str, Any]) -> dict[str, Any]:
+    metadata = header.get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _without_ours(metadata: Mapping[str, str]) -> dict[str, str]:
+    return {key: text for key, text in metadata.items() if key not in (_SEAL, _DIGESTS)}

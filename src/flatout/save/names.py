@@ -1,0 +1,29 @@
+"""Names that wrappers put around a module's own keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# torch.compile, FSDP and activation checkpointing insert a level wherever they wrap a module.
+_LEVELS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+# DataParallel and DistributedDataParallel; LightningModule by habit.
+DDP = "module."
+LIGHTNING = "model."
+
+
+def without_levels(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Each name without the levels that wrappers insert anywhere in it, and which were found."""
+    plain: dict[str, str] = {}
+    found: set[str] = set()
+    for name in names:
+        levels = name.split(".")
+        found.update(level for level in levels if level in _LEVELS)
+        plain[name] = ".".join(level for level in levels if level not in _LEVELS)
+    return plain, [f"{level}." for level in _LEVELS if level in found]
+
+
+def all_begin(names: Iterable[str], prefix: str) -> bool:
+    """Whether there are names and each begins with `prefix`."""
+    listed = list(names)
+    return bool(listed) and all(name.startswith(prefix) for name in listed)

@@ -1,0 +1,31 @@
+"""A JSON text that carries its own SHA-256, so that no byte of it can change unseen.
+
+The seal is the SHA-256 (hexadecimal) of the text in which the seal's own 64 characters are '0'.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+BLANK = "0" * 64
+
+
+def seal(key: str, text: bytes) -> bytes:
+    """`text` with the seal in place of the blank one, which stands under `key` (json.dumps style).
+
+    Only the first `"key": "000..."` is the seal, so it must come before anything a user wrote.
+    """
+    digest = hashlib.sha256(text).hexdigest()
+    return text.replace(_field(key, BLANK), _field(key, digest), 1)
+
+
+def unbroken(key: str, text: bytes, digest: object) -> bool:
+    """Whether `digest`, which was read from `text` under `key`, is the seal of `text`."""
+    if not isinstance(digest, str) or _field(key, digest) not in text:
+        return False
+    blank = text.replace(_field(key, digest), _field(key, BLANK), 1)
+    return hashlib.sha256(blank).hexdigest() == digest
+
+
+def _field(key: str, value: str) -> bytes:
+    return f'"{key}": "{value}"'.encode()

@@ -1,0 +1,299 @@
+"""Folders on this machine and in stores, in which a file is whole or absent.
+
+On a local disk a file is written beside, flushed to the disk, renamed, and the folder is flushed.
+Object stores (s3, gs, abfs, memory, ...) have no rename, but show a file only once it was uploaded
+whole; a group of files is whole there when the one that lists the others is written last.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
+
+from flatout.errors import CheckpointError
+from flatout.save import unfinished
+
+Chunk = bytes | memoryview
+
+# Each piece is hashed and written while it is still in the cache.
+_PIECE = 4 << 20
+
+
+class Written(NamedTuple):
+    """What was written: the size in bytes and the SHA-256 of the contents in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+class Folder:
+    """A folder, given by a path or by any URL that fsspec knows.
+
+    Names are relative to the folder and may hold slashes. The folder need not exist; writing
+    makes it. Every failure is a `CheckpointError` that says where, and what to do.
+
+    Attributes:
+        renames: whether a folder can be renamed in one step (true on local disks only).
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(url)
+        try:
+            self._fs, self._root = url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"this kind of path cannot be opened: {error}",
+                where=self.url,
+                do="install the fsspec package of that store (s3fs, gcsfs, adlfs, ...)",
+            ) from error
+        self.renames = isinstance(self._fs, LocalFileSystem)
+
+    def child(self, name: str) -> Folder:
+        """The folder `name` inside this one."""
+        return self._at(self._path(name))
+
+    def parent(self) -> tuple[Folder, str]:
+        """The folder that holds this path, and the path's name in it."""
+        root = self._root.rstrip("/")
+        return self._at(self._fs._parent(root)), root.rpartition("/")[2]
+
+    def where(self, name: str = "") -> str:
+        """The path of `name` as people write it."""
+        path = self._path(name)
+        return path if self.renames else str(self._fs.unstrip_protocol(path))
+
+    def write_whole(self, name: str, chunks: Sequence[Chunk]) -> Written:
+        """Write a file so that `name` is the old one or the whole new one, at any instant."""
+        if not self.renames:
+            return self.write(name, chunks)
+        target = Path(self._path(name))
+        draft = name[: len(name) - len(target.name)] + unfinished.new_name()
+        written = self.write(draft, chunks)
+        try:
+            with self._explained("write", name):
+                os.replace(self._path(draft), target)
+                _flush_folder(target.parent)
+        except BaseException:
+            self._remove_quietly(draft)
+            raise
+        return written
+
+    def write(self, name: str, chunks: Sequence[Chunk]) -> Written:
+        """Write a new file, through to the disk; a failure removes it, a kill may leave a part."""
+        needed = sum(len(chunk) for chunk in chunks)
+        digest = hashlib.sha256()
+        path = self._path(name)
+        with self._explained("write", name, needed):
+            try:
+                fill = fill_local if self.renames else self._fill_store
+                fill(path, _pieces(chunks, digest))
+            except BaseException:
+                if self.renames:
+                    self._remove_quietly(name)
+                raise
+        return Written(needed, digest.hexdigest())
+
+    def read(self, name: str) -> bytes:
+        """The contents of a file."""
+        with self._explained("read", name):
+            self._fs.invalidate_cache()
+            return bytes(self._fs.cat_file(self._path(name)))
+
+    def list(self) -> list[str]:
+        """The names in the folder, sorted; none if there is no such folder."""
+        with self._explained("list", ""):
+            self._fs.invalidate_cache()
+            try:
+                paths = self._fs.ls(self._root, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
+
+    def exists(self, name: str = "") -> bool:
+        """Whether the file or folder is there."""
+        with self._explained("read", name):
+            self._fs.invalidate_cache()
+            return bool(self._fs.exists(self._path(name)))
+
+    def is_folder(self, name: str = "") -> bool:
+        """Whether there is a folder of that name."""
+        with self._explained("read", name):
+            return bool(self._fs.isdir(self._path(name)))
+
+    def size(self, name: str) -> int | None:
+        """The size of a file in bytes, None if it is not there."""
+        with self._explained("read", name):
+            self._fs.invalidate_cache()
+            try:
+                return int(self._fs.info(self._path(name))["size"])
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder with all it holds; nothing happens if it is not there."""
+        with self._explained("remove", name), suppress(FileNotFoundError):
+            self._fs.rm(self._path(name), recursive=True)
+
+    def rename_folder(self, old: str, new: str) -> bool:
+        """Give the folder `old` the name `new`, in one step; False if `new` is taken."""
+        source, target = Path(self._path(old)), Path(self._path(new))
+        with self._explained("rename", old):
+            _flush_folder(source)
+            try:
+                source.rename(target)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    return False
+                raise
+            _flush_folder(target.parent)
+        return True
+
+    def make_folder(self, name: str) -> bool:
+        """Make an empty local folder; False if the name is taken."""
+        path = Path(self._path(name))
+        with self._explained("make", name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir()
+            except FileExistsError:
+                return False
+        return True
+
+    def remove_if_empty(self, name: str) -> None:
+        """Remove a local folder if nothing is in it."""
+        if self.renames:
+            with suppress(OSError):
+                os.rmdir(self._path(name))
+
+    def remove_abandoned(self) -> None:
+        """Remove what writers of this host left unfinished when they were killed."""
+        for name in self.list():
+            if unfinished.is_abandoned(name):
+                self._remove_quietly(name)
+
+    def _at(self, root: str) -> Folder:
+        folder = Folder.__new__(Folder)
+        folder._fs, folder._root, folder.renames = self._fs, root, self.renames
+        folder.url = folder.where()
+        return folder
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}" if name else self._root
+
+    def _remove_quietly(self, name: str) -> None:
+        """Tidy up where an error is being reported already, or where failing to does no harm."""
+        with suppress(CheckpointError):
+            self.remove(name)
+
+    def _fill_store(self, path: str, pieces: Iterator[Chunk]) -> None:
+        file = self._create(path)
+        try:
+            for piece in pieces:
+                file.write(piece)
+            file.close()
+        except BaseException:
+            if isinstance(file, AbstractBufferedFile):
+                # Uploads appear when they end. Open files are ended when they are collected.
+                file.discard()
+                file.closed = True
+            else:
+                with suppress(Exception):
+                    self._fs.rm_file(path)
+            raise
+
+    def _create(self, path: str) -> Any:
+        try:
+            return self._fs.open(path, "wb")
+        except FileNotFoundError:  # stores with real folders (sftp, hdfs, ...)
+            self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+            return self._fs.open(path, "wb")
+
+    @contextmanager
+    def _explained(self, verb: str, name: str, needed: int | None = None) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise self._error(verb, name, needed, error) from error
+        except Exception as error:
+            if self.renames:
+                raise
+            # Stores raise types of their own.
+            raise self._error(verb, name, needed, error) from error
+
+    def _error(self, verb: str, name: str, needed: int | None, error: Exception) -> CheckpointError:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        what = f"cannot {verb} it: {reason}"
+        if needed is not None:
+            what += f"; {needed:,} bytes needed"
+            free = _free(self._root) if self.renames else None
+            what += "" if free is None else f", {free:,} bytes free"
+        number = error.errno if isinstance(error, OSError) else None
+        return CheckpointError(what, where=self.where(name), do=_cure(number, verb))
+
+
+def fill_local(path: str, pieces: Iterator[Chunk]) -> None:
+    """Write `pieces` to a local file and wait until the disk has them."""
+    parent = Path(path).parent
+    if not parent.is_dir():
+        parent.mkdir(parents=True, exist_ok=True)
+        _flush_folder(parent.parent)
+    with open(path, "wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _pieces(chunks: Sequence[Chunk], digest: Any) -> Iterator[Chunk]:
+    for chunk in chunks:
+        whole = memoryview(chunk)
+        for start in range(0, len(whole), _PIECE):
+            piece = whole[start : start + _PIECE]
+            digest.update(piece)
+            yield piece
+
+
+def _flush_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE file systems know no fsync for folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _free(path: str) -> int | None:
+    """Bytes that the disk under `path`, or under its nearest existing parent, has left."""
+    for place in [Path(path), *Path(path).parents]:
+        with suppress(OSError):
+            return shutil.disk_usage(place).free
+    return None
+
+
+def _cure(number: int | None, verb: str) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "free space there, keep fewer checkpoints (save.keep_last), or save elsewhere"
+    if number == errno.EFBIG:
+        return "raise the limit on file sizes (ulimit -f), or save elsewhere"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "choose a folder that you may write to" if verb != "read" else "ask for the right"
+    if number in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+        return "choose another path: a file is where a folder should be, or the other way round"
+    if number == errno.ENOENT:
+        return "check the path"
+    return "check the path, the rights and the connection"

@@ -1,0 +1,55 @@
+"""Names of what is still being written, which say who writes it.
+
+`.tmp-<host>-<pid>-<start of that process>-<count>`: a process that is killed leaves such a name
+behind. It may be removed once its writer is gone, and by no one who cannot tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+from pathlib import Path
+
+import psutil
+
+_count = itertools.count()
+_PATTERN = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._]+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
+
+
+def new_name() -> str:
+    """A name that no other writer, thread or earlier process has."""
+    pid = os.getpid()
+    return f".tmp-{_host()}-{pid}-{_started(pid)}-{next(_count)}"
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether `name` is one of ours."""
+    return _PATTERN.fullmatch(name) is not None
+
+
+def is_abandoned(name: str) -> bool:
+    """Whether `name` is one of ours and its writer ran on this host and is gone."""
+    match = _PATTERN.fullmatch(name)
+    if match is None or match["host"] != _host():
+        return False
+    start = _started(int(match["pid"]))
+    # 0: the start is not known, so a living process of that number is taken for the writer.
+    return start is None or (0 not in (start, int(match["start"])) and start != int(match["start"]))
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "_"
+
+
+def _started(pid: int) -> int | None:
+    """When a living process started, in clock ticks since boot; None if there is none, 0 unknown.
+
+    Read from /proc, because psutil's time of day shifts when the clock is set.
+    """
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0 if psutil.pid_exists(pid) else None
+    return None if state in (b"Z", b"X") else int(fields[18])

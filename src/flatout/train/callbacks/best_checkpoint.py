@@ -1,0 +1,69 @@
+"""A checkpoint of the best epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flatout.train.callbacks.callback import Callback
+from flatout.train.callbacks.monitor import Mode, Monitor
+
+if TYPE_CHECKING:
+    from flatout.train.state import FitState
+
+
+class BestCheckpoint(Callback):
+    """Saves a checkpoint whenever the watched figure is the best so far.
+
+    Args:
+        monitor: the figure's name in the logs.
+        mode: whether smaller (`min`) or larger (`max`) is better; `auto` tells by the name.
+
+    Attributes:
+        best: the best figure seen; None before the first.
+        path: the checkpoint of the best epoch; None before the first.
+
+    Raises:
+        ModelError: `auto` cannot tell the mode; and at the end of the first epoch, the logs have no
+            such figure.
+    """
+
+    def __init__(self, monitor: str = "val_loss", mode: Mode = "auto") -> None:
+        self._monitor = Monitor(monitor, mode)
+        self.path: str | None = None
+        self._resumed = False
+
+    @property
+    def best(self) -> float | None:
+        """The best figure seen; None before the first."""
+        return self._monitor.best
+
+    def on_fit_start(self, state: FitState) -> None:
+        """Forget an earlier fit, unless this one resumes it."""
+        if not self._resumed:
+            self._monitor.best, self.path = None, None
+
+    def on_epoch_end(self, state: FitState) -> None:
+        """Save if this epoch is the best."""
+        value = self._monitor.read(state.logs)
+        if self._monitor.improves(value):
+            # The store keeps the smallest score, so an accuracy is handed over negated.
+            score = value if self._monitor.mode == "min" else -value
+            self.path = state.trainer.save_checkpoint(score=score)
+
+    def on_fit_end(self, state: FitState) -> None:
+        """The next fit begins anew."""
+        self._resumed = False
+
+    def on_fit_error(self, state: FitState, error: BaseException) -> None:
+        """The next fit begins anew."""
+        self._resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best figure and its checkpoint."""
+        return {"best": self.best, "path": self.path}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._monitor.best = state["best"]
+        self.path = state["path"]
+        self._resumed = True

@@ -1,0 +1,115 @@
+"""Ending training when a figure no longer improves."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatout.train.callbacks.callback import Callback
+from flatout.train.callbacks.monitor import Mode, Monitor
+
+if TYPE_CHECKING:
+    from flatout.train.state import FitState
+
+
+class EarlyStopping(Callback):
+    """Stops when the watched figure has not improved for some epochs.
+
+    Args:
+        monitor: the figure's name in the logs.
+        patience: how many epochs without improvement end training.
+        mode: whether smaller (`min`) or larger (`max`) is better; `auto` tells by the name.
+        min_delta: how much better than the best a figure must be to count.
+        restore_best: put the best epoch's weights back into the model when training ends.
+
+    Attributes:
+        best: the best figure seen; None before the first.
+        best_epoch: the epoch it came from, counted from 1; 0 before the first.
+        waited: epochs since then.
+
+    Raises:
+        ModelError: `auto` cannot tell the mode; and at the end of the first epoch, the logs have no
+            such figure.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        patience: int = 3,
+        mode: Mode = "auto",
+        min_delta: float = 0.0,
+        restore_best: bool = True,
+    ) -> None:
+        self._monitor = Monitor(monitor, mode, min_delta)
+        self.patience = patience
+        self.restore_best = restore_best
+        self.best_epoch = 0
+        self.waited = 0
+        self._weights: dict[str, Any] = {}
+        self._resumed = False
+
+    @property
+    def best(self) -> float | None:
+        """The best figure seen; None before the first."""
+        return self._monitor.best
+
+    def on_fit_start(self, state: FitState) -> None:
+        """Forget an earlier fit, unless this one resumes it."""
+        if not self._resumed:
+            self._monitor.best, self.best_epoch, self.waited, self._weights = None, 0, 0, {}
+
+    def on_epoch_end(self, state: FitState) -> None:
+        """Compare this epoch with the best one."""
+        value = self._monitor.read(state.logs)
+        if self._monitor.improves(value):
+            self.best_epoch = state.epoch + 1
+            self.waited = 0
+            if self.restore_best:
+                self._weights = _copied(state.model.state_dict())
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            epochs = "epoch" if self.waited == 1 else "epochs"
+            state.stop(f"{self._monitor.name} did not improve for {self.waited} {epochs}")
+
+    def on_fit_end(self, state: FitState) -> None:
+        """Put the best weights back, unless the last epoch was the best."""
+        self._resumed = False
+        if self._weights and self.waited:
+            state.model.load_state_dict(self._weights)
+            state.history.notes.append(
+                f"weights of epoch {self.best_epoch} put back: {self._monitor.name} {self.best:.6g}"
+            )
+
+    def on_fit_error(self, state: FitState, error: BaseException) -> None:
+        """Leave the weights as they are."""
+        self._resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best figure, its epoch and its weights."""
+        return {
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "waited": self.waited,
+            "weights": dict(self._weights),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._monitor.best = state["best"]
+        self.best_epoch = state["best_epoch"]
+        self.waited = state["waited"]
+        self._weights = dict(state["weights"])
+        self._resumed = True
+
+
+def _copied(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return copies on the CPU: new ones each time, as a checkpoint may still read the last."""
+    return {
+        name: value.detach().to("cpu", copy=True)
+        if isinstance(value, torch.Tensor)
+        else deepcopy(value)
+        for name, value in weights.items()
+    }

@@ -1,0 +1,131 @@
+"""A log as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from flatout.train.callbacks.callback import Callback
+from flatout.train.callbacks.rate import Rate
+from flatout.train.history import json_safe
+
+if TYPE_CHECKING:
+    from flatout.train.state import FitState
+
+
+class JsonLines(Callback):
+    """Writes one JSON object a line, each of them at once.
+
+    Every `every` steps, with the mean loss of the epoch so far and the time in Unix seconds:
+
+        {"kind": "step", "step": 50, "epoch": 1, "loss": 0.7, "lr": 0.001, "samples_per_s": 12000.0,
+         "time": 1790000000.0}
+
+    After each epoch its logs, with `"kind": "epoch"`. Epochs count from 1. What is not finite is
+    null. A resumed fit goes on behind the step that it resumes: what an interrupted run wrote
+    beyond it is taken back. A disk that is full is warned of once, and training goes on without the
+    log.
+
+    Args:
+        path: the file; new lines are appended.
+        every: steps between two lines.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:
+        self.path = Path(path)
+        self.every = every
+        self._file: BinaryIO | None = None
+        self._rate = Rate()
+
+    def on_fit_start(self, state: FitState) -> None:
+        """Open the file where the fit goes on."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Without a buffer, so that a line is there as soon as it is written.
+            self._file = self.path.open("ab", buffering=0)
+            # A pipe or a device takes nothing back.
+            if self.path.is_file():
+                self._file.truncate(_end_of_step(self.path.read_bytes(), state.step))
+        except OSError as error:
+            self._give_up(error)
+
+    def on_epoch_start(self, state: FitState) -> None:
+        """Leave what lies between epochs out of the throughput."""
+        self._rate.restart(state.step)
+
+    def on_step(self, state: FitState) -> None:
+        """Write a line about the steps since the last one."""
+        if self._file is None:
+            return
+        figures = {
+            "loss": state.read_loss(),
+            "lr": state.learning_rate,
+            "samples_per_s": self._rate.samples_per_s(state.step, state.batch_size),
+        }
+        self._write("step", state, figures)
+
+    def on_epoch_end(self, state: FitState) -> None:
+        """Write the logs of the epoch."""
+        self._write("epoch", state, state.logs)
+
+    def on_fit_end(self, state: FitState) -> None:
+        """Close the file."""
+        self._close()
+
+    def on_fit_error(self, state: FitState, error: BaseException) -> None:
+        """Close the file."""
+        self._close()
+
+    def _write(self, kind: str, state: FitState, figures: dict[str, float]) -> None:
+        if self._file is None:
+            return
+        where = {"kind": kind, "step": state.step, "epoch": state.epoch + 1}
+        line = json.dumps(json_safe({**where, **figures, "time": round(time.time(), 3)}))
+        data = line.encode() + b"\n"
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            # What did not fit is reported only by the next write, so a short one is followed up.
+            written = self._file.write(data)
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError as error:
+            if self.path.is_file():
+                self._file.truncate(end)
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._close()
+        warnings.warn(
+            f"the log cannot be written and stops here, training goes on: {error.strerror}\n"
+            f"  {self.path}",
+            stacklevel=2,
+        )
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _end_of_step(log: bytes, step: int) -> int:
+    """Return the length of a log up to its last whole line about a step up to this one.
+
+    A fit from the start keeps all whole lines, as they are those of another fit.
+    """
+    lines = log.splitlines(keepends=True)
+    while lines and (not lines[-1].endswith(b"\n") or 0 < step < _step_of(lines[-1])):
+        lines.pop()
+    return sum(map(len, lines))
+
+
+def _step_of(line: bytes) -> int:
+    try:
+        entry: Any = json.loads(line)
+    except ValueError:
+        return 0
+    step = entry.get("step", 0) if isinstance(entry, dict) else 0
+    return step if isinstance(step, int) else 0

@@ -1,0 +1,88 @@
+"""Which of two figures is the better one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from flatout.errors import ModelError
+
+Mode = Literal["auto", "min", "max"]
+
+_SMALLER = (
+    "loss",
+    "error",
+    "err",
+    "mae",
+    "mse",
+    "rmse",
+    "mape",
+    "perplexity",
+    "entropy",
+    "seconds",
+)
+_LARGER = (
+    *("acc", "accuracy", "auc", "auroc", "precision", "recall", "f1", "fbeta", "score", "dice"),
+    *("iou", "jaccard", "index", "r2", "psnr", "ssim", "bleu", "kappa", "map", "specificity"),
+)
+
+
+class Monitor:
+    """One figure of the logs, and the best that was seen of it.
+
+    Args:
+        name: the figure's name in the logs, such as `val_loss`.
+        mode: whether smaller (`min`) or larger (`max`) is better; `auto` tells by the name.
+        min_delta: how much better than the best a figure must be to count.
+
+    Raises:
+        ModelError: the mode is unknown, or `auto` cannot tell from this name.
+    """
+
+    def __init__(self, name: str, mode: Mode = "auto", min_delta: float = 0.0) -> None:
+        self.name = name
+        self.mode = _by_name(name) if mode == "auto" else mode
+        if self.mode not in ("min", "max"):
+            raise ModelError(f"mode cannot be {mode!r}; allowed: auto, min, max")
+        self.min_delta = abs(min_delta)
+        self.best: float | None = None
+
+    def read(self, logs: Mapping[str, float]) -> float:
+        """Return the figure.
+
+        Raises:
+            ModelError: the logs have no figure of this name.
+        """
+        if self.name not in logs:
+            raise ModelError(
+                f"no figure is called {self.name!r}; there is: {', '.join(logs) or 'none'}",
+                do="give validation_data to fit"
+                if self.name.startswith("val_")
+                else "watch one of these",
+            )
+        return float(logs[self.name])
+
+    def improves(self, value: float) -> bool:
+        """Return whether a figure beats the best so far, and keep it if so; NaN never does."""
+        if math.isnan(value):
+            return False
+        if self.best is not None:
+            gain = self.best - value if self.mode == "min" else value - self.best
+            # Equal is no improvement, and infinity minus infinity is NaN: no improvement either.
+            if not gain > self.min_delta:
+                return False
+        self.best = value
+        return True
+
+
+def _by_name(name: str) -> Literal["min", "max"]:
+    words = name.lower().split("_")
+    if any(word.endswith(_SMALLER) for word in words):
+        return "min"
+    if any(word.endswith(_LARGER) for word in words):
+        return "max"
+    raise ModelError(
+        f"cannot tell whether a smaller or a larger {name} is better",
+        do='say mode="min" or mode="max"',
+    )

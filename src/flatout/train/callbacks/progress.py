@@ -1,0 +1,211 @@
+"""What a terminal or a log file shows while a fit runs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+
+from flatout.train.callbacks.callback import Callback
+from flatout.train.callbacks.rate import Rate
+
+if TYPE_CHECKING:
+    from flatout.train.state import FitState
+
+_LOOKS_PER_S = 10
+_DRAWINGS_PER_S = 4
+_SMOOTHED_OVER_S = 3.0
+
+
+class Progress(Callback):
+    """A live bar on a terminal, one plain line a minute elsewhere, and a line after each epoch.
+
+    The bar shows throughput, time left in the epoch, mean loss, and the share of the time that is
+    spent waiting for input. Time decides when it is drawn: `every` follows the measured steps, so
+    that `on_step` is called about 10 times a second whatever a step takes, and the loss is read
+    only for what is drawn. Of more than 20 epochs, those that end within a second of the last line
+    get none; the final epoch always gets its line.
+
+    Args:
+        console: where to write; stderr by default, so that a script's own output stays its own.
+        line_every: seconds between two lines where there is no terminal.
+    """
+
+    def __init__(self, *, console: Console | None = None, line_every: float = 60.0) -> None:
+        self.every = 1
+        self._console = console
+        self._line_every = line_every
+        self._rate = Rate()
+        self._smooth = 0.0
+        self._bar: Bar | None = None
+        self._unsaid: str | None = None
+
+    def on_fit_start(self, state: FitState) -> None:
+        """Open the bar, or begin to wait for the first line."""
+        # Asked for here, as stderr may have been replaced since this was made.
+        self._out = self._console or Console(stderr=True)
+        self._live = self._out.is_interactive
+        self._smooth = 0.0
+        self._unsaid = None
+        self._said_at = -math.inf
+        self._draw_at = perf_counter() + (0.0 if self._live else self._line_every)
+        if self._live:
+            self._bar, self._task = _open_bar(self._out)
+
+    def on_epoch_start(self, state: FitState) -> None:
+        """Begin a new bar and leave what lies between epochs out of the throughput."""
+        now = perf_counter()
+        self._rate.restart(state.step)
+        self._looked_step, self._looked_at = state.step, now
+        self._rated_at, self._waited, self._waited_at = now, _waited(state), now
+        self._draw(state)
+
+    def on_step(self, state: FitState) -> None:
+        """Draw if it is time to."""
+        now = perf_counter()
+        steps, elapsed = state.step - self._looked_step, max(now - self._looked_at, 1e-9)
+        self._looked_step, self._looked_at = state.step, now
+        # It grows by stages: the first steps say little about the rest.
+        self.every = max(1, min(int(steps / elapsed / _LOOKS_PER_S), 4 * self.every))
+        if now < self._draw_at:
+            return
+        if self._bar is not None:
+            self._draw_at = now + 1 / _DRAWINGS_PER_S
+            self._draw(state)
+        else:
+            self._draw_at = now + self._line_every
+            self._say("  ".join([_epoch_of(state), *self._figures(state)]))
+
+    def on_epoch_end(self, state: FitState) -> None:
+        """Say the figures of the epoch."""
+        line = _epoch_line(state)
+        final = state.epoch + 1 >= state.epochs or state.stop_reason is not None
+        if final or state.epochs <= 20 or perf_counter() - self._said_at >= 1.0:
+            self._say(line)
+            self._unsaid = None
+        else:
+            self._unsaid = line
+
+    def on_fit_end(self, state: FitState) -> None:
+        """Close the bar, and say the final epoch and why training ended early."""
+        self._close()
+        if self._unsaid is not None:
+            self._say(self._unsaid)
+        if state.stop_reason is not None:
+            self._say(f"stopped: {state.stop_reason}")
+
+    def on_fit_error(self, state: FitState, error: BaseException) -> None:
+        """Close the bar, so that the terminal is whole again."""
+        self._close()
+
+    def _draw(self, state: FitState) -> None:
+        if self._bar is not None:
+            self._bar.update(
+                self._task,
+                total=state.steps_per_epoch,
+                completed=state.step_in_epoch,
+                description=_epoch_of(state),
+                figures=" ".join(self._figures(state)),
+            )
+            self._bar.refresh()
+
+    def _figures(self, state: FitState) -> list[str]:
+        """Return what is known of the running epoch, in words. Reads the loss."""
+        done, total = state.step_in_epoch, state.steps_per_epoch
+        figures = [f"{done / total:.0%}" if total else f"step {done:,}"]
+        rate = self._throughput(state)
+        if not done or not rate:
+            return figures
+        figures.append(f"{_short(rate)} samples/s")
+        if total:
+            figures.append(f"ETA {_clock((total - done) * state.batch_size / rate)}")
+        figures.append(f"loss {state.read_loss():.4g}")
+        figures.append(f"input wait {self._input_share(state):.0%}")
+        return figures
+
+    def _throughput(self, state: FitState) -> float:
+        """Return samples per second, smoothed over some seconds; 0 before the first steps."""
+        since = perf_counter() - self._rated_at
+        rate = self._rate.samples_per_s(state.step, state.batch_size)
+        self._rated_at += since
+        if rate and self._smooth:
+            rate = self._smooth + (1 - math.exp(-since / _SMOOTHED_OVER_S)) * (rate - self._smooth)
+        self._smooth = rate or self._smooth
+        return self._smooth
+
+    def _input_share(self, state: FitState) -> float:
+        """Return the share of the time since the last drawing that went into waiting for input."""
+        waited, at = _waited(state), perf_counter()
+        share = (waited - self._waited) / max(at - self._waited_at, 1e-9)
+        self._waited, self._waited_at = waited, at
+        return min(max(share, 0.0), 1.0)
+
+    def _say(self, line: str) -> None:
+        self._said_at = perf_counter()
+        self._out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _open_bar(out: Console) -> tuple[Bar, TaskID]:
+    bar = Bar(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6)),
+        TextColumn("{task.fields[figures]}"),
+        console=out,
+        expand=True,
+        transient=True,
+        # Drawn by the loop itself: a thread of its own would take the interpreter from the steps.
+        auto_refresh=False,
+        # What the script prints goes above the bar, but never from a file onto the terminal.
+        redirect_stdout=sys.stdout.isatty(),
+    )
+    bar.start()
+    return bar, bar.add_task("", figures="")
+
+
+def _waited(state: FitState) -> float:
+    """Return the seconds spent waiting for input since the fit began."""
+    timeline = state.history.timeline
+    return timeline.lanes()["input"] * timeline.steps / 1e3
+
+
+def _epoch_of(state: FitState) -> str:
+    return f"epoch {state.epoch + 1}/{state.epochs}"
+
+
+def _epoch_line(state: FitState) -> str:
+    words = [_epoch_of(state)]
+    times = state.history.step_times[-state.step_in_epoch :] if state.step_in_epoch else None
+    if times is not None and times.size:
+        words.append(f"{_short(times.size * state.batch_size / times.sum())} samples/s")
+    for name, value in state.logs.items():
+        words.append(_duration(value) if name == "seconds" else f"{name} {value:.4g}")
+    return "  ".join(words)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else _clock(seconds)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _short(number: float) -> str:
+    """Return a number in at most five places: 312, 12.4k, 1.28M."""
+    if number < 10_000:
+        return f"{number:,.0f}"
+    scaled, unit = (number / 1e3, "k") if number < 1e6 else (number / 1e6, "M")
+    return f"{scaled:.3g}{unit}"

@@ -1,0 +1,224 @@
+"""History: what a fit leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.errors import FlatoutError
+from flatout.measure.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from flatout.recipe import ResolvedRecipe
+
+
+@dataclass
+class History:
+    """The figures of a fit, by epoch and by step.
+
+    Attributes:
+        batch_size: samples per optimiser step.
+        timeline: where the time of the steps went.
+        epochs: the logs of each epoch, such as `loss`, `val_accuracy`, `seconds`.
+        recipe: how the steps ran; None before it was decided.
+        notes: what was said while training, such as a step repeated in smaller parts.
+        stop_reason: why training ended early; None where it did not.
+    """
+
+    batch_size: int
+    timeline: Timeline = field(default_factory=Timeline, repr=False)
+    epochs: list[dict[str, float]] = field(default_factory=list)
+    recipe: ResolvedRecipe | None = field(default=None, repr=False)
+    notes: list[str] = field(default_factory=list)
+    stop_reason: str | None = None
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """The logs by name, a value for each epoch; NaN where an epoch has no such figure."""
+        names = dict.fromkeys(name for logs in self.epochs for name in logs)
+        return {name: [logs.get(name, math.nan) for logs in self.epochs] for name in names}
+
+    @property
+    def step_times(self) -> npt.NDArray[np.float64]:
+        """Seconds of each of the latest steps (as many as the timeline keeps), oldest first."""
+        return self.timeline.step_times()
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second at the median step; 0 without a step."""
+        times = self.step_times
+        return self.batch_size / float(np.median(times)) if times.size else 0.0
+
+    def percentiles(self) -> dict[float, float]:
+        """Return the 50th, 90th and 99th percentile of the step times, in seconds."""
+        return self.timeline.percentiles()
+
+    def lanes(self) -> dict[str, float]:
+        """Return milliseconds per step by lane."""
+        return self.timeline.lanes()
+
+    def summary(self) -> str:
+        """Return the fit in a few lines of plain words."""
+        lines = [f"{_counted(len(self.epochs), 'epoch')}, {_counted(self.timeline.steps, 'step')}"]
+        lines[0] += f" of {_counted(self.batch_size, 'sample')}"
+        if self.timeline.steps:
+            of = {q: f"{seconds * 1e3:.3g} ms" for q, seconds in self.percentiles().items()}
+            lines[0] += f": {self.throughput:,.0f} samples/s"
+            lines.append(f"step {of[50]} at the median, {of[90]} at 90%, {of[99]} at 99%")
+            lanes = sorted(self.lanes().items(), key=lambda lane: -lane[1])
+            lines.append(
+                "of it " + ", ".join(f"{name} {ms:.3g}" for name, ms in lanes if ms > 5e-4)
+            )
+        if self.epochs:
+            last = {name: value for name, value in self.epochs[-1].items() if name != "seconds"}
+            lines.append(", ".join(f"{name} {value:.4g}" for name, value in last.items()))
+        if self.recipe is not None:
+            lines.append(f"ran as {self.recipe.summary()}")
+        if self.stop_reason:
+            lines.append(f"stopped: {self.stop_reason}")
+        return "\n".join([*lines, *self.notes])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data: times in seconds, lanes in ms per step."""
+        recipe = self.recipe
+        return {
+            "batch_size": self.batch_size,
+            "steps": self.timeline.steps,
+            "samples_per_s": self.throughput,
+            "step_percentiles_s": {f"p{q:g}": value for q, value in self.percentiles().items()},
+            "lanes_ms": self.lanes(),
+            "epochs": [dict(logs) for logs in self.epochs],
+            "recipe": recipe and {"summary": recipe.summary(), "values": recipe.request().named()},
+            "notes": list(self.notes),
+            "stop_reason": self.stop_reason,
+            "step_times_s": [round(seconds, 9) for seconds in self.step_times.tolist()],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `as_dict` as JSON, whole or not at all; what is not finite becomes null.
+
+        Raises:
+            FlatoutError: the file cannot be written.
+        """
+        path = Path(path)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(json_safe(self.as_dict()), allow_nan=False) + "\n")
+            beside.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink()
+            raise FlatoutError(
+                f"cannot save the history: {error.strerror}",
+                where=str(path),
+                do="choose a folder that can be written and has room",
+            ) from error
+        return path
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw losses and metrics by epoch, step times, and lanes.
+
+        Args:
+            path: an image file to write, by its ending (.png, .svg, .pdf); without it the figure is
+                one of pyplot's, for notebooks and `plt.show()`.
+
+        Raises:
+            FlatoutError: matplotlib is missing.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise FlatoutError(
+                "plotting needs matplotlib", do="pip install 'flatout[plot]'"
+            ) from error
+        if path is not None:
+            figure = Figure(figsize=(10, 7), layout="constrained")
+        else:
+            from matplotlib import pyplot
+
+            figure = pyplot.figure(figsize=(10, 7), layout="constrained")
+        (losses, metrics), (steps, lanes) = figure.subplots(2, 2)
+        self._plot_epochs(losses, metrics)
+        self._plot_steps(steps)
+        self._plot_lanes(lanes)
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
+
+    def _plot_epochs(self, losses: Axes, metrics: Axes) -> None:
+        curves = {name: curve for name, curve in self.history.items() if name not in _NOT_CURVES}
+        stems = list(dict.fromkeys(name.removeprefix("val_") for name in curves))
+        for name, curve in curves.items():
+            stem = name.removeprefix("val_")
+            axes = losses if stem.endswith("loss") else metrics
+            style = f".C{stems.index(stem)}" + ("-" if stem == name else "--")
+            axes.plot(range(1, len(curve) + 1), curve, style, label=name)
+        for axes, title in ((losses, "loss"), (metrics, "metrics")):
+            axes.set(title=title, xlabel="epoch")
+            axes.locator_params(axis="x", integer=True)
+            if axes.lines:
+                axes.legend()
+            else:
+                _say_nothing_is_here(axes)
+
+    def _plot_steps(self, axes: Axes) -> None:
+        times = self.step_times * 1e3
+        axes.set(title=f"step time · {self.throughput:,.0f} samples/s", xlabel="step", ylabel="ms")
+        if not times.size:
+            _say_nothing_is_here(axes)
+            return
+        first = self.timeline.steps - len(times) + 1
+        axes.plot(range(first, first + len(times)), times, linewidth=0.6, alpha=0.7)
+        for q, milliseconds in zip((50, 99), np.percentile(times, (50, 99)), strict=True):
+            label = f"{milliseconds:.3g} ms at {q}%"
+            axes.axhline(milliseconds, linestyle=":", color="0.3" if q == 50 else "C3", label=label)
+        # A first step that compiles takes minutes; the others should still be told apart.
+        axes.set_ylim(0, min(times.max() * 1.05, np.percentile(times, 99) * 3))
+        axes.legend(loc="upper right")
+
+    def _plot_lanes(self, axes: Axes) -> None:
+        lanes = {name: ms for name, ms in self.lanes().items() if ms > 0}
+        axes.set(title="where a step's time goes", xlabel="ms per step")
+        if not lanes:
+            _say_nothing_is_here(axes)
+            return
+        bars = axes.barh(list(lanes), list(lanes.values()))
+        axes.bar_label(bars, fmt="%.3g", padding=3)
+        axes.margins(x=0.12)
+        axes.invert_yaxis()
+
+
+# Figures of an epoch that are no curve of learning.
+_NOT_CURVES = ("epoch", "seconds", "samples_per_s", "lr")
+
+
+def json_safe(value: Any) -> Any:
+    """Return nested plain data with None for every number that JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(one) for one in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _say_nothing_is_here(axes: Axes) -> None:
+    axes.text(0.5, 0.5, "nothing was recorded", transform=axes.transAxes, ha="center", color="0.5")

@@ -1,0 +1,111 @@
+"""Micro-batches: the same optimiser step in pieces that fit in memory.
+
+The gradient of a batch is the sum of its pieces' gradients, so splitting changes rounding only. Two
+kinds of models are exceptions: with BatchNorm in training the statistics would come from the piece
+(that changes learning, so it is never done unasked), and with dropout other random numbers are
+drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from flatout.data.batch import Batch, split
+from flatout.errors import OutOfMemory
+from flatout.measure import available_bytes
+from flatout.models import is_batch_coupled
+from flatout.train.snapshot import untouched
+
+# What an estimate may use of the memory that is free: the rest is for what it cannot see.
+_SHARE = 0.7
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, OutOfMemory):
+        return False
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    words = str(error)
+    return isinstance(error, RuntimeError) and (
+        "DefaultCPUAllocator" in words or "not enough memory" in words
+    )
+
+
+def smaller(model: nn.Module, pieces: int, size: int, step: int) -> int:
+    """Into how many pieces to split after `pieces` did not fit: twice as many.
+
+    Raises:
+        OutOfMemory: where splitting is not possible, or would change what is learned.
+    """
+    where = f"step {step}, batch of {size} in {pieces} micro-batch(es)"
+    if pieces >= size:
+        raise OutOfMemory(
+            "memory ran out on a single sample",
+            where=where,
+            do="use a smaller model or input, or Memory(activation_checkpointing='on')",
+        )
+    if is_batch_coupled(model):
+        raise OutOfMemory(
+            "memory ran out, and BatchNorm forbids splitting unasked: its statistics would change",
+            where=where,
+            do=f"set Memory(micro_batch={max(1, size // (2 * pieces))}) to accept that, lower "
+            "batch_size, or use Memory(activation_checkpointing='on')",
+        )
+    return min(size, pieces * 2)
+
+
+def pieces_for(batch_size: int, micro_batch: str | int) -> int:
+    """Into how many pieces the Recipe's `memory.micro_batch` asks to split."""
+    if isinstance(micro_batch, int):
+        return -(-batch_size // micro_batch)
+    return 1
+
+
+def estimate_pieces(model: nn.Module, forward: Callable[[Batch], object], batch: Batch) -> int:
+    """Pieces that let the activations of `batch` fit in the free memory of this machine.
+
+    On a CPU running out of memory is not an error that can be caught: the kernel ends the process.
+    So the bytes that autograd keeps for backward are counted on one and on two samples, and
+    extended to the batch. Model, buffers and random states are left as they were.
+    """
+    if batch.size < 4 or is_batch_coupled(model):
+        return 1
+    one, two = (_kept_bytes(model, forward, _head(batch, n)) for n in (1, 2))
+    if one is None or two is None:
+        return 1
+    per_sample, fixed = max(0, two - one), max(0, 2 * one - two)
+    # Backward holds the gradient of an activation beside the activation.
+    needed = 2 * per_sample * batch.size
+    free = available_bytes() * _SHARE - fixed
+    pieces = 1
+    while needed / pieces > free and pieces < batch.size:
+        pieces *= 2
+    return min(pieces, batch.size)
+
+
+def _head(batch: Batch, size: int) -> Batch:
+    """The first `size` samples: the first of so many near-equal pieces."""
+    pieces = split(batch, -(-batch.size // size))
+    return pieces[0]
+
+
+def _kept_bytes(model: nn.Module, forward: Callable[[Batch], object], batch: Batch) -> int | None:
+    parameters = {p.data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    try:
+        with untouched(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            kept = forward(batch)  # noqa: F841 - alive while the bytes are counted
+    except Exception:
+        return None  # the first real step will say what is wrong
+    return sum(seen.values())

@@ -1,0 +1,61 @@
+"""Stop requests: Ctrl-C and SIGTERM are noted, and obeyed at the next step boundary."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Interrupted(SystemExit):
+    """Training was stopped by a signal, after a checkpoint; exits with 128 + the signal."""
+
+    def __init__(self, signum: int, checkpoint: str) -> None:
+        super().__init__(128 + signum)
+        self.signum = signum
+        self.checkpoint = checkpoint
+
+
+class StopSignals:
+    """While entered, the first SIGINT or SIGTERM is only noted in `received`.
+
+    A second SIGINT raises KeyboardInterrupt at once, for people in a hurry. Outside the main
+    thread, where Python allows no handlers, nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, _Handler] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                # A handler that was not set from Python (None) could not be put back.
+                if signal.getsignal(signum) not in (None, signal.SIG_IGN):
+                    self._before[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        self._before.clear()
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signum
+
+
+def is_interactive() -> bool:
+    """In a notebook or at a prompt Ctrl-C must not end the interpreter."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules

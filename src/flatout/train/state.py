@@ -1,0 +1,59 @@
+"""What a running fit shows to its callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout.train.history import History
+    from flatout.train.trainer import Trainer
+
+
+@dataclass
+class FitState:
+    """The state of one `fit`, handed to every callback.
+
+    Attributes:
+        trainer: the Trainer that fits.
+        history: the History being filled.
+        epochs: how many epochs were asked for.
+        steps_per_epoch: optimiser steps per epoch; None where the source is not counted.
+        batch_size: samples per optimiser step.
+        epoch: number of the current epoch, from 0.
+        step: optimiser steps done since training began (a resume goes on counting).
+        step_in_epoch: optimiser steps done in this epoch.
+        logs: figures of the last finished epoch, such as `loss`, `val_loss`, `seconds`.
+        stop_reason: why training ends early, once something asked for that.
+    """
+
+    trainer: Trainer
+    history: History
+    epochs: int
+    steps_per_epoch: int | None
+    batch_size: int
+    epoch: int = 0
+    step: int = 0
+    step_in_epoch: int = 0
+    logs: dict[str, float] = field(default_factory=dict)
+    stop_reason: str | None = None
+    _read_loss: Callable[[], float] = field(default=lambda: float("nan"), repr=False)
+
+    def stop(self, reason: str) -> None:
+        """End training after this step; the reason is kept in the History."""
+        self.stop_reason = reason
+
+    def read_loss(self) -> float:
+        """Mean loss of this epoch so far. Waits for the device: call it rarely."""
+        return self._read_loss()
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the first parameter group."""
+        return float(self.trainer.optimizer.param_groups[0]["lr"])
+
+    @property
+    def model(self) -> Any:
+        """The user's own model object."""
+        return self.trainer.model

@@ -1,0 +1,334 @@
+"""Trainer: fit, evaluate, predict, save and load a model, each a file beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from flatout.data.source import Source, as_source
+from flatout.devices import place, resolve_device
+from flatout.errors import ModelError
+from flatout.recipe import Recipe, ResolvedRecipe
+from flatout.save.fits import check_fits
+from flatout.save.model_file import load_model, save_model
+from flatout.train import guard
+from flatout.train.callbacks import Callback
+from flatout.train.evaluate import evaluate
+from flatout.train.fit import Fit
+from flatout.train.history import History
+from flatout.train.loop import Loop, say
+from flatout.train.losses import as_loss
+from flatout.train.metrics import Given, as_metrics
+from flatout.train.predict import predict
+from flatout.train.warm_start import warm_start as start_warm
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+# Evaluation keeps no activations, so larger batches than in training are safe and faster.
+_EVALUATION_BATCH = 256
+
+
+class Trainer:
+    """Trains a `torch.nn.Module` as fast as this machine allows, with the same result.
+
+        trainer = flatout.Trainer(model, loss="cross_entropy", metrics=["accuracy"])
+        history = trainer.fit((x, y), batch_size=64, epochs=5, validation_data=(xv, yv))
+        trainer.save("model.safetensors")
+
+    Args:
+        model: the user's own object; it holds the trained weights afterwards.
+        loss: a standard name (cross_entropy, nll, binary_cross_entropy, mse, mae, huber), a torch
+            loss, or a callable `(output, target)` giving a mean or (sum, weight).
+        optimizer: an optimiser, its class, a callable taking the parameters, or a name (adam,
+            adamw, sgd, rmsprop).
+        lr: learning rate, for a class or name; None leaves the class's own default.
+        metrics: names (accuracy, auc, mse, mae), torchmetrics objects or callables; a list, or a
+            mapping by name.
+        scheduler: a torch scheduler, or a callable that takes the optimiser and gives one.
+        schedule_every: "step" or "epoch": when the scheduler steps. ReduceLROnPlateau always
+            steps by epoch, on `val_loss` or, without validation, `loss`.
+        recipe: requested settings; what is left open is decided by measuring.
+        allow: how far the result may differ from the plain job: "exact" (bit-identical),
+            "tolerant" (rounding), "redrawn" (other random draws).
+        accumulate: batches whose gradients make one optimiser step.
+        clip_norm: largest total 2-norm of the gradients, or None.
+        clip_value: largest absolute gradient element, or None.
+        seed: decides the sample order, together with epoch and sample number.
+        run: folder or fsspec URL for checkpoints and the log; None writes nothing.
+        warm_start: a run, checkpoint or model file whose weights and optimiser state to start
+            from; step count and schedule start anew.
+        say: prints the decisions made for the user; `lambda line: None` for silence.
+
+    Raises:
+        ModelError: for a model, loss, optimiser or metric that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Any = "cross_entropy",
+        optimizer: Any = torch.optim.Adam,
+        lr: float | None = None,
+        metrics: Iterable[Given] | Mapping[str, Given] = (),
+        scheduler: Any = None,
+        schedule_every: str = "step",
+        recipe: Recipe | ResolvedRecipe | None = None,
+        allow: str = "tolerant",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        seed: int = 0,
+        run: str | Path | None = None,
+        warm_start: str | Path | None = None,
+        say: Callable[[str], None] = say,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"a model is a torch.nn.Module, found {type(model).__name__}",
+                do="pass the module itself, not a function or a state dict",
+            )
+        if schedule_every not in ("step", "epoch"):
+            raise ModelError(f"schedule_every is 'step' or 'epoch', found {schedule_every!r}")
+        self.model = model
+        self.loss = as_loss(loss)
+        self.metrics = metrics
+        as_metrics(metrics)  # an unknown name is an error here, not after the first epoch
+        self.optimizer = _as_optimizer(optimizer, model, lr)
+        self.scheduler = scheduler(self.optimizer) if _is_factory(scheduler) else scheduler
+        self.schedule_every = schedule_every
+        self.seed = seed
+        self.resolved: ResolvedRecipe | None = None
+        self.history: History | None = None
+        self._say = say
+        self._fit: Fit | None = None
+        self._loop_arguments: dict[str, Any] = {
+            "recipe": recipe,
+            "allow": allow,
+            "accumulate": accumulate,
+            "clip_norm": clip_norm,
+            "clip_value": clip_value,
+            "seed": seed,
+            "run": run,
+            "say": say,
+        }
+        self.loop = Loop(**self._loop_arguments)
+        if warm_start is not None:
+            say(start_warm(model, self.optimizer, warm_start))
+
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        validation_data: Any = None,
+        validation_batch_size: int | None = None,
+        callbacks: Iterable[Callback] = (),
+        progress: bool | None = None,
+        resume: bool | str = False,
+    ) -> History:
+        """Train until `epochs` epochs are done, and return what happened.
+
+        Args:
+            x: inputs (with `y`), an `(x, y)` or `(x, y, sample_weight)` tuple of arrays or
+                tensors, a torch Dataset, DataLoader, any iterable of batches, or a source of
+                `flatout.data`.
+            y: targets, if they are not part of `x`.
+            batch_size: samples per batch, for inputs that are not in batches already; 32 by
+                default.
+            epochs: the epoch number to reach; a resumed fit does what is missing.
+            shuffle: a new order each epoch, a function of seed and epoch alone.
+            drop_last: leave out a last batch that is not full.
+            validation_data: evaluated after each epoch, as `val_...`.
+            validation_batch_size: for validation; 256 by default.
+            callbacks: see `flatout.Callback`.
+            progress: True, False, or None: a bar on a terminal, otherwise a line a minute.
+            resume: True goes on from the newest checkpoint of `run`, if there is one; a name
+                chooses a checkpoint.
+
+        Returns:
+            History: figures by epoch, step times, lanes, the settings that ran.
+
+        Raises:
+            DataError: for data that are empty, corrupt or do not fit the model.
+            NumbersError: for a NaN or infinity; the weights are those from before it.
+            OutOfMemory: where no allowed micro-batch fits.
+            CheckpointError: where a checkpoint cannot be written or does not fit.
+            Interrupted: after Ctrl-C or SIGTERM, when the checkpoint is written (exits 130 or 143).
+        """
+        source = as_source(
+            x,
+            y,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            drop_last=drop_last,
+            workers=self._workers(),
+            pin_memory=self._pin_memory(),
+        )
+        validation = None
+        if validation_data is not None:
+            validation = self._in_order(validation_data, None, validation_batch_size)
+        self.loop = Loop(**self._loop_arguments, resume=resume)
+        self._fit = Fit(self, source, validation, epochs, list(callbacks), progress)
+        try:
+            self.history = self._fit.run()
+        finally:
+            self._fit = None
+        return self.history
+
+    def evaluate(self, x: Any, y: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
+        """Loss and metrics over all samples, each counted once; the model's modes are kept.
+
+        Raises:
+            NumbersError: if a weight or buffer is not finite.
+        """
+        source = self._in_order(x, y, batch_size)
+        return evaluate(self, source)
+
+    def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
+        """The model's outputs for all samples, in order, on the CPU.
+
+        Returns:
+            a tensor (or tuple or dict of tensors, as the model returns them) with one row per
+            sample.
+        """
+        return predict(self, self._in_order(_inputs_only(x), None, batch_size))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the weights as a plain safetensors file with the model's own keys.
+
+        Raises:
+            NumbersError: if a weight or buffer is not finite.
+            CheckpointError: if it cannot be written; an older file is then still whole.
+        """
+        guard.check_state(self.model, "saving")
+        save_model(str(path), self.model.state_dict(), None)
+        return Path(path)
+
+    def load(self, path: str | Path) -> None:
+        """Load weights from a model file into the model, in place.
+
+        Raises:
+            CheckpointError: if the file is damaged, or of another model.
+        """
+        weights = load_model(str(path))
+        check_fits(self.model.state_dict(), weights)
+        self.model.load_state_dict(weights)
+
+    def save_checkpoint(self, score: float | None = None) -> str:
+        """Write a checkpoint of everything into the run folder; returns its path.
+
+        Raises:
+            CheckpointError: without a run folder, or if it cannot be written.
+        """
+        extra = None if self._fit is None else self._fit.state_dict()
+        return self.loop.save(extra, score)
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Where checkpoints and logs go; None where nothing is written."""
+        return None if self.loop.run is None else Path(self.loop.run)
+
+    def _in_order(self, x: Any, y: Any, batch_size: int | None) -> Source:
+        if batch_size is None and _comes_in_samples(x):
+            batch_size = _EVALUATION_BATCH
+        return as_source(
+            x,
+            y,
+            batch_size=batch_size,
+            shuffle=False,
+            seed=self.seed,
+            workers=self._workers(),
+            pin_memory=self._pin_memory(),
+            clip_batch=True,
+        )
+
+    def _pin_memory(self) -> bool:
+        return self.loop.requested.input.pin_memory != "off"
+
+    def _workers(self) -> int:
+        workers = self.loop.requested.input.workers
+        return 0 if workers == "auto" else workers
+
+    def ready_device(self) -> torch.device:
+        """The device of the model; a Trainer that has not fitted places it first."""
+        if self.resolved is None:
+            device, _ = resolve_device(
+                self.loop.requested.world.device,
+                self.loop.requested.world.placement == "strict",
+            )
+            place(self.model, device)
+            return device
+        return self.loop.device
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that training resolved to; plain before the first fit."""
+        if self.resolved is None:
+            return nullcontext()
+        return self.loop.stepper.switch.autocast()
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether inputs are laid out channels-last."""
+        if self.resolved is None:
+            return False
+        return self.resolved.compute.memory_format == "channels_last"
+
+
+def _as_optimizer(optimizer: Any, model: nn.Module, lr: float | None) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if lr is not None:
+            raise ModelError(
+                "lr was given beside an optimiser that has its own",
+                do="pass the optimiser's class, or set lr where the optimiser is made",
+            )
+        return optimizer
+    if isinstance(optimizer, str):
+        if optimizer not in _OPTIMIZERS:
+            raise ModelError(
+                f"unknown optimizer {optimizer!r}; known: {', '.join(_OPTIMIZERS)}",
+                do="use one of these names, or pass a torch optimiser or its class",
+            )
+        optimizer = _OPTIMIZERS[optimizer]
+    if not callable(optimizer):
+        raise ModelError(
+            f"an optimizer is an optimiser, its class or a name, found {type(optimizer).__name__}"
+        )
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ModelError("the model has no parameter that can be trained")
+    made = optimizer(parameters) if lr is None else optimizer(parameters, lr=lr)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ModelError(f"optimizer(...) gave a {type(made).__name__}, not a torch optimiser")
+    return made
+
+
+def _comes_in_samples(x: Any) -> bool:
+    """Whether batches are ours to make: not for loaders, sources and iterables of batches."""
+    return hasattr(x, "shape") or isinstance(x, (tuple, dict, Dataset))
+
+
+def _is_factory(scheduler: Any) -> bool:
+    return callable(scheduler) and not hasattr(scheduler, "state_dict")
+
+
+def _inputs_only(x: Any) -> Any:
+    """A tuple of arrays is one input of several parts here, not (x, y)."""
+    return (x,) if isinstance(x, tuple) else x

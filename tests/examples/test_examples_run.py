@@ -1,0 +1,106 @@
+"""Every example runs as a user would start it, in a folder of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+import flatout
+from flatout.data.sources import idx
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+MNIST = ROOT.parent / "shared" / "data" / "mnist"
+
+
+def run(folder: Path, name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        cwd=folder,
+        env={**os.environ, "FLATOUT_CACHE": str(folder / ".cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def last_percent(said: str) -> float:
+    return float(re.findall(r"([\d.]+)%", said)[-1])
+
+
+def last_figure(said: str, name: str) -> float:
+    return float(re.findall(rf"\b{name} ([\d.]+)", said)[-1])
+
+
+@pytest.fixture
+def idx_folder(tmp_path):
+    """scikit-learn's digits as a folder of gzipped IDX files, only one pair of them."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    train, test = flatout.data.digits()
+    images, labels = (
+        [getattr(part, name).numpy() for part in (train, test)] for name in ("inputs", "targets")
+    )
+    # Enough of them that 2,000 can be held out.
+    images, labels = (sum(([*parts] for parts in (two, two)), []) for two in (images, labels))
+    import numpy as np
+
+    idx.write(folder / "train-images-idx3-ubyte.gz", np.concatenate(images)[:, 0])
+    idx.write(folder / "train-labels-idx1-ubyte.gz", np.concatenate(labels).astype(np.uint8))
+    return folder
+
+
+def test_there_is_a_test_for_each_example():
+    tested = Path(__file__).read_text()
+    for example in EXAMPLES.glob("*.py"):
+        assert f'"{example.name}"' in tested
+
+
+def test_digits_learns_and_leaves_a_plain_model_file(tmp_path):
+    said = run(tmp_path, "digits.py", "4")
+    assert last_figure(said, "val_accuracy") > 0.85
+    weights = safetensors.torch.load_file(tmp_path / "digits.safetensors")
+    assert sorted(weights) == ["0.bias", "0.weight", "3.bias", "3.weight", "7.bias", "7.weight"]
+
+
+def test_own_loop_learns_and_goes_on_where_it_stopped(tmp_path):
+    first = run(tmp_path, "own_loop.py", "2")
+    second = run(tmp_path, "own_loop.py", "4")
+    assert re.findall(r"epoch (\d+):", first) == ["1", "2"]
+    assert re.findall(r"epoch (\d+):", second) == ["3", "4"]
+    assert last_percent(second) > 80
+
+
+def test_own_loop_in_two_parts_is_bit_for_bit_the_loop_at_once(tmp_path):
+    weights = []
+    for name, parts in (("parts", ["1", "3"]), ("whole", ["3"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        for epochs in parts:
+            run(folder, "own_loop.py", epochs)
+        (newest,) = sorted((folder / "runs/own-loop/checkpoints").iterdir())[-1:]
+        weights.append((newest / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_mnist_reads_idx_files_and_resumes(tmp_path, idx_folder):
+    first = run(tmp_path, "mnist.py", str(idx_folder), "1")
+    assert "epoch 1/1" in first
+    second = run(tmp_path, "mnist.py", str(idx_folder), "1")
+    assert "resumed step" in second
+    assert "epoch 1/1" not in second
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MNIST.is_dir(), reason="no MNIST files at ../shared/data/mnist")
+def test_mnist_reaches_its_accuracy_on_real_mnist(tmp_path):
+    said = run(tmp_path, "mnist.py", str(MNIST), "3")
+    assert last_figure(said, "val_accuracy") > 0.97

@@ -1,0 +1,373 @@
+import argparse
+import os
+import pickle
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from flatout.errors import CheckpointError, ModelError
+from flatout.save.checkpoint import Checkpoints
+from flatout.save.export import export, export_program, export_program_of
+from flatout.save.model_file import load_model, save_model
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+
+
+STATE = net().state_dict()
+
+
+def assert_plain(path: str | Path, state: dict[str, torch.Tensor] = STATE) -> None:
+    """The file loads into the bare module, with safetensors and torch alone."""
+    program = """
+import sys
+sys.modules["flatout"] = None
+import safetensors.torch, torch
+found = safetensors.torch.load_file(sys.argv[1])
+expected = torch.load(sys.argv[2], weights_only=True)
+assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+assert all(torch.equal(found[k], expected[k]) for k in expected)
+"""
+    expected = Path(path).with_suffix(".expected")
+    torch.save(dict(state), expected)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path), str(expected)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    expected.unlink()
+
+
+def assert_same(path: str | Path, state: dict[str, torch.Tensor] = STATE) -> None:
+    found = safetensors.torch.load_file(path)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+def prefixed(prefix: str) -> dict[str, torch.Tensor]:
+    return {prefix + key: value for key, value in STATE.items()}
+
+
+def test_from_a_run_a_folder_of_checkpoints_and_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints.save(1, {key: torch.zeros_like(value) for key, value in STATE.items()})
+    checkpoints.save(2, STATE, {"optimizer": [1, 2]})
+    checkpoints.wait()
+    done = export(run, tmp_path / "out" / "model.safetensors")
+    assert done.tensors == len(STATE)
+    assert done.bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert done.stripped == done.left_out == ()
+    assert done.source.endswith("step-000000002/model.safetensors")
+    assert_plain(done.target)
+    assert_same(export(run / "checkpoints", tmp_path / "b.safetensors").target)
+    old = export(run / "checkpoints" / "step-000000001", tmp_path / "c.safetensors")
+    assert load_model(old.target)["3.weight"].abs().max() == 0
+    assert_same(export(run).target)
+    assert (tmp_path / "runs" / "a.safetensors").is_file()
+
+
+def test_own_names_that_look_like_wrappers_stay(tmp_path: Path) -> None:
+    own = {"module.w": torch.ones(2), "module.model.b": torch.zeros(2)}
+    Checkpoints(tmp_path / "run", asynchronous=False).save(1, own)
+    assert_same(export(tmp_path / "run", tmp_path / "a.safetensors").target, own)
+    save_model(tmp_path / "b.safetensors", own)
+    assert_same(export(tmp_path / "b.safetensors", tmp_path / "c.safetensors").target, own)
+
+
+WRAPPED = {
+    "ddp": ("module.{}", ("module.",)),
+    "compiled": ("_orig_mod.{}", ("_orig_mod.",)),
+    "compiled ddp": ("_orig_mod.module.{}", ("_orig_mod.", "module.")),
+    "ddp of compiled": ("module._orig_mod.{}", ("_orig_mod.", "module.")),
+    "fsdp": ("_fsdp_wrapped_module.{}", ("_fsdp_wrapped_module.",)),
+    "checkpointed": ("_checkpoint_wrapped_module.{}", ("_checkpoint_wrapped_module.",)),
+    "plain": ("{}", ()),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".safetensors"])
+def test_wrappers_are_taken_off_foreign_files(tmp_path: Path, kind: str, suffix: str) -> None:
+    pattern, stripped = WRAPPED[kind]
+    state = {pattern.format(key): value for key, value in STATE.items()}
+    path = tmp_path / f"theirs{suffix}"
+    if suffix == ".safetensors":
+        safetensors.torch.save_file(state, path)
+    else:
+        torch.save(state, path)
+    done = export(path, tmp_path / "new")
+    assert done.stripped == stripped
+    assert done.target == str(tmp_path / "new" / "model.safetensors")
+    assert_same(done.target)
+
+
+@pytest.mark.slow
+def test_real_wrappers(tmp_path: Path) -> None:
+    model = net()
+    model[0] = torch.compile(model[0])  # a level in the middle of names
+    wrapped = nn.DataParallel(torch.compile(model))
+    assert any("0._orig_mod.weight" in key for key in wrapped.state_dict())
+    torch.save(wrapped.state_dict(), tmp_path / "w.pt")
+    done = export(tmp_path / "w.pt")
+    assert done.stripped == ("_orig_mod.", "module.")
+    assert done.target == str(tmp_path / "w.safetensors")
+    assert_plain(done.target)
+
+
+def test_lightning(tmp_path: Path) -> None:
+    content: dict[str, Any] = {
+        "epoch": 3,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": prefixed("model."),
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(1.0)}}}],
+        "hyper_parameters": {"lr": 0.1},
+    }
+    torch.save(content, tmp_path / "last.ckpt")
+    done = export(tmp_path / "last.ckpt")
+    assert done.stripped == ("model.",)
+    assert_same(done.target)
+    content["state_dict"]["criterion.weight"] = torch.ones(2)
+    torch.save(content, tmp_path / "two.ckpt")
+    both = export(tmp_path / "two.ckpt")
+    assert both.stripped == ()
+    assert "criterion.weight" in load_model(both.target)
+    chosen = export(tmp_path / "two.ckpt", prefix="model.", overwrite=True)
+    assert chosen.stripped == ("model.",)
+    assert chosen.left_out == ("criterion.weight",)
+    assert_same(chosen.target)
+
+
+def test_model_is_a_prefix_only_in_lightning_checkpoints(tmp_path: Path) -> None:
+    torch.save(prefixed("model."), tmp_path / "x.bin")
+    assert_same(export(tmp_path / "x.bin").target, prefixed("model."))
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "module"])
+def test_weights_among_other_state(tmp_path: Path, key: str) -> None:
+    optimizer = torch.optim.Adam(net().parameters())
+    content = {"epoch": 1, key: STATE, "optimizer": optimizer.state_dict(), "best": torch.ones(1)}
+    torch.save(content, tmp_path / "x.pt")
+    assert_same(export(tmp_path / "x.pt").target)
+
+
+def test_entries_that_are_no_tensors_are_reported(tmp_path: Path) -> None:
+    torch.save({**STATE, "version": 3, "_extra_state": None}, tmp_path / "x.pt")
+    done = export(tmp_path / "x.pt")
+    assert done.left_out == ("version", "_extra_state")
+    assert_same(done.target)
+
+
+def test_an_empty_prefix_takes_off_nothing(tmp_path: Path) -> None:
+    torch.save(prefixed("module."), tmp_path / "x.pt")
+    done = export(tmp_path / "x.pt", prefix="")
+    assert done.stripped == ()
+    assert_same(done.target, prefixed("module."))
+
+
+def test_names_that_would_become_equal_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1), "_orig_mod.a": torch.zeros(1)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="both become 'a'"):
+        export(tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"no name begins with 'net\.'"):
+        export(tmp_path / "x.pt", prefix="net.")
+    assert sorted(os.listdir(tmp_path)) == ["x.pt"]
+
+
+def test_tied_weights_keep_both_names(tmp_path: Path) -> None:
+    shared = torch.randn(3, 3)
+    torch.save({"head": shared, "embedding": shared}, tmp_path / "x.pt")
+    assert_same(export(tmp_path / "x.pt").target, {"head": shared, "embedding": shared})
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "x.pt")
+    target = tmp_path / "x.safetensors"
+    target.write_bytes(b"mine")
+    with pytest.raises(CheckpointError, match="exists") as caught:
+        export(tmp_path / "x.pt")
+    assert "--overwrite" in str(caught.value.do)
+    assert target.read_bytes() == b"mine"
+    export(tmp_path / "x.pt", overwrite=True)
+    assert_same(target)
+    with pytest.raises(CheckpointError, match="exists"):
+        export(target)
+    export(target, overwrite=True)
+    assert_same(target)
+
+
+def test_metadata_of_others_is_kept(tmp_path: Path) -> None:
+    safetensors.torch.save_file(STATE, tmp_path / "x.safetensors", {"author": "them"})
+    export(tmp_path / "x.safetensors", tmp_path / "y.safetensors")
+    with safetensors.safe_open(tmp_path / "y.safetensors", "pt") as file:
+        assert file.metadata()["author"] == "them"
+        assert file.metadata()["format"] == "pt"
+
+
+def test_through_a_store(tmp_path: Path) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    Checkpoints(f"{url}/run/checkpoints", asynchronous=False).save(1, STATE)
+    done = export(f"{url}/run", f"{url}/out/model.safetensors")
+    assert done.target == f"{url}/out/model.safetensors".replace("memory://", "memory:///")
+    assert_same(export(done.target, tmp_path / "here.safetensors").target)
+
+
+# -- what must not be loaded -----------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".bin", ".ckpt"])
+@pytest.mark.parametrize("kind", ["zip", "legacy", "pickle"])
+def test_code_in_a_file_is_never_executed(tmp_path: Path, suffix: str, kind: str) -> None:
+    path = tmp_path / f"bomb{suffix}"
+    content = {"state_dict": STATE, "hyper": Bomb(tmp_path / "executed")}
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(content["hyper"], protocol=2))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
+    with pytest.raises(CheckpointError) as caught:
+        export(path, tmp_path / "out.safetensors")
+    assert "execute code" in caught.value.what
+    assert "system" in caught.value.what
+    assert sorted(os.listdir(tmp_path)) == [path.name]
+
+
+def test_the_way_to_convert_a_file_that_names_code_works(tmp_path: Path) -> None:
+    path = tmp_path / "args.ckpt"
+    torch.save({"state_dict": STATE, "hyper_parameters": argparse.Namespace(lr=0.1)}, path)
+    with pytest.raises(CheckpointError, match=r"argparse.Namespace") as caught:
+        export(path)
+    command = next(line for line in str(caught.value.do).splitlines() if "python -c" in line)
+    command = command.strip().replace("python -c", f"{sys.executable} -c", 1)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert_same(export(tmp_path / "weights.pt").target)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"PK\x03\x04" + b"\0" * 300])
+def test_damaged_files_are_named(tmp_path: Path, suffix: str, content: bytes) -> None:
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="not a") as caught:
+        export(path, tmp_path / "y.safetensors")
+    assert str(path) in str(caught.value.where)
+
+
+def test_a_cut_torch_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(STATE, path)
+    data = path.read_bytes()
+    for length in (10, len(data) // 2, len(data) - 10):
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match="damaged"):
+            export(path)
+
+
+def test_other_sources_and_targets_are_refused(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "x.pt")
+    torch.save(torch.ones(2), tmp_path / "tensor.pt")
+    torch.save({"epoch": 3, "name": "x"}, tmp_path / "empty.pt")
+    (tmp_path / "x.h5").write_bytes(b"keras")
+    for source, target, words in [
+        ("absent.pt", None, "no such file"),
+        ("x.h5", None, "expected a run"),
+        (".", "y.safetensors", "found none of them"),
+        ("tensor.pt", None, "expected a dict of tensors, found a Tensor"),
+        ("empty.pt", None, "no weights in it, only 'epoch', 'name'"),
+        ("x.pt", "y.keras", "expected a target in .safetensors"),
+    ]:
+        to = None if target is None else tmp_path / target
+        with pytest.raises(CheckpointError, match=words):
+            export(tmp_path / source, to)
+
+
+# -- programs --------------------------------------------------------------------------------
+
+
+def test_a_program_runs_without_flatout_and_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model = net()
+    model.insert(0, nn.Dropout(0.5))
+    model[2].eval()
+    modes = [module.training for module in model.modules()]
+    example = torch.randn(2, 1, 4, 4)
+    done = export_program(model, [example], tmp_path / "out" / "m.pt2")
+    assert [module.training for module in model.modules()] == modes
+    assert done.parity in ("bit-identical", "rounding")
+    assert done.bytes == (tmp_path / "out" / "m.pt2").stat().st_size
+    model.eval()
+    torch.save([example, model(example).detach()], tmp_path / "expected.pt")
+    program = """
+import sys
+sys.modules["flatout"] = None
+import torch
+x, y = torch.load(sys.argv[2], weights_only=True)
+torch.testing.assert_close(torch.export.load(sys.argv[1]).module()(x), y)
+"""
+    command = [sys.executable, "-c", program, done.target, str(tmp_path / "expected.pt")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    with pytest.raises(CheckpointError, match="exists"):
+        export_program(model, [example], tmp_path / "out" / "m.pt2")
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [(Branching(), "cannot trace Branching"), (Noisy(), "other outputs")]
+)
+def test_what_cannot_be_exported_leaves_no_file(
+    tmp_path: Path, model: nn.Module, words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        export_program(model, [torch.ones(3)], tmp_path / "m.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shop.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), "
+        "nn.Linear(16, 2))\n"
+        "def other():\n    return nn.Linear(2, 2)\n"
+        "number = 3\n"
+        "def wrong():\n    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    torch.save(prefixed("module."), "w.pt")
+    export_program_of("w.pt", "w.pt2", "shop:build", ["2x1x4x4"])
+    example = torch.randn(2, 1, 4, 4)
+    found = torch.export.load("w.pt2").module()(example)
+    torch.testing.assert_close(found, net().eval()(example))
+    with pytest.raises(CheckpointError, match="another model"):
+        export_program_of("w.pt", "x.pt2", "shop:other", ["2x2"])
+    for factory in ["shop:absent", "absent:build", "shop", "shop:number", "shop:wrong"]:
+        with pytest.raises(ModelError, match=factory):
+            export_program_of("w.pt", "x.pt2", factory, ["2x1x4x4"])
+    for shape in ["", "axb", "2x-1", "2x2:float99", "2x2:save"]:
+        with pytest.raises(ModelError, match="expected an input like"):
+            export_program_of("w.pt", "x.pt2", "shop:build", [shape])
