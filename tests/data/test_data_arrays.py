@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.batch import named_tensors
@@ -38,6 +38,7 @@ def _data(samples, form="tensor"):
 _FORMS = st.sampled_from(["tensor", "tuple", "dict", "numpy", "bytes"])
 
 
+@settings(deadline=None)
 @given(st.data(), _FORMS, st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 5))
 def test_an_epoch_gives_the_rows_of_the_order(data, form, samples, shuffle, drop_last, epoch):
     batch_size = data.draw(st.integers(1, samples))
@@ -71,6 +72,7 @@ def test_an_epoch_gives_the_rows_of_the_order(data, form, samples, shuffle, drop
             assert torch.equal(taken, expected)
 
 
+@settings(deadline=None)
 @given(st.data(), _FORMS, st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 5))
 def test_a_resume_gives_what_a_full_pass_gives(data, form, samples, shuffle, drop_last, epoch):
     inputs, targets = _data(samples, form)

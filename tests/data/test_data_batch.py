@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.batch import Batch, map_tensors, named_tensors, split, to, to_memory_format
@@ -20,6 +20,7 @@ def _leaves(batch):
     return [tensor for _, tensor in named_tensors("batch", batch[:4])]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 50))
 def test_split_gives_nearly_equal_views_in_order(size, n):
     whole = _batch(size)

@@ -67,7 +67,7 @@ def _draws():
 
 
 @given(st.data(), st.integers(1, 30), st.booleans(), st.booleans(), st.integers(0, 3))
-@settings(max_examples=50)
+@settings(deadline=None, max_examples=50)
 def test_datasets_and_tensor_datasets_give_the_same(data, samples, shuffle, drop_last, epoch):
     options = {
         "batch_size": data.draw(st.integers(1, samples)),
@@ -374,20 +374,38 @@ def test_an_iterable_dataset_in_its_own_order():
         None,
         4,
     )
-    batches = list(source.batches(2))
-    assert [batch.size for batch in batches] == [4, 4, 2]
-    assert sorted(torch.cat([batch.targets for batch in batches]).tolist()) == list(range(10))
-    assert {row[1].item() for batch in batches for row in batch.inputs} == {2.0}
     assert "an unknown number of batches of Stream" in source.describe()
 
 
-def test_an_iterable_dataset_resumes_by_replay():
-    source = dataset(Stream(), batch_size=4)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterable_dataset_hears_of_the_epoch(workers):
+    source = dataset(Stream(), batch_size=4, workers=workers)
+    for epoch in (2, 5):
+        batches = list(source.batches(epoch))
+        assert [batch.size for batch in batches] == [4, 4, 2]
+        assert sorted(torch.cat([batch.targets for batch in batches]).tolist()) == list(range(10))
+        assert {row[1].item() for batch in batches for row in batch.inputs} == {float(epoch)}
+
+
+def test_samples_of_an_iterable_dataset_with_a_length():
+    class Sized(Stream):
+        def __len__(self):
+            return self.samples
+
+    source = dataset(Sized(), batch_size=4)
+    assert (source.steps, source.samples) == (3, 10)
+    source = dataset(Sized(), batch_size=4, drop_last=True)
+    assert (source.steps, source.samples) == (2, 8)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterable_dataset_resumes_by_replay(workers):
+    source = dataset(Stream(), batch_size=4, workers=workers)
     passing = source.batches(0)
     next(passing)
     state, drawn = source.state_dict(), random_state()
     expected = list(passing)
-    resumed = dataset(Stream(), batch_size=4)
+    resumed = dataset(Stream(), batch_size=4, workers=workers)
     resumed.load_state_dict(state)
     set_random_state(drawn)
     found = list(resumed.batches(0, 1))

@@ -32,7 +32,7 @@ _DTYPES = ["u1", "i1", "i2", "i4", "f4", "f8"]
     st.booleans(),
     st.sampled_from(["<", ">"]),
 )
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 def test_what_is_written_is_read(tmp_path_factory, array, packed, byte_order):
     path = tmp_path_factory.mktemp("idx") / ("a.gz" if packed else "a")
     write(path, array.astype(array.dtype.newbyteorder(byte_order)))
@@ -67,6 +67,7 @@ _ARRAY = np.random.default_rng(0).integers(0, 256, (40, 9, 9), np.uint8)
 _SIZE = 16 + _ARRAY.size
 
 
+@settings(deadline=None)
 @given(st.integers(0, _SIZE - 1))
 def test_a_truncated_file_says_where(tmp_path_factory, size):
     path = tmp_path_factory.mktemp("idx") / "a"
@@ -80,6 +81,7 @@ def test_a_truncated_file_says_where(tmp_path_factory, size):
         assert f"found at most {size - 16:,}" in error.value.what
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_truncated_gzip_file_says_where(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("idx") / "a.gz"
@@ -103,6 +105,7 @@ def test_a_truncated_gzip_file_counts_what_was_there(tmp_path):
     assert error.value.where == f"{path}, byte 1,000 of the unpacked data"
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_flipped_bit_in_a_gzip_file_never_gives_other_values(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("idx") / "a.gz"

@@ -6,7 +6,7 @@ from itertools import count, islice
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.randomness import random_state, set_random_state
@@ -26,6 +26,7 @@ def _firsts(source, epoch=0, start_step=0):
     return [batch.inputs[0, 0].item() for batch in source.batches(epoch, start_step)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.data())
 def test_every_kind_gives_its_batches_and_resumes(number, data):
     start = data.draw(st.integers(0, number))

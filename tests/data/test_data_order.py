@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.order import batch_seed, order
@@ -33,6 +33,7 @@ def test_batch_seeds_are_frozen():
     ]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), _SEEDS, _EPOCHS)
 def test_an_order_is_a_permutation_of_int64(n, seed, epoch):
     result = order(n, seed, epoch)
@@ -40,11 +41,13 @@ def test_an_order_is_a_permutation_of_int64(n, seed, epoch):
     assert sorted(result.tolist()) == list(range(n))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), _SEEDS, _EPOCHS)
 def test_without_shuffle_the_order_is_that_of_the_data(n, seed, epoch):
     assert order(n, seed, epoch, shuffle=False).tolist() == list(range(n))
 
 
+@settings(deadline=None)
 @given(_SEEDS, _EPOCHS)
 def test_an_order_depends_on_its_arguments_alone(seed, epoch):
     first = order(50, seed, epoch)
@@ -69,6 +72,7 @@ def test_every_place_is_equally_likely():
     assert chi_squared < 94
 
 
+@settings(deadline=None)
 @given(_SEEDS, _EPOCHS, st.integers(0, 2**63))
 def test_batch_seeds_are_64_bit_and_differ_by_step(seed, epoch, step):
     value = batch_seed(seed, epoch, step)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.plan import check_steps, check_workers, plan_batches
@@ -14,6 +14,7 @@ def _plan(samples, batch_size, drop_last=False, **more):
     )
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 100), st.booleans())
 def test_steps_and_samples_of_an_epoch(data, samples, drop_last):
     batch_size = data.draw(st.integers(1, samples))

@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -56,6 +56,7 @@ def _raw(array):
     return array.reshape(-1).view(np.uint8).tobytes() if array.size else b""
 
 
+@settings(deadline=None)
 @given(_source_and_index())
 def test_both_copy_the_bytes_of_the_rows(case):
     source, index = case
@@ -71,6 +72,7 @@ def test_both_copy_the_bytes_of_the_rows(case):
 _FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
+@settings(deadline=None)
 @given(_source_and_index(st.just(np.dtype(np.uint8))), _FLOATS | st.none(), _FLOATS)
 def test_scaling_rounds_twice_as_numpy_does(case, scale, shift):
     source, index = case
@@ -103,6 +105,7 @@ def test_rows_go_into_the_given_array():
     assert (out == source[index]).all()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 6), st.one_of(st.integers(-(2**63), -1), st.integers(5, 2**63 - 1)))
 def test_a_bad_index_is_named_and_nothing_is_written(position, value):
     source = np.arange(10, dtype=np.uint8).reshape(5, 2)

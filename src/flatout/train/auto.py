@@ -35,7 +35,7 @@ from torch import nn
 import flatout
 from flatout.data.batch import Batch, split, to_memory_format
 from flatout.devices import allocator
-from flatout.measure import TrialResult, fingerprint, run_trial, usable_cpus
+from flatout.measure import TrialResult, fingerprint, page_faults, run_trial, usable_cpus
 from flatout.models import find_rewrites, uses_convolution
 from flatout.recipe import (
     Choice,
@@ -52,27 +52,40 @@ from flatout.train.snapshot import Snapshot, random_state, set_random_state, unt
 from flatout.train.step import Compute, Stepper
 
 # Measuring may take this many seconds, and this share of the run it is for.
-LONGEST_S = 4.0
+LONGEST_S = 6.0
 SHARE = 0.1
 # Compiling takes tens of seconds: it is tried only for runs that last longer than this.
 COMPILE_FROM_S = 600.0
 # A plain step longer than this is measured on a part of the batch.
-LONG_STEP_S = 0.15
+LONG_STEP_S = 0.5
+# Large gains that do not depend on the size of the tensors show on a part of the batch as well.
+QUICK_PART = 4
 # Thread counts matter for small operators; long steps keep all CPUs busy.
 SHORT_STEP_S = 0.02
 # A block of steps lasts at least this long, so that the clock and the switching do not show.
-BLOCK_S = 0.02
+BLOCK_S = 0.04
 
 
 @dataclass(frozen=True)
 class Option:
-    """A setting that may be faster: its Recipe field, its name in Settings, and both values."""
+    """A setting that may be faster.
+
+    Attributes:
+        field: its dotted name in the Recipe.
+        setting: its name in Settings.
+        value: the value in Settings that may be faster than the plain one.
+        recipe_value: the same in the Recipe.
+        why: why it may be, for people.
+        by_size: its gain comes from large tensors (memory traffic, page faults), so it has to be
+            measured on the whole batch.
+    """
 
     field: str
     setting: str
     value: Any
     recipe_value: str
     why: str
+    by_size: bool = True
 
 
 def resolve(
@@ -152,15 +165,18 @@ def _options(requested: Recipe, stepper: Stepper, facts: ModelFacts, allow: Pari
     """Options that are open in the request, fit model and machine, and lie within `allow`."""
     model, device = stepper.switch.model, stepper.switch.device
     candidates: list[Option] = []
-    # The largest gains first: what there is no time to measure stays plain.
+    # The allocator before all others, because its limits cannot be put back; then the largest
+    # gains first: what there is no time to measure stays plain.
+    if device.type == "cpu" and allocator.supported() and stepper.switch.now.allocator != "keep":
+        why = "fewer page faults"
+        candidates.append(_option("memory.allocator", "allocator", "keep", why))
     if _has_bf16_units(device):
-        candidates.append(_option("compute.precision", "precision", "bf16", "bf16 units are there"))
+        why = "bf16 units are there"
+        candidates.append(_option("compute.precision", "precision", "bf16", why, by_size=False))
     if uses_convolution(model):
         why = "convolutions read it in order"
-        candidates.append(_option("compute.memory_format", "memory_format", "channels_last", why))
-    if device.type == "cpu" and allocator.supported() and stepper.switch.now.allocator != "keep":
-        why = "no page faults each step"
-        candidates.append(_option("memory.allocator", "allocator", "keep", why))
+        field, setting = "compute.memory_format", "memory_format"
+        candidates.append(_option(field, setting, "channels_last", why, by_size=False))
     if find_rewrites(model):
         candidates.append(_option("compute.rewrites", "rewrites", True, "less memory traffic"))
     if can_switch(stepper.switch.optimizer):
@@ -177,8 +193,8 @@ def _options(requested: Recipe, stepper: Stepper, facts: ModelFacts, allow: Pari
     ]
 
 
-def _option(field: str, setting: str, value: Any, why: str) -> Option:
-    return Option(field, setting, value, "on" if value is True else value, why)
+def _option(field: str, setting: str, value: Any, why: str, *, by_size: bool = True) -> Option:
+    return Option(field, setting, value, "on" if value is True else value, why, by_size)
 
 
 def _threads_open(requested: Recipe, allow: Parity) -> bool:
@@ -215,7 +231,8 @@ class _Measured:
         self.seconds = 0.0
         self.whole: TrialResult | None = None
         self.rejected: dict[str, str] = {}
-        self._seen: dict[Settings, float] = {}
+        self.faults = (0, 0)
+        self._seen: dict[tuple[Settings, int], float] = {}
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """`facts` with what only a forward pass shows: whether and how random numbers are drawn."""
@@ -274,7 +291,7 @@ class _Measured:
             self.reason = "the first step failed"
             return {}
         budget = LONGEST_S if steps is None else min(LONGEST_S, SHARE * steps * step_s)
-        if budget < 10 * max(step_s / self.part, BLOCK_S):
+        if budget < 4 * max(step_s / self.part, BLOCK_S / 2):
             self.reason = f"a run of {steps} steps is too short to repay measuring"
             return {}
         self.measured = True
@@ -299,18 +316,18 @@ class _Measured:
             return None  # the real first step will fail in the same way, and is reported
         while seconds / self.part > LONG_STEP_S and self.part * 2 <= self.batches[0].size:
             self.part *= 2
-        if self.part > 1:
-            self.batches = [_head(b, max(1, b.size // self.part)) for b in self.batches]
         return seconds
 
     def _works(self, option: Option) -> bool:
         """Whether a step under this option runs, is finite and, for a rewrite, is bit-identical."""
+        if option.setting == "allocator":
+            return True  # trying it would be using it: it cannot be undone
         settings = self.plain.but(**{option.setting: option.value})
         try:
             if option.setting == "rewrites" and not self._same_gradients(settings):
                 self.rejected[option.field] = "the result would differ"
                 return False
-            self._run(settings, 1)
+            self._run(settings, 1, part=max(1, self.batches[0].size // 16))
         except Exception as error:
             self.rejected[option.field] = f"fails here: {str(error).splitlines()[0]}"
             return False
@@ -344,9 +361,15 @@ class _Measured:
         """All options together, then without each in turn; returns the rest and each trial."""
         best = self.plain.but(**{o.setting: o.value for o in options})
         trials: dict[str, TrialResult] = {}
-        for number, option in enumerate(options):
+        for option in options:
             without = best.but(**{option.setting: getattr(self.plain, option.setting)})
-            trial = self._trial(without, best, deadline, parts=len(options) - number + 1)
+            if option.setting == "allocator":
+                trials[option.field] = trial = self._allocator_trial(without, best)
+                best = best if _is_faster(trial) else without
+                continue
+            trial = None if option.by_size else self._quick_trial(without, best, deadline)
+            if trial is None or not _is_faster(trial):
+                trial = self._trial(without, best, deadline)
             if trial is not None:
                 trials[option.field] = trial
             if trial is None or not _is_faster(trial):
@@ -360,7 +383,7 @@ class _Measured:
         if self.plain.threads == 1:
             return best
         one = best.but(threads=1)
-        trial = self._trial(best, one, deadline, parts=2)
+        trial = self._trial(best, one, deadline)
         if trial is None:
             return best
         trials["process.threads"] = trial
@@ -370,10 +393,12 @@ class _Measured:
         """What was kept must win as a whole against plain."""
         if best == self.plain:
             return best
-        # The answer that all the time was spent for is not dropped for want of a little more.
-        self.whole = self._trial(self.plain, best, math.inf, most=3)
-        if self.whole is not None and _is_faster(self.whole):
-            return best
+        # The answer that all the time was spent for is not dropped for want of a little more. One
+        # round is enough for a large gain.
+        for rounds in (1, 3):
+            self.whole = self._trial(self.plain, best, math.inf, most=rounds)
+            if self.whole is not None and _is_faster(self.whole):
+                return best
         self.whole = None
         return self.plain
 
@@ -416,14 +441,15 @@ class _Measured:
         choices = {}
         part = f", on 1/{self.part} of the batch" if self.part > 1 else ""
         for option in options:
+            why = option.why
+            if option.setting == "allocator":
+                why = "page faults a step: {:,} before, {:,} after".format(*self.faults)
             trial = trials.get(option.field)
             if trial is None:
                 continue  # there was no time to measure it, so it stays plain
             if getattr(best, option.setting) == option.value:
                 parity = of_change(option.field, "plain", option.recipe_value, facts)
-                choices[option.field] = _choice(
-                    option.recipe_value, option.why + part, parity, trial
-                )
+                choices[option.field] = _choice(option.recipe_value, why + part, parity, trial)
             else:
                 plain = getattr(self.plain, option.setting)
                 value = {True: "on", False: "off"}.get(plain, plain)
@@ -440,29 +466,69 @@ class _Measured:
         return choices
 
     def _trial(
-        self, a: Settings, b: Settings, deadline: float, parts: int = 1, most: int = 5
+        self,
+        a: Settings,
+        b: Settings,
+        deadline: float,
+        most: int = 4,
+        part: int | None = None,
     ) -> TrialResult | None:
-        """A against B in a share of the time that is left; None where not even one round fits."""
+        """A against B in the time that is left; None where not even one round fits."""
+        part = self.part if part is None else part
         left = deadline - time.perf_counter()
         # Four blocks of two steps; a setting not seen yet takes what plain takes, more or less.
-        usual = self._seen[self.plain]
-        if 4 * (self._seen.get(a, usual) + self._seen.get(b, usual)) > left:
+        usual = self._seen[self.plain, 1] / part
+        if 4 * (self._seen.get((a, part), usual) + self._seen.get((b, part), usual)) > left:
             return None
         return run_trial(
-            lambda: self._run(a), lambda: self._run(b), max_pairs=most, deadline_s=left / parts
+            lambda: self._run(a, part=part),
+            lambda: self._run(b, part=part),
+            max_pairs=most,
+            min_pairs=min(2, most),
+            deadline_s=left,
         )
 
-    def _run(self, settings: Settings, count: int | None = None) -> float:
+    def _allocator_trial(self, without: Settings, with_it: Settings) -> TrialResult:
+        """Blocks A A A A, then B B B B: glibc's own adaptive limits do not come back once set.
+
+        What makes up for the missing interleaving is the count of page faults.
+        """
+        self._run(without)
+        before, faults = [self._run(without) for _ in range(4)], self._faults(without)
+        after = [self._run(with_it) for _ in range(4)]
+        self.faults = (faults, self._faults(with_it))
+        a, b = iter(before), iter(after)
+        return run_trial(lambda: next(a), lambda: next(b), max_pairs=2)
+
+    def _faults(self, settings: Settings) -> int:
+        """Page faults of one step."""
+        self.stepper.use(settings)
+        before = page_faults()
+        self._time(self.batches, 1)
+        return page_faults() - before
+
+    def _quick_trial(self, a: Settings, b: Settings, deadline: float) -> TrialResult | None:
+        """One or two rounds on a part of the batch, for differences too large to miss."""
+        part = self.part * QUICK_PART
+        if self.batches[0].size < 16 * part:
+            return None
+        return self._trial(a, b, deadline, most=2, part=part)
+
+    def _run(self, settings: Settings, count: int | None = None, part: int = 1) -> float:
         """Seconds per step of one block under `settings`, after one step to settle."""
         self.stepper.use(settings)
         batches = self.batches
+        if part > 1:
+            batches = [_head(b, max(1, b.size // part)) for b in batches]
         if settings.memory_format == "channels_last":
             batches = [to_memory_format(b, torch.channels_last) for b in batches]
         first = self._time(batches, 1)
         if count is None:
-            count = max(1, min(200, round(BLOCK_S / max(first, 1e-6))))
-        self._seen[settings] = self._time(batches, count) / count
-        return self._seen[settings]
+            least = 1 if first > 2 * BLOCK_S else 2
+            count = max(least, min(200, round(BLOCK_S / max(first, 1e-6))))
+        seconds = self._time(batches, count) / count
+        self._seen[settings, part] = seconds
+        return seconds
 
     def _time(self, batches: list[Batch], count: int) -> float:
         began = time.perf_counter()

@@ -284,9 +284,11 @@ def _iterable_dataset(
         num_workers=min(workers, 1),
         collate_fn=collate,
         pin_memory=pin_memory and torch.accelerator.is_available(),
-        persistent_workers=workers > 0,
+        # A new worker every epoch: one that lives on would never hear of set_epoch.
+        persistent_workers=False,
         generator=generator,
     )
+    steps = length_of(loader)
 
     def begin(epoch: int) -> Iterator[Any]:
         generator.manual_seed(batch_seed(seed, epoch, 0))
@@ -297,8 +299,8 @@ def _iterable_dataset(
         begin,
         name=f"batches of {type(samples).__name__}, in its own order",
         digest=name_digest(samples, length_of(samples)),
-        steps=length_of(loader),
-        samples=length_of(samples),
+        steps=steps,
+        samples=_samples_per_epoch(loader, steps),
         batch_size=loader.batch_size,
     )
 
@@ -328,19 +330,24 @@ def from_loader(loader: DataLoader[Any]) -> IterableSource:
     generators = {
         id(g): g for g in (getattr(part, "generator", None) for part in (loader, *samplers))
     }
-    samples = length_of(loader.dataset if iterable else loader.sampler)
-    if loader.batch_size is None:
-        samples = None
-    elif loader.drop_last and steps is not None:
-        samples = steps * loader.batch_size
     return IterableSource(
         begin,
         name=f"batches of a DataLoader of {type(loader.dataset).__name__}, as it makes them",
         digest=name_digest(loader.dataset, length_of(loader.dataset)),
         steps=steps,
-        samples=samples,
+        samples=_samples_per_epoch(loader, steps),
         batch_size=loader.batch_size,
         generators=[g for g in generators.values() if isinstance(g, torch.Generator)],
+    )
+
+
+def _samples_per_epoch(loader: DataLoader[Any], steps: int | None) -> int | None:
+    if loader.batch_size is None:
+        return None
+    if loader.drop_last and steps is not None:
+        return steps * loader.batch_size
+    return length_of(
+        loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
     )
 
 
