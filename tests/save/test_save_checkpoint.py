@@ -362,10 +362,11 @@ def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     fill(Checkpoints(tmp_path), 1)
     tmp_path.chmod(0o500)
+    if os.access(tmp_path, os.W_OK):
+        pytest.skip("this user may write everywhere")
     try:
         checkpoints = Checkpoints(tmp_path)
         assert checkpoints.load().step == 1

@@ -10,7 +10,7 @@ PROGRAM = Path(__file__).with_name("killed_saver.py")
 
 def run(*args: object) -> list[dict[str, int]]:
     command = [sys.executable, str(PROGRAM), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -22,6 +22,7 @@ def test_killed_ten_times_the_last_good_checkpoint_is_there(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [2, 3])
 def test_killed_a_hundred_times(tmp_path: Path, seed: int) -> None:
     [result] = run("random", tmp_path / "run", 100, seed)

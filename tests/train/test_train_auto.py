@@ -16,7 +16,7 @@ from flatout.data.source import as_source
 from flatout.devices import allocator
 from flatout.models import Rewrite
 from flatout.recipe import Parity, Recipe, ResolvedRecipe
-from flatout.train import auto
+from flatout.train import auto, auto_trials
 from flatout.train.loop import Loop
 from flatout.train.snapshot import random_state
 
@@ -26,7 +26,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     # Long enough a run that measuring is always worth it, short enough for a test.
     monkeypatch.setattr(auto, "LONGEST_S", 1.0)
-    monkeypatch.setattr(auto, "BLOCK_S", 0.002)
+    monkeypatch.setattr(auto_trials, "BLOCK_S", 0.002)
     yield
     allocator.default_memory()
 
@@ -64,14 +64,14 @@ def prepared(model, *, allow="tolerant", recipe=None, steps=100_000, compute=Non
 
 def timed_by(monkeypatch, seconds):
     """Replace the stop-watch by a function from Settings to seconds per step; steps still run."""
-    real = auto._Measured._run
+    real = auto_trials.Trials._block
 
-    def run(self, settings, count=None, part=1):
-        real(self, settings, 1, part)
+    def block(self, settings, part):
+        real(self, settings, part)
         self._seen[settings, part] = seconds(settings) / part
         return seconds(settings) / part
 
-    monkeypatch.setattr(auto._Measured, "_run", run)
+    monkeypatch.setattr(auto_trials.Trials, "_block", block)
     monkeypatch.setattr(auto, "LONGEST_S", 1000.0)  # of the seconds that are only said to pass
 
 
@@ -245,13 +245,13 @@ def test_a_rewrite_that_changes_the_result_is_rejected(monkeypatch):
 def test_the_answer_is_cached_and_keyed_by_the_job(monkeypatch):
     first, _ = prepared(small_net())
     calls: list[int] = []
-    real = auto._Measured.decide
+    real = auto_trials.Trials.first_step
 
-    def decide(self, *args):
+    def first_step(self):
         calls.append(1)
-        return real(self, *args)
+        return real(self)
 
-    monkeypatch.setattr(auto._Measured, "decide", decide)
+    monkeypatch.setattr(auto_trials.Trials, "first_step", first_step)
     said: list[str] = []
     again, _ = prepared(small_net(), said=said)
     assert calls == []

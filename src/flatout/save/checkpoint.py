@@ -81,7 +81,8 @@ class Checkpoints:
         keep_best: how many of the best scores to keep besides.
         mode: whether the "min" or the "max" of scores is best.
         asynchronous: whether `save` returns once the tensors are copied to CPU memory, and a
-            thread writes them. At most one is being written; the next save waits for it.
+            thread writes them. At most one is being written; the next save waits for it. The
+            memory for the copy is kept.
     """
 
     def __init__(
@@ -272,13 +273,14 @@ class Checkpoints:
             if self._folder.renames:
                 names = itertools.chain([name], _names(manifest.step))
                 name = next(n for n in names if self._folder.rename_folder(mark, n))
-            else:
-                folder.remove(mark)
         except BaseException:
             with suppress(CheckpointError):
-                folder.remove("")
+                self._remove(mark if self._folder.renames else name)
             self._folder.remove_if_empty(name)
             raise
+        if not self._folder.renames:
+            with suppress(CheckpointError):  # beside a manifest it does no harm
+                folder.remove(mark)
         self._keep(name, manifest.score)
 
     def _keep(self, saved: str, score: float | None) -> None:

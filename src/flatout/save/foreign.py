@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -64,7 +63,8 @@ def read_weights_of(source: str | os.PathLike[str]) -> Weights:
         tensors, metadata, own = open_model(source)
         return Weights(tensors, folder.where(), own=own, metadata=metadata)
     if name.endswith(TORCH_FILES):
-        return _of_torch(parent.read(name), folder.where())
+        with parent.open(name) as file:
+            return _of_torch(file, folder.where())
     raise CheckpointError(
         f"expected a run, a checkpoint, .safetensors, {', '.join(TORCH_FILES)}; found {name!r}",
         where=folder.where(),
@@ -88,11 +88,11 @@ def _of_folder(folder: Folder) -> Weights:
     )
 
 
-def _of_torch(data: bytes, where: str) -> Weights:
+def _of_torch(file: IO[bytes], where: str) -> Weights:
     try:
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise _refused(data, where, error) from error
+        raise _refused(file, where, error) from error
     except Exception as error:  # whatever a damaged file makes the reader do
         raise CheckpointError(
             f"not a file that torch.save makes, or damaged: {_first_line(error)}", where=where
@@ -119,13 +119,14 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values())
 
 
-def _refused(data: bytes, where: str, error: Exception) -> CheckpointError:
+def _refused(file: IO[bytes], where: str, error: Exception) -> CheckpointError:
     """The error for a pickle that is more than tensors and plain data, or for no pickle at all."""
     named = set(re.findall(r"GLOBAL (\S+)", str(error)))
     if not named and "allowlisted" not in str(error):
         return CheckpointError("not a file that torch.save makes, or damaged", where=where)
     with suppress(Exception):  # the listing knows only the newer of the two file formats
-        named |= set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+        file.seek(0)
+        named |= set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     code = (
         f"import torch; c = torch.load({where!r}, map_location='cpu', weights_only=False); "
         "torch.save(dict(c.get('state_dict', c)), 'weights.pt')"

@@ -106,13 +106,16 @@ class Folder:
     def read(self, name: str) -> bytes:
         """The contents of a file."""
         with self._explained("read", name):
-            self._fs.invalidate_cache()
             return bytes(self._fs.cat_file(self._path(name)))
+
+    def open(self, name: str) -> Any:
+        """A file to read from, as a context manager."""
+        with self._explained("read", name):
+            return self._fs.open(self._path(name), "rb")
 
     def list(self) -> list[str]:
         """The names in the folder, sorted; none if there is no such folder."""
         with self._explained("list", ""):
-            self._fs.invalidate_cache()
             try:
                 paths = self._fs.ls(self._root, detail=False)
             except (FileNotFoundError, NotADirectoryError):
@@ -122,7 +125,6 @@ class Folder:
     def exists(self, name: str = "") -> bool:
         """Whether the file or folder is there."""
         with self._explained("read", name):
-            self._fs.invalidate_cache()
             return bool(self._fs.exists(self._path(name)))
 
     def is_folder(self, name: str = "") -> bool:
@@ -133,7 +135,6 @@ class Folder:
     def size(self, name: str) -> int | None:
         """The size of a file in bytes, None if it is not there."""
         with self._explained("read", name):
-            self._fs.invalidate_cache()
             try:
                 return int(self._fs.info(self._path(name))["size"])
             except (FileNotFoundError, NotADirectoryError):
@@ -162,7 +163,7 @@ class Folder:
         """Make an empty local folder; False if the name is taken."""
         path = Path(self._path(name))
         with self._explained("make", name):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folders(path.parent)
             try:
                 path.mkdir()
             except FileExistsError:
@@ -220,6 +221,7 @@ class Folder:
 
     @contextmanager
     def _explained(self, verb: str, name: str, needed: int | None = None) -> Iterator[None]:
+        self._fs.invalidate_cache()  # other processes write here too
         try:
             yield
         except CheckpointError:
@@ -240,15 +242,12 @@ class Folder:
             free = _free(self._root) if self.renames else None
             what += "" if free is None else f", {free:,} bytes free"
         number = error.errno if isinstance(error, OSError) else None
-        return CheckpointError(what, where=self.where(name), do=_cure(number, verb))
+        return CheckpointError(what, where=self.where(name), do=_cure(number))
 
 
 def fill_local(path: str, pieces: Iterator[Chunk]) -> None:
     """Write `pieces` to a local file and wait until the disk has them."""
-    parent = Path(path).parent
-    if not parent.is_dir():
-        parent.mkdir(parents=True, exist_ok=True)
-        _flush_folder(parent.parent)
+    _make_folders(Path(path).parent)
     with open(path, "wb") as file:
         for piece in pieces:
             file.write(piece)
@@ -263,6 +262,13 @@ def _pieces(chunks: Sequence[Chunk], digest: Any) -> Iterator[Chunk]:
             piece = whole[start : start + _PIECE]
             digest.update(piece)
             yield piece
+
+
+def _make_folders(path: Path) -> None:
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        _flush_folder(place.parent)
 
 
 def _flush_folder(path: Path) -> None:
@@ -285,13 +291,13 @@ def _free(path: str) -> int | None:
     return None
 
 
-def _cure(number: int | None, verb: str) -> str:
+def _cure(number: int | None) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return "free space there, keep fewer checkpoints (save.keep_last), or save elsewhere"
     if number == errno.EFBIG:
         return "raise the limit on file sizes (ulimit -f), or save elsewhere"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "choose a folder that you may write to" if verb != "read" else "ask for the right"
+        return "choose a place that you may read and write"
     if number in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
         return "choose another path: a file is where a folder should be, or the other way round"
     if number == errno.ENOENT:

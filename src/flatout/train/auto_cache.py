@@ -1,0 +1,83 @@
+"""What `auto` decided, kept by model, shapes, machine and request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flatout
+from flatout.data.batch import Batch, named_tensors
+from flatout.measure import fingerprint
+from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, loads
+from flatout.train.step import Stepper
+
+
+def folder() -> Path:
+    """Where decisions are kept: `FLATOUT_CACHE`, or `flatout` in the user's cache folder."""
+    own = os.environ.get("FLATOUT_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(own) if own else Path(base) / "flatout"
+
+
+def key(
+    requested: Recipe, stepper: Stepper, batches: list[Batch], allow: Parity, steps: int | None
+) -> str:
+    """24 hex digits that differ where the answer may."""
+    model, optimizer = stepper.switch.model, stepper.switch.optimizer
+    parts: dict[str, Any] = {
+        "version": flatout.__version__,
+        "machine": fingerprint().digest,
+        "process": [stepper.switch.now.allocator, torch.get_num_threads()],
+        "model": repr(model),
+        "parameters": [(n, list(p.shape), p.requires_grad) for n, p in model.named_parameters()],
+        "optimizer": [type(optimizer).__qualname__, *map(_options, optimizer.param_groups)],
+        "batches": [_shapes(batch) for batch in batches],
+        "allow": allow.words,
+        "requested": dumps(requested),
+        # Whether compiling pays depends on the length of the run, to its order of magnitude.
+        "steps": 0 if steps is None else len(str(steps)),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _options(group: dict[str, Any]) -> dict[str, str]:
+    # The rate changes from step to step and decides nothing.
+    return {k: str(v) for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+
+
+def _shapes(batch: Batch) -> list[Any]:
+    named = {"inputs": batch.inputs, "targets": batch.targets, "weight": batch.weight}
+    return [
+        (name, list(tensor.shape), str(tensor.dtype))
+        for part, value in named.items()
+        for name, tensor in named_tensors(part, value)
+    ]
+
+
+def read(name: str) -> tuple[ResolvedRecipe, datetime] | None:
+    """A kept decision and when it was made; None where there is none, or it is damaged."""
+    path = folder() / "auto" / f"{name}.toml"
+    try:
+        recipe = loads(path.read_text())
+        when = datetime.fromtimestamp(path.stat().st_mtime)
+    except (OSError, ValueError):
+        return None  # measured anew
+    return (recipe, when) if isinstance(recipe, ResolvedRecipe) else None
+
+
+def write(name: str, resolved: ResolvedRecipe) -> None:
+    """Keep a decision; a cache that cannot be written costs the next run a few seconds."""
+    target = folder() / "auto"
+    with suppress(OSError):
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=target, delete=False) as file:
+            file.write(dumps(resolved))
+        os.replace(file.name, target / f"{name}.toml")
