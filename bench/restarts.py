@@ -9,6 +9,7 @@ twice a round shows what the noise alone makes of a ratio (A/A).
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,13 +101,17 @@ def run_once(peer: Peer) -> dict[str, Any]:
         return result
 
 
+def end_peers_on_sigterm() -> None:
+    """Make SIGTERM an exception, as Ctrl-C is one: the peer that runs is then ended first."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def run_in_turn(
     peers: Sequence[Peer],
     *,
     restarts: int,
     only: Sequence[str] = (),
     tell: Callable[[str], None],
-    run: Callable[[Peer], dict[str, Any]] = run_once,
 ) -> dict[str, Row]:
     """Run every peer `restarts` times, a round after the other; returns the rows by name.
 
@@ -115,7 +120,6 @@ def run_in_turn(
         restarts: rounds, and so processes for each peer.
         only: names of the peers to run; none means all.
         tell: gets a line after each process.
-        run: runs one process.
     """
     rows = {peer.name: Row(peer, reason=absence(peer)) for peer in peers}
     for name, row in rows.items():
@@ -127,7 +131,7 @@ def run_in_turn(
             if row.reason:
                 continue
             try:
-                result = run(row.peer)
+                result = run_once(row.peer)
             except PeerFailed as error:
                 row.reason = f"failed: {error}"
                 tell(f"{turn + 1}/{restarts} {row.peer.name}: {row.reason}")

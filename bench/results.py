@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from restarts import Row, ratio
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from flatout.measure import Interval, fingerprint
+from restarts import Row, ratio
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Key:
         if isinstance(self.found, str):
             said = f"not measured ({self.found})"
         elif isinstance(self.found, Interval):
-            said = f"{_number(self.found.mid)} {interval_words(self.found)}"
+            said = interval_words(self.found)
         else:
             said = _number(self.found)
         parts = [f"{self.name} {said}"]
@@ -130,15 +130,17 @@ def finish(results: Results, arguments: argparse.Namespace) -> int:
     """Show the results, write the JSON if asked to, and return the exit code."""
     # Where the JSON goes to stdout, nothing else may.
     console = Console(stderr=arguments.json == "-", highlight=False)
+    if not console.is_terminal:
+        console.width = 120
     table = Table(title=results.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, header in enumerate(results.headers):
-        last = number == len(results.headers) - 1
-        table.add_column(header, justify="left" if number == 0 or last else "right")
+        words = number in (0, len(results.headers) - 1)
+        table.add_column(header, justify="left" if words else "right", no_wrap=not words)
     for line in results.lines:
         table.add_row(*map(escape, line))
     console.print(table)
     for remark in results.remarks:
-        console.print(remark, markup=False)
+        console.print(remark, markup=False, soft_wrap=True)
     for key in results.keys:
         console.print(key.words, markup=False, soft_wrap=True)
     if arguments.json:
@@ -182,7 +184,7 @@ def lines_of(
                 name,
                 figure(median(row.seconds)),
                 f"{figure(min(row.seconds))} .. {figure(max(row.seconds))}",
-                "" if isinstance(against, str) else f"{against.mid:.3f} {interval_words(against)}",
+                "" if isinstance(against, str) else interval_words(against),
                 f"{mean(row.accuracies):.1%}",
                 "",
             ]
@@ -209,9 +211,8 @@ def rows_as_data(rows: Mapping[str, Row], reference: str) -> list[dict[str, Any]
 
 
 def interval_words(interval: Interval) -> str:
-    return f"[{_number(interval.low)}, {_number(interval.high)}]"
+    return f"{_number(interval.mid)} [{_number(interval.low)}, {_number(interval.high)}]"
 
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
-

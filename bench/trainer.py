@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from restarts import Peer, Row, ratio, run_in_turn, versions
+from restarts import Peer, Row, end_peers_on_sigterm, ratio, run_in_turn, versions
 from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
 
 HANDWRITTEN, TRAINER, AGAIN = "handwritten", "trainer", "trainer-again"
@@ -57,6 +57,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="PEER")
     arguments = parser.parse_args()
 
+    end_peers_on_sigterm()
     chosen = peers(arguments.epochs, arguments.samples)
     rows = run_in_turn(
         chosen,
@@ -65,8 +66,8 @@ def main() -> int:
         tell=lambda line: print(line, file=sys.stderr, flush=True),
     )
     results = Results(
-        title=f"MLP 32-64-10, batch 64, 1 thread: {arguments.restarts} restarts of each",
-        headers=["", "us/step", "fastest .. slowest", "time against trainer", "accuracy", ""],
+        title=f"MLP 32-64-10, batch 64, 1 thread; restarts of each: {arguments.restarts}",
+        headers=["", "us/step", "fastest .. slowest", "time / trainer's", "accuracy", ""],
         lines=lines_of(rows, TRAINER, microseconds),
         remarks=[],
         keys=keys(rows),

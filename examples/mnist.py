@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST or any other folder of IDX files, with a run that can be stopped and resumed.
+"""MNIST, Fashion-MNIST or any other IDX files, in a run that can be stopped and resumed.
 
 python examples/mnist.py FOLDER [epochs]
 

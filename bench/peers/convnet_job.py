@@ -10,6 +10,7 @@ import numpy as np
 
 SIDE = 28
 CLASSES = 10
+BATCH = 512
 LEARNING_RATE = 1e-3
 
 
@@ -20,16 +21,15 @@ class Images(NamedTuple):
     labels: np.ndarray
 
 
-def arguments() -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--images", type=Path, required=True, help="written by `save`")
     parser.add_argument("--epochs", type=int, default=3, help="timed, after one of warm-up")
-    parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser
 
 
 def save(path: Path, train: Images, held_out: Images) -> None:

@@ -1,8 +1,7 @@
 """Keras on torch, TensorFlow or JAX: arrays given to `fit`, no metrics, no progress bar.
 
 Everything else is Keras' own default: channels last, and `jit_compile="auto"`, which leaves XLA off
-for TensorFlow on a CPU (there it is several times slower). bf16 is the policy `mixed_bfloat16`. The
-environment variable KERAS_BACKEND names the backend.
+for TensorFlow on a CPU (there it is several times slower). bf16 is the policy `mixed_bfloat16`.
 """
 
 from __future__ import annotations
@@ -11,10 +10,13 @@ import os
 
 import convnet_job
 
-ARGUMENTS = convnet_job.arguments()
-BACKEND = os.environ["KERAS_BACKEND"]
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-os.environ["NPROC"] = str(ARGUMENTS.threads)  # what XLA's thread pool on the CPU asks for
+PARSER = convnet_job.parser()
+PARSER.add_argument("--backend", choices=["torch", "tensorflow", "jax"], required=True)
+ARGUMENTS = PARSER.parse_args()
+# All are read when Keras or its backend starts, so they come before it is imported.
+os.environ["KERAS_BACKEND"] = ARGUMENTS.backend
+os.environ["KERAS_HOME"] = str(ARGUMENTS.out.parent)  # no settings but its own
+os.environ["NPROC"] = str(ARGUMENTS.threads)  # the size of XLA's thread pool on the CPU
 
 import keras  # noqa: E402
 from keras import layers  # noqa: E402
@@ -31,11 +33,11 @@ class Clock(keras.callbacks.Callback):
 
 
 def set_threads(threads: int) -> None:
-    if BACKEND == "torch":
+    if ARGUMENTS.backend == "torch":
         import torch
 
         torch.set_num_threads(threads)
-    if BACKEND == "tensorflow":
+    if ARGUMENTS.backend == "tensorflow":
         import tensorflow
 
         tensorflow.config.threading.set_intra_op_parallelism_threads(threads)
@@ -73,16 +75,16 @@ def main() -> None:
     model.fit(
         train.images[..., None],
         train.labels,
-        batch_size=ARGUMENTS.batch,
+        batch_size=convnet_job.BATCH,
         epochs=1 + ARGUMENTS.epochs,
         shuffle=True,
         verbose=0,
         callbacks=[Clock(stamps)],
     )
 
-    logits = model.predict(held_out.images[..., None], batch_size=ARGUMENTS.batch, verbose=0)
+    logits = model.predict(held_out.images[..., None], batch_size=convnet_job.BATCH, verbose=0)
     accuracy = float((logits.argmax(1) == held_out.labels).mean())
-    steps = -(-len(train.images) // ARGUMENTS.batch)
+    steps = -(-len(train.images) // convnet_job.BATCH)
     report(ARGUMENTS.out, stamps, steps=steps, accuracy=accuracy)
 
 

@@ -35,11 +35,11 @@ class Clock(lightning.Callback):
 
 
 def main() -> None:
-    arguments = convnet_job.arguments()
+    arguments = convnet_job.parser().parse_args()
     torch.set_num_threads(arguments.threads)
     train, held_out = convnet_torch.load(arguments.images)
     module = Classifier(arguments.seed)
-    loader = DataLoader(train, batch_size=arguments.batch, shuffle=True)
+    loader = DataLoader(train, batch_size=convnet_job.BATCH, shuffle=True)
     stamps = Stamps()
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader
 
 
 def main() -> None:
-    arguments = convnet_job.arguments()
+    arguments = convnet_job.parser().parse_args()
     torch.set_num_threads(arguments.threads)
     train, held_out = convnet_torch.load(arguments.images)
     model = convnet_torch.model(arguments.seed)
-    loader = DataLoader(train, batch_size=arguments.batch, shuffle=True)
+    loader = DataLoader(train, batch_size=convnet_job.BATCH, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=convnet_job.LEARNING_RATE)
     bf16 = arguments.precision == "bf16"
 

@@ -1,15 +1,18 @@
-"""Keras on torch: arrays given to `fit`, no metrics, no progress bar; its own defaults otherwise."""
+"""Keras on torch: arrays given to `fit`, no metrics, no progress bar; otherwise its defaults."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["KERAS_BACKEND"] = "torch"
-
-import keras
 import mlp_job
-import torch
-from stamps import Stamps, report
+
+ARGUMENTS = mlp_job.arguments()
+os.environ["KERAS_BACKEND"] = "torch"
+os.environ["KERAS_HOME"] = str(ARGUMENTS.out.parent)  # no settings but its own
+
+import keras  # noqa: E402
+import torch  # noqa: E402
+from stamps import Stamps, report  # noqa: E402
 
 
 class Clock(keras.callbacks.Callback):
@@ -22,10 +25,9 @@ class Clock(keras.callbacks.Callback):
 
 
 def main() -> None:
-    arguments = mlp_job.arguments()
     torch.set_num_threads(mlp_job.THREADS)
     keras.utils.set_random_seed(0)
-    inputs, labels = mlp_job.data(arguments.samples)
+    inputs, labels = mlp_job.data(ARGUMENTS.samples)
     model = keras.Sequential(
         [
             keras.Input((mlp_job.FEATURES,)),
@@ -42,7 +44,7 @@ def main() -> None:
         inputs,
         labels,
         batch_size=mlp_job.BATCH,
-        epochs=1 + arguments.epochs,
+        epochs=1 + ARGUMENTS.epochs,
         shuffle=True,
         verbose=0,
         callbacks=[Clock(stamps)],
@@ -51,7 +53,7 @@ def main() -> None:
     predictions = model.predict(inputs, batch_size=len(inputs), verbose=0).argmax(1)
     steps = -(-len(inputs) // mlp_job.BATCH)
     accuracy = float((predictions == labels).mean())
-    report(arguments.out, stamps, steps=steps, accuracy=accuracy)
+    report(ARGUMENTS.out, stamps, steps=steps, accuracy=accuracy)
 
 
 if __name__ == "__main__":

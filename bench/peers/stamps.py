@@ -21,8 +21,7 @@ class Stamps:
 
     def epoch_seconds(self) -> list[float]:
         return [
-            after - before
-            for before, after in zip(self.readings, self.readings[1:], strict=False)
+            after - before for before, after in zip(self.readings, self.readings[1:], strict=False)
         ]
 
 

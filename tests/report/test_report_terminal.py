@@ -1,14 +1,14 @@
 """Renderings are read back as the text that a user sees."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
-from flatout.recipe.sections import FIELDS, PLAIN
+from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe, sections
 from flatout.report import Changes, Comparison, Job, Lanes
 
 BF16 = Choice(
@@ -20,12 +20,14 @@ BF16 = Choice(
     high=1.85,
     floor=0.01,
 )
+PLAIN = Job("plain loop", 3000, 21.34, 22, 5, 13.4, 0.9861)
+FLATOUT = Job("Flatout", 12_600, 5.08, 6, 5, 5.5, 0.9868)
 
 
 def resolved(**choices: Choice) -> ResolvedRecipe:
     plain = {
-        field: Choice(value=PLAIN.get(field, 1), reason="no gain", parity=Parity.EXACT)
-        for field in FIELDS
+        field: Choice(value=sections.PLAIN.get(field, 1), reason="no gain", parity=Parity.EXACT)
+        for field in sections.FIELDS
         if Recipe().get(field) == "auto"
     }
     return Recipe().resolve({**plain, **choices}, {})
@@ -99,21 +101,52 @@ def test_no_step_is_said() -> None:
 def test_without_unicode_bars_are_ascii() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     console = Console(file=file, width=80)
-    console.print(Lanes({"input": 3.0, "forward": 1.0}), Comparison([Job("plain", 1, 1, 1)]))
+    console.print(Lanes({"input": 3.0, "forward": 1.0}), Comparison([Job("plain", 1, 1, 1, 1, 1)]))
     file.seek(0)
     assert "input ##" in file.read()
 
 
 def test_jobs_are_compared_with_the_first() -> None:
-    jobs = [Job("plain loop", 3000, 21.34, 5, 0.9861), Job("Flatout", 12_600, 5.08, 5, 0.9868)]
+    jobs = [PLAIN, FLATOUT]
     plain, flatout = shown(Comparison(jobs)).strip().splitlines()[-2:]
-    assert plain.split() == ["plain", "loop", "3,000", "21.3", "ms", "5", "98.61%", "1.00x"]
-    assert flatout.split() == ["Flatout", "12,600", "5.08", "ms", "5", "98.68%", "4.20x"]
+    assert plain.split() == [
+        "plain",
+        "loop",
+        "3,000",
+        "21.3",
+        "ms",
+        "5",
+        "13.4",
+        "s",
+        "98.61%",
+        "1.00x",
+    ]
+    assert flatout.split() == [
+        "Flatout",
+        "12,600",
+        "5.08",
+        "ms",
+        "5",
+        "5.5",
+        "s",
+        "98.68%",
+        "4.20x",
+    ]
 
 
 def test_an_accuracy_that_was_not_measured_is_not_compared() -> None:
-    jobs = [Job("plain loop", 3000, 21.34, 2), Job("Flatout", 12_600, 5.08, 5, 0.9868)]
-    assert "not compared" in shown(Comparison(jobs))
+    jobs = [Job("plain loop", 3000, 21.34, 22, 1.75, 35), FLATOUT]
+    text = shown(Comparison(jobs))
+    assert "not compared" in text
+    assert " 1.75 " in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_machine_that_was_busy_is_said() -> None:
+    assert "rough" not in shown(Comparison([PLAIN, FLATOUT]))
+    disturbed = replace(FLATOUT, step_p90_ms=9.0)
+    text = shown(Comparison([PLAIN, disturbed]))
+    assert "the speeds are rough" in " ".join(text.split())
 
 
 def test_colours_only_on_a_terminal() -> None:

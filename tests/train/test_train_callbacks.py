@@ -1,4 +1,7 @@
-"""Each callback alone, driven as a fit drives it, over a real model and optimiser."""
+"""Callbacks driven alone, as a fit drives them, over a real model and optimiser; then in real fits.
+
+A Fit here calls with figures that a test chooses, so that each turn of a training can be had.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from collections.abc import Callable as Function
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
+import flatout
 from flatout.errors import ModelError
 from flatout.train.callbacks import (
     BestCheckpoint,
@@ -37,6 +41,14 @@ from flatout.train.callbacks import (
 from flatout.train.callbacks.monitor import Monitor
 from flatout.train.history import History
 from flatout.train.state import FitState
+
+
+@pytest.fixture
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+
+
+pytestmark = pytest.mark.usefixtures("_own_cache")
 
 
 class Fit:
@@ -456,11 +468,11 @@ def written(console: Console) -> list[str]:
 def test_without_a_terminal_epochs_get_a_plain_line() -> None:
     console = plain_console()
     fit = Fit(Progress(console=console), epochs=2)
-    fit.run(lambda epoch: {"loss": 0.5, "val_accuracy": 0.98765, "seconds": 75.2})
+    fit.run(lambda epoch: {"loss": 0.5, "val_loss": 0.06671, "val_auc": 0.98765, "seconds": 75.2})
     # Steps of 1 ms with 10 samples each.
     assert written(console) == [
-        "epoch 1/2  10k samples/s  loss 0.5  val_accuracy 0.9877  1:15",
-        "epoch 2/2  10k samples/s  loss 0.5  val_accuracy 0.9877  1:15",
+        "epoch 1/2  10k samples/s  loss 0.5 val 0.0667  val_auc 0.9877  1:15",
+        "epoch 2/2  10k samples/s  loss 0.5 val 0.0667  val_auc 0.9877  1:15",
     ]
     assert fit.losses_read == 0
 
@@ -490,12 +502,31 @@ def test_of_many_short_epochs_the_final_one_gets_its_line() -> None:
 
 def test_an_early_stop_is_said_after_its_epoch() -> None:
     console = plain_console()
+    fit = Fit(EarlyStopping("val_loss", patience=1), Progress(console=console), epochs=500)
+    fit.run(series("val_loss", [0.1, 0.2]), steps=1)
+    said = written(console)
+    assert said[-3].startswith("epoch 2/500 ")
+    assert said[-2] == "stopped: val_loss did not improve for 1 epoch"
+    assert said[-1] == "note: weights of epoch 1 put back: val_loss 0.1"
+
+
+def test_the_last_epoch_is_said_also_where_the_stop_comes_after_its_line() -> None:
+    console = plain_console()
     # Progress comes first, when nobody has asked to stop yet.
     fit = Fit(Progress(console=console), EarlyStopping("val_loss", patience=1), epochs=500)
     fit.run(series("val_loss", [0.1, 0.2]), steps=1)
-    said = written(console)
-    assert said[-2].startswith("epoch 2/500 ")
-    assert said[-1] == "stopped: val_loss did not improve for 1 epoch"
+    assert written(console)[-2].startswith("epoch 2/500 ")
+
+
+def test_a_note_is_said_once() -> None:
+    console = plain_console()
+    fit = Fit(Progress(console=console), epochs=3)
+    fit.state.history.notes.append("of the run that is resumed")
+    fit.run(
+        lambda epoch: fit.state.history.notes.append(f"epoch {epoch}") or {} if epoch < 2 else {}
+    )
+    notes = [line for line in written(console) if line.startswith("note")]
+    assert notes == ["note: epoch 0", "note: epoch 1"]
 
 
 def test_it_is_called_about_ten_times_a_second_whatever_a_step_takes() -> None:
@@ -545,6 +576,14 @@ def test_on_a_terminal_a_bar_is_drawn_and_taken_away(steps: int | None) -> None:
     assert text.endswith("\x1b[?25h") or "\x1b[?25h" in text.split("loss 0.25")[-1]
 
 
+def test_the_line_of_an_epoch_fits_a_terminal_of_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    logs = {"loss": 0.07097, "accuracy": 0.97583, "val_loss": 0.06671, "val_accuracy": 0.98051}
+    Fit(Progress(console=console), epochs=20).run(lambda epoch: {**logs, "seconds": 12.3})
+    line = "epoch 20/20  10k samples/s  loss 0.071 val 0.0667  accuracy 0.9758 val 0.9805"
+    assert any(said.rstrip().endswith(line) for said in written(console))
+
+
 def test_the_terminal_is_whole_again_after_an_error() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     fit = Fit(Progress(console=console))
@@ -553,3 +592,137 @@ def test_the_terminal_is_whole_again_after_an_error() -> None:
     assert "\x1b[?25l" in "".join(written(console))
     fit.call("on_fit_error", RuntimeError())
     assert "\x1b[?25h" in "".join(written(console))
+
+
+# -- in real fits ----------------------------------------------------------------------------------
+
+
+class Slope(nn.Module):
+    """One weight that training moves by a known amount: the loss falls by its gradient of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+def falls(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Loss of slope 1 in training; the validation data turns it around behind -0.23."""
+    return torch.where(target == 0, output, (output + 0.23).abs()).mean()
+
+
+def fit(
+    callbacks: list[Callback], epochs: int = 10, run: Path | None = None, **more: Any
+) -> tuple[flatout.Trainer, flatout.History]:
+    """Ten steps an epoch of 0.01 each: validation is best after epoch 2."""
+    trainer = flatout.Trainer(
+        Slope(), loss=falls, optimizer=torch.optim.SGD, lr=0.01, run=run, say=lambda line: None
+    )
+    ones, zeros = torch.ones(40), torch.zeros(40)
+    history = trainer.fit(
+        (ones, zeros),
+        validation_data=(ones[:4], ones[:4]),
+        batch_size=4,
+        epochs=epochs,
+        callbacks=callbacks,
+        progress=False,
+        **more,
+    )
+    return trainer, history
+
+
+def test_a_fit_without_early_stopping_runs_to_its_end() -> None:
+    trainer, history = fit([])
+    assert len(history.epochs) == 10
+    assert trainer.model.weight.item() == pytest.approx(-1.0)
+
+
+def test_a_fit_stops_early_with_the_best_weights_in_the_users_model() -> None:
+    trainer, history = fit([EarlyStopping(patience=2)])
+    losses = [logs["val_loss"] for logs in history.epochs]
+    assert losses == pytest.approx([0.13, 0.03, 0.07, 0.17])
+    assert trainer.model.weight.item() == pytest.approx(-0.2)
+    assert trainer.evaluate((torch.ones(4), torch.ones(4)))["loss"] == losses[1]
+    assert history.stop_reason == "val_loss did not improve for 2 epochs"
+    assert history.notes[-1] == "weights of epoch 2 put back: val_loss 0.03"
+
+
+def test_a_fit_names_a_figure_that_it_does_not_have() -> None:
+    with pytest.raises(ModelError, match="'val_accuracy'; there is: loss, val_loss"):
+        fit([EarlyStopping("val_accuracy")])
+
+
+def test_the_best_checkpoint_of_a_fit_holds_the_best_weights(tmp_path: Path) -> None:
+    from flatout.save import Checkpoints
+
+    best = BestCheckpoint()
+    fit([best], run=tmp_path / "run")
+    saved = Checkpoints(str(tmp_path / "run" / "checkpoints"))
+    name = saved.best()
+    assert name is not None
+    assert best.path is not None
+    assert best.path.endswith(name)
+    assert saved.load(name).model["weight"].item() == pytest.approx(-0.2)
+
+
+def test_a_resumed_fit_goes_on_with_its_callbacks(tmp_path: Path) -> None:
+    whole_lines, lines_path = tmp_path / "whole", tmp_path / "parts"
+    whole_stop, first_stop, second_stop = (EarlyStopping(patience=4) for _ in range(3))
+    _, whole = fit([whole_stop, JsonLines(whole_lines, every=3)], run=tmp_path / "a")
+    fit([first_stop, JsonLines(lines_path, every=3)], epochs=4, run=tmp_path / "b")
+    trainer, parts = fit(
+        [second_stop, JsonLines(lines_path, every=3)], run=tmp_path / "b", resume=True
+    )
+    assert parts.stop_reason == whole.stop_reason == "val_loss did not improve for 4 epochs"
+    assert [logs["val_loss"] for logs in parts.epochs] == [
+        logs["val_loss"] for logs in whole.epochs
+    ]
+    # The best epoch lies before the resume, and its weights came along.
+    assert second_stop.best_epoch == whole_stop.best_epoch == 2
+    assert trainer.model.weight.item() == pytest.approx(-0.2)
+    told = [(e["kind"], e["step"], e["loss"]) for e in lines(lines_path)]
+    assert told == [(e["kind"], e["step"], e["loss"]) for e in lines(whole_lines)]
+
+
+def test_a_fit_logs_to_tensorboard(tmp_path: Path) -> None:
+    fit([TensorBoard(tmp_path / "events", every=5)], epochs=2)
+    assert [step for step, _ in scalars(tmp_path / "events", "step/loss")] == [5, 10, 15, 20]
+    assert [value for _, value in scalars(tmp_path / "events", "step/lr")] == [0.01] * 4
+    assert len(scalars(tmp_path / "events", "epoch/val_loss")) == 2
+
+
+def test_a_fit_that_fails_closes_what_is_open() -> None:
+    class Fails(Callback):
+        def on_step(self, state: FitState) -> None:
+            if state.step == 3:
+                raise RuntimeError("as asked")
+
+    tracker = Tracker()
+    with pytest.raises(RuntimeError, match="as asked"):
+        fit([Log(tracker, every=1), Fails()])
+    assert [step for step, _ in tracker.logged] == [1, 2, 3]
+    assert tracker.closed == 1
+
+
+def test_every_counts_the_steps_between_calls() -> None:
+    class Counts(Callback):
+        every = 4
+        seen: ClassVar[list[int]] = []
+
+        def on_step(self, state: FitState) -> None:
+            self.seen.append(state.step)
+
+    fit([Counts()], epochs=1)
+    assert Counts.seen == [4, 8]
+
+
+def test_a_fit_shows_its_progress_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = flatout.Trainer(Slope(), loss=falls, say=lambda line: None)
+    trainer.fit((torch.ones(8), torch.zeros(8)), batch_size=4, epochs=2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second = err.splitlines()
+    assert re.fullmatch(r"epoch 1/2  [\d.,kM]+ samples/s  loss -?[\d.e-]+  [\d.e-]+ s", first)
+    assert second.startswith("epoch 2/2  ")

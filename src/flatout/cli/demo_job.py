@@ -1,10 +1,9 @@
-"""The job of `flatout demo`: its model, its schedule, and the loop that most people write for it."""
+"""The job of `flatout demo`: its model, its schedule, and the loop that most people write."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -14,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
+
+from flatout.report import Job
 
 BATCH_SIZE = 64
 PEAK_LR = 3e-3
@@ -50,25 +51,6 @@ def schedule(steps: int) -> Callable[[torch.optim.Optimizer], OneCycleLR]:
     return partial(OneCycleLR, max_lr=PEAK_LR, total_steps=steps)
 
 
-@dataclass(frozen=True)
-class PlainRun:
-    """What the plain loop gave.
-
-    Attributes:
-        images_per_s: over all its training, evaluation left out.
-        step_ms: the median time from one step to the next, in milliseconds.
-        epochs: how many it did; not a whole number where time ran out.
-        seconds: of the whole run, evaluation included.
-        accuracy: on the images held out, from 0 to 1; None where time ran out.
-    """
-
-    images_per_s: float
-    step_ms: float
-    epochs: float
-    seconds: float
-    accuracy: float | None
-
-
 def train_plainly(
     model: nn.Module,
     train: tuple[Tensor, Tensor],
@@ -77,7 +59,7 @@ def train_plainly(
     epochs: int,
     most_s: float,
     tell: Callable[[int, float], None],
-) -> PlainRun:
+) -> Job:
     """Train as most scripts do: a DataLoader that shuffles, Adam, fp32.
 
     Args:
@@ -85,8 +67,12 @@ def train_plainly(
         train: float32 images and int64 labels.
         test: the same, held out.
         epochs: how many to do.
-        most_s: seconds after which it ends in the middle.
+        most_s: seconds after which it ends in the middle, and gives no accuracy.
         tell: called after each epoch with its number from 1 and the accuracy on `test`.
+
+    Returns:
+        The median time from one step to the next and the images a second that this makes; and the
+        seconds of the whole loop, evaluation included.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
@@ -95,23 +81,25 @@ def train_plainly(
     loader = DataLoader(TensorDataset(*train), batch_size=BATCH_SIZE, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters())
     scheduler = schedule(epochs * len(loader))(optimizer)
-    steps: list[tuple[float, int]] = []
+    times: list[float] = []
     accuracy: float | None = None
     for epoch in range(epochs):
-        for step in _steps(model, loader, optimizer, scheduler, device):
-            steps.append(step)
+        for seconds in _steps(model, loader, optimizer, scheduler, device):
+            times.append(seconds)
             if perf_counter() - began > most_s:
                 break
-        if len(steps) < (epoch + 1) * len(loader):
+        if len(times) < (epoch + 1) * len(loader):
             break
         accuracy = _accuracy(model, test, device)
         tell(epoch + 1, accuracy)
-    return PlainRun(
-        images_per_s=sum(images for _, images in steps) / sum(seconds for seconds, _ in steps),
-        step_ms=median(seconds for seconds, _ in steps) * 1e3,
-        epochs=len(steps) / len(loader),
+    return Job(
+        name="plain loop",
+        images_per_s=BATCH_SIZE / median(times),
+        step_ms=median(times) * 1e3,
+        step_p90_ms=sorted(times)[9 * len(times) // 10] * 1e3,
+        epochs=len(times) / len(loader),
         seconds=perf_counter() - began,
-        accuracy=accuracy if len(steps) == epochs * len(loader) else None,
+        accuracy=accuracy if len(times) == epochs * len(loader) else None,
     )
 
 
@@ -121,8 +109,8 @@ def _steps(
     optimizer: torch.optim.Optimizer,
     scheduler: OneCycleLR,
     device: torch.device,
-) -> Iterator[tuple[float, int]]:
-    """Train for an epoch; yield the seconds and the images of each step."""
+) -> Iterator[float]:
+    """Train for an epoch; yield the seconds from each step to the next."""
     model.train()
     total = 0.0
     began = perf_counter()
@@ -135,7 +123,7 @@ def _steps(
         scheduler.step()
         total += loss.item() * len(labels)
         ended = perf_counter()
-        yield ended - began, len(labels)
+        yield ended - began
         began = ended
 
 

@@ -1,14 +1,17 @@
 """Activation checkpointing: keep a block's inputs, compute its activations again in backward.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". torch's own `checkpoint` does the
-work and replays the random state; what it leaves to us is that buffers, such as BatchNorm's running
-statistics, must not be updated a second time by the recomputation.
+work and replays the random state. What it leaves to us is that buffers, such as BatchNorm's running
+statistics, have the values of the first forward during the second, and are not updated twice.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -16,58 +19,132 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from flatout.errors import ModelError
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
 
 def recompute_activations(model: nn.Module) -> Callable[[], None]:
     """Checkpoint the blocks of `model` in training; returns what undoes it.
 
-    Blocks are the members of the longest `ModuleList` or `Sequential` that hold parameters (the
-    layers of a transformer, the stages of a ConvNet), or else the model's own children. The result
-    is bit-identical to the plain step.
+    Blocks are the composite members of a `ModuleList` or `Sequential` (the layers of a
+    transformer, the residual blocks of a ConvNet). A Sequential of plain layers is cut into about
+    as many runs of layers as a run is long. Where there is neither, blocks are the composite
+    children of the model. The result is bit-identical to the plain step.
+
+    Raises:
+        ModelError: the model has no such parts, so that nothing would be saved.
     """
-    blocks = _blocks(model)
-    for block in blocks:
-        block.forward = MethodType(_recomputed(type(block)), block)
+    places = list(_places(model, listed=False)) or [m for m in model.children() if _parts(m)]
+    if not places:
+        raise ModelError(
+            f"activation checkpointing finds no blocks of layers in {type(model).__name__}",
+            do="put its layers into nn.Sequential or its blocks into nn.ModuleList, or set "
+            "Memory(activation_checkpointing='off')",
+        )
+    for place in places:
+        forward = _in_runs if _is_flat(place) else _as_block
+        place.forward = MethodType(forward(type(place).forward), place)
 
     def undo() -> None:
-        for block in blocks:
-            del block.forward
+        for place in places:
+            del place.forward
 
     return undo
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    candidates = [*lists, model]
-    longest = max(candidates, key=lambda m: len(_with_parameters(m)))
-    # A block whose forward somebody else replaced is left as it is.
-    return [m for m in _with_parameters(longest) if "forward" not in m.__dict__]
+def _places(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
+    """The outermost blocks and flat Sequentials in `module`, itself included."""
+    if "forward" in vars(module):
+        return  # somebody else replaced it: left as it is
+    if _is_flat(module) or (listed and _parts(module) and not isinstance(module, _LISTS)):
+        yield module
+        return
+    for part in module.children():
+        yield from _places(part, listed=isinstance(module, _LISTS))
 
 
-def _with_parameters(parent: nn.Module) -> list[nn.Module]:
-    return [m for m in parent.children() if next(m.parameters(), None) is not None]
+def _parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
-def _recomputed(cls: type[nn.Module]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _is_flat(module: nn.Module) -> bool:
+    """A plain Sequential of plain layers, with enough of them to be cut."""
+    if type(module) is not nn.Sequential or any(_parts(layer) for layer in module):
+        return False
+    return len(_starts(module)) > 1
+
+
+def _starts(layers: nn.Sequential) -> list[int]:
+    """Where the runs of layers begin: at layers with parameters, since others may write in place
+    into their input, which is what a run must keep."""
+    heavy = [i for i, layer in enumerate(layers) if next(layer.parameters(), None) is not None]
+    return [0, *heavy[:: max(1, math.isqrt(len(heavy)))][1:]]
+
+
+def _as_block(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
-            return cls.forward(self, *args, **kwargs)
+            return forward(self, *args, **kwargs)
+        return _checkpointed(MethodType(forward, self), [self], *args, **kwargs)
 
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), _buffers_kept(self)
-
-        return checkpoint(
-            MethodType(cls.forward, self), *args, use_reentrant=False, context_fn=contexts, **kwargs
-        )
-
-    return forward
+    return _looked_up_in_its_class(recomputed)
 
 
-@contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    before = [(b, b.detach().clone()) for b in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            # .data: autograd saved these buffers and must not see a new version.
-            buffer.data.copy_(value)
+def _in_runs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(self: nn.Sequential, input: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return forward(self, input)
+        layers = list(self)
+        for start, stop in pairwise([*_starts(self), len(layers)]):
+            run = layers[start:stop]
+            # The last run's activations are wanted at once: keeping them costs nothing more.
+            last = stop == len(layers)
+            input = _through(run, input) if last else _checkpointed(_through, run, run, input)
+        return input
+
+    return _looked_up_in_its_class(recomputed)
+
+
+def _looked_up_in_its_class(function: Callable[..., Any]) -> Callable[..., Any]:
+    """By its name, so that a pickled model finds the forward of its class again."""
+    function.__name__ = "forward"
+    return function
+
+
+def _through(layers: list[nn.Module], value: Any) -> Any:
+    for layer in layers:
+        value = layer(value)
+    return value
+
+
+def _checkpointed(
+    function: Callable[..., Any], modules: list[nn.Module], *args: Any, **kwargs: Any
+) -> Any:
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _BuffersAsNow(modules)
+
+    function = partial(function, **kwargs)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+class _BuffersAsNow(AbstractContextManager[None]):
+    """Within it, the modules have copies of the buffers as they were when this was made."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._values = [
+            (part._buffers, name, buffer.detach().clone())
+            for module in modules
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+
+    def __enter__(self) -> None:
+        self._kept = [(buffers, name, buffers[name]) for buffers, name, _ in self._values]
+        for buffers, name, value in self._values:
+            buffers[name] = value.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for buffers, name, buffer in self._kept:
+            buffers[name] = buffer

@@ -4,31 +4,34 @@ One rewrite is known: an activation that only clamps (ReLU, ReLU6) followed by m
 maximum of clamped values is the clamped maximum, so pooling first leaves the activation a quarter
 of the elements. In backward the pool sends the gradient to the first largest element of a window;
 that element differs between the two orders only where all candidates are clamped, and there the
-gradient is zero in both. So values and gradients are equal bit for bit (tested in fp32 and bf16).
+gradient is zero in both. So values and gradients are equal bit for bit, but for the sign of a zero
+where the input holds negative zeros, which no sum can tell.
 
-It is done in `nn.Sequential` by exchanging the two neighbours (names in the state dict stay:
-neither has any), and in a written `forward` by tracing it with torch.fx and putting the exchanged
-code in its place for training. Nothing is rewritten that is hooked, or whose intermediate value
-something else reads.
+A `forward`, a Sequential's too, is traced as a graph, and the graph with the pairs exchanged runs
+in its place in training. Nothing is rewritten that is hooked, or whose intermediate value something
+else reads; submodules, their names and the state dict stay as they are.
 """
 
 from __future__ import annotations
 
 import operator
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.nn.modules import module as every_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from flatout.models.trace import Traced, is_watched, trace
+
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_ACTIVATION_METHODS = ("relu", "relu_")
 _ACTIVATION_FUNCTIONS = (F.relu, torch.relu, F.relu_, torch.relu_, F.relu6)
 _POOL_FUNCTIONS = (
     F.max_pool1d,
@@ -38,6 +41,9 @@ _POOL_FUNCTIONS = (
     torch.max_pool2d,
     torch.max_pool3d,
 )
+# What gives a new tensor, one that nobody else can hold.
+_FRESH_FUNCTIONS = (F.conv1d, F.conv2d, F.conv3d, F.batch_norm, operator.add, torch.add)
+_IN_PLACE = ("relu_", F.relu_, torch.relu_)
 
 
 @dataclass(frozen=True)
@@ -54,165 +60,140 @@ class Rewrite:
 
 
 def find_rewrites(model: nn.Module) -> list[Rewrite]:
-    """The exact rewrites that fit `model`. Looks only; changes nothing."""
-    found = [
-        _exchange(name, parent, first, second)
-        for name, parent in model.named_modules()
-        if type(parent) is nn.Sequential
-        for first, second in _neighbours(parent)
-    ]
-    # The traced code contains the Sequentials too, so it is used only where it finds more.
-    return _in_forward(model, more_than=len(found)) or found
+    """The exact rewrites that fit `model` in training. Looks only; changes nothing."""
+    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+        return []
+    found: list[Rewrite] = []
+    done: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in done or not module.training or not _may_pool(module):
+            continue
+        traced = trace(module)
+        pairs = 0 if traced is None else _exchange(traced.graph, module)
+        if traced is not None and pairs:
+            done.update(traced.inlined)
+            found.append(_rewrite(name, module, traced, pairs))
+    return found
 
 
-def _neighbours(parent: nn.Sequential) -> list[tuple[str, str]]:
-    names = list(parent._modules)
-    modules = list(parent._modules.values())
-    return [
-        (names[i], names[i + 1])
-        for i in range(len(names) - 1)
-        if type(modules[i]) in _ACTIVATIONS
-        and _is_plain_pool(modules[i + 1])
-        and not _hooked(modules[i])
-        and not _hooked(modules[i + 1])
-        and _may_move(modules[i], modules[i - 1] if i else None)
-    ]
-
-
-def _may_move(activation: nn.Module | None, before: nn.Module | None) -> bool:
-    """An in-place activation may move only if nobody else can hold the tensor it overwrites."""
-    if not getattr(activation, "inplace", False):
-        return True
-    return isinstance(before, (_ConvNd, _BatchNorm)) and not _hooked(before)
-
-
-def _is_plain_pool(module: nn.Module | None) -> bool:
-    return type(module) in _POOLS and not module.return_indices  # type: ignore[union-attr]
-
-
-def _hooked(module: nn.Module | None) -> bool:
-    return module is None or bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
+def _may_pool(module: nn.Module) -> bool:
+    """Whether tracing could find a pool; it takes milliseconds."""
+    if not any(True for _ in module.children()):
+        return False
+    own = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    functions = [f for cls in own for f in vars(cls).values() if isinstance(f, FunctionType)]
+    return any("max_pool" in name for f in functions for name in f.__code__.co_names) or any(
+        type(part) in _POOLS for part in module.modules()
     )
 
 
-def _exchange(name: str, parent: nn.Sequential, first: str, second: str) -> Rewrite:
-    def swap() -> None:
-        modules = parent._modules
-        modules[first], modules[second] = modules[second], modules[first]
-
-    def apply() -> Callable[[], None]:
-        swap()
-        return swap
-
-    where = f"{name}.{first}" if name else first
-    return Rewrite(f"activation {where} moved behind max-pooling", apply)
-
-
-def _in_forward(model: nn.Module, more_than: int) -> list[Rewrite]:
-    """The same exchange inside the model's own written `forward`, if that finds more pairs."""
-    if "forward" in model.__dict__ or type(model) is nn.Sequential or not model.training:
-        return []
-    graph = _traced(model)
-    pairs = _exchange_in_graph(graph, model) if graph else 0
-    if graph is None or pairs <= more_than:
-        return []
-    forward = type(fx.GraphModule(model, graph)).forward
-    original = type(model).forward
-
-    def switched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Tracing froze what depends on the mode; evaluation runs the code as written.
-        return (forward if self.training else original)(self, *args, **kwargs)
+def _rewrite(name: str, module: nn.Module, traced: Traced, pairs: int) -> Rewrite:
+    forward = _in_training(type(fx.GraphModule(module, traced.graph)).forward, module, traced)
 
     def undo() -> None:
-        del model.forward
+        del module.forward
 
     def apply() -> Callable[[], None]:
-        model.forward = MethodType(switched, model)
+        module.forward = MethodType(forward, module)
         return undo
 
-    where = f"{type(model).__name__}.forward"
-    return [Rewrite(f"{pairs} activation(s) in {where} moved behind max-pooling", apply)]
+    where = name or type(module).__name__
+    return Rewrite(f"{pairs} activation(s) in {where} moved behind max-pooling", apply)
 
 
-def _traced(model: nn.Module) -> fx.Graph | None:
-    """The graph of `model.forward`, or None where tracing would not give the same program."""
-    before = {m: dict(m.__dict__) for m in model.modules()}
-    python_random = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            graph = fx.Tracer().trace(model)
-    except Exception:
-        return None  # control flow on values and the like: the model stays as written
-    finally:
-        random.setstate(python_random)
-        writes = _restore(before)
-    constants = any("_tensor_constant" in str(n.target) for n in graph.nodes)
-    return None if writes or constants else graph
+def _in_training(
+    rewritten: Callable[..., Any], module: nn.Module, traced: Traced
+) -> Callable[..., Any]:
+    as_written = type(module).forward
+    constants = {**traced.constants, "training": True}
+
+    # Named `forward`, so that a pickled model looks its forward up in its class again.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = self.__dict__
+        for name, value in constants.items():
+            if own.get(name) != value:
+                return as_written(self, *args, **kwargs)
+        return as_written(self, *args, **kwargs) if kwargs else rewritten(self, *args)
+
+    return forward
 
 
-def _restore(before: dict[nn.Module, dict[str, Any]]) -> bool:
-    """Put back what running `forward` wrote into its modules; returns whether it wrote anything."""
-    wrote = False
-    for module, attributes in before.items():
-        now = module.__dict__
-        if now.keys() != attributes.keys() or any(now[k] is not v for k, v in attributes.items()):
-            wrote = True
-            now.clear()
-            now.update(attributes)
-    return wrote
-
-
-def _exchange_in_graph(graph: fx.Graph, model: nn.Module) -> int:
+def _exchange(graph: fx.Graph, module: nn.Module) -> int:
     """Exchange each activation -> pool pair of `graph`; returns how many."""
     pairs = 0
     for pool in list(graph.nodes):
-        if not _is_pool_node(pool, model):
+        if not _is_pool(pool, module):
             continue
         activation = pool.args[0]
-        if not isinstance(activation, fx.Node) or not _is_activation_node(activation, model):
+        if not isinstance(activation, fx.Node) or not _is_movable(activation, module):
             continue
         source = activation.args[0]
-        # A second reader of the source would see what an in-place activation wrote there.
-        if not isinstance(source, fx.Node) or source.op == "placeholder":
-            continue
-        if len(activation.users) != 1 or len(source.users) != 1:
-            continue
-        users = list(pool.users)
-        pool.replace_input_with(activation, source)
-        with graph.inserting_after(pool):
-            moved = graph.node_copy(activation)
-        moved.replace_input_with(source, pool)
-        for user in users:
-            user.replace_input_with(pool, moved)
+        # Both go where the activation was: later the source might hold something else.
+        with graph.inserting_before(activation):
+            pooled = graph.node_copy(pool, {activation: source}.__getitem__)
+            moved = graph.node_copy(activation, {source: pooled}.__getitem__)
+        pool.replace_all_uses_with(moved)
+        graph.erase_node(pool)
         graph.erase_node(activation)
         pairs += 1
     graph.lint()
     return pairs
 
 
-def _is_activation_node(node: fx.Node, model: nn.Module) -> bool:
+def _is_pool(node: fx.Node, module: nn.Module) -> bool:
+    if len(node.all_input_nodes) != 1 or not node.args:
+        return False
     if node.op == "call_module":
-        module = model.get_submodule(str(node.target))
-        return type(module) in _ACTIVATIONS and not _hooked(module)
-    if node.op == "call_method":
-        return node.target in ("relu", "relu_")
-    return node.op == "call_function" and node.target in _ACTIVATION_FUNCTIONS
+        pool = module.get_submodule(str(node.target))
+        if type(pool) not in _POOLS or pool.return_indices or is_watched(pool):
+            return False
+        return _sees_data(pool.padding, pool.dilation)
+    if node.op != "call_function" or node.target not in _POOL_FUNCTIONS:
+        return False
+    options = dict(zip(_POOL_OPTIONS, node.args[1:], strict=False)) | node.kwargs
+    if options.get("return_indices"):
+        return False
+    return _sees_data(options.get("padding", 0), options.get("dilation", 1))
 
 
-def _is_pool_node(node: fx.Node, model: nn.Module) -> bool:
+_POOL_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+
+
+def _sees_data(padding: Any, dilation: Any) -> bool:
+    """Whether no window can lie in the padding alone: its maximum is -inf, which would be clamped.
+
+    Padding is at most half of a window, so that takes dilation.
+    """
+    return not any(_numbers(padding)) or all(d == 1 for d in _numbers(dilation))
+
+
+def _numbers(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _is_movable(node: fx.Node, module: nn.Module) -> bool:
+    """Whether the node is an activation that only the pool reads."""
+    if not node.args or len(node.all_input_nodes) != 1 or len(node.users) != 1:
+        return False
+    in_place = node.target in _IN_PLACE or bool(node.kwargs.get("inplace")) or True in node.args
     if node.op == "call_module":
-        module = model.get_submodule(str(node.target))
-        return _is_plain_pool(module) and not _hooked(module)
-    return (
-        node.op == "call_function"
-        and node.target in _POOL_FUNCTIONS
-        and not node.kwargs.get("return_indices")
-        and bool(node.args)
-        # One output that is not taken apart again.
-        and not any(u.target is operator.getitem for u in node.users)
-    )
+        activation = module.get_submodule(str(node.target))
+        if type(activation) not in _ACTIVATIONS or is_watched(activation):
+            return False
+        in_place = bool(activation.inplace)
+    elif node.op == "call_method":
+        if node.target not in _ACTIVATION_METHODS:
+            return False
+    elif node.op != "call_function" or node.target not in _ACTIVATION_FUNCTIONS:
+        return False
+    source = node.all_input_nodes[0]
+    return not in_place or (len(source.users) == 1 and _is_fresh(source, module))
+
+
+def _is_fresh(node: fx.Node, module: nn.Module) -> bool:
+    """Whether nobody can see what an in-place activation writes into this node's tensor."""
+    if node.op == "call_module":
+        source = module.get_submodule(str(node.target))
+        return isinstance(source, (_ConvNd, _BatchNorm, *_POOLS)) and not is_watched(source)
+    functions = (*_FRESH_FUNCTIONS, *_POOL_FUNCTIONS)
+    return node.op == "call_function" and node.target in functions

@@ -24,13 +24,19 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `fuse` was called on this optimiser, or on the one whose state it has loaded."""
+    return all(g.get("fused") is True and g.get("foreach") is False for g in optimizer.param_groups)
+
+
 def fuse(optimizer: torch.optim.Optimizer) -> None:
     """Use the fused kernel from the next step on; state is kept (rounding differs)."""
     for group in optimizer.param_groups:
         group["fused"] = True
         group["foreach"] = False
         for parameter in group["params"]:
-            _move_step(optimizer.state.get(parameter, {}), parameter)
+            _move_step(optimizer.state.get(parameter, {}), parameter.device)
+    align_state(optimizer)
     # GradScaler asks this attribute whether the optimiser can gate a bad step on the device.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
@@ -40,6 +46,9 @@ def defuse(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group["fused"] = None
         group["foreach"] = None
+        for parameter in group["params"]:
+            # The plain implementations read the count on the host in every step.
+            _move_step(optimizer.state.get(parameter, {}), torch.device("cpu"))
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
@@ -59,8 +68,29 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _move_step(state: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Fused kernels want the step count as a float32 scalar on the parameter's device."""
+def begins_late(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some parameter has its first gradient now, after others have had theirs.
+
+    torch's fused SGD with momentum fails there; its plain implementation does not.
+    """
+    if type(optimizer) is not torch.optim.SGD:
+        return False
+    return any(
+        group["momentum"]
+        and len(
+            {
+                optimizer.state.get(p, {}).get("momentum_buffer") is None
+                for p in group["params"]
+                if p.grad is not None
+            }
+        )
+        == 2
+        for group in optimizer.param_groups
+    )
+
+
+def _move_step(state: dict[str, Any], device: torch.device) -> None:
+    """The step count is a float32 scalar: fused kernels want it on the parameter's device."""
     step = state.get("step")
     if step is not None:
-        state["step"] = torch.as_tensor(step, dtype=torch.float32, device=parameter.device)
+        state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)

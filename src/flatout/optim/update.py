@@ -3,20 +3,26 @@
 A step whose gradients are not finite must not reach the weights, and finding out must not make the
 host wait for the device. So the check runs on the device (the same one that `GradScaler` uses) and
 its flag goes to the fused kernel, which then leaves weights and state as they are. The flag is
-never cleared: once a step was bad, all later ones are held back too, until the host reads it.
-Where the optimiser has no fused kernel, the flag is read on the CPU (where reading is free); on
-other devices such a step cannot be held back, only reported.
+never cleared: once a step was bad, all later ones are held back too, until the host reads it. On a
+CPU, where reading is free, it is read at once. Where an optimiser on another device has no fused
+kernel, a bad step cannot be held back, only reported.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from flatout.errors import ModelError
+from flatout.optim.fused import align_state, begins_late
+
 Tensors = list[torch.Tensor]
+# Applies the gradients of one parameter group, unless the flag on their device is set.
+Kernel = Callable[[Tensors, torch.Tensor | None], None]
 
 
 class Update:
@@ -26,6 +32,9 @@ class Update:
         optimizer: any torch optimiser; it stays the owner of its state and options.
         clip_norm: largest total 2-norm of the gradients (Pascanu et al. 2013), or None.
         clip_value: largest absolute value of a gradient element, or None.
+
+    Raises:
+        ModelError: the optimiser's step needs a closure, as that of LBFGS.
     """
 
     def __init__(
@@ -35,23 +44,32 @@ class Update:
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ) -> None:
+        _refuse_closure(optimizer)
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.clip_value = clip_value
+        self._flags: dict[torch.device, torch.Tensor] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Look at the optimiser anew, after its options, state or parameters were exchanged."""
-        self.parameters: Tensors = [p for g in self.optimizer.param_groups for p in g["params"]]
+        optimizer = self.optimizer
+        self._groups, self._state = optimizer.param_groups, optimizer.state
+        self.parameters: Tensors = [p for g in self._groups for p in g["params"]]
         devices = dict.fromkeys(p.device for p in self.parameters)
-        self._flags = {d: torch.zeros((), device=d) for d in devices}
+        # A flag that is set stays set, until somebody clears it.
+        flags = self._flags
+        self._flags = {d: flags.get(d, torch.zeros((), device=d)) for d in devices}
         self._one = {d: torch.ones((), device=d) for d in devices}
         # The usual case, one device, without a walk through a dictionary in each step.
         self.flag = next(iter(self._flags.values())) if len(devices) == 1 else None
+        self._one_kind = _one_kind(self.parameters) and self.parameters[0].is_floating_point()
         self._on_cpu = list(devices) == [torch.device("cpu")]
-        self._fused = all(g.get("fused") for g in self.optimizer.param_groups)
-        self._direct: list[Callable[[Tensors, torch.Tensor], None]] | None = None
-        self._sizes = [len(g["params"]) for g in self.optimizer.param_groups]
+        self._fused = all(g.get("fused") for g in self._groups)
+        if self._fused:
+            align_state(optimizer)
+        self._direct: list[Kernel] | None = None
+        self._sizes = [len(g["params"]) for g in self._groups]
 
     @property
     def gated(self) -> bool:
@@ -79,46 +97,82 @@ class Update:
     @torch.no_grad()
     def __call__(self) -> None:
         """Clip, check and apply the gradients, then set them to None."""
+        if self._is_stale():
+            self.refresh()
         parameters = self.parameters
         self.clip()
         gradients = [g for p in parameters if (g := p.grad) is not None]
         self._check(gradients)
-        complete = len(gradients) == len(parameters)
-        if self._direct is not None and complete and not self._hooked():
-            self._step_directly(gradients)
-        else:
-            self._step_optimizer()
+        # On a CPU the flag can be read at no cost, and a bad step need not even begin.
+        if not (self._on_cpu and self.was_bad()):
+            complete = len(gradients) == len(parameters)
+            # An empty state means that somebody had the optimiser start over.
+            if self._direct is not None and complete and self._state and not self._hooked():
+                self._step_directly(gradients)
+            else:
+                self._step_optimizer(complete)
         for parameter in parameters:
             parameter.grad = None
 
+    def _is_stale(self) -> bool:
+        """Whether somebody loaded a state into the optimiser, or added parameters to it."""
+        optimizer, groups = self.optimizer, self._groups
+        return (
+            optimizer.param_groups is not groups
+            or optimizer.state is not self._state
+            or len(groups) != len(self._sizes)
+        )
+
     def _check(self, gradients: Tensors) -> None:
         """Set the flag of each device that holds a gradient with a NaN or infinity."""
-        if self.flag is not None:
-            _flag_non_finite(gradients, self.flag, self._one[self.flag.device])
-            return
-        for device, flag in self._flags.items():
-            _flag_non_finite([g for g in gradients if g.device == device], flag, self._one[device])
+        if self.flag is not None and self._one_kind:
+            dense = [g for g in gradients if g.layout is torch.strided]
+            if dense:
+                _set_if_bad(dense, self.flag, self._one[self.flag.device])
+            if len(dense) == len(gradients):
+                return
+            gradients = [g for g in gradients if g.layout is not torch.strided]
+        for gradient in gradients:
+            values = gradient
+            if gradient.layout is not torch.strided:
+                values = gradient.coalesce().values()
+            if gradient.is_complex():
+                values = torch.view_as_real(values)
+            _set_if_bad([values], self._flags[gradient.device], self._one[gradient.device])
 
-    def _step_optimizer(self) -> None:
-        """The optimiser's own step, gated as far as it can be."""
-        if self._fused and self.flag is not None:
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-            self.optimizer.found_inf = self.flag  # type: ignore[attr-defined]
+    def _step_optimizer(self, complete: bool) -> None:
+        """The optimiser's own step, gated on the device where it can be."""
+        optimizer = self.optimizer
+        if self._fused and begins_late(optimizer):
+            self._step_unfused()
+        elif self._fused and self.flag is not None and not self._on_cpu:
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.found_inf = self.flag  # type: ignore[attr-defined]
             try:
-                self.optimizer.step()
+                optimizer.step()
             finally:
-                del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-            self._direct = direct_kernels(self.optimizer)
-        elif not (self._on_cpu and self.was_bad()):
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            optimizer.step()
+        if self._fused and self.flag is not None and complete:
+            self._direct = direct_kernels(optimizer)
+
+    def _step_unfused(self) -> None:
+        for group in self._groups:
+            group["fused"] = False
+        try:
             self.optimizer.step()
+        finally:
+            for group in self._groups:
+                group["fused"] = True
 
     def _step_directly(self, gradients: Tensors) -> None:
         """The same kernels that the optimiser calls, without its bookkeeping (100 us a step)."""
         assert self._direct is not None
-        assert self.flag is not None
+        flag = None if self._on_cpu else self.flag
         start = 0
         for kernel, size in zip(self._direct, self._sizes, strict=True):
-            kernel(gradients[start : start + size], self.flag)
+            kernel(gradients[start : start + size], flag)
             start += size
         # torch's schedulers look here to see that the optimiser stepped before them.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -130,33 +184,38 @@ class Update:
             or optimizer._optimizer_step_post_hooks
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
+            or _is_patched(optimizer)
         )
 
 
-def _flag_non_finite(gradients: Tensors, flag: torch.Tensor, one: torch.Tensor) -> None:
-    dense = [g for g in gradients if g.layout == torch.strided]
-    if dense:
-        torch._amp_foreach_non_finite_check_and_unscale_(dense, flag, one)
-    for gradient in gradients:
-        if gradient.layout != torch.strided:
-            values = gradient.coalesce().values()
-            torch._amp_foreach_non_finite_check_and_unscale_([values], flag, one)
+def _set_if_bad(gradients: Tensors, flag: torch.Tensor, one: torch.Tensor) -> None:
+    # Multiplied by one on the way, which leaves every value as it is.
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
 
 
-def direct_kernels(
-    optimizer: torch.optim.Optimizer,
-) -> list[Callable[[Tensors, torch.Tensor], None]] | None:
+def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        name = type(optimizer).__name__
+        raise ModelError(
+            f"{name} evaluates the loss several times in one step, through a closure",
+            do="use an optimiser that steps once per batch, such as Adam, or call "
+            f"{name}.step(closure) in a loop of your own",
+        )
+
+
+def direct_kernels(optimizer: torch.optim.Optimizer) -> list[Kernel] | None:
     """One function per parameter group that calls torch's fused kernel with cached lists.
 
-    Returns None where the optimiser must step itself: another class or a patched `step`, options
-    that the kernels do not take, or state that does not exist yet.
+    Returns None where the optimiser must step itself: another class, options that the kernels do
+    not take, or state that does not exist yet.
     """
     build = {
         torch.optim.Adam: _adam_kernel,
         torch.optim.AdamW: _adam_kernel,
         torch.optim.SGD: _sgd_kernel,
     }.get(type(optimizer))
-    if build is None or _is_patched(optimizer):
+    if build is None:
         return None
     kernels = [build(optimizer, group) for group in optimizer.param_groups]
     if any(kernel is None for kernel in kernels):
@@ -167,7 +226,10 @@ def direct_kernels(
 def _is_patched(optimizer: torch.optim.Optimizer) -> bool:
     """A `step` put on the object by someone other than torch's schedulers must be called."""
     own = optimizer.__dict__.get("step")
-    return own is not None and not getattr(own, "_wrapped_by_lr_sched", False)
+    if own is None:
+        return False
+    wrapped = getattr(own, "__wrapped__", None)
+    return not getattr(own, "_wrapped_by_lr_sched", False) or wrapped is not type(optimizer).step
 
 
 def _states(
@@ -183,9 +245,7 @@ def _one_kind(parameters: Tensors) -> bool:
     return len({(p.device, p.dtype) for p in parameters}) == 1
 
 
-def _adam_kernel(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any]
-) -> Callable[[Tensors, torch.Tensor], None] | None:
+def _adam_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Kernel | None:
     parameters: Tensors = group["params"]
     means = _states(optimizer, parameters, "exp_avg")
     squares = _states(optimizer, parameters, "exp_avg_sq")
@@ -199,7 +259,7 @@ def _adam_kernel(
     decoupled = type(optimizer) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
-    def step(gradients: Tensors, flag: torch.Tensor) -> None:
+    def step(gradients: Tensors, flag: torch.Tensor | None) -> None:
         beta1, beta2 = group["betas"]
         torch._foreach_add_(steps, 1)
         kernel(
@@ -218,21 +278,20 @@ def _adam_kernel(
             maximize=group["maximize"],
             found_inf=flag,
         )
-        # A step held back does not count.
-        torch._foreach_sub_(steps, flag)  # type: ignore[call-overload]
+        if flag is not None:
+            # A step held back does not count.
+            torch._foreach_sub_(steps, [flag] * len(steps))
 
     return step
 
 
-def _sgd_kernel(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any]
-) -> Callable[[Tensors, torch.Tensor], None] | None:
+def _sgd_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Kernel | None:
     parameters: Tensors = group["params"]
     momenta = _states(optimizer, parameters, "momentum_buffer") if group["momentum"] else []
     if momenta is None or torch.is_tensor(group["lr"]) or not _one_kind(parameters):
         return None
 
-    def step(gradients: Tensors, flag: torch.Tensor) -> None:
+    def step(gradients: Tensors, flag: torch.Tensor | None) -> None:
         torch._fused_sgd_(
             parameters,
             gradients,

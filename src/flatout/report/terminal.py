@@ -21,6 +21,9 @@ from flatout.recipe import ResolvedRecipe
 _ALL_IN_A_ROW = 120
 """Columns from which a change's reason fits beside it."""
 
+_CALM = 1.5
+"""On a machine with nothing else to do, one step in ten is not this much longer than the median."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -30,14 +33,18 @@ class Job:
         name: what to call it.
         images_per_s: images a second while training.
         step_ms: the median step, in milliseconds.
-        epochs: how many epochs it trained.
-        accuracy: on data held out, from 0 to 1; None where it was not measured.
+        step_p90_ms: nine of ten steps are not longer than this.
+        epochs: how many epochs it trained; not a whole number where time ran out.
+        seconds: of the whole job, with all that came before and between the steps.
+        accuracy: on data held out, from 0 to 1; None where it cannot be compared.
     """
 
     name: str
     images_per_s: float
     step_ms: float
-    epochs: int
+    step_p90_ms: float
+    epochs: float
+    seconds: float
     accuracy: float | None = None
 
 
@@ -52,18 +59,24 @@ class Comparison:
     ) -> Iterator[RenderableType]:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("")
-        for header in ("images/s", "step", "epochs", "held-out accuracy", "speed"):
+        for header in ("images/s", "step", "epochs", "whole job", "accuracy", "speed"):
             table.add_column(header, justify="right", no_wrap=True)
         for job in self.jobs:
             table.add_row(
                 Text(job.name),
                 f"{job.images_per_s:,.0f}",
                 f"{_milliseconds(job.step_ms)} ms",
-                str(job.epochs),
+                f"{job.epochs:.3g}",
+                f"{job.seconds:.1f} s",
                 "not compared" if job.accuracy is None else f"{job.accuracy:.2%}",
                 Text(f"{job.images_per_s / self.jobs[0].images_per_s:.2f}x", style="bold"),
             )
         yield table
+        if any(job.step_p90_ms > _CALM * job.step_ms for job in self.jobs):
+            yield Text(
+                "step times varied much, so something else kept this machine busy: the "
+                "speeds are rough"
+            )
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,8 @@ def _not_worth_it(step_s: float | None, steps: int | None) -> str:
 def _decide(trials: Trials, options: list[Option], budget: float, open_threads: bool) -> Settings:
     """The settings that are measured faster than plain."""
     deadline = time.perf_counter() + budget
+    # Confirming what all the time was spent for may take a little longer.
+    grace = deadline + budget / 2
     trials.block_s = min(trials.block_s, budget / 50)
     working = [option for option in options if trials.works(option)]
     best = trials.without_losers(working, deadline)
@@ -198,7 +200,7 @@ def _decide(trials: Trials, options: list[Option], budget: float, open_threads: 
         if trial is not None:
             trials.results["process.threads"] = trial
             best = one if is_faster(trial) else best
-    return trials.confirmed(best)
+    return trials.confirmed(best, grace)
 
 
 def _choices(trials: Trials, options: list[Option], best: Settings, facts: ModelFacts) -> Choices:

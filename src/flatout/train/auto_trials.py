@@ -24,7 +24,7 @@ from flatout.train.snapshot import Snapshot, random_state, set_random_state, unt
 from flatout.train.step import Compute, Stepper
 
 # A plain step longer than this is measured on a part of the batch.
-LONG_STEP_S = 0.5
+LONG_STEP_S = 0.3
 # Large gains that do not depend on the size of the tensors show on a part of the batch as well.
 QUICK_PART = 4
 # A block of steps lasts at least this long, so that the clock and the switching do not show.
@@ -186,7 +186,7 @@ class Trials:
         if len(rest) < len(options):
             best = self._without_useless_allocator(best)
         if rest:
-            self.together = self._decisive_trial(self.plain, best)
+            self.together = self._decisive_trial(self.plain, best, deadline)
         won_together = self.together is not None and is_faster(self.together)
         for option in rest:
             without = best.but(**{option.setting: getattr(self.plain, option.setting)})
@@ -221,11 +221,11 @@ class Trials:
         self._time(self.batches, 1)
         return page_faults() - before
 
-    def confirmed(self, best: Settings) -> Settings:
+    def confirmed(self, best: Settings, deadline: float) -> Settings:
         """`best`, if as a whole it wins against plain; else plain."""
         if best == self.plain:
             return best
-        self.whole = self._decisive_trial(self.plain, best)
+        self.whole = self._decisive_trial(self.plain, best, deadline)
         if is_faster(self.whole):
             return best
         self.whole = None
@@ -237,7 +237,7 @@ class Trials:
         began = time.perf_counter()
         self._run(compiled)
         took = time.perf_counter() - began
-        return took, self._decisive_trial(best, compiled)
+        return took, self._decisive_trial(best, compiled, math.inf)
 
     def trial(
         self, a: Settings, b: Settings, deadline: float, most: int = 4, part: int | None = None
@@ -264,13 +264,13 @@ class Trials:
             return None
         return self.trial(a, b, deadline, most=2, part=part)
 
-    def _decisive_trial(self, a: Settings, b: Settings) -> TrialResult:
-        """One round where that is enough, else three, whatever time is left."""
+    def _decisive_trial(self, a: Settings, b: Settings, deadline: float) -> TrialResult:
+        """One round, whatever time is left; if that is not enough, more in the time that is."""
         trial = self.trial(a, b, math.inf, most=1)
-        if trial is None or not is_faster(trial):
-            trial = self.trial(a, b, math.inf, most=3)
         assert trial is not None
-        return trial
+        if is_faster(trial):
+            return trial
+        return self.trial(a, b, deadline, most=3) or trial
 
     def _run(self, settings: Settings, part: int | None = None) -> float:
         """Seconds per step of one block under `settings`, after one step to settle."""

@@ -1,18 +1,22 @@
-"""Does the data fit the model? Asked once, before anything is changed."""
+"""Does the data fit the model and the loss? Asked on the first batch, and when a step fails."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch
-from flatout.errors import DataError, FlatoutError
+from flatout.data.batch import Batch, Tensors, named_tensors
+from flatout.errors import DataError, FlatoutError, ModelError
+from flatout.train.losses import Loss, Value
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
 from flatout.train.step import Compute
+
+# What torch raises where tensors do not fit; anything else is a mistake in the user's code, which
+# its own traceback shows best.
+MISFITS = (RuntimeError, ValueError, TypeError, IndexError)
 
 
 def check_first_batch(model: nn.Module, compute: Compute, batch: Batch) -> None:
@@ -25,67 +29,163 @@ def check_first_batch(model: nn.Module, compute: Compute, batch: Batch) -> None:
 
     Raises:
         DataError: naming shapes, dtypes and, for labels, the sample.
+        ModelError: `compute` gives no loss.
     """
     try:
         with untouched(model), torch.no_grad():
-            compute(batch)
+            value = compute(batch)
     except FlatoutError:
         raise
-    except Exception as error:
+    except (*MISFITS, MemoryError) as error:
         if is_out_of_memory(error):
             return  # the step itself knows how to split the batch
-        raise _explained(error, model, batch) from error
+        raise _misfit(error, model, batch) from error
+    _check_value(value)
 
 
-def check_labels(labels: torch.Tensor, classes: int, indices: torch.Tensor | None) -> None:
-    """Raise for class labels outside of 0..classes-1 (and -100, which a loss may ignore).
+def check_targets(loss: Loss, output: object, batch: Batch) -> None:
+    """Raise for targets that the loss cannot compare with this output.
 
-    On a GPU such a label would end the whole process without saying which it was.
+    On a GPU such a label would end the whole process without saying which it was; as a
+    probability, a label 2 would be trained on in silence.
+
+    Raises:
+        DataError: naming the first such target and its sample.
+    """
+    target = batch.targets
+    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return
+    if loss.ignore_index is not None and not target.is_floating_point() and output.dim() > 1:
+        check_labels(target, output.shape[1], batch.indices, loss.ignore_index)
+    elif loss.name == "binary_cross_entropy" and len(target) == batch.size:
+        found = _first((target < 0) | (target > 1), target, batch.indices)
+        if found is not None:
+            raise DataError(
+                f"target {found[0]:g} is not in 0..1",
+                where=found[1],
+                do="binary_cross_entropy compares with 0, 1 or a probability; for several "
+                "classes use cross_entropy",
+            )
+
+
+def check_labels(
+    labels: torch.Tensor, classes: int, indices: torch.Tensor | None, ignore_index: int = -100
+) -> None:
+    """Raise for class labels outside of 0..classes-1 that the loss does not ignore.
+
+    Args:
+        labels: class numbers, one row per sample.
+        classes: how many classes the model's output has.
+        indices: number of each sample in the data, or None.
+        ignore_index: a label that is always allowed.
 
     Raises:
         DataError: naming the first such label and its sample.
     """
-    bad = ((labels < 0) & (labels != -100)) | (labels >= classes)
-    if not bool(bad.any()):
-        return
-    row = int(bad.reshape(len(labels), -1).any(1).nonzero()[0])
-    label = int(labels.reshape(len(labels), -1)[row][bad.reshape(len(labels), -1)[row]][0])
-    sample = f"sample {int(indices[row])}" if indices is not None else f"row {row} of the batch"
-    raise DataError(
-        f"label {label} is not in 0..{classes - 1}",
-        where=sample,
-        do=f"the model's output has {classes} classes: give it more, or correct the labels",
-    )
+    bad = ((labels < 0) | (labels >= classes)) & (labels != ignore_index)
+    found = _first(bad, labels, indices)
+    if found is not None:
+        raise DataError(
+            f"label {found[0]:g} is not in 0..{classes - 1}",
+            where=found[1],
+            do=f"the model's output has {classes} classes: give it more, or correct the labels",
+        )
 
 
-def _explained(error: Exception, model: nn.Module, batch: Batch) -> DataError:
-    where = f"batch: {describe(batch)}; model: {_first_layer(model)}"
+def loss_misfit(error: Exception, loss: Loss, output: object, batch: Batch) -> DataError:
+    """What to raise where the loss failed with `error` on this output and batch."""
+    if "device-side assert" in str(error):
+        # Nothing can be read from the GPU any more, in this process.
+        return DataError(
+            "the GPU stopped in the loss, most likely at a label that the model has no class for",
+            where=f"batch: {describe(batch)}",
+            do="run it once with Recipe(world=World(device='cpu')), which names the sample",
+        )
+    try:
+        check_targets(loss, output, batch)
+    except DataError as found:
+        return found
+    outputs = ", ".join(_words(t) for t in _all_tensors(output)) or type(output).__name__
     return DataError(
-        f"the model and loss do not take this batch: {str(error).strip().splitlines()[0]}",
-        where=where,
-        do=_advice(model, batch),
+        f"the loss {loss.name} does not take this batch: {_first_line(error)}",
+        where=f"output {outputs}; batch: {describe(batch)}",
+        do=_target_advice(loss, output, batch.targets),
     )
-
-
-def _advice(model: nn.Module, batch: Batch) -> str:
-    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    for tensor in _tensors(batch.inputs):
-        if weight is not None and tensor.is_floating_point() and tensor.dtype != weight.dtype:
-            return f"convert the input to {_short(weight.dtype)}, found {_short(tensor.dtype)}"
-        if weight is not None and not tensor.is_floating_point() and not _embeds(model):
-            return f"convert the input to {_short(weight.dtype)}, found {_short(tensor.dtype)}"
-    return "compare the shapes and dtypes with what the model's first layer and the loss expect"
-
-
-def _embeds(model: nn.Module) -> bool:
-    return any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in model.modules())
 
 
 def describe(batch: Batch) -> str:
     """Shapes and dtypes of a batch in words."""
-    inputs = ", ".join(_words(t) for t in _tensors(batch.inputs))
-    targets = ", ".join(_words(t) for t in _tensors(batch.targets))
+    inputs = ", ".join(_words(t) for t in _all_tensors(batch.inputs))
+    targets = ", ".join(_words(t) for t in _all_tensors(batch.targets))
     return f"inputs {inputs or 'none'}, targets {targets or 'none'}"
+
+
+def _first(
+    bad: torch.Tensor, values: torch.Tensor, indices: torch.Tensor | None
+) -> tuple[float, str] | None:
+    """The first value marked bad, and its sample in words."""
+    if not bool(bad.any()):
+        return None
+    bad, values = bad.reshape(len(bad), -1), values.reshape(len(bad), -1)
+    row = int(bad.any(1).nonzero()[0])
+    where = f"row {row} of the batch" if indices is None else f"sample {int(indices[row])}"
+    return values[row][bad[row]][0].item(), where
+
+
+def _check_value(value: Value) -> None:
+    total = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+    if not torch.is_tensor(total) or total.numel() != 1 or not total.is_floating_point():
+        found = _words(total) if torch.is_tensor(total) else type(total).__name__
+        raise ModelError(
+            f"compute(batch) must return a loss, one number or (sum, weight), found {found}",
+            do="return loss.mean(), or (losses.sum(), how_many)",
+        )
+
+
+def _misfit(error: Exception, model: nn.Module, batch: Batch) -> DataError:
+    return DataError(
+        f"the model and loss do not take this batch: {_first_line(error)}",
+        where=f"batch: {describe(batch)}; model: {_first_layer(model)}",
+        do=_input_advice(model, batch.inputs),
+    )
+
+
+def _input_advice(model: nn.Module, inputs: Tensors) -> str:
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in model.modules())
+    for name, tensor in named_tensors("inputs", inputs):
+        wanted = tensor.is_floating_point() or not embeds
+        if weight is not None and wanted and tensor.dtype != weight.dtype:
+            return f"convert {name} to {_short(weight.dtype)}, found {_short(tensor.dtype)}"
+    return "compare the shapes with what the model's first layer and the loss expect"
+
+
+def _target_advice(loss: Loss, output: object, target: Tensors | None) -> str:
+    if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
+        takes_labels = loss.ignore_index is not None and target.dim() < output.dim()
+        if takes_labels and target.is_floating_point():
+            return f"convert the targets to int64 class numbers, found {_short(target.dtype)}"
+        if len(output) != len(target):
+            return f"the model returns {len(output)} rows for {len(target)} samples"
+    return "compare the shapes and dtypes of output and targets with what the loss expects"
+
+
+def _first_layer(model: nn.Module) -> str:
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            return f"first layer {name or 'itself'} is {module}"
+    return f"{type(model).__name__} without parameters"
+
+
+def _all_tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _all_tensors(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _all_tensors(part)
 
 
 def _words(tensor: torch.Tensor) -> str:
@@ -96,18 +196,6 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if torch.is_tensor(value):
-        return [value]
-    if isinstance(value, Mapping):
-        return [t for v in value.values() for t in _tensors(v)]
-    if isinstance(value, (tuple, list)):
-        return [t for v in value for t in _tensors(v)]
-    return []
-
-
-def _first_layer(model: nn.Module) -> str:
-    for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            return f"first layer {name or 'itself'} is {module}"
-    return f"{type(model).__name__} without parameters"
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

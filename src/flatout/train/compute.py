@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from flatout.data.batch import Batch
+from flatout.errors import FlatoutError
+from flatout.train.checks import MISFITS, check_targets, loss_misfit
 from flatout.train.losses import Loss, Value
 from flatout.train.metrics import Metric
+from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.step import Compute
 
 
@@ -28,6 +31,9 @@ def build_compute(
 ) -> Compute:
     """The function that a step differentiates.
 
+    The targets of the first batch are looked at before the loss sees them. Later ones are looked
+    at only when the loss has failed, which costs a step nothing.
+
     Args:
         model: called with the batch's inputs.
         loss: compares output and targets.
@@ -35,17 +41,29 @@ def build_compute(
         unweighted: no target of the source is one that the loss ignores.
     """
     metrics = list(metrics)
+    is_first = True
 
     def compute(batch: Batch) -> Value:
-        return loss(call(model, batch.inputs), batch, unweighted=unweighted)
-
-    def compute_with_metrics(batch: Batch) -> Value:
+        nonlocal is_first
         output = call(model, batch.inputs)
-        value = loss(output, batch, unweighted=unweighted)
-        with torch.no_grad():
-            detached = output.detach() if torch.is_tensor(output) else output
-            for metric in metrics:
-                metric.update(detached, batch)
+        try:
+            if is_first:
+                check_targets(loss, output, batch)
+                is_first = False
+            value = loss(output, batch, unweighted=unweighted)
+        except MISFITS as error:
+            if isinstance(error, FlatoutError) or is_out_of_memory(error):
+                raise
+            raise loss_misfit(error, loss, output, batch) from error
+        if metrics:
+            _feed(metrics, output, batch)
         return value
 
-    return compute_with_metrics if metrics else compute
+    return compute
+
+
+@torch.no_grad()
+def _feed(metrics: list[Metric], output: Any, batch: Batch) -> None:
+    detached = output.detach() if torch.is_tensor(output) else output
+    for metric in metrics:
+        metric.update(detached, batch)

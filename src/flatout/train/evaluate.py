@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from flatout.data.batch import to, to_memory_format
 from flatout.data.source import Source
 from flatout.train import guard
 from flatout.train.compute import build_compute
@@ -20,25 +19,30 @@ if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
 
 
-def evaluate(trainer: Trainer, source: Source) -> dict[str, float]:
+def evaluate(
+    trainer: Trainer, source: Source, stopped: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
     """Mean loss and metrics over every sample of `source`, each counted once.
 
     Runs at the precision that training resolved to. An (sum, weight) loss is summed over all
     batches before the division, so the size of the batches does not matter.
 
+    Args:
+        trainer: holds model, loss and metrics.
+        source: read from its beginning, in the order of epoch 0.
+        stopped: asked after each batch whether to give up; the answer is then None.
+
     Raises:
         NumbersError: if a weight or buffer is not finite.
     """
     guard.check_state(trainer.model, "evaluation")
-    device = trainer.ready_device()
+    trainer.be_ready()
     metrics = as_metrics(trainer.metrics)
     compute = build_compute(trainer.model, trainer.loss, metrics.values(), unweighted=False)
     tally = Tally()
     with evaluating(trainer.model), trainer.autocast():
         for batch in source.batches(0, 0):
-            batch = to(batch, device, True)
-            if trainer.channels_last:
-                batch = to_memory_format(batch, torch.channels_last)
+            batch = trainer.ready(batch)
             value = compute(batch)
             if isinstance(value, tuple):
                 total, weight = value
@@ -46,6 +50,8 @@ def evaluate(trainer: Trainer, source: Source) -> dict[str, float]:
                 tally.add(total / safe, weight)
             else:
                 tally.add(value, batch.size)
+            if stopped():
+                return None
         return {"loss": tally.mean(), **{name: m.compute() for name, m in metrics.items()}}
 
 
@@ -54,21 +60,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards each module has the mode it had.
 
     A compiled model runs uncompiled meanwhile: compiling it once more for evaluation would take
-    longer than most evaluations.
+    longer than most evaluations. It is no_grad and not inference_mode, because what a model or
+    dataset keeps for later (a table of positions, a cached sample) could not be trained with.
     """
     modes = [(module, module.training) for module in model.modules()]
     compiled = model._compiled_call_impl
     model._compiled_call_impl = None
     model.eval()
     try:
-        with torch.inference_mode() if _may_infer(model) else nullcontext(), torch.no_grad():
+        with torch.no_grad():
             yield
     finally:
         model._compiled_call_impl = compiled
         for module, training in modes:
             module.training = training
-
-
-def _may_infer(model: nn.Module) -> bool:
-    # A buffer first made in inference mode could not be used in training afterwards.
-    return not any(isinstance(m, nn.modules.lazy.LazyModuleMixin) for m in model.modules())

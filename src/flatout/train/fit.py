@@ -11,13 +11,17 @@ for epoch in epochs:
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from flatout.data.batch import Batch
 from flatout.data.source import Source
 from flatout.errors import CheckpointError, NumbersError
 from flatout.recipe import dump
@@ -25,8 +29,10 @@ from flatout.train.callbacks import Callback, JsonLines, Progress
 from flatout.train.compute import build_compute
 from flatout.train.evaluate import evaluate
 from flatout.train.history import History
+from flatout.train.losses import Loss
 from flatout.train.metrics import as_metrics
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
+from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.state import FitState
 
 if TYPE_CHECKING:
@@ -50,12 +56,11 @@ class Fit:
         self.source = source
         self.validation = validation
         self.metrics = as_metrics(trainer.metrics)
-        labels = source.labels_range()
         self.compute = build_compute(
             trainer.model,
             trainer.loss,
             self.metrics.values(),
-            unweighted=labels is not None and labels[0] >= 0,
+            unweighted=_counts_all(trainer.loss, source.labels_range()),
         )
         steps = None if source.steps is None else -(-source.steps // self.loop.accumulate)
         batch_size = (source.batch_size or 1) * self.loop.accumulate
@@ -64,30 +69,50 @@ class Fit:
         self.state._read_loss = self.loop.mean_loss
         self.callbacks = callbacks if progress is False else [*callbacks, Progress()]
         self.signals = StopSignals()
+        self._asked: list[float | None] = []
+        self._path: str | None = None
+        self._running = False
 
     def run(self) -> History:
         """Train, and leave the model, optimiser and process as a script expects them."""
+        self._running = True
         with self.signals:
-            self._prepare()
             try:
-                self._call("on_fit_start")
+                self._prepare()
                 self._train()
-                self._call("on_fit_end")
-            except BaseException as error:
-                for callback in self.callbacks:
-                    callback.on_fit_error(self.state, error)
+            except BaseException:
+                # The first error is the one to tell; a failed save has been logged.
+                with suppress(CheckpointError):
+                    self.loop.close()
                 raise
             finally:
-                self.loop.close()
+                self._running = False
+            self.loop.close()
+        self.signals.pass_on()
         return self.state.history
+
+    def save_checkpoint(self, score: float | None) -> str:
+        """Write a checkpoint, while fit runs once all callbacks had their turn; returns its path.
+
+        So it holds the state that all of them have after this step or epoch.
+        """
+        path = self.loop.next_checkpoint()
+        self._asked.append(score)
+        if not self._running:
+            self._checkpoint()
+            self.loop.checkpoints.wait()
+        return path
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the Loop's own state."""
+        stateful = self._stateful()
         return {
             "history": self.state.history.epochs,
+            "notes": self.state.history.notes,
             "logs": self.state.logs,
             "metrics": {name: metric.state_dict() for name, metric in self.metrics.items()},
-            "callbacks": [c.state_dict() for c in self._stateful()],
+            "callback_kinds": [type(c).__qualname__ for c in stateful],
+            "callbacks": [c.state_dict() for c in stateful],
         }
 
     # -- before ------------------------------------------------------------------------------
@@ -109,72 +134,97 @@ class Fit:
         )
         for metric in self.metrics.values():
             metric.reset()  # measuring has fed them
-        trainer.resolved = state.history.recipe = loop.resolved
+        state.history.recipe = loop.resolved
+        if self.source.batch_size is None and loop.first_batch_size is not None:
+            # Batches that come ready-made: the first one tells their size.
+            state.batch_size = loop.first_batch_size * loop.accumulate
+            state.history.batch_size = state.batch_size
+        state.epoch, state.step = loop.epoch, loop.step_count
+        state.step_in_epoch = loop.step_in_epoch
         if loop.restored_extra is not None:
             self._load_state_dict(loop.restored_extra)
         self._open_run()
         loop.timeline.reset()
         loop.timeline.start()
 
-    def _load_state_dict(self, saved: dict[str, Any]) -> None:
-        state, loop = self.state, self.loop
-        state.epoch, state.step, state.step_in_epoch = (
-            loop.epoch,
-            loop.step_count,
-            loop.step_in_epoch,
-        )
+    def _load_state_dict(self, saved: Any) -> None:
+        state, callbacks = self.state, self._stateful()
+        self._check_callbacks(saved)
         state.history.epochs.extend(saved["history"])
+        state.history.notes.extend(saved["notes"])
         state.logs = saved["logs"]
         for name, metric in self.metrics.items():
             if name in saved["metrics"]:
                 metric.load_state_dict(saved["metrics"][name])
-        callbacks = self._stateful()
-        if len(callbacks) != len(saved["callbacks"]):
-            raise CheckpointError(
-                f"the checkpoint was made with {len(saved['callbacks'])} callback(s), "
-                f"found {len(callbacks)}",
-                do="resume with the same callbacks in the same order",
-            )
         for callback, its in zip(callbacks, saved["callbacks"], strict=True):
             callback.load_state_dict(its)
+
+    def _check_callbacks(self, saved: Any) -> None:
+        if not isinstance(saved, dict) or "callback_kinds" not in saved:
+            raise CheckpointError(
+                "the checkpoint was written by a Loop, not by a Trainer",
+                do="resume with the Loop, or use warm_start",
+            )
+        found = [type(c).__qualname__ for c in self._stateful()]
+        if saved["callback_kinds"] != found:
+            raise CheckpointError(
+                f"the checkpoint was made with the callbacks {_listed(saved['callback_kinds'])}, "
+                f"found {_listed(found)}",
+                do="resume with the same callbacks in the same order",
+            )
 
     def _stateful(self) -> list[Callback]:
         """The user's callbacks: what Flatout adds for showing and logging needs no state."""
         return [c for c in self.callbacks if not isinstance(c, (Progress, JsonLines))]
 
     def _open_run(self) -> None:
-        """Fail now rather than at the first checkpoint, and write down what runs."""
-        if self.loop.run is None:
+        """Write down what runs, and begin the log."""
+        if self.loop.run is None or "://" in self.loop.run:
             return
-        self.loop.checkpoints.check_writable()
-        if "://" not in self.loop.run:
-            folder = Path(self.loop.run)
-            assert self.loop.resolved is not None
-            dump(self.loop.resolved, folder / "recipe.toml")
-            self.callbacks.append(JsonLines(folder / "log.jsonl"))
+        folder = Path(self.loop.run)
+        assert self.loop.resolved is not None
+        dump(self.loop.resolved, folder / "recipe.toml")
+        self.callbacks.append(JsonLines(folder / "log.jsonl"))
 
     # -- epochs ------------------------------------------------------------------------------
 
     def _train(self) -> None:
+        loop, state = self.loop, self.state
+        try:
+            self._call("on_fit_start")
+            self._epochs()
+            state.history.stop_reason = state.stop_reason
+            if loop.run is not None:
+                if not loop.is_saved:
+                    self._checkpoint()
+                loop.checkpoints.wait()
+            self._call("on_fit_end")
+            if self._asked:
+                self._checkpoint()
+        except BaseException as error:
+            for callback in self.callbacks:
+                callback.on_fit_error(state, error)
+            raise
+
+    def _epochs(self) -> None:
         state, loop = self.state, self.loop
         while loop.epoch < state.epochs and state.stop_reason is None:
             state.epoch = loop.epoch
             began = time.perf_counter()
             self._call("on_epoch_start")
+            if self._asked:
+                self._checkpoint()
             self._steps()
             if state.stop_reason is not None and state.step_in_epoch != state.steps_per_epoch:
                 break  # in the middle of an epoch: its figures would be of a part only
             self._end_epoch(began)
-        state.history.stop_reason = state.stop_reason
 
     def _steps(self) -> None:
-        state, loop, compute, signals = self.state, self.loop, self.compute, self.signals
+        state, loop, signals = self.state, self.loop, self.signals
         watching = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
         save_every = loop.requested.save.every if loop.run is not None else None
         schedule = self._per_step_scheduler()
-        for batch in loop.batches(self.source):
-            if not loop.step(compute, batch):
-                continue
+        for _ in self._optimiser_steps():
             if schedule is not None:
                 schedule.step()
             state.step = loop.step_count
@@ -182,34 +232,40 @@ class Fit:
             for callback in watching:
                 if not state.step % callback.every:
                     callback.on_step(state)
-            if save_every and not state.step % save_every:
+            if self._asked or (save_every and not state.step % save_every):
                 self._checkpoint()
             if signals.received is not None:
                 self._interrupt(signals.received)
             if state.stop_reason is not None:
                 return
+
+    def _optimiser_steps(self) -> Iterator[None]:
+        """Train on the rest of the epoch; yields after each optimiser step."""
+        loop, compute = self.loop, self.compute
+        batches = loop.batches(self.source)
+        while (batch := self._next(batches)) is not None:
+            if loop.step(compute, batch):
+                yield
         if loop.flush(compute):
-            if schedule is not None:
-                schedule.step()
-            state.step, state.step_in_epoch = loop.step_count, loop.step_in_epoch
+            yield
+
+    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+        try:
+            return next(batches, None)
+        except Exception:
+            # Ctrl-C on a terminal ends the processes that read data too. No step was begun.
+            if self.signals.received is not None:
+                self._interrupt(self.signals.received)
+            raise
 
     def _end_epoch(self, began: float) -> None:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
-        loss = loop.mean_loss()
-        if not math.isfinite(loss) and loop.step_in_epoch:
-            raise NumbersError(
-                f"the mean loss of epoch {state.epoch + 1} is {loss}, though gradients were finite",
-                do="look at the loss function for values that carry no gradient",
-            )
-        logs = {"loss": loss, **{name: m.compute() for name, m in self.metrics.items()}}
+        logs = {"loss": loop.mean_loss(), **{name: m.compute() for name, m in self.metrics.items()}}
+        self._check_loss(logs["loss"])
         state.logs = logs
         if self.validation is not None:
-            start = time.perf_counter_ns()
-            found = evaluate(self.trainer, self.validation)
-            loop.timeline.add("evaluation", time.perf_counter_ns() - start)
-            logs.update({f"val_{name}": value for name, value in found.items()})
-            self._call("on_evaluate_end")
+            self._validate(self.validation, logs)
         self._schedule_epoch(logs)
         logs["seconds"] = time.perf_counter() - began
         state.history.epochs.append(logs)
@@ -219,10 +275,35 @@ class Fit:
         state.step_in_epoch = 0
         for metric in self.metrics.values():
             metric.reset()
-        if loop.run is not None and not loop.requested.save.every:
+        if self._asked or (loop.run is not None and not loop.requested.save.every):
             self._checkpoint()
         if self.signals.received is not None:
             self._interrupt(self.signals.received)
+
+    def _check_loss(self, loss: float) -> None:
+        if math.isfinite(loss) or not self.loop.step_in_epoch:
+            return
+        scaled = self.loop.stepper.scaler is not None
+        raise NumbersError(
+            f"the mean loss of epoch {self.state.epoch + 1} is {loss}, "
+            + ("and steps were left out" if scaled else "though gradients were finite"),
+            do="look at the loss function for values that carry no gradient"
+            if not scaled
+            else "look for bad values in the data, or use precision bf16, which needs no scaling",
+        )
+
+    def _validate(self, source: Source, logs: dict[str, float]) -> None:
+        """Add the `val_` figures; a stop signal ends it, and a resume begins it anew."""
+        start = time.perf_counter_ns()
+        before = random_state()
+        found = evaluate(self.trainer, source, lambda: self.signals.received is not None)
+        self.loop.timeline.add("evaluation", time.perf_counter_ns() - start)
+        if found is None:
+            assert self.signals.received is not None
+            set_random_state(before)
+            self._interrupt(self.signals.received)
+        logs.update({f"val_{name}": value for name, value in found.items()})
+        self._call("on_evaluate_end")
 
     def _per_step_scheduler(self) -> Any:
         scheduler = self.trainer.scheduler
@@ -242,24 +323,31 @@ class Fit:
     def _checkpoint(self) -> str:
         start = time.perf_counter_ns()
         self.loop.check_numbers(self.compute)
-        path = self.loop.save(self.state_dict())
+        asked, self._asked = self._asked, []
+        score = next((score for score in asked if score is not None), None)
+        self._path = self.loop.save(self.state_dict(), score)
         self.loop.timeline.add("saving", time.perf_counter_ns() - start)
         for callback in self.callbacks:
-            callback.on_checkpoint(self.state, path)
-        return path
+            callback.on_checkpoint(self.state, self._path)
+        return self._path
 
-    def _interrupt(self, signum: int) -> None:
+    def _interrupt(self, signum: int) -> NoReturn:
         """Write a checkpoint, say where it lies, and leave."""
-        if self.loop.run is None:
-            self.loop.run = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}"
-        path = self._checkpoint()
-        self.loop.checkpoints.wait()
+        loop = self.loop
+        if loop.run is None:
+            loop.run = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}"
+        with suppress(CheckpointError):
+            loop.checkpoints.wait()  # what failed before is no reason not to try again
+        path = self._path if self._path and loop.is_saved else self._checkpoint()
+        loop.checkpoints.wait()
         name = "^C" if signum == signal.SIGINT else signal.Signals(signum).name
-        self.trainer._say(
-            f"{name} step {self.state.step:,} -> checkpoint {path}, exit {128 + signum}; "
-            f"go on with Trainer(..., run={self.loop.run!r}).fit(..., resume=True)"
+        prompt = signum == signal.SIGINT and is_interactive()
+        loop.say(
+            f"{name} step {self.state.step:,} -> checkpoint {path}"
+            f"{'' if prompt else f', exit {128 + signum}'}; "
+            f"go on with Trainer(..., run={loop.run!r}).fit(..., resume=True)"
         )
-        if signum == signal.SIGINT and is_interactive():
+        if prompt:
             raise KeyboardInterrupt
         raise Interrupted(signum, path)
 
@@ -268,5 +356,16 @@ class Fit:
             getattr(callback, event)(self.state)
 
 
+def _counts_all(loss: Loss, labels: tuple[int, int] | None) -> bool:
+    """Whether it is known that no target is one that the loss ignores."""
+    if labels is None:
+        return False
+    return loss.ignore_index is None or not labels[0] <= loss.ignore_index <= labels[1]
+
+
 def _is_plateau(scheduler: Any) -> bool:
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"

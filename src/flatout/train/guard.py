@@ -8,14 +8,17 @@ again, on the weights from before it, to find where the first bad value comes fr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 
-from flatout.data.batch import Batch
+from flatout.data.batch import Batch, named_tensors, split
 from flatout.errors import NumbersError
 from flatout.train.losses import Value
+from flatout.train.snapshot import untouched
 
 EVERY = 50
 _SHOWN = 5
@@ -24,7 +27,8 @@ _SHOWN = 5
 def check_state(model: nn.Module, before: str) -> None:
     """Raise if a weight or buffer is not finite.
 
-    BatchNorm's running statistics can be NaN while the training loss is fine.
+    BatchNorm's running statistics can be NaN while the training loss is fine. Infinities are
+    allowed in other buffers: attention masks are made of them.
 
     Args:
         model: its floating-point parameters and buffers are checked.
@@ -33,28 +37,49 @@ def check_state(model: nn.Module, before: str) -> None:
     Raises:
         NumbersError: naming the tensors.
     """
-    tensors = {
-        name: t
-        for name, t in [*model.named_parameters(), *model.named_buffers()]
-        if t.is_floating_point() and t.numel()
-    }
-    if not tensors:
-        return
-    # The largest absolute value of each: one small tensor to read, NaN and inf both show.
-    with torch.no_grad():
-        largest = torch._foreach_norm([t.detach() for t in tensors.values()], float("inf"))
-    finite = [math.isfinite(v) for v in torch.stack([x.float().cpu() for x in largest]).tolist()]
-    bad = [name for name, fine in zip(tensors, finite, strict=True) if not fine]
+    weights = _checkable(model.named_parameters())
+    statistics = _checkable(
+        (f"{name}.{own}".lstrip("."), buffer)
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for own, buffer in module.named_buffers(recurse=False)
+    )
+    buffers = _checkable(model.named_buffers())
+    largest = _largest({**weights, **buffers})
+    strict = weights.keys() | statistics.keys()
+    bad = [
+        f"{'weight' if name in weights else 'buffer'} {name}"
+        for name, value in largest.items()
+        if math.isnan(value) or (math.isinf(value) and name in strict)
+    ]
     if bad:
-        kinds = dict(model.named_buffers())
-        words = ", ".join(f"{'buffer' if n in kinds else 'weight'} {n}" for n in bad[:_SHOWN])
         more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise NumbersError(
-            f"NaN or infinity in {words}{more}",
+            f"NaN or infinity in {', '.join(bad[:_SHOWN])}{more}",
             where=f"found before {before}",
             do="look for a batch of one sample or a constant input under BatchNorm, a too high "
             "learning rate, or a division by zero; go back to the last checkpoint",
         )
+
+
+def _checkable(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor.detach()
+        for name, tensor in named
+        if tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided
+    }
+
+
+def _largest(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest absolute value of each; NaN where there is one. Reads each device once."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_device.setdefault(tensor.device, []).append(name)
+    found: dict[str, float] = {}
+    for names in by_device.values():
+        norms = torch._foreach_norm([tensors[name] for name in names], float("inf"))
+        found.update(zip(names, torch.stack([n.double() for n in norms]).tolist(), strict=True))
+    return found
 
 
 def explain_bad_step(
@@ -65,22 +90,26 @@ def explain_bad_step(
     step: int,
     learning_rate: float,
     held_back: bool,
+    pieces: int = 1,
 ) -> NumbersError:
     """The error for a step whose gradients were not finite, with the cause where it can be found.
 
     Args:
-        model: with the weights that the step saw (if the step was held back).
+        model: with the weights that the step saw (if the step was held back); its buffers are put
+            back after the step was run again.
         compute: forward and loss, under autocast if the step used it.
         batch: the step's batch; None where the source cannot give it again.
         step: number of the step, from 1.
         learning_rate: at that step.
         held_back: the step did not reach the weights.
+        pieces: micro-batches that the batch has to be split into to fit in memory.
     """
     lines = [f"step {step}, learning rate {learning_rate:g}"]
     if batch is not None:
-        lines += _inputs(batch)
-        if held_back:
-            lines += _first_module(model, compute, batch)
+        bad = _bad_samples(batch)
+        lines += bad or _samples_in(batch)
+        if held_back and not bad:
+            lines += _first_bad_value(model, compute, split(batch, pieces))
     kept = "the weights are those before this step" if held_back else "the weights are damaged"
     lines.append(kept)
     return NumbersError(
@@ -91,72 +120,113 @@ def explain_bad_step(
     )
 
 
-def _inputs(batch: Batch) -> list[str]:
-    """Samples with bad values in inputs or targets, by their number in the data."""
-    fields: Mapping[str, object] = {"input": batch.inputs, "target": batch.targets}
+def _bad_samples(batch: Batch) -> list[str]:
+    """Samples with bad values in inputs, targets or weights, by their number in the data."""
     words = []
-    for name, value in fields.items():
-        tensors = value.values() if isinstance(value, Mapping) else value
-        for tensor in tensors if isinstance(tensors, (tuple, list)) else [tensors]:
-            if torch.is_tensor(tensor) and tensor.is_floating_point() and tensor.dim():
-                fine = torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)
-                rows = (~fine).nonzero().flatten().tolist()
-                if rows:
-                    words.append(f"{name} of sample {_samples(batch, rows)} is not finite")
-    if not words and batch.indices is not None:
-        numbers = batch.indices.tolist()
-        words.append(f"inputs are finite; samples {_list(numbers)}")
+    for part in ("inputs", "targets", "weight"):
+        for name, tensor in named_tensors(part, getattr(batch, part)):
+            rows = _bad_rows(tensor)
+            if rows:
+                words.append(f"{name}: NaN or infinity in {_samples(batch, rows)}")
     return words
 
 
-def _samples(batch: Batch, rows: list[int]) -> str:
+def _samples_in(batch: Batch) -> list[str]:
     if batch.indices is None:
-        return _list(rows) + " of the batch"
-    return _list([int(batch.indices[row]) for row in rows])
+        return ["inputs are finite"]
+    return [f"inputs are finite; {_samples(batch, list(range(batch.size)))}"]
 
 
-def _list(numbers: list[int]) -> str:
+def _bad_rows(tensor: torch.Tensor) -> list[int]:
+    if not tensor.is_floating_point() or not tensor.dim() or not tensor.numel():
+        return []
+    fine = torch.isfinite(tensor).reshape(len(tensor), -1).all(1)
+    rows: list[int] = (~fine).nonzero().flatten().tolist()
+    return rows
+
+
+def _samples(batch: Batch, rows: list[int]) -> str:
+    known = batch.indices is not None
+    numbers = [int(batch.indices[row]) for row in rows] if batch.indices is not None else rows
     shown = ", ".join(map(str, numbers[:_SHOWN]))
-    return shown + (f", ... ({len(numbers)} in all)" if len(numbers) > _SHOWN else "")
+    more = f", ... ({len(numbers)} in all)" if len(numbers) > _SHOWN else ""
+    kind = "sample" if known else "row"
+    return (
+        f"{kind}{'s' if len(numbers) > 1 else ''} {shown}{more}{'' if known else ' of the batch'}"
+    )
 
 
-def _first_module(model: nn.Module, compute: Callable[[Batch], Value], batch: Batch) -> list[str]:
-    """Run the step's forward and backward again and name where the first bad value appears."""
-    first: list[str] = []
-
-    def watch(name: str, kind: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
-            tensors = output if isinstance(output, (tuple, list)) else [output]
-            bad = any(
-                torch.is_tensor(t) and t.is_floating_point() and not torch.isfinite(t).all()
-                for t in tensors
-            )
-            if bad and not first:
-                first.append(f"first bad value: output of module {name} ({kind})")
-
-        return hook
-
-    leaves = [(n or "model", m) for n, m in model.named_modules() if not any(m.children())]
-    handles = [m.register_forward_hook(watch(n, type(m).__name__)) for n, m in leaves]
+def _first_bad_value(
+    model: nn.Module, compute: Callable[[Batch], Value], pieces: Sequence[Batch]
+) -> list[str]:
+    """Run the step's forward and backward again and say where the first bad value appears."""
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
     try:
-        value = compute(batch)
-        loss = value[0] if isinstance(value, tuple) else value
-        if not first and not torch.isfinite(loss).all():
-            first.append("first bad value: the loss itself, from finite model outputs")
-        loss.backward()  # type: ignore[no-untyped-call]
+        with untouched(model):
+            for piece in pieces:
+                found = _in_forward(model, compute, piece) or _in_backward(model)
+                if found:
+                    return [found]
     except Exception as error:
         return [f"running the step again failed: {error}"]
     finally:
+        model._compiled_call_impl = compiled
+        model.zero_grad()
+    return ["running the step again gave finite gradients: random draws may decide"]
+
+
+def _in_forward(model: nn.Module, compute: Callable[[Batch], Value], batch: Batch) -> str | None:
+    """The first module or loss with a bad value; leaves the gradients if there is none."""
+    first: list[str] = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        kind = type(module).__name__
+
+        def hook(_module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+            if first:
+                return
+            for value, words in ((inputs, "input"), (output, "output")):
+                samples = _bad_among(value, batch)
+                if samples is not None and not first:
+                    by = ", made by the code around it" if words == "input" else ""
+                    first.append(f"{words} of module {name} ({kind}){by}{samples}")
+
+        handles.append(module.register_forward_hook(hook))
+
+    handles: list[RemovableHandle] = []
+    try:
+        for name, module in model.named_modules():
+            watch(name or "model", module)
+        value = compute(batch)
+    finally:
         for handle in handles:
             handle.remove()
-    if not first:
-        names = [
-            n
-            for n, p in model.named_parameters()
-            if p.grad is not None and not torch.isfinite(p.grad).all()
-        ]
-        # The gradient flows from the last layer to the first: the last bad name comes first.
-        first = [f"forward is finite; first bad gradient: {names[-1]}"] if names else []
-    for parameter in model.parameters():
-        parameter.grad = None
-    return first
+    loss = value[0] if isinstance(value, tuple) else value
+    if not first and not torch.isfinite(loss).all():
+        first.append("the loss itself, from finite model outputs")
+    if first:
+        return f"first bad value: {first[0]}"
+    loss.backward()  # type: ignore[no-untyped-call]
+    return None
+
+
+def _in_backward(model: nn.Module) -> str | None:
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and _bad_rows(parameter.grad.reshape(1, -1))
+    ]
+    # Gradients flow from the last layer to the first, so the last name had its own first.
+    return f"forward is finite; first bad gradient: weight {names[-1]}" if names else None
+
+
+def _bad_among(value: object, batch: Batch) -> str | None:
+    """None if all tensors are finite; else, where its rows are samples, which ones are bad."""
+    tensors = value if isinstance(value, (tuple, list)) else [value]
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            rows = _bad_rows(tensor if tensor.dim() else tensor.reshape(1))
+            if rows:
+                are_samples = tensor.dim() > 0 and len(tensor) == batch.size
+                return f", {_samples(batch, rows)}" if are_samples else ""
+    return None

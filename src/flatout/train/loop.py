@@ -7,6 +7,7 @@
             loop.step(compute, batch)
         print(epoch, loop.mean_loss())
     loop.save()
+    loop.close()
 
 `compute(batch)` runs forward and loss of one batch and returns a mean over its samples, or (sum,
 weight).
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from itertools import chain, count, islice
 from pathlib import Path
 from time import perf_counter_ns as clock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,18 +30,24 @@ from torch import nn
 from flatout.data.batch import Batch, to, to_memory_format
 from flatout.data.source import Source
 from flatout.devices import find_ping_pong, place, process, resolve_device
-from flatout.errors import CheckpointError, DataError, FlatoutError, NumbersError
+from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.measure import Timeline, fingerprint
 from flatout.models import facts_of
-from flatout.optim.fused import align_state, fuse
 from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, effective, from_file, loads
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
-from flatout.save.fits import check_fits
+from flatout.save.storage import Folder
 from flatout.train import auto, guard
 from flatout.train.checks import check_first_batch
 from flatout.train.micro_batch import estimate_pieces
+from flatout.train.resume import (
+    check_same_data,
+    check_same_job,
+    first_samples,
+    put_back,
+    state_of,
+)
 from flatout.train.settings import Settings, Switch
-from flatout.train.snapshot import random_state, set_random_state, untouched
+from flatout.train.snapshot import set_random_state, untouched
 from flatout.train.step import Compute, Stepper
 from flatout.train.tally import Tally
 
@@ -48,6 +57,17 @@ Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROn
 def say(line: str) -> None:
     """Tell the user something that was decided for them."""
     print(f"flatout: {line}", file=sys.stderr, flush=True)
+
+
+class _Flag(NamedTuple):
+    """The numbers guard's flag of a step, on the device and not read yet."""
+
+    step: int
+    epoch: int
+    first_batch: int
+    batches: int
+    rate: float
+    bad: torch.Tensor
 
 
 class Loop:
@@ -63,6 +83,14 @@ class Loop:
         run: folder (or fsspec URL) for checkpoints and logs; None writes nothing.
         resume: True for the latest checkpoint of `run`, or the name of one.
         say: what prints decisions; `lambda line: None` for silence.
+
+    Attributes:
+        epoch: number of the current epoch, from 0.
+        step_count: optimiser steps done since training began (a resume goes on counting).
+        step_in_epoch: optimiser steps done in this epoch.
+        batch_in_epoch: batches of this epoch that were taken up to the last step.
+        resolved: how the steps run; None before `prepare`.
+        restored_extra: after a resume, what was given to `save` as `extra`.
     """
 
     def __init__(
@@ -80,41 +108,54 @@ class Loop:
     ) -> None:
         if accumulate < 1:
             raise FlatoutError(f"accumulate must be at least 1, found {accumulate}")
-        self._say = say
+        self.say = say
         self._first_words: list[str] = []
         self.requested = self._effective(recipe)
         self.allow = Parity.from_name(allow)
         self.seed = seed
         self.accumulate = accumulate
-        self.run = None if run is None else str(run)
+        self.run = None if run is None else str(run).rstrip("/")
         self.timeline = Timeline()
-        self.step_count = 0
+        self.tally = Tally()
         self.epoch = 0
+        self.step_count = 0
         self.step_in_epoch = 0
+        self.batch_in_epoch = 0
         self.resolved: ResolvedRecipe | None = None
+        self.source: Source | None = None
+        self.first_samples: list[int] | None = None
+        self.first_batch_size: int | None = None
+        self.restored_extra: Any = None
         self._clip = (clip_norm, clip_value)
         self._resume = resume
         self._resumed: dict[str, Any] | None = None
-        self.restored_extra: Any = None
-        self._tally = Tally()
+        self._kept: ResolvedRecipe | None = None
+        self._taken = 0
         self._gathered: list[Batch] = []
-        self._flags: list[tuple[int, int, float, torch.Tensor]] = []
-        self._source: Source | None = None
-        self._lanes = (0, 0, 0)
+        self._flags: list[_Flag] = []
+        self._lanes: tuple[int, int, int] | None = None
         self._checkpoints: Checkpoints | None = None
+        self._saved: tuple[int, int] | None = None
+        self._undo = ExitStack()
 
     def _effective(self, recipe: Recipe | ResolvedRecipe | None) -> Recipe:
-        """`--set` over code over `--recipe`; a file measured elsewhere is decided anew."""
-        code = recipe.request() if isinstance(recipe, ResolvedRecipe) else recipe
+        """`--set` over code over `--recipe`; what another machine measured is decided anew."""
         file = from_file()
-        if isinstance(file, ResolvedRecipe):
-            same, differences = file.on_this_machine(fingerprint().as_dict())
-            if not same:
-                self._first_words.append(
-                    f"the Recipe is from another machine ({'; '.join(differences)}): decided anew"
-                )
-                return effective(code, file=file.anew())
-        return effective(code)
+        return effective(
+            None if recipe is None else self._for_here(recipe),
+            file=None if file is None else self._for_here(file),
+        )
+
+    def _for_here(self, recipe: Recipe | ResolvedRecipe) -> Recipe:
+        if isinstance(recipe, Recipe):
+            return recipe
+        same, differences = recipe.on_this_machine(fingerprint().as_dict())
+        if same:
+            return recipe.request()
+        self._first_words.append(
+            f"the Recipe is from another machine ({'; '.join(differences)}): decided anew"
+        )
+        return recipe.anew()
 
     # -- before training ---------------------------------------------------------------------
 
@@ -139,48 +180,86 @@ class Loop:
             steps: optimiser steps that are planned, so that measuring costs its share at most.
 
         Raises:
-            DeviceError, RecipeError, CheckpointError: see there.
+            DeviceError: for a device that is not here.
+            DataError: for data that do not fit the model, or are not those of the checkpoint.
+            CheckpointError: for a run folder that cannot be written or holds another fit, and a
+                checkpoint that is damaged or of another job.
         """
         _refuse_many_ranks()
         for line in self._first_words:
-            self._say(line)
+            self.say(line)
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         loaded = self._find_checkpoint()
         if loaded is not None:
+            check_same_job(loaded, self, model, optimizer, scheduler)
             self._take_recipe(loaded)
-        self.device, reason = resolve_device(
-            self.requested.world.device, self.requested.world.placement == "strict"
-        )
-        asked = self.requested.world.device
-        if asked not in ("auto", str(self.device), self.device.type):
-            self._say(reason)
-        self.placement = place(model, self.device)
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        if self.run is not None:
+            self.checkpoints.check_writable()
         process.apply(self.requested.process)
+        self._place(model)
+        first = data.peek(2) if compute is not None and data is not None else []
+        if first and data is not None:
+            self.first_samples, self.first_batch_size = first_samples(first), first[0].size
+            if loaded is not None:
+                check_same_data(data, loaded.state, self.first_samples)
+        self._decide(compute, [to(batch, self.device) for batch in first], steps)
+        if loaded is not None:
+            self._restore(loaded)
+        return model, optimizer
+
+    def _place(self, model: nn.Module) -> None:
+        asked = self.requested.world
+        self.device, reason = resolve_device(asked.device, asked.placement == "strict")
+        if asked.device not in ("auto", str(self.device), self.device.type):
+            self.say(f"running on {self.device} {reason}")
+        self.placement = place(model, self.device)
+        if self.device.type != "cpu" and self.optimizer.state:
+            # State of earlier steps follows its parameters: torch moves what it loads.
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+
+    def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
+        """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
         self.stepper = Stepper(
-            Switch(model, optimizer, self.device),
+            Switch(self.model, self.optimizer, self.device),
             clip_norm=self._clip[0],
             clip_value=self._clip[1],
             micro_batch=self.requested.memory.micro_batch,
         )
+        self._note_undo()
         if self.requested.compute.deterministic:
             torch.use_deterministic_algorithms(True)
-        first = [to(b, self.device) for b in data.peek(2)] if compute and data else []
         if first and compute is not None:
-            check_first_batch(model, compute, first[0])
+            check_first_batch(self.model, compute, first[0])
             self._warn_of_trips(compute, first[0])
-        facts = facts_of(model, str(self.device))
-        self.resolved = auto.resolve(
-            self.requested, self.stepper, compute, first, facts, self.allow, steps, self._say
-        )
+        facts = facts_of(self.model, str(self.device))
+        if self._kept is not None:
+            choices = {
+                field: choice
+                for field, choice in self._kept.choices.items()
+                if self.requested.get(field) in (choice.value, "auto")
+            }
+            self.resolved = self.requested.resolve(choices, self._kept.machine, facts)
+        else:
+            self.resolved = auto.resolve(
+                self.requested, self.stepper, compute, first, facts, self.allow, steps, self.say
+            )
         self.stepper.use(Settings.of(self.resolved))
         self._reads_are_free = self.device.type == "cpu"
-        self._moves = not self._reads_are_free
-        self._format = self.resolved.compute.memory_format
+        self._channels_last = self.resolved.compute.memory_format == "channels_last"
         if first and compute is not None:
             self._fit_in_memory(compute, first[0])
-        if loaded is not None:
-            self._restore(loaded)
-        return model, optimizer
+
+    def _note_undo(self) -> None:
+        """What a script expects to find as it was: its model's code and torch's global settings."""
+        undo = self._undo.callback
+        undo(torch.set_num_threads, torch.get_num_threads())
+        undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        undo(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        undo(self.stepper.switch.release)
 
     def _warn_of_trips(self, compute: Compute, batch: Batch) -> None:
         """Say which data leave the device and come back in a step: each trip waits twice."""
@@ -188,14 +267,14 @@ class Loop:
             return
         with untouched(self.model):
             for trip in find_ping_pong(lambda: compute(batch)):
-                self._say(trip.words)
+                self.say(trip.words)
 
     def _fit_in_memory(self, compute: Compute, batch: Batch) -> None:
         if self.device.type == "cpu" and self.stepper.micro_batch == "auto":
             pieces = estimate_pieces(self.model, compute, batch)
             if pieces > 1:
                 self.stepper.pieces = pieces
-                self._say(
+                self.say(
                     f"a batch of {batch.size} would not fit in the free memory: "
                     f"it runs in {pieces} micro-batches, same global batch"
                 )
@@ -212,33 +291,48 @@ class Loop:
         """Count the epoch and forget its loss."""
         self.epoch += 1
         self.step_in_epoch = 0
-        self._tally.reset()
+        self.batch_in_epoch = self._taken = 0
+        self.tally.reset()
 
     def batches(self, source: Source) -> Iterator[Batch]:
-        """This epoch's batches on the device, from where a resume left off."""
-        self._source = source
-        iterator = iter(self._begin(source))
+        """This epoch's batches on the device, from where a resume left off.
+
+        Raises:
+            DataError: where the source cannot give them, or a resume finds other data.
+        """
+        self.source = source
+        iterator = self._begin(source)
         while True:
             start = clock()
             batch = next(iterator, None)
             if batch is None:
                 break
             fetched = clock()
-            if self._moves:
-                batch = to(batch, self.device, True)
-            if self._format == "channels_last":
-                batch = to_memory_format(batch, torch.channels_last)
-            self._lanes = (start, fetched - start, clock() - fetched)
+            self._taken += 1
+            batch = self.ready(batch)
+            ready = clock()
+            if self._lanes is None:
+                self._lanes = (start, fetched - start, ready - fetched)
+            else:  # one more of the batches that make a step together
+                first, waited, copied = self._lanes
+                self._lanes = (first, waited + fetched - start, copied + ready - fetched)
             yield batch
+
+    def ready(self, batch: Batch) -> Batch:
+        """The batch on the device, in the memory format that was chosen."""
+        if not self._reads_are_free:
+            batch = to(batch, self.device, True)
+        return to_memory_format(batch, torch.channels_last) if self._channels_last else batch
 
     def _begin(self, source: Source) -> Iterator[Batch]:
         resumed, self._resumed = self._resumed, None
-        if resumed is not None:
-            self._check_same_data(source, resumed)
+        if resumed is not None and resumed["source"] is not None:
+            check_same_data(source, resumed, None)
             source.load_state_dict(resumed["source"]["state"])
             # Once more, because callbacks may have drawn since the checkpoint was loaded.
             set_random_state(resumed["random"])
-        return source.batches(self.epoch, self.step_in_epoch * self.accumulate)
+        self._taken = self.batch_in_epoch
+        return source.batches(self.epoch, self.batch_in_epoch)
 
     def step(self, compute: Compute, batch: Batch) -> bool:
         """Train on one batch; returns whether that completed an optimiser step.
@@ -265,24 +359,31 @@ class Loop:
         return True
 
     def _step(self, compute: Compute, batches: tuple[Batch, ...]) -> None:
+        start, fetch, copy = self._lanes or (clock(), 0, 0)
+        self._lanes = None
         done = self.stepper(compute, batches, self.step_count + 1)
         stepped = clock()
-        self.step_count += 1
-        self.step_in_epoch += 1
         if self._reads_are_free:
             if self.stepper.update.was_bad():
-                raise self._explain(compute, batches[0], self.step_count)
+                rate = float(self.optimizer.param_groups[0]["lr"])
+                raise self._explain(compute, batches, self.step_count + 1, rate)
         else:
-            self._note_flag(compute)
-        self._tally.add(done.loss, done.weight)
-        start, fetch, copy = self._lanes
+            self._note_flag(compute, len(batches))
+        self.step_count += 1
+        self.step_in_epoch += 1
+        self.batch_in_epoch = self._taken
+        self.tally.add(done.loss, done.weight)
         self.timeline.record(
             start, fetch, copy, done.forward, done.backward, 0, done.optimiser, clock() - stepped
         )
 
     def mean_loss(self) -> float:
         """Weighted mean loss of this epoch so far; waits for the device."""
-        return self._tally.mean()
+        return self.tally.mean()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that a step's forward runs at, for an evaluation of one's own."""
+        return self.stepper.switch.autocast()
 
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""
@@ -291,13 +392,15 @@ class Loop:
 
     # -- numbers guard -----------------------------------------------------------------------
 
-    def _note_flag(self, compute: Compute) -> None:
+    def _note_flag(self, compute: Compute, batches: int) -> None:
         """Remember this step's flag on the device; read the flags only now and then."""
         flag = self.stepper.update.flag
         if flag is None:
             return
         rate = float(self.optimizer.param_groups[0]["lr"])
-        self._flags.append((self.step_count, self.step_in_epoch, rate, flag.clone()))
+        step = self.step_count + 1
+        first = self._taken - batches
+        self._flags.append(_Flag(step, self.epoch, first, batches, rate, flag.clone()))
         if len(self._flags) >= guard.EVERY:
             self.check_numbers(compute)
 
@@ -310,29 +413,37 @@ class Loop:
         flags, self._flags = self._flags, []
         if not flags:
             return
-        bad = torch.stack([flag for *_, flag in flags]).tolist()
-        for (step, in_epoch, _, _), was_bad in zip(flags, bad, strict=True):
+        read = torch.stack([flag.bad for flag in flags]).tolist()
+        for flag, was_bad in zip(flags, read, strict=True):
             if was_bad:
-                raise self._explain(compute, self._fetch_again(in_epoch), step)
+                raise self._explain(compute, self._fetch_again(flag), flag.step, flag.rate)
 
-    def _fetch_again(self, in_epoch: int) -> Batch | None:
-        source = self._source
+    def _fetch_again(self, flag: _Flag) -> list[Batch]:
+        source = self.source
         if source is None or not source.seekable:
-            return None
-        batch = next(iter(source.batches(self.epoch, (in_epoch - 1) * self.accumulate)), None)
-        return None if batch is None else to(batch, self.device, False)
+            return []
+        again = source.batches(flag.epoch, flag.first_batch)
+        return [to(batch, self.device) for batch in islice(again, flag.batches)]
 
-    def _explain(self, compute: Compute, batch: Batch | None, step: int) -> NumbersError:
-        def cast(b: Batch) -> Any:
-            with self.stepper.switch.autocast():
-                return compute(b)
+    def _explain(
+        self, compute: Compute, batches: Sequence[Batch], step: int, rate: float
+    ) -> NumbersError:
+        def forward(batch: Batch) -> Any:
+            with self.autocast():
+                return compute(batch)
 
+        # Of several batches in a step, the first whose loss is bad; where only a gradient is, the
+        # first.
+        culprit = next(iter(batches), None)
+        if len(batches) > 1:
+            with torch.no_grad():
+                culprit = next((b for b in batches if not _is_finite(forward(b))), culprit)
         return guard.explain_bad_step(
             self.model,
-            cast,
-            batch,
+            forward,
+            culprit,
             step=step,
-            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            learning_rate=rate,
             held_back=self.stepper.update.gated,
         )
 
@@ -353,113 +464,108 @@ class Loop:
             self._checkpoints = Checkpoints(
                 f"{self.run}/checkpoints",
                 keep_last=self.requested.save.keep_last,
+                keep_best=1,
                 asynchronous=self.requested.save.asynchronous,
             )
         return self._checkpoints
 
     def save(self, extra: Any = None, score: float | None = None) -> str:
-        """Write a checkpoint of everything; returns its name. Resuming from it is bitwise.
+        """Write a checkpoint of everything; returns its path. Resuming from it is bitwise.
 
         Args:
             extra: more state of the caller: numbers, strings, lists, dicts, tensors.
-            score: what `keep_best` compares.
+            score: the checkpoint with the smallest is kept beside the newest.
+
+        Raises:
+            NumbersError: if a weight or buffer is not finite.
+            CheckpointError: if it, or the one before it, could not be written.
         """
         assert self.resolved is not None
         guard.check_state(self.model, "saving")
-        scaler = self.stepper.scaler
-        state = {
-            "epoch": self.epoch,
-            "step": self.step_count,
-            "step_in_epoch": self.step_in_epoch,
-            "seed": self.seed,
-            "accumulate": self.accumulate,
-            "pieces": self.stepper.pieces,
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "random": random_state(),
-            "loss": self._tally.state_dict(),
-            "source": None if self._source is None else _source_state(self._source),
-            "extra": extra,
-        }
         meta = {"recipe": dumps(self.resolved)}
-        self.checkpoints.save(self.step_count, self.model.state_dict(), state, meta, score)
-        return f"{self.run}/checkpoints"
+        state = state_of(self, extra)
+        name = self.checkpoints.save(self.step_count, self.model.state_dict(), state, meta, score)
+        self._saved = (self.epoch, self.step_count)
+        return f"{self.run}/checkpoints/{name}"
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint is of this very place in training."""
+        return self._saved == (self.epoch, self.step_count)
+
+    def next_checkpoint(self) -> str:
+        """The path that `save` would return now.
+
+        Raises:
+            CheckpointError: if the Loop has no `run` folder.
+        """
+        assert self.checkpoints is not None
+        folder = Folder(f"{self.run}/checkpoints")
+        name = f"step-{self.step_count:09d}"
+        names = chain([name], (f"{name}.{again}" for again in count(1)))
+        return f"{self.run}/checkpoints/{next(n for n in names if not folder.exists(n))}"
 
     def _find_checkpoint(self) -> LoadedCheckpoint | None:
-        if not self._resume:
+        if isinstance(self._resume, str):
+            return self.checkpoints.load(self._resume)
+        if not self._resume and self.run is None:
             return None
-        name = self._resume if isinstance(self._resume, str) else self.checkpoints.latest()
-        return None if name is None else self.checkpoints.load(name)
+        name = self.checkpoints.latest()
+        if name is None:
+            return None
+        if not self._resume:
+            raise CheckpointError(
+                f"the run folder has checkpoints of an earlier fit, the newest is {name}",
+                where=f"{self.run}/checkpoints",
+                do="go on from it with resume=True, choose another run folder, or delete this one",
+            )
+        return self.checkpoints.load(name)
 
     def _take_recipe(self, loaded: LoadedCheckpoint) -> None:
-        """A resumed run keeps the settings it had; on another machine they are decided anew."""
+        """A resumed run keeps the settings it had, but for those that are asked for by name now.
+
+        On another machine they are decided anew.
+        """
         saved = loads(loaded.meta["recipe"])
         assert isinstance(saved, ResolvedRecipe)
         same, differences = saved.on_this_machine(fingerprint().as_dict())
-        if same:
-            micro_batch = self.requested.memory.micro_batch
-            self.requested = saved.request().replace({"memory.micro_batch": micro_batch})
-        else:
-            self._say(f"settings are decided anew on this machine: {'; '.join(differences)}")
+        if not same:
+            self.say(f"settings are decided anew on this machine: {'; '.join(differences)}")
+            return
+        asked = {field: v for field, v in self.requested.named().items() if v != "auto"}
+        changed = [f"{f}={v} (was {saved.get(f)})" for f, v in asked.items() if v != saved.get(f)]
+        if changed:
+            self.say(f"settings differ from the checkpoint's: {', '.join(changed)}")
+        # Whether a step may be split when memory runs out is a rule, not a measured value.
+        micro_batch = self.requested.memory.micro_batch
+        self.requested = saved.request().replace({**asked, "memory.micro_batch": micro_batch})
+        self._kept = saved
+        self._checkpoints = None  # made anew, as the saved settings say
 
     def _restore(self, loaded: LoadedCheckpoint) -> None:
-        state = loaded.state
-        check_fits(self.model.state_dict(), loaded.model)
-        self.model.load_state_dict(loaded.model)
-        self.optimizer.load_state_dict(state["optimizer"])
-        align_state(self.optimizer)
-        if self.stepper.switch.now.fused_optimizer:
-            fuse(self.optimizer)
-        self.stepper.update.refresh()
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        if self.stepper.scaler is not None and state["scaler"] is not None:
-            self.stepper.scaler.load_state_dict(state["scaler"])
-        self.epoch, self.step_count = state["epoch"], state["step"]
-        self.step_in_epoch = state["step_in_epoch"]
-        self.stepper.pieces = state["pieces"]
-        self._tally.load_state_dict(state["loss"])
-        self._check_same_order(state)
-        self._resumed = state if state["source"] is not None else None
-        self.restored_extra = state["extra"]
-        set_random_state(state["random"])
-        self._say(
+        put_back(self, loaded, same_machine=self._kept is not None)
+        set_random_state(loaded.state["random"])
+        self._resumed = loaded.state
+        self._saved = (self.epoch, self.step_count)
+        self.say(
             f"resumed step {self.step_count:,} from {loaded.name}, 0 samples repeated, 0 skipped"
         )
 
-    def _check_same_order(self, state: dict[str, Any]) -> None:
-        if state["seed"] != self.seed or state["accumulate"] != self.accumulate:
-            raise CheckpointError(
-                f"the checkpoint has seed={state['seed']} accumulate={state['accumulate']}, "
-                f"found seed={self.seed} accumulate={self.accumulate}",
-                do="use the same values, or start anew with warm_start",
-            )
-
-    def _check_same_data(self, source: Source, resumed: dict[str, Any]) -> None:
-        saved, now = resumed["source"], _source_state(source)
-        if (saved["digest"], saved["batch_size"]) != (now["digest"], now["batch_size"]):
-            raise DataError(
-                "the training data or batch size differ from those of the checkpoint",
-                where=f"then: {saved['words']}\n  now: {now['words']}",
-                do="resume with the same data, batch size and seed, or use warm_start",
-            )
-
     def close(self) -> None:
-        """Wait for what is still being written and take code changes off the model."""
+        """Take code changes off the model, put torch's settings back, and end the saving.
+
+        Raises:
+            CheckpointError: if the last checkpoint could not be written.
+        """
         self.timeline.stop()
+        self._undo.close()
         if self._checkpoints is not None:
             self._checkpoints.wait()
-        self.stepper.switch.release()
 
 
-def _source_state(source: Source) -> dict[str, Any]:
-    return {
-        "digest": source.digest,
-        "batch_size": source.batch_size,
-        "words": source.describe(),
-        "state": source.state_dict(),
-    }
+def _is_finite(value: Any) -> bool:
+    loss = value[0] if isinstance(value, tuple) else value
+    return bool(torch.isfinite(loss).all())
 
 
 def _refuse_many_ranks() -> None:

@@ -33,16 +33,17 @@ class Loss:
     Attributes:
         name: for messages and logs.
         function: `(output, target, reduction)` with reduction "mean", "sum" or "none".
-        ignore_index: targets with this value carry no weight, or None.
-        class_weight: weight of each class, shape (classes,), or None.
+        ignore_index: class labels with this value carry no weight; None where targets are no
+            class labels.
+        module: the torch loss whose `weight`, shape (classes,), weighs the classes, or None.
         own: a user's callable `(output, target)` giving a mean, or (sum, weight); replaces the
-        rest.
+            rest.
     """
 
     name: str
     function: _Function | None = None
     ignore_index: int | None = None
-    class_weight: torch.Tensor | None = None
+    module: nn.Module | None = None
     own: Callable[[Any, Any], Value] | None = None
 
     def __call__(self, output: Any, batch: Batch, *, unweighted: bool = False) -> Value:
@@ -52,54 +53,77 @@ class Loss:
             output: what the model returned.
             batch: its targets and, if given, per-sample weights, shape (samples,).
             unweighted: no target of this source can be ignored (known from its labels).
+
+        Raises:
+            ModelError: output and targets are not of the kind that this loss compares.
         """
         if self.own is not None:
-            return self._own_value(output, batch)
+            return self._own_value(self.own, output, batch)
         assert self.function is not None
-        if torch.is_tensor(output) and output.dtype in _HALF:
+        target = batch.targets
+        if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+            raise _no_tensor(self.name, output, target)
+        if output.dtype in _HALF:
             output = output.float()
+        are_labels = self.ignore_index is not None and not target.is_floating_point()
+        if are_labels and target.dtype is not torch.int64:
+            target = target.long()
         if batch.weight is not None:
-            return self._sample_weighted(output, batch)
-        if self.class_weight is None and (self.ignore_index is None or unweighted):
-            return self.function(output, batch.targets, "mean")
-        assert isinstance(batch.targets, torch.Tensor)
-        return self.function(output, batch.targets, "sum"), self._weight(batch.targets)
+            return self._sample_weighted(output, target, batch.weight, are_labels)
+        if not are_labels or (unweighted and self._class_weight is None):
+            return self.function(output, target, "mean")
+        return self.function(output, target, "sum"), self._weight_of_each(target).sum()
 
-    def _own_value(self, output: Any, batch: Batch) -> Value:
-        assert self.own is not None
-        value = self.own(output, batch.targets)
+    @property
+    def _class_weight(self) -> torch.Tensor | None:
+        weight = None if self.module is None else self.module.weight
+        assert weight is None or isinstance(weight, torch.Tensor)
+        return weight
+
+    def _own_value(self, own: Callable[[Any, Any], Value], output: Any, batch: Batch) -> Value:
         if batch.weight is not None:
             raise ModelError(
                 f"sample weights were given, but the loss {self.name} does not take them",
                 do="use a standard loss name, or weigh inside the loss and return (sum, weight)",
             )
-        if isinstance(value, tuple):
-            return value
-        if not torch.is_tensor(value) or value.numel() != 1:
-            found = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
+        value = own(output, batch.targets)
+        total = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+        if not torch.is_tensor(total) or total.numel() != 1:
+            found = tuple(total.shape) if torch.is_tensor(total) else type(total).__name__
             raise ModelError(
                 f"the loss {self.name} must return one number or (sum, weight), found {found}",
                 do="reduce it with .mean(), or return (values.sum(), how_many)",
             )
         return value
 
-    def _sample_weighted(self, output: Any, batch: Batch) -> Value:
-        """Sum of weight times loss over the sum of weights; other dimensions are averaged."""
+    def _sample_weighted(
+        self, output: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, are_labels: bool
+    ) -> Value:
+        """Each element's loss times its sample's weight, over the sum of all weights."""
         assert self.function is not None
-        assert batch.weight is not None
-        each = self.function(output, batch.targets, "none")
-        if self.class_weight is not None or each.dim() != 1:
-            each = each.reshape(len(batch.weight), -1).mean(1)
-        return (each * batch.weight).sum(), batch.weight.sum()
+        each = self.function(output, target, "none")
+        weight = weight.reshape(-1, *[1] * (each.dim() - 1))
+        total = (each * weight).sum()
+        if are_labels:
+            return total, (self._weight_of_each(target) * weight).sum()
+        return total, weight.sum() * (each.numel() // len(weight))
 
-    def _weight(self, target: torch.Tensor) -> torch.Tensor:
-        if target.is_floating_point():
-            return torch.tensor(float(target.shape[0]), device=target.device)
-        counted = torch.ne(target, -100 if self.ignore_index is None else self.ignore_index)
-        if self.class_weight is None:
-            return counted.sum()
-        weights = self.class_weight.to(target.device)
-        return weights[target.clamp_min(0)].mul(counted).sum()
+    def _weight_of_each(self, labels: torch.Tensor) -> torch.Tensor:
+        """1 for each label that counts, or the weight of its class; 0 for those ignored."""
+        assert self.ignore_index is not None
+        counted = torch.ne(labels, self.ignore_index)
+        classes = self._class_weight
+        if classes is None:
+            return counted
+        return classes[labels.where(counted, 0)] * counted
+
+
+def _no_tensor(name: str, output: Any, target: Any) -> ModelError:
+    return ModelError(
+        f"the loss {name} compares one tensor with one tensor, found output "
+        f"{type(output).__name__} and target {type(target).__name__}",
+        do="give targets with the data, or pass a callable (output, target) -> loss",
+    )
 
 
 def _cross_entropy(output: Any, target: Any, reduction: str) -> torch.Tensor:
@@ -114,16 +138,27 @@ def _like(function: Callable[..., torch.Tensor]) -> _Function:
     """Losses whose output and target have one shape; an (n, 1) output fits an (n,) target."""
 
     def loss(output: Any, target: Any, reduction: str) -> torch.Tensor:
-        if output.shape != target.shape and output.numel() == target.numel():
-            output = output.reshape(target.shape)
-        if output.shape != target.shape:
-            raise ModelError(
-                f"output {tuple(output.shape)} and target {tuple(target.shape)} differ in shape",
-                do="let the model return one value per target value",
-            )
+        output = in_shape_of(output, target)
         return function(output, target.to(output.dtype), reduction=reduction)
 
     return loss
+
+
+def in_shape_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`output` in the shape of `target`, where they differ only in dimensions of length one.
+
+    Raises:
+        ModelError: they differ otherwise.
+    """
+    if output.shape == target.shape:
+        return output
+    ours, theirs = ([d for d in t.shape[1:] if d != 1] for t in (output, target))
+    if output.shape[:1] != target.shape[:1] or ours != theirs:
+        raise ModelError(
+            f"output {tuple(output.shape)} and target {tuple(target.shape)} differ in shape",
+            do="let the model return one value per target value",
+        )
+    return output.reshape(target.shape)
 
 
 _STANDARD: dict[str, Loss] = {
@@ -134,6 +169,8 @@ _STANDARD: dict[str, Loss] = {
     "mae": Loss("mae", _like(F.l1_loss)),
     "huber": Loss("huber", _like(F.huber_loss)),
 }
+# torch's own functions, which as plain callables would weigh micro-batches by their samples.
+_FUNCTIONS = ((F.cross_entropy, "cross_entropy"), (F.nll_loss, "nll"))
 
 
 def as_loss(loss: Any) -> Loss:
@@ -154,22 +191,38 @@ def as_loss(loss: Any) -> Loss:
                 do="use one of these names, or pass a callable (output, target) -> loss",
             )
         return _STANDARD[loss]
-    if type(loss) is nn.CrossEntropyLoss and loss.reduction == "mean":
-        return _from_cross_entropy(loss)
+    if isinstance(loss, nn.Module):
+        return _from_module(loss)
     if callable(loss):
+        for function, name in _FUNCTIONS:
+            if loss is function:
+                return _STANDARD[name]
         return Loss(getattr(loss, "__name__", type(loss).__name__), own=loss)
     raise ModelError(f"a loss is a name or a callable, found {type(loss).__name__}")
 
 
-def _from_cross_entropy(module: nn.CrossEntropyLoss) -> Loss:
-    def function(output: Any, target: Any, reduction: str) -> torch.Tensor:
-        return F.cross_entropy(
-            output,
-            target,
-            weight=module.weight,
-            ignore_index=module.ignore_index,
-            label_smoothing=module.label_smoothing,
-            reduction=reduction,
+def _from_module(module: nn.Module) -> Loss:
+    name = type(module).__name__
+    if getattr(module, "reduction", "mean") not in ("mean", "batchmean"):
+        raise ModelError(
+            f"the loss {name}(reduction={module.reduction!r}) gives no mean over the samples",
+            do="use reduction='mean', or a callable that returns (sum, weight)",
         )
+    if type(module) is nn.CrossEntropyLoss:
+        return Loss(name, _weighted(module, F.cross_entropy), module.ignore_index, module)
+    if type(module) is nn.NLLLoss:
+        return Loss(name, _weighted(module, F.nll_loss), module.ignore_index, module)
+    return Loss(name, own=module)
 
-    return Loss("CrossEntropyLoss", function, module.ignore_index, module.weight)
+
+def _weighted(module: nn.Module, loss: Callable[..., torch.Tensor]) -> _Function:
+    """The loss of a torch module, at any reduction."""
+    names = ("weight", "ignore_index", "label_smoothing")
+
+    def function(output: Any, target: Any, reduction: str) -> torch.Tensor:
+        if module.weight is not None and module.weight.device != output.device:
+            module.to(output.device)
+        options = {name: getattr(module, name) for name in names if hasattr(module, name)}
+        return loss(output, target, reduction=reduction, **options)
+
+    return function

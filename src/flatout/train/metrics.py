@@ -1,6 +1,7 @@
 """Metrics that wait: updated on the device in each step, read once at the end.
 
-A metric is a name, a torchmetrics Metric, or a callable `(output, target)` that gives a mean.
+A metric is a name, a torchmetrics Metric, or a callable `(output, target)` that gives a mean over
+the samples or, as losses do, (sum, weight).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from flatout.data.batch import Batch
 from flatout.errors import ModelError
+from flatout.train.losses import in_shape_of
 from flatout.train.tally import Tally
 
 Given = str | Callable[[Any, Any], Any]
@@ -37,16 +39,21 @@ class Metric(Protocol):
 
 
 class MeanOf:
-    """The mean over samples of a per-batch mean."""
+    """The mean over all batches of a per-batch mean, or of a per-batch (sum, weight)."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self._function = function
         self._tally = Tally()
 
     def update(self, output: Any, batch: Batch) -> None:
-        """Add `function(output, targets)`, weighed by the number of samples."""
+        """Add `function(output, targets)`; a mean is weighed by the number of samples."""
         value = self._function(output, batch.targets)
-        self._tally.add(torch.as_tensor(value).detach(), batch.size)
+        if not isinstance(value, tuple):
+            self._tally.add(torch.as_tensor(value).detach(), batch.size)
+            return
+        total, weight = value
+        safe = weight.clamp_min(1e-12) if torch.is_tensor(weight) else max(weight, 1e-12)
+        self._tally.add(torch.as_tensor(total).detach() / safe, weight)
 
     def compute(self) -> float:
         """The mean so far."""
@@ -74,9 +81,9 @@ class FromTorchmetrics:
 
     def update(self, output: Any, batch: Batch) -> None:
         """Feed `metric.update(output, targets)` on the output's device."""
-        if not self._any:
-            self._metric.to(output.device if torch.is_tensor(output) else "cpu")
-            self._any = True
+        if torch.is_tensor(output) and self._metric.device != output.device:
+            self._metric.to(output.device)
+        self._any = True
         self._metric.update(output, batch.targets)
 
     def compute(self) -> float:
@@ -98,7 +105,7 @@ class FromTorchmetrics:
 
     def state_dict(self) -> Any:
         """The metric's state tensors."""
-        state = dict(self._metric.metric_state)
+        state = {name: _copied(value) for name, value in self._metric.metric_state.items()}
         return {"any": self._any, "count": self._metric._update_count, "state": state}
 
     def load_state_dict(self, state: Any) -> None:
@@ -106,35 +113,111 @@ class FromTorchmetrics:
         self._any = state["any"]
         self._metric._update_count = state["count"]
         for name, value in state["state"].items():
-            setattr(self._metric, name, value)
+            setattr(self._metric, name, _copied(value, self._metric.device))
 
 
-def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Share of right answers.
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    """A state of torchmetrics, a tensor or a list of them, that later updates leave alone."""
+    if isinstance(value, list):
+        return [_copied(part, device) for part in value]
+    return value.detach().to(device, copy=True)
+
+
+class Auc:
+    """Area under the ROC curve of two classes, over all samples at once.
+
+    Outputs are one score per sample, or two scores, of class 0 and class 1. Targets are 0 and 1.
+    Scores are kept until the end, 8 bytes a sample; scikit-learn's `roc_auc_score` computes.
+    """
+
+    def __init__(self) -> None:
+        self._scores: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+
+    def update(self, output: Any, batch: Batch) -> None:
+        """Keep the batch's scores and targets."""
+        assert isinstance(batch.targets, torch.Tensor)
+        score = (
+            output[:, 1] - output[:, 0] if output.dim() == 2 and output.shape[1] == 2 else output
+        )
+        if score.numel() != batch.targets.numel():
+            raise ModelError(
+                f"auc takes one or two scores per sample, found output {tuple(output.shape)} "
+                f"for target {tuple(batch.targets.shape)}",
+                do="use it with two classes, or torchmetrics' AUROC(task='multiclass', ...)",
+            )
+        self._scores.append(score.float().flatten().clone())
+        self._targets.append(batch.targets.float().flatten())
+
+    def compute(self) -> float:
+        """The area; NaN where only one class was seen."""
+        from sklearn.metrics import roc_auc_score
+
+        if not self._scores:
+            return float("nan")
+        targets, scores = _joined(self._targets) > 0.5, _joined(self._scores)
+        if bool(targets.all()) or not bool(targets.any()):
+            return float("nan")
+        return float(roc_auc_score(targets.numpy(), scores.numpy()))
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._scores.clear()
+        self._targets.clear()
+
+    def state_dict(self) -> Any:
+        """All scores and targets so far."""
+        return {"scores": list(self._scores), "targets": list(self._targets)}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        self._scores, self._targets = list(state["scores"]), list(state["targets"])
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """On the CPU; parts that a checkpoint gave back may lie elsewhere than the later ones."""
+    return torch.cat([part.to(parts[-1].device) for part in parts]).cpu()
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """How many answers are right, and how many count.
 
     Args:
-        output: scores, shape (samples, classes, ...), or logits of one shape with `target`.
-        target: class numbers, shape (samples, ...); class probabilities in the shape of the
-            scores; or 0 and 1 for logits.
+        output: scores, shape (samples, classes, ...), or one logit per target value.
+        target: class numbers, shape (samples, ...), of which -100 does not count; class
+            probabilities in the shape of the scores; or 0 and 1 for logits.
     """
-    if output.shape == target.shape and output.dim() > 1 and output.shape[1] > 1:
-        return (output.argmax(1) == target.argmax(1)).float().mean()
+    are_scores = output.dim() > 1 and output.shape[1] > 1
+    if output.shape == target.shape and are_scores and target.is_floating_point():
+        right = output.argmax(1) == target.argmax(1)
+        return right.sum(), right.numel()
     if output.numel() == target.numel():
-        return ((output.reshape(target.shape) > 0) == (target > 0.5)).float().mean()
-    return (output.argmax(1) == target).float().mean()
+        right = (output.reshape(target.shape) > 0) == (target > 0.5)
+        return right.sum(), right.numel()
+    answers = output.argmax(1)
+    if answers.numel() != target.numel():
+        raise ModelError(
+            f"accuracy cannot compare output {tuple(output.shape)} and target "
+            f"{tuple(target.shape)}",
+            do="let the model return (samples, classes, ...) for targets (samples, ...)",
+        )
+    target = target.reshape(answers.shape)
+    return (answers == target).sum(), (target != -100).sum()
 
 
-def _auc() -> Any:
-    from torchmetrics.classification import BinaryAUROC
+def _error_of(function: Callable[..., torch.Tensor]) -> Metric:
+    def error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        output = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+        return function(in_shape_of(output, target), target.to(output.dtype))
 
-    return BinaryAUROC()
+    return MeanOf(error)
 
 
 _NAMES: dict[str, Callable[[], Metric]] = {
     "accuracy": lambda: MeanOf(accuracy),
-    "auc": lambda: FromTorchmetrics(_auc()),
-    "mse": lambda: MeanOf(lambda o, t: torch.nn.functional.mse_loss(o.reshape(t.shape), t)),
-    "mae": lambda: MeanOf(lambda o, t: torch.nn.functional.l1_loss(o.reshape(t.shape), t)),
+    "auc": Auc,
+    "mse": lambda: _error_of(torch.nn.functional.mse_loss),
+    "mae": lambda: _error_of(torch.nn.functional.l1_loss),
 }
 
 
@@ -165,6 +248,11 @@ def _one(metric: Given) -> Metric:
                 do="use one of these names, a torchmetrics Metric, or a callable (output, target)",
             )
         return _NAMES[metric]()
+    if hasattr(metric, "metric_state") and hasattr(metric, "items"):
+        raise ModelError(
+            f"a {type(metric).__name__} gives several numbers at once",
+            do="pass its metrics by name: metrics=dict(collection)",
+        )
     if hasattr(metric, "metric_state"):
         return FromTorchmetrics(metric.clone())  # type: ignore[attr-defined]
     if callable(metric):

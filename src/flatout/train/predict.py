@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.data.batch import map_tensors, to, to_memory_format
+from flatout.data.batch import map_tensors
 from flatout.data.source import Source
+from flatout.errors import ModelError
 from flatout.train import guard
 from flatout.train.compute import call
 from flatout.train.evaluate import evaluating
@@ -21,29 +23,46 @@ def predict(trainer: Trainer, source: Source) -> Any:
 
     Raises:
         NumbersError: if a weight or buffer is not finite.
+        ModelError: if an output has no row for each sample, or is no tensor.
     """
     guard.check_state(trainer.model, "prediction")
-    device = trainer.ready_device()
+    trainer.be_ready()
     outputs = []
     with evaluating(trainer.model), trainer.autocast():
         for batch in source.batches(0, 0):
-            batch = to(batch, device, True)
-            if trainer.channels_last:
-                batch = to_memory_format(batch, torch.channels_last)
-            outputs.append(map_tensors(_to_host, call(trainer.model, batch.inputs)))
+            batch = trainer.ready(batch)
+            output = call(trainer.model, batch.inputs)
+            _check(output)
+            outputs.append(map_tensors(partial(_to_host, batch.size), output))
     return _joined(outputs)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        tensor = tensor.float()
-    return tensor.cpu().clone()
+def _check(output: Any) -> None:
+    """Refuse what `map_tensors` would take for a tuple, or iterate for ever."""
+    if isinstance(output, (dict, tuple, list)):
+        for part in output.values() if isinstance(output, dict) else output:
+            _check(part)
+    elif output is not None and not torch.is_tensor(output):
+        raise ModelError(f"the model returns a {type(output).__name__}, where a tensor is expected")
+
+
+def _to_host(size: int, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 0 or len(tensor) != size:
+        raise ModelError(
+            f"the model returns a tensor of shape {tuple(tensor.shape)} for {size} samples",
+            do="let it return one row per sample in evaluation mode",
+        )
+    half = tensor.dtype in (torch.bfloat16, torch.float16)
+    # A copy, because a view would keep the activations that it is a view of.
+    return tensor.to("cpu", torch.float32 if half else tensor.dtype, copy=True)
 
 
 def _joined(parts: list[Any]) -> Any:
     first = parts[0]
     if torch.is_tensor(first):
         return torch.cat(parts)
+    if first is None:
+        return None
     if isinstance(first, dict):
         return {key: _joined([part[key] for part in parts]) for key in first}
     return tuple(_joined([part[i] for part in parts]) for i in range(len(first)))

@@ -13,8 +13,10 @@ from torch import nn
 from flatout.devices import allocator, threads
 from flatout.models import find_rewrites, recompute_activations
 from flatout.optim import can_fuse, defuse, fuse
-from flatout.optim.fused import align_state
+from flatout.optim.fused import align_state, is_fused
 from flatout.recipe import ResolvedRecipe
+
+Undo = Callable[[], None]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -67,34 +69,56 @@ class Switch:
         self.model = model
         self.optimizer = optimizer
         self.device = device
-        self.now = Settings(threads=torch.get_num_threads(), allocator=allocator.current())
-        self._undo: dict[str, list[Callable[[], None]]] = {}
+        self.now = Settings(
+            memory_format=_format_of(model),
+            fused_optimizer=is_fused(optimizer),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            allocator=allocator.current(),
+            threads=torch.get_num_threads(),
+        )
+        # In the order in which they lie on top of one another: rewriting leaves alone what is
+        # recomputed, and both must be there before the model is compiled.
+        self._layers: dict[str, Callable[[], list[Undo]]] = {
+            "activation_checkpointing": lambda: [recompute_activations(self.model)],
+            "rewrites": lambda: [rewrite.apply() for rewrite in find_rewrites(self.model)],
+            "compile": lambda: [_compile(self.model)],
+        }
+        self._undo: dict[str, list[Undo]] = {}
 
     def use(self, wanted: Settings) -> None:
         """Bring model, optimiser and process from what they are to `wanted`."""
         now = self.now
+        # The optimiser's state follows its parameters before a fused kernel sees both.
         if wanted.memory_format != now.memory_format:
-            self.model.to(memory_format=_FORMATS[wanted.memory_format])  # type: ignore[call-overload]
+            _lay_out(self.model, _FORMATS[wanted.memory_format])
             align_state(self.optimizer)
         if wanted.fused_optimizer != now.fused_optimizer and can_switch(self.optimizer):
             (fuse if wanted.fused_optimizer else defuse)(self.optimizer)
-        if wanted.rewrites != now.rewrites:
-            self._toggle("rewrites", wanted.rewrites, self._rewrite)
-        if wanted.activation_checkpointing != now.activation_checkpointing:
-            self._toggle(
-                "recompute",
-                wanted.activation_checkpointing,
-                lambda: [recompute_activations(self.model)],
-            )
-        if wanted.compile != now.compile:
-            self._toggle("compile", wanted.compile, self._compile)
         if wanted.matmul_precision != now.matmul_precision:
             torch.set_float32_matmul_precision(wanted.matmul_precision)
         if wanted.threads != now.threads:
             threads.set_threads(wanted.threads)
         if wanted.allocator != now.allocator:
             (allocator.keep_memory if wanted.allocator == "keep" else allocator.default_memory)()
-        self.now = wanted
+        # What has been done stays known if changing the code fails.
+        self.now = wanted.but(**{name: getattr(now, name) for name in self._layers})
+        self._change_code(wanted)
+
+    def _change_code(self, wanted: Settings) -> None:
+        """Take layers off down to the lowest that changes, and put on those that are wanted."""
+        names = list(self._layers)
+        changing = [n for n in names if getattr(wanted, n) != getattr(self.now, n)]
+        if not changing:
+            return
+        above = names[names.index(changing[0]) :]
+        for name in reversed(above):
+            for undo in reversed(self._undo.pop(name, [])):
+                undo()
+        self.now = self.now.but(**dict.fromkeys(above, False))
+        for name in above:
+            if getattr(wanted, name):
+                self._undo[name] = self._layers[name]()
+                self.now = self.now.but(**{name: True})
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which forward runs."""
@@ -107,26 +131,33 @@ class Switch:
         """Take the code changes off the model again; weights, layout and optimiser stay."""
         self.use(self.now.but(rewrites=False, compile=False, activation_checkpointing=False))
 
-    def _toggle(self, key: str, on: bool, make: Callable[[], list[Callable[[], None]]]) -> None:
-        if on:
-            self._undo[key] = make()
-        else:
-            for undo in reversed(self._undo.pop(key, [])):
-                undo()
-
-    def _rewrite(self) -> list[Callable[[], None]]:
-        return [rewrite.apply() for rewrite in find_rewrites(self.model)]
-
-    def _compile(self) -> list[Callable[[], None]]:
-        self.model.compile()
-
-        def undo() -> None:
-            self.model._compiled_call_impl = None
-
-        return [undo]
-
 
 def can_switch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether fusing is ours to switch: torch can, and the user did not choose."""
-    ours = all(g.get("fused") is True and g.get("foreach") is False for g in optimizer.param_groups)
-    return can_fuse(optimizer) or ours
+    return can_fuse(optimizer) or is_fused(optimizer)
+
+
+def _format_of(model: nn.Module) -> str:
+    """The memory format of the model's images, going by its convolutions' weights."""
+    images = [p for p in model.parameters() if p.dim() == 4 and not p.is_contiguous()]
+    last = any(p.is_contiguous(memory_format=torch.channels_last) for p in images)
+    return "channels_last" if last else "contiguous"
+
+
+def _lay_out(model: nn.Module, memory_format: torch.memory_format) -> None:
+    """Like `model.to(memory_format=...)`, which would refuse a model with 3-D convolutions."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=memory_format)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.contiguous(memory_format=memory_format)
+
+
+def _compile(model: nn.Module) -> Undo:
+    before = model._compiled_call_impl
+    model.compile()
+
+    def undo() -> None:
+        model._compiled_call_impl = before
+
+    return undo

@@ -50,6 +50,11 @@ class StopSignals:
             signal.signal(signum, handler)
         self._before.clear()
 
+    def pass_on(self) -> None:
+        """Raise a signal that came too late to stop anything, for whoever gets it otherwise."""
+        if self.received is not None:
+            signal.raise_signal(self.received)
+
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None and signum == signal.SIGINT:
             raise KeyboardInterrupt

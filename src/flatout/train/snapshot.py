@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from flatout.data import randomness
+from flatout.errors import ModelError
+from flatout.optim.fused import align_state
 
 
 def random_state() -> dict[str, Any]:
@@ -30,52 +33,95 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """For a trial forward: afterwards buffers and random states are as before."""
+def untouched(model: nn.Module, *, only_on_error: bool = False) -> Iterator[None]:
+    """For a trial forward: afterwards buffers, modes and random states are as before.
+
+    Args:
+        model: its buffers and plain attributes (numbers, words) are put back.
+        only_on_error: leave them as they are if the block ends well.
+
+    Raises:
+        ModelError: the model has buffers without a shape yet, which cannot be put back.
+    """
     before = random_state()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    surroundings = _Surroundings(model)
     try:
         yield
+    except BaseException:
+        only_on_error = False
+        raise
     finally:
-        set_random_state(before)
-        for buffer, value in buffers:
-            # .data: no graph of the caller may notice that the value came and went.
-            buffer.data.copy_(value)
+        if not only_on_error:
+            set_random_state(before)
+            surroundings.restore()
 
 
 class Snapshot:
     """Weights, buffers, gradients, modes, optimiser state and random states at one moment.
 
     Args:
-        model: its parameters and buffers are cloned on their device.
+        model: its parameters and buffers are cloned on their device, its plain attributes kept.
         optimizer: its state dict is copied.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model = model
         self._optimizer = optimizer
-        self._values = {n: t.detach().clone() for n, t in _tensors(model)}
-        self._gradients = {
-            n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
-        }
-        self._modes = [(m, m.training) for m in model.modules()]
+        self._weights = [(p, p.detach().clone(), _clone(p.grad)) for p in model.parameters()]
+        self._surroundings = _Surroundings(model)
         self._state = copy.deepcopy(optimizer.state_dict())
         self._random = random_state()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Bring everything back; parameters keep their identity and their present strides."""
-        for name, tensor in _tensors(self._model):
+        for parameter, value, gradient in self._weights:
             # .data: no graph of the caller may notice that the value came and went.
-            tensor.data.copy_(self._values[name])
-        for name, parameter in self._model.named_parameters():
-            parameter.grad = self._gradients[name]
-        for module, training in self._modes:
-            module.training = training
+            parameter.data.copy_(value)
+            # A gradient of other strides would mislead fused kernels.
+            parameter.grad = None if gradient is None else _like(parameter, gradient)
+        self._surroundings.restore()
         # Copied again, because the optimiser goes on to write into what it is given.
         self._optimizer.load_state_dict(copy.deepcopy(self._state))
+        align_state(self._optimizer)
         set_random_state(self._random)
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+class _Surroundings:
+    """What a forward may change of a model: its buffers, and plain attributes such as counters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = [(m._buffers, dict(m._buffers)) for m in model.modules()]
+        self._values = [(buffer, _clone(buffer)) for buffer in model.buffers()]
+        self._attributes = [
+            (m, {name: value for name, value in vars(m).items() if isinstance(value, _PLAIN)})
+            for m in model.modules()
+        ]
+
+    def restore(self) -> None:
+        """Names of buffers that came since are taken away."""
+        for buffers, before in self._names:
+            buffers.clear()
+            buffers.update(before)
+        for buffer, value in self._values:
+            # .data: no graph of the caller may notice that the value came and went.
+            buffer.data.copy_(value)
+        for module, attributes in self._attributes:
+            vars(module).update(attributes)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _clone(tensor: torch.Tensor | None) -> Any:
+    if tensor is not None and is_lazy(tensor):
+        raise ModelError(
+            "the model has a lazy layer with buffers, which have no shape before the first batch",
+            do="call the model once on a batch before training, then make the optimiser",
+        )
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.layout is not torch.strided:
+        return gradient.clone()
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

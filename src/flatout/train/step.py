@@ -16,13 +16,18 @@ from typing import NamedTuple
 import torch
 
 from flatout.data.batch import Batch, split
+from flatout.errors import OutOfMemory
 from flatout.optim import Update
 from flatout.train.losses import Value
 from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch
-from flatout.train.snapshot import random_state, set_random_state
+from flatout.train.snapshot import untouched
 
 Compute = Callable[[Batch], Value]
+# Mean loss, its weight, and the times of forward and backward in ns; the gradients are in place.
+_Found = tuple[torch.Tensor, torch.Tensor | float, int, int]
+# Divides what is zero; any smaller and 1 / _TINY would not be finite in float32.
+_TINY = 1e-12
 
 
 class Done(NamedTuple):
@@ -60,7 +65,6 @@ class Stepper:
         self.notes: list[str] = []
         self._scaler: torch.amp.GradScaler | None = None
         self._use_autocast = False
-        self._applying = False
 
     def use(self, settings: Settings) -> None:
         """Switch to other settings before the next step."""
@@ -88,16 +92,24 @@ class Stepper:
         Raises:
             OutOfMemory: where the batch cannot be split further, or only by changing learning.
         """
+        found = self._gradients(compute, batches, step)
+        start = clock()
+        # Here weights change: an error is no longer a reason to take the step again.
+        if self._scaler is None:
+            self.update()
+        else:
+            self._update_scaled(self._scaler)
+        return Done(*found, clock() - start)
+
+    def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
-            if self.micro_batch == "whole":
-                return self._whole(compute, batches[0])
             try:
                 return self._whole(compute, batches[0])
             except (RuntimeError, MemoryError) as error:
                 self._shrink(error, batches, step)
         return self._in_pieces_that_fit(compute, batches, step)
 
-    def _whole(self, compute: Compute, batch: Batch) -> Done:
+    def _whole(self, compute: Compute, batch: Batch) -> _Found:
         """The common case: one batch, one piece."""
         start = clock()
         if self._use_autocast:
@@ -106,28 +118,24 @@ class Stepper:
         else:
             value = compute(batch)
         loss, weight = _mean(value, batch.size)
-        forward = clock()
+        middle = clock()
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-        backward = clock()
-        self._apply()
-        end = clock()
-        return Done(loss.detach(), weight, forward - start, backward - forward, end - backward)
+        return loss.detach(), weight, middle - start, clock() - middle
 
-    def _in_pieces_that_fit(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
-        buffers = self._kept_buffers()
-        before = random_state() if self.micro_batch == "auto" else None
-        while True:
+    def _in_pieces_that_fit(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
+        if self.micro_batch != "auto":
             try:
                 return self._in_pieces(compute, batches)
             except (RuntimeError, MemoryError) as error:
-                if before is None:
-                    raise
                 self._shrink(error, batches, step)
-                set_random_state(before)
-                for buffer, value in buffers:
-                    buffer.data.copy_(value)
+        while True:
+            try:
+                with untouched(self.switch.model, only_on_error=True):
+                    return self._in_pieces(compute, batches)
+            except (RuntimeError, MemoryError) as error:
+                self._shrink(error, batches, step)
 
-    def _in_pieces(self, compute: Compute, batches: Sequence[Batch]) -> Done:
+    def _in_pieces(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
         """Sums of the pieces' losses and gradients, divided once at the end by the whole weight."""
         samples = float(sum(batch.size for batch in batches))
         total: torch.Tensor | float = 0.0
@@ -135,13 +143,13 @@ class Stepper:
         forward = backward = 0
         for batch in batches:
             pieces = pieces_for(batch.size, self.micro_batch) * self.pieces
-            for piece in split(batch, min(pieces, batch.size)):
+            for piece in split(batch, pieces):
                 start = clock()
                 with self.switch.autocast():
                     part, part_weight = _sum(compute(piece), piece.size)
-                middle = clock()
                 # Divided by the sample count already, so that fp16's loss scale keeps its range.
                 scaled = part / samples
+                middle = clock()
                 if self._scaler is not None:
                     scaled = self._scaler.scale(scaled)
                 scaled.backward()  # type: ignore[no-untyped-call]
@@ -151,30 +159,21 @@ class Stepper:
                 backward += clock() - middle
         start = clock()
         self._divide(samples, weight)
-        self._apply()
         assert torch.is_tensor(total)
-        loss = total / (weight.clamp_min(1e-12) if torch.is_tensor(weight) else weight)
-        return Done(loss, weight, forward, backward, clock() - start)
+        loss = total / _not_zero(weight, total.dtype)
+        return loss, weight, forward, backward + clock() - start
 
     def _divide(self, samples: float, weight: torch.Tensor | float) -> None:
         """Gradients were divided by the sample count; make that the loss's own weight."""
         if not torch.is_tensor(weight) and weight == samples:
             return
-        factor = samples / (weight.clamp_min(1e-12) if torch.is_tensor(weight) else weight)
+        # In float64, so that a float64 model keeps its digits.
+        factor = samples / _not_zero(weight, torch.float64)
         gradients = [p.grad for p in self.update.parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def _apply(self) -> None:
-        # From here on weights change: an error is no longer a reason to take the step again.
-        self._applying = True
-        if self._scaler is None:
-            self.update()
-        else:
-            self._apply_scaled(self._scaler)
-        self._applying = False
-
-    def _apply_scaled(self, scaler: torch.amp.GradScaler) -> None:
+    def _update_scaled(self, scaler: torch.amp.GradScaler) -> None:
         optimizer = self.switch.optimizer
         if self.update.clip_norm is not None or self.update.clip_value is not None:
             scaler.unscale_(optimizer)
@@ -185,23 +184,31 @@ class Stepper:
 
     def _shrink(self, error: Exception, batches: Sequence[Batch], step: int) -> None:
         """After running out of memory: forget the attempt and split finer."""
-        if self._applying or not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise error
-        # The traceback keeps the failed step's tensors alive.
-        error.__traceback__ = None
+        _forget_frames(error)
         self.switch.optimizer.zero_grad(set_to_none=True)
         if self.switch.device.type == "cuda":
             torch.cuda.empty_cache()
         largest = max(batch.size for batch in batches)
+        if self.micro_batch != "auto":
+            raise OutOfMemory(
+                "memory ran out",
+                where=f"step {step}, batch of {largest}, micro_batch={self.micro_batch!r}",
+                do="set Memory(micro_batch='auto'), which splits the batch until it fits, or "
+                "Memory(activation_checkpointing='on')",
+            ) from error
         self.pieces = smaller(self.switch.model, self.pieces, largest, step)
         self.notes.append(
             f"step {step}: memory ran out; the batch now runs in {self.pieces} micro-batches"
         )
 
-    def _kept_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        if self.micro_batch != "auto":
-            return []
-        return [(b, b.detach().clone()) for b in self.switch.model.buffers()]
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Tracebacks keep the failed step's tensors alive, those of earlier errors as well."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _mean(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
@@ -210,9 +217,8 @@ def _mean(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
         return value, size
     total, weight = value
     if torch.is_tensor(weight):
-        # Nothing counted means no loss and no gradient, not 0/0.
-        return total / weight.detach().clamp_min(1e-12), weight.detach()
-    return total / max(weight, 1e-12), weight
+        weight = weight.detach()
+    return total / _not_zero(weight, total.dtype), weight
 
 
 def _sum(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
@@ -221,3 +227,8 @@ def _sum(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
         total, weight = value
         return total, weight.detach() if torch.is_tensor(weight) else weight
     return value * size, size
+
+
+def _not_zero(weight: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor | float:
+    """The weight to divide by: nothing counted means no loss and no gradient, not 0/0."""
+    return weight.to(dtype).clamp_min(_TINY) if torch.is_tensor(weight) else max(weight, _TINY)

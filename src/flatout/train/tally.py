@@ -19,7 +19,7 @@ class Tally:
         self._weight: torch.Tensor | float = 0.0
 
     def add(self, value: torch.Tensor, weight: torch.Tensor | float) -> None:
-        """Take one step's mean and the weight of that mean; nothing is read."""
+        """Take one step's mean and the weight of that mean, one number each; nothing is read."""
         self._values.append(value)
         self._weights.append(weight)
         if len(self._values) >= _FOLD:
@@ -33,7 +33,9 @@ class Tally:
 
     def reset(self) -> None:
         """Begin anew."""
-        self.__init__()  # type: ignore[misc]
+        self._values.clear()
+        self._weights.clear()
+        self._total = self._weight = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Total and weight so far."""
@@ -48,17 +50,21 @@ class Tally:
     def _fold(self) -> None:
         if not self._values:
             return
-        values = torch.stack(self._values).double()
-        if any(torch.is_tensor(w) for w in self._weights):
-            weights = torch.stack(
-                [
-                    torch.as_tensor(w, dtype=torch.float64, device=values.device)
-                    for w in self._weights
-                ]
-            )
-        else:
-            weights = torch.tensor(self._weights, dtype=torch.float64, device=values.device)
+        device = self._values[0].device
+        values = _column(self._values, device)
+        weights = _column(self._weights, device)
         self._total = self._total + (values * weights).sum()
         self._weight = self._weight + weights.sum()
         self._values.clear()
         self._weights.clear()
+
+
+def _column(numbers: list[Any], device: torch.device) -> torch.Tensor:
+    """The numbers, tensors among them, as one float64 vector on the device."""
+    if not any(torch.is_tensor(number) for number in numbers):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    tensors = [
+        n if torch.is_tensor(n) else torch.tensor(n, dtype=torch.float64, device=device)
+        for n in numbers
+    ]
+    return torch.stack([tensor.reshape(()) for tensor in tensors]).double()

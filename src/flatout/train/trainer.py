@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from flatout.data.batch import Batch, to
 from flatout.data.source import Source, as_source
+from flatout.data.sources.arrays import Arrays
 from flatout.devices import place, resolve_device
-from flatout.errors import ModelError
+from flatout.errors import CheckpointError, ModelError
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.save.fits import check_fits
 from flatout.save.model_file import load_model, save_model
@@ -107,12 +109,10 @@ class Trainer:
         self.metrics = metrics
         as_metrics(metrics)  # an unknown name is an error here, not after the first epoch
         self.optimizer = _as_optimizer(optimizer, model, lr)
-        self.scheduler = scheduler(self.optimizer) if _is_factory(scheduler) else scheduler
+        self.scheduler = _as_scheduler(scheduler, self.optimizer)
         self.schedule_every = schedule_every
         self.seed = seed
-        self.resolved: ResolvedRecipe | None = None
         self.history: History | None = None
-        self._say = say
         self._fit: Fit | None = None
         self._loop_arguments: dict[str, Any] = {
             "recipe": recipe,
@@ -187,11 +187,8 @@ class Trainer:
             validation = self._in_order(validation_data, None, validation_batch_size)
         self.loop = Loop(**self._loop_arguments, resume=resume)
         self._fit = Fit(self, source, validation, epochs, list(callbacks), progress)
-        try:
-            self.history = self._fit.run()
-        finally:
-            self._fit = None
-        return self.history
+        self.history = self._fit.state.history  # what there is of it, should fit end in an error
+        return self._fit.run()
 
     def evaluate(self, x: Any, y: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
         """Loss and metrics over all samples, each counted once; the model's modes are kept.
@@ -199,8 +196,9 @@ class Trainer:
         Raises:
             NumbersError: if a weight or buffer is not finite.
         """
-        source = self._in_order(x, y, batch_size)
-        return evaluate(self, source)
+        figures = evaluate(self, self._in_order(x, y, batch_size))
+        assert figures is not None
+        return figures
 
     def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
         """The model's outputs for all samples, in order, on the CPU.
@@ -235,16 +233,22 @@ class Trainer:
     def save_checkpoint(self, score: float | None = None) -> str:
         """Write a checkpoint of everything into the run folder; returns its path.
 
+        A callback may ask for one at any time: it is written once all callbacks had their turn.
+
+        Args:
+            score: the checkpoint with the smallest is kept beside the newest.
+
         Raises:
-            CheckpointError: without a run folder, or if it cannot be written.
+            CheckpointError: without a run folder, before the first fit, or if it cannot be written.
         """
-        extra = None if self._fit is None else self._fit.state_dict()
-        return self.loop.save(extra, score)
+        if self._fit is None:
+            raise CheckpointError("there is nothing to save before the first fit")
+        return self._fit.save_checkpoint(score)
 
     @property
-    def run_folder(self) -> Path | None:
-        """Where checkpoints and logs go; None where nothing is written."""
-        return None if self.loop.run is None else Path(self.loop.run)
+    def resolved(self) -> ResolvedRecipe | None:
+        """How the steps of the latest fit ran, with reasons; None before it."""
+        return self.loop.resolved
 
     def _in_order(self, x: Any, y: Any, batch_size: int | None) -> Source:
         if batch_size is None and _comes_in_samples(x):
@@ -267,29 +271,20 @@ class Trainer:
         workers = self.loop.requested.input.workers
         return 0 if workers == "auto" else workers
 
-    def ready_device(self) -> torch.device:
-        """The device of the model; a Trainer that has not fitted places it first."""
+    def be_ready(self) -> None:
+        """Place a model that has not been fitted yet."""
         if self.resolved is None:
-            device, _ = resolve_device(
-                self.loop.requested.world.device,
-                self.loop.requested.world.placement == "strict",
-            )
-            place(self.model, device)
-            return device
-        return self.loop.device
+            asked = self.loop.requested.world
+            self._device, _ = resolve_device(asked.device, asked.placement == "strict")
+            place(self.model, self._device)
+
+    def ready(self, batch: Batch) -> Batch:
+        """The batch on the model's device, laid out as training resolved to."""
+        return to(batch, self._device) if self.resolved is None else self.loop.ready(batch)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that training resolved to; plain before the first fit."""
-        if self.resolved is None:
-            return nullcontext()
-        return self.loop.stepper.switch.autocast()
-
-    @property
-    def channels_last(self) -> bool:
-        """Whether inputs are laid out channels-last."""
-        if self.resolved is None:
-            return False
-        return self.resolved.compute.memory_format == "channels_last"
+        return nullcontext() if self.resolved is None else self.loop.autocast()
 
 
 def _as_optimizer(optimizer: Any, model: nn.Module, lr: float | None) -> torch.optim.Optimizer:
@@ -299,7 +294,7 @@ def _as_optimizer(optimizer: Any, model: nn.Module, lr: float | None) -> torch.o
                 "lr was given beside an optimiser that has its own",
                 do="pass the optimiser's class, or set lr where the optimiser is made",
             )
-        return optimizer
+        return _checked(optimizer, model)
     if isinstance(optimizer, str):
         if optimizer not in _OPTIMIZERS:
             raise ModelError(
@@ -317,16 +312,45 @@ def _as_optimizer(optimizer: Any, model: nn.Module, lr: float | None) -> torch.o
     made = optimizer(parameters) if lr is None else optimizer(parameters, lr=lr)
     if not isinstance(made, torch.optim.Optimizer):
         raise ModelError(f"optimizer(...) gave a {type(made).__name__}, not a torch optimiser")
-    return made
+    return _checked(made, model)
+
+
+def _checked(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(
+            "LBFGS evaluates the loss several times in one step, which no step here does",
+            do="choose another optimiser, or train with a loop of plain PyTorch",
+        )
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ModelError(
+            "the optimiser has no parameter of this model",
+            do="make it from the parameters of the model that is passed here",
+        )
+    return optimizer
 
 
 def _comes_in_samples(x: Any) -> bool:
     """Whether batches are ours to make: not for loaders, sources and iterables of batches."""
-    return hasattr(x, "shape") or isinstance(x, (tuple, dict, Dataset))
+    return hasattr(x, "shape") or isinstance(x, (tuple, dict, Dataset, Arrays))
 
 
-def _is_factory(scheduler: Any) -> bool:
-    return callable(scheduler) and not hasattr(scheduler, "state_dict")
+def _as_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
+        scheduler = scheduler(optimizer)
+    if scheduler is None:
+        return None
+    if not all(hasattr(scheduler, name) for name in ("step", "state_dict", "load_state_dict")):
+        raise ModelError(
+            f"a scheduler is one of torch's, or takes the optimiser and gives one, found "
+            f"{type(scheduler).__name__}"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ModelError(
+            "the scheduler belongs to another optimiser than this Trainer's",
+            do="pass both objects, or a function that takes the optimiser and gives the scheduler",
+        )
+    return scheduler
 
 
 def _inputs_only(x: Any) -> Any:

@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from flatout.save.checkpoint import Checkpoints
+from flatout.optim.fused import align_state
+from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint, is_checkpoint
 from flatout.save.fits import check_fits
 from flatout.save.model_file import load_model
+from flatout.train.resume import check_optimizer
 
 
 def warm_start(model: nn.Module, optimizer: torch.optim.Optimizer, source: str | Path) -> str:
@@ -20,24 +22,32 @@ def warm_start(model: nn.Module, optimizer: torch.optim.Optimizer, source: str |
     Args:
         model: gets the weights in place.
         optimizer: gets the state tensors in place.
-        source: a run folder, its checkpoints folder, or a model file.
+        source: a run folder, its checkpoints folder, one checkpoint, or a model file.
 
     Raises:
-        CheckpointError: if there is none, it is damaged, or it belongs to another model.
+        CheckpointError: if there is none, it is damaged, or it belongs to another model or
+            optimiser; nothing is changed then.
     """
-    path = str(source)
+    path = str(source).rstrip("/")
     if path.endswith(".safetensors"):
         weights = load_model(path)
-        check_fits(model.state_dict(), weights)
+        check_fits(model.state_dict(), weights, where=path)
         model.load_state_dict(weights)
         return "warm start: weights kept, optimiser new"
-    loaded = Checkpoints(f"{path.removesuffix('/checkpoints')}/checkpoints").load()
-    check_fits(model.state_dict(), loaded.model)
+    loaded = _load(path)
+    check_fits(model.state_dict(), loaded.model, where=path)
+    check_optimizer(optimizer, loaded.state)
     model.load_state_dict(loaded.model)
-    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    optimizer.load_state_dict(loaded.state["optimizer"])
-    for group, now in zip(optimizer.param_groups, options, strict=True):
-        group.update(now)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({**loaded.state["optimizer"], "param_groups": groups})
+    align_state(optimizer)
     return (
         f"warm start from step {loaded.step:,}: weights and optimiser kept, step and schedule anew"
     )
+
+
+def _load(path: str) -> LoadedCheckpoint:
+    parent, _, name = path.rpartition("/")
+    if is_checkpoint(name):
+        return Checkpoints(parent or ".").load(name)
+    return Checkpoints(path if name == "checkpoints" else f"{path}/checkpoints").load()

@@ -26,6 +26,8 @@ _SMOOTHED_OVER_S = 3.0
 class Progress(Callback):
     """A live bar on a terminal, one plain line a minute elsewhere, and a line after each epoch.
 
+    What the History notes meanwhile, such as a step that ran in smaller parts, is said too.
+
     The bar shows throughput, time left in the epoch, mean loss, and the share of the time that is
     spent waiting for input. Time decides when it is drawn: `every` follows the measured steps, so
     that `on_step` is called about 10 times a second whatever a step takes, and the loss is read
@@ -45,6 +47,7 @@ class Progress(Callback):
         self._smooth = 0.0
         self._bar: Bar | None = None
         self._unsaid: str | None = None
+        self._notes_said = 0
 
     def on_fit_start(self, state: FitState) -> None:
         """Open the bar, or begin to wait for the first line."""
@@ -53,6 +56,8 @@ class Progress(Callback):
         self._live = self._out.is_interactive
         self._smooth = 0.0
         self._unsaid = None
+        # A resumed fit brings the notes of the one before.
+        self._notes_said = len(state.history.notes)
         self._said_at = -math.inf
         self._draw_at = perf_counter() + (0.0 if self._live else self._line_every)
         if self._live:
@@ -84,7 +89,8 @@ class Progress(Callback):
 
     def on_epoch_end(self, state: FitState) -> None:
         """Say the figures of the epoch."""
-        line = _epoch_line(state)
+        self._say_notes(state)
+        line = _epoch_line(state, self._out.width if self._live else math.inf)
         final = state.epoch + 1 >= state.epochs or state.stop_reason is not None
         if final or state.epochs <= 20 or perf_counter() - self._said_at >= 1.0:
             self._say(line)
@@ -99,6 +105,7 @@ class Progress(Callback):
             self._say(self._unsaid)
         if state.stop_reason is not None:
             self._say(f"stopped: {state.stop_reason}")
+        self._say_notes(state)
 
     def on_fit_error(self, state: FitState, error: BaseException) -> None:
         """Close the bar, so that the terminal is whole again."""
@@ -125,7 +132,7 @@ class Progress(Callback):
         figures.append(f"{_short(rate)} samples/s")
         if total:
             figures.append(f"ETA {_clock((total - done) * state.batch_size / rate)}")
-        figures.append(f"loss {state.read_loss():.4g}")
+        figures.append(f"loss {_figure(state.read_loss())}")
         figures.append(f"input wait {self._input_share(state):.0%}")
         return figures
 
@@ -145,6 +152,11 @@ class Progress(Callback):
         share = (waited - self._waited) / max(at - self._waited_at, 1e-9)
         self._waited, self._waited_at = waited, at
         return min(max(share, 0.0), 1.0)
+
+    def _say_notes(self, state: FitState) -> None:
+        for note in state.history.notes[self._notes_said :]:
+            self._say(f"note: {note}")
+        self._notes_said = len(state.history.notes)
 
     def _say(self, line: str) -> None:
         self._said_at = perf_counter()
@@ -183,18 +195,30 @@ def _epoch_of(state: FitState) -> str:
     return f"epoch {state.epoch + 1}/{state.epochs}"
 
 
-def _epoch_line(state: FitState) -> str:
+def _epoch_line(state: FitState, width: float) -> str:
+    """Return the figures of an epoch, on a line of at most `width` where that can be."""
     words = [_epoch_of(state)]
     times = state.history.step_times[-state.step_in_epoch :] if state.step_in_epoch else None
     if times is not None and times.size:
         words.append(f"{_short(times.size * state.batch_size / times.sum())} samples/s")
-    for name, value in state.logs.items():
-        words.append(_duration(value) if name == "seconds" else f"{name} {value:.4g}")
+    logs = dict(state.logs)
+    seconds = logs.pop("seconds", None)
+    for name, value in logs.items():
+        # A figure of the validation stands behind its like of the training.
+        if name.removeprefix("val_") not in logs or not name.startswith("val_"):
+            val = f" val {_figure(logs['val_' + name])}" if f"val_{name}" in logs else ""
+            words.append(f"{name} {_figure(value)}{val}")
+    if seconds is not None:
+        words.append(f"{seconds:.2g} s" if seconds < 10 else _clock(seconds))
+    # What the bar showed all along goes first where a line has no room.
+    if seconds is not None and len("  ".join(words)) > width:
+        words.pop()
     return "  ".join(words)
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else _clock(seconds)
+def _figure(value: float) -> str:
+    """Return a figure in as many digits as differ between epochs: 0.9758, 0.0667, 12.34."""
+    return f"{value:.3g}" if abs(value) < 0.1 else f"{value:.4g}"
 
 
 def _clock(seconds: float) -> str:

@@ -1,0 +1,171 @@
+"""What a checkpoint holds of a Loop, whether it fits the job at hand, and putting it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatout.data.batch import Batch
+from flatout.data.source import Source
+from flatout.errors import CheckpointError, DataError
+from flatout.optim.fused import align_state, fuse
+from flatout.save.checkpoint import LoadedCheckpoint
+from flatout.save.fits import check_fits
+from flatout.train.snapshot import random_state
+
+if TYPE_CHECKING:
+    from flatout.train.loop import Loop
+
+# So many sample numbers of the first batch tell one order from another.
+_SHOWN = 8
+_ANEW = "or begin a new run with warm_start"
+
+
+def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
+    """Everything but the weights that the next step depends on, and what tells the job."""
+    scaler, scheduler = loop.stepper.scaler, loop.scheduler
+    return {
+        "epoch": loop.epoch,
+        "step": loop.step_count,
+        "step_in_epoch": loop.step_in_epoch,
+        "batch_in_epoch": loop.batch_in_epoch,
+        "seed": loop.seed,
+        "accumulate": loop.accumulate,
+        "pieces": loop.stepper.pieces,
+        "optimizer": loop.optimizer.state_dict(),
+        "optimizer_kind": type(loop.optimizer).__qualname__,
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scheduler_kind": None if scheduler is None else type(scheduler).__qualname__,
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "random": random_state(),
+        "loss": loop.tally.state_dict(),
+        "source": None if loop.source is None else source_state(loop.source),
+        "first_samples": loop.first_samples,
+        "extra": extra,
+    }
+
+
+def source_state(source: Source) -> dict[str, Any]:
+    """What tells the data, and what the source needs to go on."""
+    return {
+        "digest": source.digest,
+        "batch_size": source.batch_size,
+        "steps": source.steps,
+        "words": source.describe(),
+        "state": source.state_dict(),
+    }
+
+
+def first_samples(first: list[Batch]) -> list[int] | None:
+    """The numbers of the first samples in the order of the first epoch, where they are known."""
+    if not first or first[0].indices is None:
+        return None
+    return [int(number) for number in first[0].indices[:_SHOWN]]
+
+
+def check_same_job(
+    loaded: LoadedCheckpoint,
+    loop: Loop,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+) -> None:
+    """Raise, before anything is changed, if the checkpoint is of another job.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    state = loaded.state
+    check_fits(model.state_dict(), loaded.model, where=loaded.name)
+    check_optimizer(optimizer, state)
+    found = None if scheduler is None else type(scheduler).__qualname__
+    if state["scheduler_kind"] != found:
+        raise CheckpointError(
+            f"the checkpoint has the scheduler {state['scheduler_kind']}, found {found}",
+            where=loaded.name,
+            do=f"use the same scheduler, {_ANEW}",
+        )
+    if (state["seed"], state["accumulate"]) != (loop.seed, loop.accumulate):
+        raise CheckpointError(
+            f"the checkpoint has seed={state['seed']} accumulate={state['accumulate']}, "
+            f"found seed={loop.seed} accumulate={loop.accumulate}",
+            where=loaded.name,
+            do=f"use the same values, {_ANEW}",
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise if the saved optimiser state is of another optimiser or other parameter groups.
+
+    Raises:
+        CheckpointError: naming both.
+    """
+    kind = type(optimizer).__qualname__
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+    if (state["optimizer_kind"], saved) != (kind, sizes):
+        raise CheckpointError(
+            f"the checkpoint's optimiser is {state['optimizer_kind']} with {saved} parameters in "
+            f"its groups, found {kind} with {sizes}",
+            do=f"make the optimiser as it was, {_ANEW} from a model file",
+        )
+
+
+def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] | None) -> None:
+    """Raise if the training data, their batches or their order differ from the checkpoint's.
+
+    Raises:
+        DataError: with both in words.
+    """
+    saved, now = state["source"], source_state(source)
+    if saved is None:
+        return
+    if any(saved[key] != now[key] for key in ("digest", "batch_size", "steps")):
+        raise DataError(
+            "the training data or batch size differ from those of the checkpoint",
+            where=f"then: {_words(saved)}\n  now: {_words(now)}",
+            do=f"resume with the same data and batch size, {_ANEW}",
+        )
+    if None not in (first, state["first_samples"]) and first != state["first_samples"]:
+        raise DataError(
+            "the samples come in another order than those of the checkpoint",
+            where=f"an epoch began with samples {state['first_samples']}, now with {first}",
+            do=f"resume with the same seed and shuffle, {_ANEW}",
+        )
+
+
+def put_back(loop: Loop, loaded: LoadedCheckpoint, *, same_machine: bool) -> None:
+    """Load what `state_of` gave, and the weights, into a prepared Loop."""
+    state = loaded.state
+    loop.model.load_state_dict(loaded.model)
+    load_optimizer(
+        loop.optimizer, state["optimizer"], fused=loop.stepper.switch.now.fused_optimizer
+    )
+    loop.stepper.update.refresh()
+    if loop.scheduler is not None:
+        loop.scheduler.load_state_dict(state["scheduler"])
+    if loop.stepper.scaler is not None and state["scaler"] is not None:
+        loop.stepper.scaler.load_state_dict(state["scaler"])
+    loop.epoch, loop.step_count = state["epoch"], state["step"]
+    loop.step_in_epoch, loop.batch_in_epoch = state["step_in_epoch"], state["batch_in_epoch"]
+    loop.tally.load_state_dict(state["loss"])
+    loop.restored_extra = state["extra"]
+    if same_machine:
+        loop.stepper.pieces = state["pieces"]
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], *, fused: bool) -> None:
+    """Load an optimiser's state and options; how its kernels run stays as it is decided now."""
+    kernels = [{k: g.get(k) for k in ("fused", "foreach")} for g in optimizer.param_groups]
+    optimizer.load_state_dict(saved)
+    for group, own in zip(optimizer.param_groups, kernels, strict=True):
+        group.update({k: v for k, v in own.items() if k in group})
+    align_state(optimizer)
+    if fused:
+        fuse(optimizer)
+
+
+def _words(state: Mapping[str, Any]) -> str:
+    return f"{state['words']}, batches of {state['batch_size']}, {state['steps']} an epoch"

@@ -1,0 +1,163 @@
+"""Peers are real processes here: small scripts that report made-up times."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from restarts import PEERS, Peer, PeerFailed, absence, ratio, run_in_turn, run_once, versions
+
+SCRIPT = """
+import argparse, json
+from pathlib import Path
+parser = argparse.ArgumentParser()
+for name in ("--out", "--name", "--log"):
+    parser.add_argument(name)
+parser.add_argument("--seconds", type=float, nargs="+")
+given = parser.parse_args()
+with open(given.log, "a") as log:
+    log.write(given.name + "\\n")
+note = "cwd " + str(Path.cwd())
+report = {"epoch_seconds": given.seconds, "steps": 10, "accuracy": 0.5, "note": note}
+Path(given.out).write_text(json.dumps(report))
+"""
+
+
+@pytest.fixture
+def make_peer(tmp_path):
+    script = tmp_path / "peer.py"
+    script.write_text(SCRIPT)
+
+    def make(name, *seconds, needs=()):
+        arguments = ["--name", name, "--log", str(tmp_path / "log")]
+        arguments += ["--seconds", *map(str, seconds)]
+        return Peer(name, str(script), tuple(arguments), needs)
+
+    return make
+
+
+@pytest.fixture
+def failing(tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text(f"open({str(tmp_path / 'log')!r}, 'a').write('failing\\n')\n1 / 0\n")
+    return Peer("failing", str(script))
+
+
+def silent(line):
+    """Nobody listens."""
+
+
+def test_a_step_is_the_median_epoch_divided_by_its_steps(make_peer):
+    rows = run_in_turn([make_peer("one", 4.0, 2.0, 9.0)], restarts=3, tell=silent)
+    assert rows["one"].seconds == [0.4, 0.4, 0.4]
+    assert rows["one"].accuracies == [0.5, 0.5, 0.5]
+    assert rows["one"].measured
+
+
+def test_peers_take_turns_and_every_other_round_runs_backwards(make_peer, tmp_path):
+    peers = [make_peer(name, 1.0) for name in "abc"]
+    said = []
+    run_in_turn(peers, restarts=3, tell=said.append)
+    assert (tmp_path / "log").read_text().split() == list("abccbaabc")
+    assert said[0] == "1/3 a: 100,000 us/step"
+    assert len(said) == 9
+
+
+def test_a_process_runs_in_a_folder_of_its_own_that_is_gone_afterwards(make_peer, tmp_path):
+    notes = {run_once(make_peer("one", 1.0))["note"] for _ in range(2)}
+    assert len(notes) == 2
+    assert all("flatout-bench-" in note for note in notes)
+    assert not any((tmp_path / note.removeprefix("cwd ")).exists() for note in notes)
+
+
+def test_an_absent_peer_is_reported_and_never_started(make_peer, tmp_path):
+    absent = make_peer("absent", 1.0, needs=("json", "no_such_module_here"))
+    assert absence(absent) == "absent: no_such_module_here is not installed"
+    rows = run_in_turn([absent, make_peer("here", 1.0)], restarts=2, tell=silent)
+    assert rows["absent"].reason == "absent: no_such_module_here is not installed"
+    assert not rows["absent"].measured
+    assert (tmp_path / "log").read_text().split() == ["here", "here"]
+
+
+def test_a_peer_that_fails_is_reported_and_costs_the_others_nothing(make_peer, failing, tmp_path):
+    rows = run_in_turn([failing, make_peer("here", 1.0)], restarts=2, tell=silent)
+    assert rows["failing"].reason == "failed: ZeroDivisionError: division by zero"
+    assert len(rows["here"].seconds) == 2
+    assert (tmp_path / "log").read_text().split() == ["failing", "here", "here"]
+
+
+def test_a_peer_that_reports_nothing_has_failed(tmp_path):
+    script = tmp_path / "silent.py"
+    script.write_text("print('nothing to report')")
+    with pytest.raises(PeerFailed, match=r"^nothing to report$"):
+        run_once(Peer("silent", str(script)))
+
+
+def test_only_leaves_out_the_others_and_says_so(make_peer):
+    peers = [make_peer("a", 1.0), make_peer("b", 1.0)]
+    rows = run_in_turn(peers, restarts=1, only=["b"], tell=silent)
+    assert rows["a"].reason == "left out by --only"
+    assert rows["b"].measured
+
+
+def test_a_ratio_is_slower_over_faster_with_its_interval(make_peer):
+    peers = [make_peer("slow", 3.0), make_peer("fast", 1.5)]
+    rows = run_in_turn(peers, restarts=1, tell=silent)
+    rows["slow"].seconds = [0.30, 0.33, 0.27]
+    rows["fast"].seconds = [0.15, 0.14, 0.16]
+    found = ratio(rows, "slow", "fast")
+    assert found.mid == pytest.approx(2.0)
+    assert 0.27 / 0.16 <= found.low < 2.0 < found.high <= 0.33 / 0.14
+    assert ratio(rows, "fast", "fast").mid == pytest.approx(1.0)
+
+
+def test_a_ratio_to_what_was_not_measured_is_the_reason(make_peer):
+    peers = [make_peer("a", 1.0), make_peer("b", 1.0, needs=("no_such_module_here",))]
+    rows = run_in_turn(peers, restarts=1, tell=silent)
+    expected = "b: absent: no_such_module_here is not installed"
+    assert ratio(rows, "a", "b") == ratio(rows, "b", "a") == expected
+
+
+SLEEPER = """
+import os, sys, time
+from pathlib import Path
+Path(sys.argv[3]).write_text(str(os.getpid()))
+time.sleep(120)
+"""
+
+BENCH_OF_ONE = """
+import sys
+sys.path.append(sys.argv[1])
+from restarts import PEERS, Peer, end_peers_on_sigterm, run_in_turn
+end_peers_on_sigterm()
+run_in_turn([Peer("sleeper", sys.argv[2], (sys.argv[3],))], restarts=1, tell=print)
+"""
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_sigterm_ends_the_peer_that_runs(tmp_path):
+    sleeper, pid_file = tmp_path / "sleeper.py", tmp_path / "pid"
+    sleeper.write_text(SLEEPER)
+    bench = subprocess.Popen(
+        [sys.executable, "-c", BENCH_OF_ONE, str(PEERS.parent), str(sleeper), str(pid_file)]
+    )
+    wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    bench.terminate()
+    assert bench.wait(timeout=60) == 143
+    assert not Path("/proc", pid_file.read_text()).exists()
+
+
+def test_versions_name_what_is_installed_and_nothing_else():
+    found = versions([Peer("a", "a.py", needs=("numpy", "no_such_module_here", "torch"))])
+    assert list(found) == ["numpy", "torch"]
+    assert json.dumps(found)
+    assert found["numpy"].count(".") >= 1

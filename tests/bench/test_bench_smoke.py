@@ -1,0 +1,68 @@
+"""The benches run as a user runs them, at their smallest, for the parts that need no peer."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+pytestmark = pytest.mark.slow
+
+
+def run_bench(name, *arguments, cwd):
+    done = subprocess.run(
+        [sys.executable, str(BENCH / name), "--restarts", "1", "--json", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(cwd.iterdir())
+    return json.loads(done.stdout)
+
+
+def test_trainer(tmp_path):
+    chosen = {"handwritten", "trainer", "trainer-again", "dataloader"}
+    arguments = ["--epochs", "2", "--samples", "640", "--only", *chosen]
+    found = run_bench("trainer.py", *arguments, cwd=tmp_path)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {name for name, row in rows.items() if row["seconds_per_step"]} == chosen
+    assert {rows[name]["reason"] for name in chosen} == {""}
+    assert rows["lightning"]["reason"]
+    assert found["keys"]["trainer_vs_handwritten"] > 0
+    assert found["keys"]["trainer_vs_itself"] > 0
+    assert found["keys"]["lightning_vs_trainer"] is None
+
+
+@pytest.mark.skipif(find_spec("lightning") is not None, reason="lightning is installed")
+def test_absent_peers_are_named(tmp_path):
+    arguments = ["--epochs", "1", "--samples", "64", "--only", "lightning", "handwritten"]
+    found = run_bench("trainer.py", *arguments, cwd=tmp_path)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["lightning"]["reason"] == "absent: lightning is not installed"
+    assert rows["handwritten"]["reason"] == ""
+
+
+def test_convnet(tmp_path):
+    chosen = {"flatout", "torch-fp32", "torch-bf16"}
+    arguments = ["--epochs", "1", "--images", "512", "--only", *chosen]
+    found = run_bench("convnet.py", *arguments, cwd=tmp_path)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {name for name, row in rows.items() if row["seconds_per_step"]} == chosen
+    assert rows["flatout"]["notes"][0].startswith("auto: ")
+    assert found["keys"]["vs_plain_torch"] > 0
+    assert found["keys"]["vs_best_peer"] > 0
+    assert found["keys"]["same_accuracy"] is None
+    assert found["details"]["same_accuracy"]["note"] == "needs --data"
+
+
+def test_startup(tmp_path):
+    found = run_bench("startup.py", cwd=tmp_path)
+    assert found["keys"]["help_ms"] > 0
+    assert isinstance(found["keys"]["import_ms"], float)
+    assert {row["reason"] for row in found["rows"]} == {""}

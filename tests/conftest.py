@@ -1,0 +1,28 @@
+"""What holds for all tests: no measured answer from elsewhere, no request from the environment."""
+
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _on_its_own(monkeypatch, tmp_path):
+    # Made only where something is measured, so a test's own folder stays as the test leaves it.
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / ".flatout-cache"))
+    for name in ("FLATOUT_RECIPE", "FLATOUT_SET", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    # Tests that never need torch do not pay for it here.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() > 2:
+        torch.set_num_threads(2)
+
+
+@pytest.fixture
+def one_thread():
+    """For many small steps: on a busy machine two threads wait for each other in each operator."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,146 @@
+"""Fits in child processes that are really killed, resumed until done, and compared.
+
+    python scripts_killed_fit.py FOLDER KILLS SEED arrays|loader|dataset
+
+One process imports torch and forks the fits, so that a kill costs milliseconds and not seconds.
+Prints one JSON object; every failed expectation is an exception.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from train_jobs import data, figures, network, quiet, saving
+
+import flatout
+from flatout.save import unfinished
+from flatout.save.checkpoint import Checkpoints
+from flatout.train.callbacks import EarlyStopping
+
+EPOCHS = 12
+
+
+class Slow(flatout.Callback):
+    """Gives the killer time, and tells it that steps are being made."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def on_step(self, state) -> None:
+        os.write(self.pipe, b".")
+        time.sleep(0.002)
+
+
+def source(kind: str):
+    x, y = data()
+    if kind == "arrays":
+        return {"x": (x, y), "batch_size": 8}
+    if kind == "loader":
+        return {"x": DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)}
+    return {"x": TensorDataset(x, y), "batch_size": 8}
+
+
+def fit(run: Path, kind: str, seed: int, pipe: int) -> None:
+    """Train to the end and write down what came out."""
+    torch.manual_seed(seed)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=300)
+    job = flatout.Trainer(
+        model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        metrics=["accuracy"],
+        recipe=saving(every=3),
+        allow="exact",
+        run=run,
+        say=quiet,
+    )
+    history = job.fit(
+        **source(kind),
+        epochs=EPOCHS,
+        validation_data=data(seed=1),
+        callbacks=[EarlyStopping("val_loss", patience=EPOCHS), Slow(pipe)],
+        resume=True,
+        progress=False,
+    )
+    digest = hashlib.sha256()
+    state = {**model.state_dict(), **optimizer.state_dict()["state"]}
+    for value in state.values():
+        parts = value.values() if isinstance(value, dict) else [value]
+        for part in parts:
+            digest.update(part.numpy().tobytes())
+    result = {"digest": digest.hexdigest(), "epochs": figures(history)}
+    (run / "result.json").write_text(json.dumps(result))
+
+
+def started(*arguments) -> tuple[int, int]:
+    """A child that fits; its number, and a pipe that gets a dot for each step."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            os.close(reading)
+            fit(*arguments, writing)
+            code = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(writing)
+    return pid, reading
+
+
+def finished(pid: int, reading: int) -> int:
+    with os.fdopen(reading, "rb") as pipe:
+        pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main(folder: Path, kills: int, seed: int, kind: str) -> dict[str, int]:
+    draw = random.Random(seed)
+    whole, run = folder / "whole", folder / "run"
+    assert finished(*started(whole, kind, 1)) == 0
+    last = progress = within = done = 0
+    while done < kills:
+        pid, reading = started(run, kind, 1 if last == 0 else 50 + done)
+        os.read(reading, 1)
+        time.sleep(draw.uniform(0, 0.25))
+        os.kill(pid, signal.SIGKILL)
+        if finished(pid, reading) == 0:
+            # It was through before the kill: the result is compared, and another one begins.
+            compare(whole, run)
+            run, last = folder / f"run-{done}", 0
+            continue
+        done += 1
+        checkpoints = run / "checkpoints"
+        within += any(map(unfinished.is_unfinished, os.listdir(checkpoints)))
+        store = Checkpoints(checkpoints)
+        name = store.latest()
+        assert (name is None) == (last == 0) or last == 0, "a whole checkpoint was lost"
+        if name is not None:
+            loaded = store.load(name)
+            assert loaded.step >= last, (loaded.step, last)
+            progress += loaded.step > last
+            last = loaded.step
+    assert finished(*started(run, kind, 50 + done)) == 0
+    compare(whole, run)
+    return {"kills": done, "progress": progress, "within": within}
+
+
+def compare(whole: Path, run: Path) -> None:
+    ours, theirs = (json.loads((f / "result.json").read_text()) for f in (run, whole))
+    assert ours == theirs, f"{run} differs from the undisturbed fit"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # no thread of torch's may be left behind by a fork
+    target, count, number, name = sys.argv[1:]
+    print(json.dumps(main(Path(target), int(count), int(number), name)))
