@@ -73,7 +73,7 @@ EXPECTED = [
     ("memory.micro_batch", "whole", 8, DRAWS, Parity.REDRAWN),
     ("memory.micro_batch", 8, 4, ModelFacts(True, True), Parity.LEARNING),
     ("memory.activation_checkpointing", "off", "on", DRAWS, Parity.EXACT),
-    ("memory.activation_checkpointing", "off", "on", COUPLED, Parity.LEARNING),
+    ("memory.activation_checkpointing", "off", "on", COUPLED, Parity.EXACT),
     ("memory.allocator", "default", "keep", NOTHING, Parity.EXACT),
     ("process.threads", 1, 2, NOTHING, Parity.TOLERANT),
     ("process.interop_threads", 1, 2, NOTHING, Parity.EXACT),

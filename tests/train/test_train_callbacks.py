@@ -567,10 +567,13 @@ def test_on_a_terminal_a_bar_is_drawn_and_taken_away(steps: int | None) -> None:
     fit.state.logs = logs(0)
     fit.call("on_epoch_end")
     fit.call("on_fit_end")
-    text = "".join(written(console))
+    text = "\n".join(written(console))
     assert "samples/s" in text
     assert "input wait 0%" in text
     assert ("ETA 0:0" in text) == (steps is not None)
+    # The bar leaves room at its right for what the terminal echoes.
+    bars = [part for part in re.split(r"\x1b\[[\d?]*\w|[\r\n]", text) if "input wait" in part]
+    assert {len(bar) for bar in bars} == {77}
     # About four a second, and the cursor is shown again.
     assert 1 <= fit.losses_read <= 5
     assert text.endswith("\x1b[?25h") or "\x1b[?25h" in text.split("loss 0.25")[-1]

@@ -160,8 +160,25 @@ def interrupted(job, step, *callbacks, **options):
         job.fit(callbacks=[*callbacks, at], **options)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("step", [2, 5, 8])
+FEW = {
+    ("arrays", 2),
+    ("arrays", 5),
+    ("a Dataset", 8),
+    ("a DataLoader", 2),
+    ("a DataLoader with a generator", 8),
+    ("a list of batches", 5),
+    ("a function", 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "step"),
+    [
+        pytest.param(source, step, marks=[] if (source, step) in FEW else pytest.mark.slow)
+        for source in SOURCES
+        for step in (2, 5, 8)
+    ],
+)
 def test_after_an_interruption_anywhere(tmp_path, source, step):
     """In the middle of the first epoch, at its end, in the middle of the second."""
     whole = Job(source=source).fit(callbacks=[StopAt(0, quiet)])
@@ -173,6 +190,18 @@ def test_after_an_interruption_anywhere(tmp_path, source, step):
     assert rest.said == [
         f"resumed step {step} from step-00000000{step}, 0 samples repeated, 0 skipped"
     ]
+
+
+@pytest.mark.slow
+def test_with_processes_that_read(tmp_path):
+    recipe = Recipe(input={"workers": 2})
+    whole = Job(source="a Dataset", recipe=recipe).fit(callbacks=[StopAt(0, quiet)])
+    interrupted(Job(tmp_path / "run", source="a Dataset", recipe=recipe), 7)
+    # In this process alone the same samples are drawn.
+    alone = Recipe(input={"workers": 0})
+    rest = Job(tmp_path / "run", source="a Dataset", recipe=alone)
+    rest.fit(resume=True, callbacks=[StopAt(0, quiet)])
+    rest.is_like(whole)
 
 
 @pytest.mark.parametrize("source", ["a Dataset", "a DataLoader"])
@@ -206,7 +235,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_with_every_kind_of_state(tmp_path, options, step):
     def job(run=None):
         made = model()
@@ -323,25 +352,10 @@ def test_an_early_stop_comes_at_the_same_epoch(tmp_path):
         made.stopping = EarlyStopping("val_loss", patience=3)
         return made
 
-    def fit(made, **options):
-        worse = [Worse()]
-        torch.manual_seed(7)
-        made.history = made.trainer.fit(
-            made.source,
-            batch_size=32,
-            epochs=9,
-            validation_data=data(seed=1),
-            progress=False,
-            **{**options, "callbacks": [*worse, made.stopping, *options["callbacks"]]},
-        )
-        return made
-
-    whole = fit(job(), callbacks=[StopAt(0, quiet)])
+    whole = job().fit(9, callbacks=[Worse(), StopAt(0, quiet)])
     assert len(whole.history.epochs) == 5
-    at = StopAt(18, lambda state: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Interrupted):
-        fit(job(tmp_path / "run"), callbacks=[at])
-    rest = fit(job(tmp_path / "run"), callbacks=[StopAt(0, quiet)], resume=True)
+    interrupted(job(tmp_path / "run"), 18, Worse(), epochs=9)
+    rest = job(tmp_path / "run").fit(9, callbacks=[Worse(), StopAt(0, quiet)], resume=True)
     assert rest.history.stop_reason == whole.history.stop_reason
     assert figures(rest.history) == figures(whole.history)
     assert same(rest.trainer.model, whole.trainer.model)  # of the best epoch, before the resume

@@ -58,7 +58,7 @@ def demo(
     try:
         result = _tour(out, data, epochs or (5 if data else 20), folder, seed)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        print("\nstopped", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         import json
@@ -201,7 +201,8 @@ def _show(out: Console, jobs: list[Job], history: History, saved: Path) -> None:
     out.print("a step of Flatout", style="bold")
     out.print(Lanes(history.lanes()))
     out.print()
-    out.print(f"saved {saved}, plain safetensors; its log and recipe lie beside it", soft_wrap=True)
+    out.print(f"saved {saved}", soft_wrap=True, markup=False)
+    out.print("  plain safetensors; the log and the recipe lie beside it")
     out.print("now yours: flatout run train.py")
 
 

@@ -41,7 +41,7 @@ _POOL_FUNCTIONS = (
     torch.max_pool2d,
     torch.max_pool3d,
 )
-# What gives a new tensor, one that nobody else can hold.
+# What only reads, and gives a new tensor, one that nobody else can hold.
 _FRESH_FUNCTIONS = (F.conv1d, F.conv2d, F.conv3d, F.batch_norm, operator.add, torch.add)
 _IN_PLACE = ("relu_", F.relu_, torch.relu_)
 
@@ -131,13 +131,33 @@ def _exchange(graph: fx.Graph, module: nn.Module) -> int:
         # Both go where the activation was: later the source might hold something else.
         with graph.inserting_before(activation):
             pooled = graph.node_copy(pool, {activation: source}.__getitem__)
-            moved = graph.node_copy(activation, {source: pooled}.__getitem__)
+            if all(_is_fresh(reader, module) for reader in pool.users):
+                moved = graph.node_copy(activation, {source: pooled}.__getitem__)
+            else:
+                moved = graph.create_node("call_function", *_unsaved(activation, module, pooled))
         pool.replace_all_uses_with(moved)
         graph.erase_node(pool)
         graph.erase_node(activation)
         pairs += 1
     graph.lint()
     return pairs
+
+
+def _unsaved(activation: fx.Node, module: nn.Module, pooled: fx.Node) -> tuple[Any, Any]:
+    """The activation as a function whose gradient does not need its result.
+
+    What reads a pool's result may write into it, in place. Into a ReLU's result it may not.
+    """
+    if _of(activation, module) in (nn.ReLU6, F.relu6):
+        return F.relu6, (pooled,)
+    return F.threshold, (pooled, 0.0, 0.0)
+
+
+def _of(node: fx.Node, module: nn.Module) -> Any:
+    """The class of a module node, or the function."""
+    if node.op == "call_module":
+        return type(module.get_submodule(str(node.target)))
+    return node.target
 
 
 def _is_pool(node: fx.Node, module: nn.Module) -> bool:
@@ -191,9 +211,10 @@ def _is_movable(node: fx.Node, module: nn.Module) -> bool:
 
 
 def _is_fresh(node: fx.Node, module: nn.Module) -> bool:
-    """Whether nobody can see what an in-place activation writes into this node's tensor."""
+    """Whether the node reads its input without writing, and gives a tensor that nobody else has."""
     if node.op == "call_module":
         source = module.get_submodule(str(node.target))
-        return isinstance(source, (_ConvNd, _BatchNorm, *_POOLS)) and not is_watched(source)
+        is_torchs = type(source).__module__.startswith("torch.") and not is_watched(source)
+        return is_torchs and isinstance(source, (_ConvNd, _BatchNorm, *_POOLS))
     functions = (*_FRESH_FUNCTIONS, *_POOL_FUNCTIONS)
     return node.op == "call_function" and node.target in functions

@@ -1,35 +1,39 @@
 """The program of a written `forward` as a graph, where the graph is sure to be the same program.
 
 torch.fx runs `forward` once on stand-ins for tensors and records what is done to them. It does not
-see the rest: which branch was taken, a context that was entered, a list that was appended to. So a
-forward is traced only where there is no rest: it is a straight line of assignments that ends in a
-return, and so is every function of the user's that it calls. Plain attributes that it reads become
-constants of the graph; they are handed back, so that a call can see whether they still hold.
+see the rest: which branch was taken, a context that was entered, a list that was appended to. So
+the source is read first, and a forward is run on stand-ins only where there is no rest: it is a
+straight line of assignments that ends in a return, and what it calls is torch's, a submodule, or a
+method of the same kind. Plain attributes that it reads become constants of the graph; they are
+handed back, so that a call can see whether they still hold.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
+import math
+import operator
 import pickle
-import sys
 import textwrap
+from collections import ChainMap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from flatout.data.randomness import random_state, set_random_state
 
-_SCALARS = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None))
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For, ast.Return)
 # Expressions that run a part of the code only sometimes, later, or that assign on the way.
-_BRANCHES = (
+_NOT_STRAIGHT = (
     ast.IfExp,
     ast.BoolOp,
     ast.Lambda,
@@ -38,9 +42,10 @@ _BRANCHES = (
     ast.Await,
     ast.Yield,
     ast.YieldFrom,
+    ast.Starred,
 )
-# torch's own code is trusted, but for what changes the code around it.
-_CONTEXTS = ("torch.utils._contextlib", "torch.utils.checkpoint", "torch.amp", "torch.autograd")
+_LIBRARIES = (torch, F, torch.special, torch.linalg, torch.fft, math, operator)
+_PURE = (range, len, zip, enumerate, reversed, int, float, tuple, list, min, max, sum)
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,15 @@ class Traced:
 def trace(module: nn.Module) -> Traced | None:
     """The graph of `module.forward`, or None where a graph might not be the same program."""
     forward = type(module).forward
-    if is_watched(module) or not _takes_positions_only(forward):
+    if "forward" in vars(module) or not isinstance(forward, FunctionType):
         return None
-    read: set[str] = set()
+    if not _takes_all(forward):
+        return None
+    attributes, before = set(vars(module)), random_state()
     tracer = _Tracer()
-    attributes = set(vars(module))
-    before = random_state()
     try:
-        with _only_straight_code(read):
-            graph = tracer.trace(module)
+        constants = _read(forward, module)
+        graph = tracer.trace(module)
     except Exception:
         return None
     finally:
@@ -77,10 +82,7 @@ def trace(module: nn.Module) -> Traced | None:
         met = [vars(module).pop(name) for name in vars(module).keys() - attributes]
         drew = not _same(random_state(), before)
         set_random_state(before)
-    constants = _constants(module, read)
-    if met or drew or constants is None:
-        return None
-    return Traced(graph, constants, tracer.inlined)
+    return None if met or drew else Traced(graph, constants, tracer.inlined)
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -111,10 +113,8 @@ class _Tracer(fx.Tracer):
         return False
 
 
-def _takes_positions_only(forward: Any) -> bool:
+def _takes_all(forward: FunctionType) -> bool:
     """Without defaults and keywords: `x is None` is decided while tracing, once for all calls."""
-    if not isinstance(forward, FunctionType) or _straight(forward.__code__) is None:
-        return False
     return all(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in inspect.signature(forward).parameters.values()
@@ -128,67 +128,122 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
-def _constants(module: nn.Module, read: set[str]) -> dict[str, Any] | None:
-    """The plain attributes among the names that were read; None if one is not plain."""
-    constants = {name: vars(module)[name] for name in read & vars(module).keys()}
-    others = (part for part in module.modules() if part is not module)
-    if not all(isinstance(value, _SCALARS) for value in constants.values()):
-        return None
-    if any((read & vars(part).keys()) - {"training"} for part in others):
-        return None
+# -- reading the source ----------------------------------------------------------------------------
+
+
+class _Unsure(Exception):
+    """A graph of this function might not be the same program."""
+
+
+def _read(function: FunctionType, module: nn.Module) -> dict[str, Any]:
+    """The plain attributes that a function of the module reads, and the methods that it calls.
+
+    Raises:
+        _Unsure: it does something that a graph would not hold.
+    """
+    if function.__code__ is nn.Sequential.forward.__code__:
+        return {}
+    source = _Source(function, module)
+    constants: dict[str, Any] = {}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute):
+            constants |= source.constant(node)
+        elif isinstance(node, ast.Assign) and isinstance(source.value(node.value), nn.Module):
+            raise _Unsure("a module under a local name")
+        elif isinstance(node, ast.Call):
+            method = source.method(node.func)
+            if method is not None:
+                constants |= _read(method, module)
     return constants
 
 
-@contextmanager
-def _only_straight_code(read: set[str]) -> Iterator[None]:
-    """Stop at the first function of the user's that is not a straight line, before it runs.
+class _Source:
+    """The source of a function that is a straight line, and what its names stand for."""
 
-    Args:
-        read: gets the names of the attributes that the user's functions mention.
-    """
-    if sys.getprofile() is not None:
-        raise RuntimeError("a profiler is at work")
+    def __init__(self, function: FunctionType, module: nn.Module) -> None:
+        self.tree = _parsed(function.__code__)
+        self.module = module
+        self.me = function.__code__.co_varnames[0]
+        self.locals = set(function.__code__.co_varnames) - {self.me}
+        closure = inspect.getclosurevars(function).nonlocals
+        self.globals = ChainMap(dict(closure), function.__globals__, vars(builtins))
+        self.layers = set(self._loops_over_modules())
 
-    def watch(frame: FrameType, event: str, _argument: Any) -> None:
-        if event != "call":
-            return
-        module = str(frame.f_globals.get("__name__"))
-        if module.startswith(_CONTEXTS):
-            raise RuntimeError(f"{module} changes how the code around it runs")
-        if module.partition(".")[0] not in _LIBRARIES and not module.startswith(_OURS):
-            names = _straight(frame.f_code)
-            if names is None:
-                raise RuntimeError(f"{frame.f_code.co_qualname} is not a straight line")
-            read.update(names)
+    def _loops_over_modules(self) -> Iterator[str]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.For) and isinstance(self.value(node.iter), nn.Module):
+                assert isinstance(node.target, ast.Name)
+                yield node.target.id
 
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
+    def value(self, expression: ast.expr) -> Any:
+        """What a name, or a chain of attributes, stands for; `_LOCAL` for what is computed."""
+        if isinstance(expression, ast.Name):
+            if expression.id == self.me:
+                return self.module
+            return _LOCAL if expression.id in self.locals else self.globals[expression.id]
+        if not isinstance(expression, ast.Attribute):
+            return _LOCAL
+        owner, name = self.value(expression.value), expression.attr
+        if owner is _LOCAL:
+            return _LOCAL
+        if isinstance(owner, nn.Module) and isinstance(
+            inspect.getattr_static(owner, name, None), property
+        ):
+            raise _Unsure("a property runs code")
+        found = getattr(owner, name)
+        return _LOCAL if isinstance(found, torch.Tensor) else found
+
+    def constant(self, node: ast.Attribute) -> dict[str, Any]:
+        """The attribute by its name, if it is one of the module's plain ones."""
+        owner = self.value(node.value)
+        self.value(node)  # raises for what is more than an attribute
+        if not isinstance(owner, nn.Module) or node.attr not in vars(owner):
+            return {}
+        value = vars(owner)[node.attr]
+        if owner is not self.module or not isinstance(value, _PLAIN):
+            raise _Unsure("an attribute that cannot be watched")
+        return {node.attr: value}
+
+    def method(self, called: ast.expr) -> FunctionType | None:
+        """The method of the module that is called; None if something known is."""
+        if isinstance(called, ast.Subscript) and isinstance(self.value(called.value), nn.Module):
+            return None
+        value = self.value(called)
+        if value is _LOCAL:
+            # A method of a tensor, or a layer of the list that is looped over.
+            if isinstance(called, ast.Attribute):
+                return None
+            if isinstance(called, ast.Name) and called.id in self.layers:
+                return None
+            raise _Unsure("a call of a local value")
+        if isinstance(value, nn.Module) or _is_pure(value):
+            return None
+        if isinstance(value, MethodType) and value.__self__ is self.module:
+            function = value.__func__
+            if isinstance(function, FunctionType) and function is not nn.Module.__call__:
+                return function
+        raise _Unsure(f"a call of {value}")
 
 
-_LIBRARIES = {"torch", *sys.stdlib_module_names} - {"__main__"}
-# This file, and the code that Python generates for named tuples.
-_OURS = (__name__, "namedtuple_")
+_LOCAL = object()
+
+
+def _is_pure(function: Any) -> bool:
+    """Whether it is torch's, or a builtin that only computes."""
+    name = getattr(function, "__name__", None)
+    return any(function is pure for pure in _PURE) or any(
+        isinstance(name, str) and vars(library).get(name) is function for library in _LIBRARIES
+    )
 
 
 @lru_cache(maxsize=1024)
-def _straight(code: CodeType) -> frozenset[str] | None:
-    """The names of attributes that a function reads; None if it is not a straight line."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError):
-        return None
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
-        return None
-    if not _is_straight(function.body):
-        return None
-    nodes = list(ast.walk(function))
-    if any(isinstance(node, _BRANCHES) for node in nodes):
-        return None
-    return frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
+def _parsed(code: CodeType) -> ast.FunctionDef:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or not _is_straight(tree.body):
+        raise _Unsure("not a straight line")
+    if any(isinstance(node, _NOT_STRAIGHT) for node in ast.walk(tree)):
+        raise _Unsure("a part that runs only sometimes")
+    return tree
 
 
 def _is_straight(body: list[ast.stmt]) -> bool:
@@ -201,7 +256,7 @@ def _is_straight(body: list[ast.stmt]) -> bool:
 
 def _assigns_names_only(line: ast.stmt) -> bool:
     if isinstance(line, ast.For):
-        return not line.orelse and _are_names([line.target]) and _is_straight(line.body)
+        return isinstance(line.target, ast.Name) and not line.orelse and _is_straight(line.body)
     if isinstance(line, ast.Assign):
         return _are_names(line.targets)
     if isinstance(line, (ast.AnnAssign, ast.AugAssign)):

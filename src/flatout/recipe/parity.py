@@ -114,11 +114,6 @@ def _micro_batch(facts: ModelFacts) -> Parity:
     return _redrawn_if(facts.draws_random, Parity.TOLERANT)
 
 
-def _activation_checkpointing(facts: ModelFacts) -> Parity:
-    # The random state is kept, but BatchNorm's running statistics are updated by both forwards.
-    return Parity.LEARNING if facts.batch_coupled else Parity.EXACT
-
-
 _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     "compute.precision": Parity.TOLERANT,
     "compute.memory_format": _memory_format,
@@ -129,7 +124,8 @@ _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     "compute.matmul_precision": Parity.TOLERANT,
     "compute.deterministic": Parity.TOLERANT,
     "memory.micro_batch": _micro_batch,
-    "memory.activation_checkpointing": _activation_checkpointing,
+    # The second forward has the random state and the buffers of the first, and updates neither.
+    "memory.activation_checkpointing": Parity.EXACT,
     "memory.allocator": Parity.EXACT,
     "process.threads": Parity.TOLERANT,
     # No operator of a step is divided among these threads, so no sum changes its order.

@@ -73,10 +73,7 @@ class Comparison:
             )
         yield table
         if any(job.step_p90_ms > _CALM * job.step_ms for job in self.jobs):
-            yield Text(
-                "step times varied much, so something else kept this machine busy: the "
-                "speeds are rough"
-            )
+            yield Text("step times varied much: this machine was busy, so the speeds are rough")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ def evaluate(
             value = compute(batch)
             if isinstance(value, tuple):
                 total, weight = value
-                safe = weight.clamp_min(1e-12) if torch.is_tensor(weight) else max(weight, 1e-12)
+                # Where nothing is counted, nothing is added.
+                safe = torch.as_tensor(weight, dtype=total.dtype).clamp_min(1e-12)
                 tally.add(total / safe, weight)
             else:
                 tally.add(value, batch.size)

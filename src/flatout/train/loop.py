@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, to, to_memory_format
+from flatout.data.batch import Batch, split, to, to_memory_format
 from flatout.data.source import Source
 from flatout.devices import find_ping_pong, place, process, resolve_device
 from flatout.errors import CheckpointError, FlatoutError, NumbersError
@@ -38,7 +38,7 @@ from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
 from flatout.save.storage import Folder
 from flatout.train import auto, guard
 from flatout.train.checks import check_first_batch
-from flatout.train.micro_batch import estimate_pieces
+from flatout.train.micro_batch import estimate_pieces, pieces_for
 from flatout.train.resume import (
     check_same_data,
     check_same_job,
@@ -189,6 +189,8 @@ class Loop:
         for line in self._first_words:
             self.say(line)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        if self.requested.process.threads == "auto":
+            self._undo.callback(torch.set_num_threads, torch.get_num_threads())
         loaded = self._find_checkpoint()
         if loaded is not None:
             check_same_job(loaded, self, model, optimizer, scheduler)
@@ -252,7 +254,6 @@ class Loop:
     def _note_undo(self) -> None:
         """What a script expects to find as it was: its model's code and torch's global settings."""
         undo = self._undo.callback
-        undo(torch.set_num_threads, torch.get_num_threads())
         undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         undo(
             torch.use_deterministic_algorithms,
@@ -432,12 +433,21 @@ class Loop:
             with self.autocast():
                 return compute(batch)
 
-        # Of several batches in a step, the first whose loss is bad; where only a gradient is, the
-        # first.
+        def pieces(batch: Batch) -> int:
+            return pieces_for(batch.size, self.stepper.micro_batch) * self.stepper.pieces
+
+        # Of several batches the first with a bad loss; where only a gradient is bad, the first.
         culprit = next(iter(batches), None)
         if len(batches) > 1:
-            with torch.no_grad():
-                culprit = next((b for b in batches if not _is_finite(forward(b))), culprit)
+            with untouched(self.model), torch.no_grad():
+                culprit = next(
+                    (
+                        batch
+                        for batch in batches
+                        if not all(_is_finite(forward(p)) for p in split(batch, pieces(batch)))
+                    ),
+                    culprit,
+                )
         return guard.explain_bad_step(
             self.model,
             forward,
@@ -445,6 +455,7 @@ class Loop:
             step=step,
             learning_rate=rate,
             held_back=self.stepper.update.gated,
+            pieces=1 if culprit is None else pieces(culprit),
         )
 
     # -- checkpoints -------------------------------------------------------------------------

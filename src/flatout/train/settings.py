@@ -92,7 +92,8 @@ class Switch:
         if wanted.memory_format != now.memory_format:
             _lay_out(self.model, _FORMATS[wanted.memory_format])
             align_state(self.optimizer)
-        if wanted.fused_optimizer != now.fused_optimizer and can_switch(self.optimizer):
+        # Asked of the optimiser itself: a state that was loaded meanwhile brings its own options.
+        if wanted.fused_optimizer != is_fused(self.optimizer) and can_switch(self.optimizer):
             (fuse if wanted.fused_optimizer else defuse)(self.optimizer)
         if wanted.matmul_precision != now.matmul_precision:
             torch.set_float32_matmul_precision(wanted.matmul_precision)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.constrain import Constrain
 from rich.progress import BarColumn, TaskID, TextColumn
-from rich.progress import Progress as Bar
-from rich.table import Column
+from rich.progress import Progress as RichProgress
+from rich.table import Column, Table
 
 from flatout.train.callbacks.callback import Callback
 from flatout.train.callbacks.rate import Rate
@@ -26,13 +28,12 @@ _SMOOTHED_OVER_S = 3.0
 class Progress(Callback):
     """A live bar on a terminal, one plain line a minute elsewhere, and a line after each epoch.
 
-    What the History notes meanwhile, such as a step that ran in smaller parts, is said too.
-
     The bar shows throughput, time left in the epoch, mean loss, and the share of the time that is
     spent waiting for input. Time decides when it is drawn: `every` follows the measured steps, so
     that `on_step` is called about 10 times a second whatever a step takes, and the loss is read
     only for what is drawn. Of more than 20 epochs, those that end within a second of the last line
-    get none; the final epoch always gets its line.
+    get none; the final epoch always gets its line. What the History notes meanwhile, such as a step
+    that ran in smaller parts, is said too.
 
     Args:
         console: where to write; stderr by default, so that a script's own output stays its own.
@@ -45,7 +46,7 @@ class Progress(Callback):
         self._line_every = line_every
         self._rate = Rate()
         self._smooth = 0.0
-        self._bar: Bar | None = None
+        self._bar: _Bar | None = None
         self._unsaid: str | None = None
         self._notes_said = 0
 
@@ -69,7 +70,8 @@ class Progress(Callback):
         self._rate.restart(state.step)
         self._looked_step, self._looked_at = state.step, now
         self._rated_at, self._waited, self._waited_at = now, _waited(state), now
-        self._draw(state)
+        if now >= self._draw_at:
+            self._draw(state)
 
     def on_step(self, state: FitState) -> None:
         """Draw if it is time to."""
@@ -168,8 +170,25 @@ class Progress(Callback):
             self._bar = None
 
 
-def _open_bar(out: Console) -> tuple[Bar, TaskID]:
-    bar = Bar(
+class _Bar(RichProgress):
+    """A bar that leaves room for the `^C` that a terminal shows: else it would begin a new line."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield _Narrower(self.make_tasks_table(self.tasks))
+
+
+class _Narrower:
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
+        yield Constrain(self._table, options.max_width - 3)
+
+
+def _open_bar(out: Console) -> tuple[_Bar, TaskID]:
+    bar = _Bar(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6)),
         TextColumn("{task.fields[figures]}"),

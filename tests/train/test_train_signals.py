@@ -1,0 +1,263 @@
+"""Ctrl-C and SIGTERM: a checkpoint, the right exit code, and a resume that goes on exactly."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import scripts_interrupted_fit
+from train_jobs import StopAt, data, network, quiet, trainer
+
+import flatout
+from flatout.errors import CheckpointError
+from flatout.save.checkpoint import Checkpoints
+from flatout.train.signals import Interrupted, StopSignals
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCRIPT = Path(__file__).with_name("scripts_interrupted_fit.py")
+
+
+def start(folder, *options):
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *options],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # As a terminal's shell has it: a background job may have begun with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def until(process, words):
+    for line in process.stdout:
+        if line.startswith(words):
+            return
+    raise AssertionError(f"{words!r} was never said: {process.stderr.read()}")
+
+
+def end(process, seconds=60):
+    try:
+        said, errors = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, said, errors
+
+
+def at_step(step, signum):
+    return StopAt(step, lambda state: signal.raise_signal(signum))
+
+
+# -- in this process -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("signum", "name", "code"), [(signal.SIGINT, "^C", 130), (signal.SIGTERM, "SIGTERM", 143)]
+)
+def test_a_signal_ends_training_with_a_checkpoint_and_its_code(tmp_path, signum, name, code):
+    said = []
+    run = tmp_path / "run"
+    job = trainer(network(), run=run, say=said.append)
+    with pytest.raises(Interrupted) as caught:
+        job.fit(data(), batch_size=32, epochs=3, callbacks=[at_step(7, signum)], progress=False)
+    assert caught.value.code == code
+    assert caught.value.signum == signum
+    path = f"{run}/checkpoints/step-000000007"
+    assert caught.value.checkpoint == path
+    assert said[-1] == (
+        f"{name} step 7 -> checkpoint {path}, exit {code}; "
+        f"go on with Trainer(..., run='{run}').fit(..., resume=True)"
+    )
+    assert Checkpoints(run / "checkpoints").load().step == 7
+    # What the fit had until then is not lost either.
+    assert len(job.history.epochs) == 1
+
+
+def test_without_a_run_folder_one_is_made_and_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    job = trainer(network(), say=said.append)
+    with pytest.raises(Interrupted) as caught:
+        job.fit(data(), callbacks=[at_step(2, signal.SIGINT)], progress=False)
+    run = re.search(r"run='(runs/[\d-]+)'", said[-1])[1]
+    assert caught.value.checkpoint == f"{run}/checkpoints/step-000000002"
+    resumed = trainer(network(), run=run)
+    history = resumed.fit(data(), callbacks=[StopAt(0, quiet)], resume=True, progress=False)
+    assert history.timeline.steps == 3
+
+
+def test_handlers_are_put_back_after_any_end():
+    def mine(signum, frame):
+        raise AssertionError
+
+    before = signal.signal(signal.SIGINT, mine), signal.signal(signal.SIGTERM, mine)
+    try:
+        trainer(network()).fit(data(), progress=False)
+        assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM) is mine
+        for failing in (StopAt(2, lambda state: 1 / 0), "no callback at all"):
+            with pytest.raises((ZeroDivisionError, AttributeError)):
+                trainer(network()).fit(data(), callbacks=[failing], progress=False)
+            assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+
+
+def test_what_was_ignored_stays_ignored():
+    """A job behind nohup or in a background shell does not hear Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        job = trainer(network())
+        history = job.fit(data(), callbacks=[at_step(2, signal.SIGINT)], progress=False)
+        assert history.timeline.steps == 5
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    def twice(state):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(network()).fit(data(), callbacks=[StopAt(2, twice)], progress=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_in_a_thread_nothing_is_changed():
+    seen = []
+
+    class Look(flatout.Callback):
+        def on_step(self, state):
+            seen.append((signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)))
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def fit():
+        trainer(network()).fit(data(), callbacks=[Look()], progress=False)
+
+    thread = threading.Thread(target=fit)
+    thread.start()
+    thread.join()
+    assert seen == [before] * 5
+
+
+def test_at_a_prompt_it_is_a_keyboard_interrupt_after_the_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    said = []
+    job = trainer(network(), run=tmp_path / "run", say=said.append)
+    with pytest.raises(KeyboardInterrupt):
+        job.fit(data(), callbacks=[at_step(2, signal.SIGINT)], progress=False)
+    assert "exit" not in said[-1]
+    assert Checkpoints(tmp_path / "run" / "checkpoints").load().step == 2
+    # The prompt goes on with the same objects.
+    history = job.fit(data(), callbacks=[StopAt(0, quiet)], resume=True, progress=False)
+    assert history.timeline.steps == 3
+
+
+def test_a_signal_that_comes_too_late_is_not_swallowed():
+    class AtTheEnd(flatout.Callback):
+        def on_fit_end(self, state):
+            signal.raise_signal(signal.SIGINT)
+
+    job = trainer(network())
+    with pytest.raises(KeyboardInterrupt):
+        job.fit(data(), callbacks=[AtTheEnd()], progress=False)
+    assert len(job.history.epochs) == 1
+
+
+def test_the_step_that_was_just_saved_is_not_saved_again(tmp_path):
+    asked = StopAt(3, lambda state: state.trainer.save_checkpoint())
+    job = trainer(network(), run=tmp_path / "run")
+    with pytest.raises(Interrupted) as caught:
+        job.fit(data(), callbacks=[asked, at_step(3, signal.SIGTERM)], progress=False)
+    assert Path(caught.value.checkpoint).name == "step-000000003"
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000003"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path):
+    run = tmp_path / "run"
+
+    def spoil(state):
+        (run / "checkpoints").rmdir()
+        (run / "checkpoints").write_text("")
+        signal.raise_signal(signal.SIGTERM)
+
+    job = trainer(network(), run=run)
+    with pytest.raises(CheckpointError, match=f"(?s)cannot .*{run}"):
+        job.fit(data(), callbacks=[StopAt(2, spoil)], progress=False)
+
+
+def test_the_signals_own_class_notes_and_restores():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        assert signals.received is None
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)  # a scheduler may send it again
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# -- real processes ------------------------------------------------------------------------------
+
+
+def test_a_script_that_is_interrupted_and_started_again(tmp_path, monkeypatch, capsys):
+    """SIGINT while training, SIGTERM while validating, then to the end: as if undisturbed."""
+    first = start(tmp_path, "run", "--wait=23")
+    until(first, "training 23")
+    first.send_signal(signal.SIGINT)
+    code, _, errors = end(first)
+    assert code == 130
+    assert "flatout: ^C step 23 -> checkpoint run/checkpoints/step-000000023, exit 130" in errors
+    assert "Traceback" not in errors
+    second = start(tmp_path, "run", "--resume", "--slow-validation")
+    until(second, "training 38")  # the last step of the second epoch
+    time.sleep(0.3)
+    second.send_signal(signal.SIGTERM)
+    code, said, errors = end(second, 20)
+    assert code == 143
+    assert "evaluated" not in said
+    assert "flatout: SIGTERM step 38 -> checkpoint run/checkpoints/step-000000038, exit 143" in (
+        errors
+    )
+    third = start(tmp_path, "run", "--resume")
+    code, said, errors = end(third)
+    assert code == 0, errors
+    assert "training 39" in said
+    assert "training 38" not in said
+    monkeypatch.chdir(tmp_path)
+    scripts_interrupted_fit.main("whole")
+    assert said.splitlines()[-1] == capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_terminal_reaches_the_processes_that_read_data_too(tmp_path):
+    process = start(tmp_path, "run", "--workers")
+    until(process, "training 3")
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, errors = end(process)
+    assert code == 130, errors
+    assert "^C step" in errors
+    assert Checkpoints(tmp_path / "run" / "checkpoints").load().step >= 3
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_script_at_once(tmp_path):
+    process = start(tmp_path, "run", "--dawdle")
+    until(process, "training 1")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None  # it lets the step end, which takes a minute here
+    process.send_signal(signal.SIGINT)
+    code, _, errors = end(process, 20)
+    assert code == -signal.SIGINT  # Python's own end by KeyboardInterrupt
+    assert "KeyboardInterrupt" in errors
