@@ -27,6 +27,7 @@ def _own_cache(tmp_path, monkeypatch):
     # Long enough a run that measuring is always worth it, short enough for a test.
     monkeypatch.setattr(auto, "LONGEST_S", 1.0)
     monkeypatch.setattr(auto_trials, "BLOCK_S", 0.002)
+    monkeypatch.setattr(auto_trials, "NOISE", 1e9)  # tests run on busy machines
     yield
     allocator.default_memory()
 
@@ -260,6 +261,16 @@ def test_the_answer_is_cached_and_keyed_by_the_job(monkeypatch):
     prepared(nn.Sequential(nn.Flatten(), nn.Linear(196, 10)))
     prepared(small_net(), allow="exact")
     assert len(calls) == 2
+
+
+def test_what_was_measured_on_a_busy_machine_is_not_kept(monkeypatch, tmp_path):
+    times = iter(range(1, 10**6))
+    timed_by(monkeypatch, lambda s: 0.01 * (1 + next(times) % 7))
+    monkeypatch.setattr(auto_trials, "NOISE", 0.2)
+    said: list[str] = []
+    prepared(small_net(), said=said)
+    assert "busy" in said[0]
+    assert not (tmp_path / "cache" / "auto").exists()
 
 
 def test_a_damaged_cache_is_measured_anew(tmp_path):

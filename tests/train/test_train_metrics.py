@@ -33,14 +33,21 @@ def test_accuracy_counts_samples_whatever_the_batches():
         assert fed(metric, outputs, targets, sizes) == pytest.approx(expected, abs=1e-7)
 
 
+def share(output, target):
+    right, counted = accuracy(output, target)
+    return float(right) / float(counted)
+
+
 def test_accuracy_of_logits_pixels_and_probabilities():
     logits, truth = torch.randn(50, 1), torch.randint(0, 2, (50,))
-    expected = ((logits[:, 0] > 0) == (truth == 1)).float().mean()
-    assert accuracy(logits, truth) == expected
+    expected = ((logits[:, 0] > 0) == (truth == 1)).double().mean()
+    assert share(logits, truth) == pytest.approx(float(expected))
     pixels, labels = torch.randn(4, 3, 5, 5), torch.randint(0, 3, (4, 5, 5))
-    assert accuracy(pixels, labels) == (pixels.argmax(1) == labels).float().mean()
+    expected = (pixels.argmax(1) == labels).double().mean()
+    assert share(pixels, labels) == pytest.approx(float(expected))
     scores, soft = torch.randn(20, 3), torch.rand(20, 3)
-    assert accuracy(scores, soft) == (scores.argmax(1) == soft.argmax(1)).float().mean()
+    expected = (scores.argmax(1) == soft.argmax(1)).double().mean()
+    assert share(scores, soft) == pytest.approx(float(expected))
 
 
 def test_auc_is_scikit_learns():

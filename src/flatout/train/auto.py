@@ -11,7 +11,7 @@
     7  compile     only where the run is long enough to repay the compilation
 
 The time spent is a share of the run, and a few seconds at most. The answer is kept in a cache by
-model, shapes, machine and request.
+model, shapes, machine and request, unless the machine was too busy to measure well.
 """
 
 from __future__ import annotations
@@ -96,8 +96,10 @@ def resolve(
             expected = steps * step_s / (trials.whole.ratio if trials.whole else 1.0)
             found |= _compile(trials, best, expected, facts, allow)
     resolved = requested.resolve({**plain, **found}, machine, facts)
-    auto_cache.write(key, resolved)
-    say(_line(resolved, trials.whole, time.perf_counter() - began))
+    busy = "; the machine is busy, so the next run measures anew" if trials.disturbed else ""
+    if not busy:
+        auto_cache.write(key, resolved)
+    say(_line(resolved, trials.whole, time.perf_counter() - began) + busy)
     return resolved
 
 

@@ -7,6 +7,7 @@ optimiser and random states are put back bit for bit at the end.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from flatout.train.step import Compute, Stepper
 LONG_STEP_S = 0.3
 # Large gains that do not depend on the size of the tensors show on a part of the batch as well.
 QUICK_PART = 4
+# A/A noise above which an answer holds for this run only.
+NOISE = 0.2
 # A block of steps lasts at least this long, so that the clock and the switching do not show.
 BLOCK_S = 0.04
 
@@ -297,6 +300,12 @@ class Trials:
         if self.stepper.switch.device.type == "cuda":
             torch.cuda.synchronize(self.stepper.switch.device)
         return time.perf_counter() - began
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other work on this machine made the measurements too coarse to keep."""
+        done = [*self.results.values(), *filter(None, (self.together, self.whole))]
+        return bool(done) and statistics.median(trial.floor for trial in done) > NOISE
 
     # -- words -------------------------------------------------------------------------------
 

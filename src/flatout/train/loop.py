@@ -467,18 +467,22 @@ class Loop:
         Raises:
             CheckpointError: if the Loop has no `run` folder.
         """
-        if self.run is None:
-            raise CheckpointError(
-                "there is no run folder", do="give Loop or Trainer run='runs/name'"
-            )
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(
-                f"{self.run}/checkpoints",
+                self._checkpoint_folder,
                 keep_last=self.requested.save.keep_last,
                 keep_best=1,
                 asynchronous=self.requested.save.asynchronous,
             )
         return self._checkpoints
+
+    @property
+    def _checkpoint_folder(self) -> str:
+        if self.run is None:
+            raise CheckpointError(
+                "there is no run folder", do="give Loop or Trainer run='runs/name'"
+            )
+        return f"{self.run}/checkpoints"
 
     def save(self, extra: Any = None, score: float | None = None) -> str:
         """Write a checkpoint of everything; returns its path. Resuming from it is bitwise.
@@ -497,7 +501,7 @@ class Loop:
         state = state_of(self, extra)
         name = self.checkpoints.save(self.step_count, self.model.state_dict(), state, meta, score)
         self._saved = (self.epoch, self.step_count)
-        return f"{self.run}/checkpoints/{name}"
+        return f"{self._checkpoint_folder}/{name}"
 
     @property
     def is_saved(self) -> bool:
@@ -510,11 +514,10 @@ class Loop:
         Raises:
             CheckpointError: if the Loop has no `run` folder.
         """
-        assert self.checkpoints is not None
-        folder = Folder(f"{self.run}/checkpoints")
+        folder = Folder(self._checkpoint_folder)
         name = f"step-{self.step_count:09d}"
         names = chain([name], (f"{name}.{again}" for again in count(1)))
-        return f"{self.run}/checkpoints/{next(n for n in names if not folder.exists(n))}"
+        return f"{self._checkpoint_folder}/{next(n for n in names if not folder.exists(n))}"
 
     def _find_checkpoint(self) -> LoadedCheckpoint | None:
         if isinstance(self._resume, str):
@@ -527,7 +530,7 @@ class Loop:
         if not self._resume:
             raise CheckpointError(
                 f"the run folder has checkpoints of an earlier fit, the newest is {name}",
-                where=f"{self.run}/checkpoints",
+                where=self._checkpoint_folder,
                 do="go on from it with resume=True, choose another run folder, or delete this one",
             )
         return self.checkpoints.load(name)
