@@ -74,6 +74,32 @@ def test_what_the_user_chose_is_respected(options):
     assert not is_fused(optimizer)
 
 
+@pytest.mark.parametrize("size", [1, 7, 16, 54, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_what_can_be_fused_gives_the_plain_result(kind, options, dtype, size):
+    """torch's fused SGD does not, for half precision on the CPU."""
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(size).to(dtype))
+        optimizer = kind([weight], **options)
+        # fp16 has no room for Adam's usual epsilon.
+        optimizer.param_groups[0]["eps"] = 1e-3
+        if fused:
+            if not can_fuse(optimizer):
+                assert kind is torch.optim.SGD
+                assert dtype in (torch.bfloat16, torch.float16)
+                return
+            fuse(optimizer)
+        for number in range(4):
+            draw = torch.Generator().manual_seed(number)
+            weight.grad = torch.randn(size, generator=draw).to(dtype)
+            optimizer.step()
+        found.append(weight.detach())
+    torch.testing.assert_close(*found)
+
+
 def test_only_known_classes_are_fused():
     class Mine(torch.optim.Adam):
         pass

@@ -19,9 +19,17 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
         and group.get("foreach") is None
         and not group.get("differentiable")
         and not group.get("capturable")
-        and all(p.is_floating_point() and p.layout == torch.strided for p in group["params"])
+        and all(_has_kernel(type(optimizer), parameter) for parameter in group["params"])
         for group in optimizer.param_groups
     )
+
+
+def _has_kernel(kind: type[torch.optim.Optimizer], parameter: torch.Tensor) -> bool:
+    if not parameter.is_floating_point() or parameter.layout != torch.strided:
+        return False
+    # torch 2.13's fused SGD for the CPU leaves half of a bf16 or fp16 tensor as it is.
+    wrong = kind is torch.optim.SGD and parameter.is_cpu and parameter.element_size() == 2
+    return not wrong
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
