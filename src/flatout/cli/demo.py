@@ -101,6 +101,12 @@ def _make(folder: Path) -> None:
     """Make the run folder before anything is trained for it."""
     from flatout.errors import FlatoutError
 
+    if (folder / "checkpoints").exists():
+        raise FlatoutError(
+            "the run folder holds another run",
+            where=str(folder),
+            do="choose another one with --run",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -66,7 +66,7 @@ def resolve(
         say: prints the one line about the decision.
     """
     machine = fingerprint().as_dict()
-    plain = _plain_choices(requested, stepper)
+    plain = _plain_choices(requested, stepper, allow)
     if compute is None or not batches:
         return requested.resolve(plain, machine, facts)
     start = Settings.of(requested.resolve(plain, machine, facts))
@@ -106,8 +106,14 @@ def resolve(
 # -- what may be tried ---------------------------------------------------------------------------
 
 
-def _plain_choices(requested: Recipe, stepper: Stepper) -> Choices:
-    """What torch does unasked, for every field that says `auto`."""
+def _plain_choices(requested: Recipe, stepper: Stepper, allow: Parity) -> Choices:
+    """What torch does unasked, for every field that says `auto`.
+
+    One thing is mended unmeasured: more threads than usable CPUs, as in a container, wait for one
+    another in every operator.
+    """
+    threads, usable = torch.get_num_threads(), usable_cpus()
+    fewer = usable < threads and allow >= Parity.TOLERANT
     cuda = stepper.switch.device.type == "cuda"
     values: dict[str, tuple[Any, str]] = {
         "compute.precision": ("fp32", "plain"),
@@ -118,7 +124,7 @@ def _plain_choices(requested: Recipe, stepper: Stepper) -> Choices:
         "compute.matmul_precision": (torch.get_float32_matmul_precision(), "plain"),
         "memory.micro_batch": ("whole", "split only if memory runs out"),
         "memory.allocator": (stepper.switch.now.allocator, "as the process started"),
-        "process.threads": (min(torch.get_num_threads(), usable_cpus()), "the usable CPUs"),
+        "process.threads": (usable, "the usable CPUs") if fewer else (threads, "torch's own"),
         "process.interop_threads": (torch.get_num_interop_threads(), "torch's own"),
         "process.affinity": ("off", "plain"),
         "process.flush_denormals": ("off", "plain"),
@@ -126,8 +132,9 @@ def _plain_choices(requested: Recipe, stepper: Stepper) -> Choices:
         "input.pin_memory": ("on" if cuda else "off", "copies overlap" if cuda else "no GPU"),
         "world.device": (str(stepper.switch.device), "the device found"),
     }
+    changed = {"process.threads": Parity.TOLERANT} if fewer else {}
     return {
-        field: Choice(value=value, reason=reason, parity=Parity.EXACT)
+        field: Choice(value=value, reason=reason, parity=changed.get(field, Parity.EXACT))
         for field, (value, reason) in values.items()
         if requested.get(field) == "auto"
     }

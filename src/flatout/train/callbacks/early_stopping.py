@@ -59,6 +59,7 @@ class EarlyStopping(Callback):
         """Forget an earlier fit, unless this one resumes it."""
         if not self._resumed:
             self._monitor.best, self.best_epoch, self.waited, self._weights = None, 0, 0, {}
+        self._stop_if_due(state)  # a run that had ended here already is not trained further
 
     def on_epoch_end(self, state: FitState) -> None:
         """Compare this epoch with the best one."""
@@ -70,7 +71,10 @@ class EarlyStopping(Callback):
                 self._weights = _copied(state.model.state_dict())
             return
         self.waited += 1
-        if self.waited >= self.patience:
+        self._stop_if_due(state)
+
+    def _stop_if_due(self, state: FitState) -> None:
+        if self.waited and self.waited >= self.patience:
             epochs = "epoch" if self.waited == 1 else "epochs"
             state.stop(f"{self._monitor.name} did not improve for {self.waited} {epochs}")
 
