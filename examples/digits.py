@@ -9,7 +9,7 @@ import torch
 
 import flatout
 
-epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 30
+epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 60
 train, test = flatout.data.digits()
 
 torch.manual_seed(0)

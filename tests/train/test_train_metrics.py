@@ -132,7 +132,7 @@ def test_auc_of_many_classes_is_refused():
 
 def test_auc_keeps_what_it_was_given():
     (metric,) = as_metrics(["auc"]).values()
-    scores, target = draw(10), torch.arange(10) % 2
+    scores, target = draw(10), (torch.arange(10) % 2).float()
     metric.update(scores, batch(target))
     wanted = metric.compute()
     scores.zero_()  # sources reuse their buffers

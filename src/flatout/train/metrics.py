@@ -147,7 +147,7 @@ class Auc:
                 do="use it with two classes, or torchmetrics' AUROC(task='multiclass', ...)",
             )
         self._scores.append(score.float().flatten().clone())
-        self._targets.append(batch.targets.float().flatten())
+        self._targets.append(batch.targets.float().flatten().clone())
 
     def compute(self) -> float:
         """The area; NaN where only one class was seen."""

@@ -149,9 +149,18 @@ def _lay_out(model: nn.Module, memory_format: torch.memory_format) -> None:
     """Like `model.to(memory_format=...)`, which would refuse a model with 3-D convolutions."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dim() == 4:
-            tensor.data = tensor.data.contiguous(memory_format=memory_format)
+            tensor.data = _laid_out(tensor.data, memory_format)
             if tensor.grad is not None:
-                tensor.grad.data = tensor.grad.data.contiguous(memory_format=memory_format)
+                tensor.grad.data = _laid_out(tensor.grad.data, memory_format)
+
+
+def _laid_out(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """A copy with the strides of the format, also where `contiguous` would see nothing to do.
+
+    With one input channel both formats lie in memory alike, and it is the strides that tell a
+    convolution which kernels to run: the ConvNet's first layer is the one that matters most.
+    """
+    return torch.empty_like(tensor, memory_format=memory_format).copy_(tensor)
 
 
 def _compile(model: nn.Module) -> Undo:
