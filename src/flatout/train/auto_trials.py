@@ -85,6 +85,7 @@ class Trials:
         self.results: dict[str, TrialResult] = {}
         self.together: TrialResult | None = None
         self.whole: TrialResult | None = None
+        self._set: Settings | None = None
         self._part = 1
         self._rejected: dict[str, str] = {}
         self._faults = (0, 0)
@@ -190,12 +191,14 @@ class Trials:
             best = self._without_useless_allocator(best)
         if rest:
             self.together = self._decisive_trial(self.plain, best, deadline)
+            self._set = best
         won_together = self.together is not None and is_faster(self.together)
         for option in rest:
             without = best.but(**{option.setting: getattr(self.plain, option.setting)})
             trial = None if option.by_size else self._quick_trial(without, best, deadline)
             if trial is None or not is_faster(trial):
-                trial = self.trial(without, best, deadline) or trial
+                # A quick look that shows nothing decides nothing.
+                trial = self.trial(without, best, deadline)
             if trial is not None:
                 self.results[option.field] = trial
             keep = won_together if trial is None else is_faster(trial)
@@ -227,6 +230,9 @@ class Trials:
     def confirmed(self, best: Settings, deadline: float) -> Settings:
         """`best`, if as a whole it wins against plain; else plain."""
         if best == self.plain:
+            return best
+        if best == self._set and self.together is not None and is_faster(self.together):
+            self.whole = self.together
             return best
         self.whole = self._decisive_trial(self.plain, best, deadline)
         if is_faster(self.whole):

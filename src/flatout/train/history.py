@@ -85,7 +85,7 @@ class History:
             last = {name: value for name, value in self.epochs[-1].items() if name != "seconds"}
             lines.append(", ".join(f"{name} {value:.4g}" for name, value in last.items()))
         if self.recipe is not None:
-            lines.append(f"ran as {self.recipe.summary()}")
+            lines.append(f"ran {self.recipe.summary()}")
         if self.stop_reason:
             lines.append(f"stopped: {self.stop_reason}")
         return "\n".join([*lines, *self.notes])
