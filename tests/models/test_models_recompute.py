@@ -194,8 +194,15 @@ def test_blocks_run_a_second_time_only_in_training():
     assert [m.calls for m in model] == [4, 4, 4]
 
 
-def test_a_second_backward_sees_the_same_buffers():
-    model = nn.Sequential(CountsByRebinding(), CountsByRebinding())
+class CountsInPlace(CountsByRebinding):
+    def forward(self, x):
+        count = self.count.add_(1).clone()
+        return torch.tanh(self.linear(x) * count)
+
+
+@pytest.mark.parametrize("kind", [CountsByRebinding, CountsInPlace])
+def test_a_second_backward_sees_the_same_buffers(kind):
+    model = nn.Sequential(kind(), kind())
     recompute_activations(model)
     loss = model(torch.ones(3, 16)).sum()
     loss.backward(retain_graph=True)
@@ -204,6 +211,18 @@ def test_a_second_backward_sees_the_same_buffers():
     loss.backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), once, strict=True))
     assert [m.count.item() for m in model] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [CountsByRebinding, CountsInPlace])
+def test_buffers_of_later_forwards_are_kept(kind):
+    model = nn.Sequential(kind(), kind())
+    recompute_activations(model)
+    losses = [model(torch.ones(3, 16)).sum() for _ in range(3)]
+    buffers = list(model.buffers())
+    for loss in losses:
+        loss.backward()
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+    assert [m.count.item() for m in model] == [3, 3]
 
 
 @pytest.mark.parametrize("name", MODELS)

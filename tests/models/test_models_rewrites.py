@@ -133,6 +133,16 @@ class WrittenIntoLater(Written):
         return self.block(x)
 
 
+class ChangedInBetween(Written):
+    """Between activation and pool, what the activation has read is written over."""
+
+    def forward(self, x):
+        y = self.conv1(x)
+        z = torch.relu(y[:, :2])
+        total = y.mul_(0.5).sum((1, 2, 3), keepdim=True)
+        return F.max_pool2d(z, 2) + total
+
+
 class InPlace(nn.Module):
     def forward(self, x):
         return x.mul_(2)
@@ -164,6 +174,7 @@ MODELS = {
     "written relu6": WithRelu6,
     "in a block": InABlock,
     "written into later": WrittenIntoLater,
+    "changed in between": ChangedInBetween,
 }
 
 
@@ -562,6 +573,32 @@ def test_words_say_where():
         "1 activation(s) in InABlock moved behind max-pooling",
         "2 activation(s) in inner moved behind max-pooling",
     ]
+
+
+def test_a_pair_is_found_once():
+    block = nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.MaxPool2d(2))
+    assert len(find_rewrites(nn.Sequential(block, nn.Flatten()))) == 1
+
+
+class Counts(Written):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        calls = self.calls.add_(1)
+        return self.pool(self.act(self.conv1(x))) * calls
+
+
+def test_a_buffer_that_forward_writes_into():
+    model, twin = Counts(), Counts()
+    twin.load_state_dict(model.state_dict())
+    rewritten(model)
+    assert model.calls == 0
+    x = torch.randn(1, 1, 9, 9)
+    for _ in range(2):
+        assert torch.equal(model(x), twin(x))
+    assert model.calls == 2
 
 
 @pytest.mark.slow

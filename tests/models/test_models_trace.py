@@ -149,7 +149,7 @@ class ReadsAPlainTensor(Net):
 
 class ReadsAnAttributeOfAPart(Net):
     def forward(self, x):
-        return F.conv2d(x, self.conv.weight, stride=self.conv.stride)
+        return F.conv2d(x, self.conv.weight, groups=self.conv.groups)
 
 
 class ReadsAProperty(Net):
@@ -175,6 +175,12 @@ class CallsALocal(Net):
     def forward(self, x):
         layer = self.conv
         return layer(x)
+
+
+class CallsAFunctionByALocalName(Net):
+    def forward(self, x):
+        function = helper
+        return self.conv(function(x))
 
 
 class CallsAPartsMethod(Net):
@@ -225,6 +231,7 @@ class Recurses(Net):
         ReadsAProperty,
         CallsAFunction,
         CallsALocal,
+        CallsAFunctionByALocalName,
         CallsAPartsMethod,
         Draws,
         Constant,

@@ -135,6 +135,23 @@ def test_state_is_laid_out_like_its_parameter():
     assert optimizer.state[weight]["step"] == 1
 
 
+def test_fusing_after_the_memory_format_changed():
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(4, 3, 2, 2))
+        optimizer = torch.optim.Adam([weight], lr=0.1)
+        for number in range(4):
+            if number == 2 and fused:
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+                fuse(optimizer)
+            draw = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(number))
+            weight.grad = torch.empty_like(weight).copy_(draw)
+            optimizer.step()
+        found.append(weight.detach())
+    torch.testing.assert_close(*found)
+
+
 def test_a_momentum_that_begins_late_is_seen():
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)

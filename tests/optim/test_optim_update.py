@@ -175,6 +175,21 @@ def test_schedulers_change_rate_and_momentum(name, kind):
     assert_equal(numbers(model, optimizer), numbers(plain, stepped))
 
 
+def test_a_scheduler_that_comes_later_sees_the_steps():
+    (model, optimizer), _ = pair(*OPTIMIZERS["adam"], fused=True)
+    update = Update(optimizer)
+    for step in range(3):
+        backward(model, step)
+        update()
+    assert update._direct is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule = lr_scheduler.StepLR(optimizer, 1)
+        backward(model, 3)
+        update()
+        schedule.step()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["adam", "sgd momentum"])
 @given(without=st.lists(st.integers(0, 3), max_size=3), start=st.integers(0, 3))

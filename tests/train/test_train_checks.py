@@ -1,75 +1,237 @@
-"""Data that do not fit the model are named before anything is trained."""
-
-from __future__ import annotations
-
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-import flatout
-from flatout.errors import DataError
+from flatout.data.batch import Batch
+from flatout.errors import DataError, ModelError
+from flatout.train.checks import check_first_batch, check_labels, check_targets, describe
+from flatout.train.compute import build_compute
+from flatout.train.losses import as_loss
 
 
-def fit(model, x, y, loss="cross_entropy", **options):
-    trainer = flatout.Trainer(model, loss=loss, say=lambda line: None)
-    return trainer.fit((x, y), batch_size=4, progress=False, **options)
+def batch(x, y, indices=None):
+    return Batch(x, y, None, indices, len(y))
 
 
-def linear():
-    return nn.Sequential(nn.Flatten(), nn.Linear(6, 3))
+def checked(model, x, y, loss="cross_entropy", indices=None):
+    compute = build_compute(model, as_loss(loss), (), unweighted=False)
+    check_first_batch(model, compute, batch(x, y, indices))
 
 
-LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+def network():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def test_a_wrong_dtype_names_both():
-    with pytest.raises(DataError, match="float64") as caught:
-        fit(linear(), np.random.rand(8, 6), LABELS)
-    assert "to float32" in str(caught.value)
+X, Y = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1])
 
 
-def test_a_wrong_shape_names_the_batch_and_the_first_layer():
-    with pytest.raises(DataError) as caught:
-        fit(linear(), torch.rand(8, 5), LABELS)
-    assert "(4, 5)" in str(caught.value)
-    assert "in_features=6" in str(caught.value)
-
-
-def test_targets_that_the_loss_does_not_take():
-    with pytest.raises(DataError, match="targets"):
-        fit(linear(), torch.rand(8, 6), torch.rand(8, 7, 2))
-
-
-@pytest.mark.parametrize("label", [3, -1, 255])
-def test_a_label_out_of_range_names_label_and_sample(label):
-    labels = LABELS.clone()
-    labels[6] = label
-    with pytest.raises(DataError) as caught:
-        fit(linear(), torch.rand(8, 6), labels, shuffle=False)
-    assert str(label) in str(caught.value)
-    assert "sample 6" in str(caught.value)
-
-
-def test_an_ignored_label_is_none_out_of_range():
-    labels = LABELS.clone()
-    labels[6] = -100
-    assert fit(linear(), torch.rand(8, 6), labels).epochs[0]["loss"] > 0
-
-
-def test_nothing_is_changed_by_data_that_do_not_fit():
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+def test_a_batch_that_fits_leaves_no_trace():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    x, y = torch.rand(8, 6), torch.rand(8, 7, 2)
-    state = torch.get_rng_state()
-    with pytest.raises(DataError):
-        fit(model, x, y)
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    assert torch.equal(state, torch.get_rng_state())
+    random = torch.get_rng_state()
+    checked(model, X, Y)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in model.parameters())
 
 
-def test_empty_data_and_batches_larger_than_the_data():
-    with pytest.raises(DataError, match="empty"):
-        fit(linear(), torch.rand(0, 6), LABELS[:0])
-    with pytest.raises(DataError, match="3"):
-        fit(linear(), torch.rand(3, 6), LABELS[:3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8, torch.float16])
+def test_inputs_of_another_dtype(dtype):
+    with pytest.raises(DataError) as caught:
+        checked(network(), X.to(dtype), Y)
+    name = str(dtype).removeprefix("torch.")
+    assert caught.value.do == f"convert inputs to float32, found {name}"
+    assert f"inputs {name} (5, 4), targets int64 (5,)" in caught.value.where
+    assert "first layer 0 is Linear(in_features=4, out_features=8" in caught.value.where
+
+
+def test_one_of_several_inputs_of_another_dtype():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, a, b):
+            return self.linear(a) + self.linear(b)
+
+    with pytest.raises(DataError) as caught:
+        checked(Two(), (X, X.double()), Y)
+    assert caught.value.do == "convert inputs[1] to float32, found float64"
+
+
+def test_inputs_of_another_shape():
+    with pytest.raises(DataError, match=r"\(5x3 and 4x8\)") as caught:
+        checked(network(), X[:, :3], Y)
+    assert "inputs float32 (5, 3)" in caught.value.where
+    assert "first layer 0 is Linear" in caught.value.where
+    assert "shapes" in caught.value.do
+
+
+def test_images_without_channels():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
+    with pytest.raises(DataError) as caught:
+        checked(model, torch.randn(5, 28, 28), Y)
+    assert "inputs float32 (5, 28, 28)" in caught.value.where
+    assert "first layer 0 is Conv2d(1, 2" in caught.value.where
+
+
+def test_integer_inputs_of_an_embedding_are_right():
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(8, 3))
+    checked(model, torch.randint(0, 9, (5, 2)), Y)
+    with pytest.raises(DataError, match="index out of range") as caught:
+        checked(model, torch.full((5, 2), 9), Y)
+    assert "convert" not in caught.value.do
+
+
+# -- targets ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("labels", "message", "where"),
+    [
+        ([0, 1, 3, 9, 0], "label 3 is not in 0..2", "sample 32"),
+        ([0, -1, 2, 0, 0], "label -1 is not in 0..2", "sample 31"),
+        ([0, -100, 2, 0, 255], "label 255 is not in 0..2", "sample 34"),
+    ],
+)
+def test_labels_out_of_range(labels, message, where):
+    with pytest.raises(DataError) as caught:
+        checked(network(), X, torch.tensor(labels), indices=torch.arange(30, 35))
+    assert (caught.value.what, caught.value.where) == (message, where)
+    assert "3 classes" in caught.value.do
+
+
+def test_labels_of_pixels_and_without_numbers():
+    labels = torch.zeros(5, 2, 2, dtype=torch.int64)
+    labels[3, 1, 0] = 7
+    with pytest.raises(DataError, match=r"label 7 is not in 0\.\.3") as caught:
+        check_labels(labels, 4, None)
+    assert caught.value.where == "row 3 of the batch"
+    check_labels(labels, 8, None)
+    check_labels(labels, 4, None, ignore_index=7)
+
+
+def test_a_label_that_the_loss_ignores():
+    loss = nn.CrossEntropyLoss(ignore_index=255)
+    checked(network(), X, torch.tensor([0, 255, 2, 0, 1]), loss)
+    with pytest.raises(DataError, match="label -100"):
+        checked(network(), X, torch.tensor([0, -100, 2, 0, 1]), loss)
+
+
+@pytest.mark.parametrize("bad", [2.0, -1.0])
+def test_probabilities_out_of_range(bad):
+    model = nn.Linear(4, 1)
+    y = torch.tensor([0.0, 1.0, bad, 0.5, 0.0])
+    with pytest.raises(DataError, match=rf"target {bad:g} is not in 0\.\.1") as caught:
+        checked(model, X, y, "binary_cross_entropy", torch.arange(10, 15))
+    assert caught.value.where == "sample 12"
+    assert "cross_entropy" in caught.value.do
+    with pytest.raises(DataError, match=r"target 2 is not in 0\.\.1"):
+        checked(model, X, torch.tensor([0, 1, 2, 0, 0]), "binary_cross_entropy")
+
+
+def test_labels_as_floats():
+    with pytest.raises(
+        DataError, match="the loss cross_entropy does not take this batch"
+    ) as caught:
+        checked(network(), X, Y.float())
+    assert caught.value.do == "convert the targets to int64 class numbers, found float32"
+    assert "output float32 (5, 3)" in caught.value.where
+    assert "targets float32 (5,)" in caught.value.where
+
+
+def test_an_output_of_another_shape():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.linear(x)[:2]
+
+    with pytest.raises(DataError) as caught:
+        checked(Mean(), X, Y)
+    assert "output float32 (2, 3)" in caught.value.where
+    assert caught.value.do == "the model returns 2 rows for 5 samples"
+    with pytest.raises(ModelError, match=r"output \(5, 3\) and target \(5,\) differ in shape"):
+        checked(network(), X, Y.float(), "mse")
+
+
+def test_targets_in_a_column():
+    with pytest.raises(DataError, match="does not take this batch") as caught:
+        checked(network(), X, Y[:, None])
+    assert "targets int64 (5, 1)" in caught.value.where
+
+
+def test_a_model_that_returns_several_things():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.linear(x), x
+
+    with pytest.raises(ModelError, match="compares one tensor with one tensor, found output tuple"):
+        checked(Two(), X, Y)
+
+
+# -- what is not the data's fault ------------------------------------------------------------------
+
+
+def test_a_mistake_in_the_model_shows_as_it_is():
+    class Broken(nn.Module):
+        def forward(self, x):
+            return self.not_there(x)
+
+    with pytest.raises(AttributeError, match="not_there"):
+        checked(Broken(), X, Y)
+
+
+def test_memory_that_runs_out_is_left_to_the_step():
+    class Hungry(nn.Module):
+        def forward(self, x):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    checked(Hungry(), X, Y)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (torch.ones(2), r"float32 \(2,\)"),
+        (torch.tensor(1), r"int64 \(\)"),
+        (3.0, "float"),
+        (None, "None"),
+        ((torch.ones(3), 2), r"float32 \(3,\)"),
+    ],
+)
+def test_a_compute_that_gives_no_loss(value, found):
+    with pytest.raises(ModelError, match=f"must return a loss.*found {found}"):
+        check_first_batch(network(), lambda batch: value, batch(X, Y))
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.0), (torch.tensor(1.0), 3), torch.ones(1)])
+def test_a_compute_that_gives_a_loss(value):
+    check_first_batch(network(), lambda batch: value, batch(X, Y))
+
+
+def test_targets_that_are_no_labels_are_not_looked_at():
+    check_targets(as_loss("mse"), X, batch(X, Y * 100.0))
+    check_targets(as_loss("cross_entropy"), X, batch(X, X.softmax(1)))
+    check_targets(as_loss(lambda o, t: o.sum()), X, batch(X, Y * 100))
+    check_targets(as_loss("cross_entropy"), {"a": X}, batch(X, Y))
+
+
+def test_a_batch_in_words():
+    nested = Batch({"a": X, "b": (Y, X)}, None, None, None, 5)
+    assert describe(nested) == ("inputs float32 (5, 4), int64 (5,), float32 (5, 4), targets none")
+
+
+def test_a_custom_loss_that_fails():
+    def mine(output, target):
+        return F.mse_loss(output @ target[:, None], target)
+
+    with pytest.raises(DataError, match="the loss mine does not take this batch"):
+        checked(network(), X, Y.float(), mine)

@@ -1,114 +1,293 @@
-"""The numbers guard names the step, the samples and the module."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
-import flatout
+from flatout.data.batch import Batch
 from flatout.errors import NumbersError
-from flatout.train.guard import check_state
+from flatout.train.compute import build_compute
+from flatout.train.guard import check_state, explain_bad_step
+from flatout.train.losses import as_loss
+from flatout.train.settings import Switch
+from flatout.train.step import Stepper
+
+NAN, INF = float("nan"), float("inf")
 
 
-class _Log(nn.Module):
+def data(size=6, numbered=True):
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(size, 4, generator=draw), torch.arange(size) % 3
+    return Batch(x, y, None, torch.arange(100, 100 + size) if numbered else None, size)
+
+
+def network(*extra):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), *extra, nn.Linear(5, 3))
+
+
+def explained(model, batch, loss="cross_entropy", **options):
+    compute = build_compute(model, as_loss(loss), (), unweighted=True)
+    options = {"step": 12, "learning_rate": 0.01, "held_back": True, **options}
+    error = explain_bad_step(model, compute, batch, **options)
+    assert isinstance(error, NumbersError)
+    assert error.what == "the loss or a gradient is NaN or infinite"
+    assert "clip_norm" in error.do
+    return error.where.splitlines()
+
+
+# -- the cause of a bad step -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_bad_input_names_its_samples(value):
+    batch = data()
+    batch.inputs[1, 3] = batch.inputs[4, 0] = value
+    assert explained(network(), batch) == [
+        "step 12, learning rate 0.01",
+        "  inputs: NaN or infinity in samples 101, 104",
+        "  the weights are those before this step",
+    ]
+
+
+def test_inputs_in_structures_targets_and_weights_are_looked_at():
+    batch = data()
+    both = {"image": batch.inputs.clone(), "more": (batch.inputs.clone(), batch.targets)}
+    both["more"][0][2] = NAN
+    weight = torch.ones(6)
+    weight[5] = INF
+    target = torch.ones(6, 1)
+    target[0] = NAN
+    batch = Batch(both, target, weight, batch.indices, 6)
+    assert explained(network(), batch)[1:4] == [
+        "  inputs['more'][0]: NaN or infinity in sample 102",
+        "  targets: NaN or infinity in sample 100",
+        "  weight: NaN or infinity in sample 105",
+    ]
+
+
+def test_many_samples_and_samples_without_a_number():
+    batch = data(9, numbered=False)
+    batch.inputs[:8] = NAN
+    assert explained(network(), batch)[1] == (
+        "  inputs: NaN or infinity in rows 0, 1, 2, 3, 4, ... (8 in all) of the batch"
+    )
+
+
+class Log(nn.Module):
+    """Of a negative number it is NaN."""
+
     def forward(self, x):
         return torch.log(x)
 
 
-class _SqrtOfZero(nn.Module):
-    """Finite forward, infinite gradient at zero."""
+def test_a_module_that_makes_a_nan_is_named_with_its_samples():
+    model = network(Log())
+    batch = data()
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.fill_(1.0)
+        model[0].weight[0, 0] = 1.0
+    batch.inputs[:, 0] = 0.5
+    batch.inputs[3, 0] = -2.0
+    lines = explained(model, batch)
+    assert lines[1] == "  inputs are finite; samples 100, 101, 102, 103, 104, ... (6 in all)"
+    assert lines[2] == "  first bad value: output of module 1 (Log), sample 103"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
+
+def test_code_between_modules_that_makes_a_nan():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.second(torch.sqrt(self.first(x) - 100))
+
+    assert explained(Net(), data())[2] == (
+        "  first bad value: input of module second (Linear), made by the code around it, "
+        "samples 100, 101, 102, 103, 104, ... (6 in all)"
+    )
+
+
+def test_code_after_the_last_module_that_makes_a_nan():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return torch.log(self.first(x) - 100)
+
+    assert "output of module model (Net)" in explained(Net(), data())[2]
+
+
+def test_a_loss_that_makes_a_nan():
+    def loss(output, target):
+        return torch.log(output.sum() - 1e6)
+
+    assert explained(network(), data(), loss)[2] == (
+        "  first bad value: the loss itself, from finite model outputs"
+    )
+
+
+class SquareRoot(nn.Module):
+    """Its gradient at 0 is infinite."""
 
     def forward(self, x):
-        return x + torch.sqrt(self.weight * x[:, :1] * 0)
+        return torch.sqrt(x.abs())
 
 
-def fitted(model, x, y, **options):
-    trainer = flatout.Trainer(
-        model,
-        loss="mse",
-        lr=0.25,
-        optimizer="sgd",
-        allow="exact",
-        say=lambda line: None,
-        **options,
+def test_a_nan_that_arises_only_in_backward_names_a_weight():
+    model = network(SquareRoot())
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.zero_()
+    assert explained(model, data())[2] == ("  forward is finite; first bad gradient: weight 0.bias")
+
+
+def test_a_step_that_is_fine_the_second_time():
+    assert explained(network(), data())[2] == (
+        "  running the step again gave finite gradients: random draws may decide"
     )
-    trainer.fit((x, y), batch_size=8, epochs=1, shuffle=False, progress=False)
 
 
-def weights(model):
-    return [p.detach().clone() for p in model.parameters()]
+def test_a_step_that_fails_the_second_time():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise KeyError("gone")
+
+    assert explained(network(Fails()), data())[2] == "  running the step again failed: 'gone'"
 
 
-def test_a_nan_in_the_data_names_step_rate_and_sample():
-    torch.manual_seed(0)
-    x, y = torch.randn(64, 4), torch.randn(64, 1)
-    x[37, 2] = float("nan")
-    model, clean = nn.Linear(4, 1), nn.Linear(4, 1)
-    clean.load_state_dict(model.state_dict())
-    with pytest.raises(NumbersError) as caught:
-        fitted(model, x, y)
-    words = str(caught.value)
-    assert "step 5" in words
-    assert "0.25" in words
-    assert "sample 37" in words
-    # The weights are those that four good steps give.
-    fitted(clean, x[:32], y[:32])
-    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(clean), strict=True))
+def test_without_a_batch_or_with_damaged_weights():
+    assert explained(network(), None) == [
+        "step 12, learning rate 0.01",
+        "  the weights are those before this step",
+    ]
+    lines = explained(network(Log()), data(), held_back=False)
+    assert len(lines) == 3
+    assert lines[-1] == "  the weights are damaged"
+
+
+def test_running_again_leaves_no_trace():
+    model = network(nn.BatchNorm1d(5), nn.Dropout(0.2), Log())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    torch.manual_seed(3)
+    random = torch.get_rng_state()
+    lines = explained(model, data())
+    assert "(Log)" in lines[2]
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_a_nan_made_by_a_module_names_the_module():
-    model = nn.Sequential(nn.Linear(4, 4), _Log(), nn.Linear(4, 1))
-    with pytest.raises(NumbersError, match=r"module 1 \(_Log\)"):
-        fitted(model, torch.randn(16, 4), torch.randn(16, 1))
+def test_a_compiled_model_is_looked_into():
+    model = network(Log())
+    model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    assert "(Log)" in explained(model, data())[2]
+    assert model._compiled_call_impl is compiled
 
 
-def test_an_infinite_gradient_behind_a_finite_loss_names_the_parameter():
-    model = nn.Sequential(nn.Linear(4, 1), _SqrtOfZero())
-    before = weights(model)
-    with pytest.raises(NumbersError, match=r"1\.weight"):
-        fitted(model, torch.randn(16, 4), torch.randn(16, 1))
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+def test_the_batch_is_run_in_as_many_pieces_as_it_needs():
+    sizes = []
 
+    class Watch(nn.Module):
+        def forward(self, x):
+            sizes.append(len(x))
+            return torch.where(x < -2, NAN, x)
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "rmsprop"])
-def test_every_optimiser_is_gated(optimizer):
-    model = nn.Linear(4, 1)
-    x, y = torch.randn(16, 4), torch.randn(16, 1)
-    y[9] = float("inf")
-    trainer = flatout.Trainer(
-        model, loss="mse", optimizer=optimizer, allow="exact", say=lambda line: None
+    model, batch = network(Watch()), data()
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].bias.zero_()
+    batch.inputs.fill_(1.0)
+    batch.inputs[4] = -1.0
+    assert explained(model, batch, pieces=3)[2] == (
+        "  first bad value: output of module 1 (Watch), sample 104"
     )
-    with pytest.raises(NumbersError, match="sample 9"):
-        trainer.fit((x, y), batch_size=16, progress=False)
-    assert all(torch.isfinite(w).all() for w in weights(model))
+    assert sizes == [2, 2, 2]
 
 
-def test_buffers_are_checked_before_evaluation_and_saving(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    model[1].running_var[2] = float("nan")
-    trainer = flatout.Trainer(model, loss="mse", say=lambda line: None)
-    with pytest.raises(NumbersError, match=r"buffer 1\.running_var"):
-        trainer.evaluate((torch.randn(8, 4), torch.randn(8, 1)))
-    with pytest.raises(NumbersError, match="saving"):
-        trainer.save(tmp_path / "model.safetensors")
-    assert list(tmp_path.iterdir()) == []
+# -- weights and buffers ---------------------------------------------------------------------------
+
+
+def test_a_finite_model_passes():
+    check_state(network(nn.BatchNorm1d(5)), "saving")
+    check_state(nn.ReLU(), "saving")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_bad_weights_are_named(value, dtype):
+    model = network().to(dtype)
+    with torch.no_grad():
+        model[1].weight[1, 2] = value
+    with pytest.raises(NumbersError, match=r"NaN or infinity in weight 1.weight") as caught:
+        check_state(model, "saving")
+    assert caught.value.where == "found before saving"
+    assert "checkpoint" in caught.value.do
+
+
+def test_batch_norm_that_has_seen_a_nan_is_found_though_the_loss_is_finite():
+    model, batch = network(nn.BatchNorm1d(5)), data()
+    stepper = Stepper(
+        Switch(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"))
+    )
+    compute = build_compute(model, as_loss("cross_entropy"), (), unweighted=True)
+    bad = batch._replace(inputs=batch.inputs * NAN)
+    stepper(compute, [bad], 1)
+    stepper.update.clear()
+    assert torch.isfinite(stepper(compute, [batch], 2).loss)
+    with pytest.raises(
+        NumbersError, match=r"buffer 1.running_mean, buffer 1.running_var"
+    ) as caught:
+        check_state(model, "evaluation")
+    assert caught.value.where == "found before evaluation"
+
+
+def test_infinity_is_bad_in_statistics_and_right_in_a_mask():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.full((3, 3), -INF).triu(1))
+            self.norm = nn.BatchNorm1d(2)
+
+    model = Masked()
+    check_state(model, "saving")
+    model.norm.running_mean[0] = INF
+    with pytest.raises(NumbersError, match=r"in buffer norm.running_mean\n"):
+        check_state(model, "saving")
+    model.norm.running_mean[0] = 0
+    model.mask[0, 0] = NAN
+    with pytest.raises(NumbersError, match="buffer mask"):
+        check_state(model, "saving")
+
+
+def test_large_float64_weights_are_fine():
+    model = network().double()
+    with torch.no_grad():
+        model[0].weight.fill_(1e300)
+    check_state(model, "saving")
 
 
 def test_many_bad_tensors_are_counted():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
-    for parameter in model.parameters():
-        parameter.data.fill_(float("inf"))
-    with pytest.raises(NumbersError, match="and 3 more"):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(NAN)
+    with pytest.raises(NumbersError) as caught:
         check_state(model, "saving")
+    assert "and 3 more" in caught.value.what
 
 
-def test_finite_extremes_pass():
-    model = nn.Linear(2, 2)
-    model.weight.data.fill_(torch.finfo(torch.float32).max)
-    check_state(model, "saving")
+def test_tensors_that_hold_no_numbers_are_passed_over():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.tensor(3))
+            self.register_buffer("empty", torch.zeros(0))
+            self.register_buffer("none", None)
+            self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    check_state(Odd(), "saving")
