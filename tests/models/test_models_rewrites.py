@@ -133,16 +133,6 @@ class WrittenIntoLater(Written):
         return self.block(x)
 
 
-class ChangedInBetween(Written):
-    """Between activation and pool, what the activation has read is written over."""
-
-    def forward(self, x):
-        y = self.conv1(x)
-        z = torch.relu(y[:, :2])
-        total = y.mul_(0.5).sum((1, 2, 3), keepdim=True)
-        return F.max_pool2d(z, 2) + total
-
-
 class InPlace(nn.Module):
     def forward(self, x):
         return x.mul_(2)
@@ -174,7 +164,6 @@ MODELS = {
     "written relu6": WithRelu6,
     "in a block": InABlock,
     "written into later": WrittenIntoLater,
-    "changed in between": ChangedInBetween,
 }
 
 
@@ -207,14 +196,14 @@ def test_pools_of_all_dimensions(dimensions, dtype, autocast):
 
 
 class Pooled(nn.Module):
-    """Only the pair, so that inputs are what the pair sees."""
+    """Only the pair, so that inputs are what the pair sees; times one, to be nobody else's."""
 
     def __init__(self, activation, pool):
         super().__init__()
         self.activation, self.pool = activation, pool
 
     def forward(self, x):
-        return self.pool(self.activation(x))
+        return self.pool(self.activation(x * 1))
 
 
 @given(
@@ -315,7 +304,11 @@ def test_random_nets_are_bit_identical(kinds, as_written):
     for step in reversed(undo):
         step()
     assert not any("forward" in vars(m) for m in model.modules())
-    pairs = sum(a.startswith("relu") and b.startswith("pool") for a, b in pairwise(kinds))
+    # A pair behind another activation or dropout is left alone: its input may be held by others.
+    pairs = sum(
+        a.startswith("relu") and b.startswith("pool") and not before.startswith(("relu", "drop"))
+        for before, (a, b) in zip(["conv", *kinds], pairwise(kinds), strict=False)
+    )
     assert bool(undo) or not pairs or "relu in place" in kinds
 
 
@@ -344,6 +337,23 @@ class InPlaceOnAView(Written):
 class InPlaceOnTheInput(Written):
     def forward(self, x):
         return self.pool(self.act_in_place(x))
+
+
+class ChangedInBetween(Written):
+    """What the activation has read is written over before backward."""
+
+    def forward(self, x):
+        y = self.conv1(x)
+        z = torch.relu(y[:, :2])
+        total = y.mul_(0.5).sum((1, 2, 3), keepdim=True)
+        return F.max_pool2d(z, 2) + total
+
+
+class OnTheInput(Written):
+    """The caller may write over it before backward."""
+
+    def forward(self, x):
+        return self.pool(self.act(x))
 
 
 class Indices(Written):
@@ -401,6 +411,8 @@ class SubclassedActivation(nn.ReLU):
         InPlaceResidual(),
         InPlaceOnAView(),
         InPlaceOnTheInput(),
+        OnTheInput(),
+        ChangedInBetween(),
         Indices(),
         IndicesByPosition(),
         IndicesByName(),

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules import module as every_module
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from flatout.models.trace import Traced, is_watched, trace
@@ -42,8 +42,24 @@ _POOL_FUNCTIONS = (
     torch.max_pool3d,
 )
 # What only reads, and gives a new tensor, one that nobody else can hold.
-_FRESH_FUNCTIONS = (F.conv1d, F.conv2d, F.conv3d, F.batch_norm, operator.add, torch.add)
-_IN_PLACE = ("relu_", F.relu_, torch.relu_)
+_FRESH_MODULES = (_ConvNd, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.Linear, *_POOLS)
+_FRESH_FUNCTIONS = (
+    *_POOL_FUNCTIONS,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.linear,
+    F.batch_norm,
+    F.group_norm,
+    F.layer_norm,
+    torch.add,
+    torch.sub,
+    torch.mul,
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+)
 
 
 @dataclass(frozen=True)
@@ -192,22 +208,23 @@ def _numbers(value: Any) -> tuple[Any, ...]:
 
 
 def _is_movable(node: fx.Node, module: nn.Module) -> bool:
-    """Whether the node is an activation that only the pool reads."""
+    """Whether the node is an activation that only the pool reads, of a value nobody else reads.
+
+    Afterwards it is the pool that keeps this value for backward, so nobody may write into it.
+    """
     if not node.args or len(node.all_input_nodes) != 1 or len(node.users) != 1:
         return False
-    in_place = node.target in _IN_PLACE or bool(node.kwargs.get("inplace")) or True in node.args
     if node.op == "call_module":
         activation = module.get_submodule(str(node.target))
         if type(activation) not in _ACTIVATIONS or is_watched(activation):
             return False
-        in_place = bool(activation.inplace)
     elif node.op == "call_method":
         if node.target not in _ACTIVATION_METHODS:
             return False
     elif node.op != "call_function" or node.target not in _ACTIVATION_FUNCTIONS:
         return False
     source = node.all_input_nodes[0]
-    return not in_place or (len(source.users) == 1 and _is_fresh(source, module))
+    return len(source.users) == 1 and _is_fresh(source, module)
 
 
 def _is_fresh(node: fx.Node, module: nn.Module) -> bool:
@@ -215,6 +232,5 @@ def _is_fresh(node: fx.Node, module: nn.Module) -> bool:
     if node.op == "call_module":
         source = module.get_submodule(str(node.target))
         is_torchs = type(source).__module__.startswith("torch.") and not is_watched(source)
-        return is_torchs and isinstance(source, (_ConvNd, _BatchNorm, *_POOLS))
-    functions = (*_FRESH_FUNCTIONS, *_POOL_FUNCTIONS)
-    return node.op == "call_function" and node.target in functions
+        return is_torchs and isinstance(source, _FRESH_MODULES)
+    return node.op == "call_function" and node.target in _FRESH_FUNCTIONS
