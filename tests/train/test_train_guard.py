@@ -141,7 +141,8 @@ def test_a_nan_that_arises_only_in_backward_names_a_weight():
     with torch.no_grad():
         model[0].weight.zero_()
         model[0].bias.zero_()
-    assert explained(model, data())[2] == ("  forward is finite; first bad gradient: weight 0.bias")
+    assert explained(model, data())[2] == "  forward is finite; first bad gradient: weight 0.bias"
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_step_that_is_fine_the_second_time():
@@ -181,12 +182,20 @@ def test_running_again_leaves_no_trace():
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_a_compiled_model_is_looked_into():
+def test_a_compiled_model_is_looked_into_without_compiling_it_again():
+    compilations = []
+
+    def backend(graph, _inputs):
+        compilations.append(graph)
+        return graph
+
     model = network(Log())
-    model.compile(backend="eager")
-    compiled = model._compiled_call_impl
+    model.compile(backend=backend)
+    model(data().inputs)
+    compiled, before = model._compiled_call_impl, len(compilations)
     assert "(Log)" in explained(model, data())[2]
     assert model._compiled_call_impl is compiled
+    assert len(compilations) == before
 
 
 def test_the_batch_is_run_in_as_many_pieces_as_it_needs():

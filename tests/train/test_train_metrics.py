@@ -218,10 +218,14 @@ def test_every_call_makes_fresh_metrics():
 
 
 @pytest.mark.parametrize("through_a_file", [False, True])
-@pytest.mark.parametrize("kind", ["accuracy", "auc", "mae", "f1", "auroc"])
+@pytest.mark.parametrize("kind", ["accuracy", "auc", "mae", "f1", "auroc", "squared"])
 def test_going_on_from_a_state(kind, through_a_file):
     def make():
-        own = {"f1": f1, "auroc": torchmetrics.classification.BinaryAUROC}
+        own = {
+            "f1": f1,
+            "auroc": torchmetrics.classification.BinaryAUROC,
+            "squared": torchmetrics.MeanSquaredError,  # adds in place
+        }
         return as_metrics({"it": own[kind]() if kind in own else kind})["it"]
 
     def feed(metric, seed):

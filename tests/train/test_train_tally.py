@@ -29,8 +29,8 @@ def test_the_weighted_mean_of_all(steps):
 def test_large_counts_stay_exact():
     tally = Tally()
     tally.add(torch.tensor(1.0), 2.0**24 + 1)
-    tally.add(torch.tensor(0.0), torch.tensor(2**24 + 1))
-    assert tally.mean() == 0.5
+    tally.add(torch.tensor(0.0), torch.tensor(2**24 + 3))
+    assert tally.mean() == (2**24 + 1) / (2**25 + 4)
 
 
 def test_values_of_several_types_and_shapes():
