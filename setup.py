@@ -1,4 +1,4 @@
-"""The one thing pyproject.toml cannot say: a C extension that an install may do without."""
+"""The one thing pyproject.toml cannot say: C extensions that an install may do without."""
 
 import sysconfig
 
@@ -9,13 +9,14 @@ free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 setup(
     ext_modules=[
         Extension(
-            "flatout.kernels._gather",
-            sources=["src/flatout/kernels/_gather.c"],
+            f"flatout.kernels.{name}",
+            sources=[f"src/flatout/kernels/{name}.c"],
             extra_compile_args=["-O3", "-fno-math-errno", "-ffp-contract=off"],
             define_macros=[] if free_threaded else [("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=not free_threaded,
-            optional=True,  # without a compiler the numpy twins serve, and say so once
+            optional=True,  # without a compiler the twins serve, and say so once
         )
+        for name in ("_gather", "_relu_pool")
     ],
     options={} if free_threaded else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -29,15 +29,19 @@ NAME = f"flatout-{VERSION}"
 NOT_THE_PROJECT = (".git", "build", "dist", "site", "runs", "*.egg-info", "*.so", "__pycache__")
 CACHES = (".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv")
 
+EXTENSIONS = ("_gather", "_relu_pool")
+
 # Trains by the gather path, which the C extension serves where it was built.
 TRAINS = """
 import sys
 import torch
 import flatout
+from flatout.kernels import relu_pool
 from flatout.kernels.gather import available
 
 assert flatout.__file__.startswith(sys.prefix), flatout.__file__
 assert available() is (sys.argv[1] == "with extension"), available()
+assert (relu_pool._c is not None) is available()
 train, test = flatout.data.digits(size=8)
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
 trainer = flatout.Trainer(model, lr=0.01, metrics=["accuracy"])
@@ -72,17 +76,17 @@ def build(work: Path) -> tuple[Path, Path]:
 
 
 def check_wheel(wheel: Path) -> None:
-    """The package, its types, its licence and one extension for all Pythons; nothing else."""
+    """The package, its types, its licence and the extensions for all Pythons; nothing else."""
     names = set(zipfile.ZipFile(wheel).namelist())
-    extension = "flatout/kernels/_gather.abi3.so"
+    suffix = ".abi3.so"
     python, abi, _ = wheel.stem.split("-")[2:]
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        extension = f"flatout/kernels/_gather{sysconfig.get_config_var('EXT_SUFFIX')}"
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
     else:
         expect((python, abi) == ("cp311", "abi3"), f"the wheel is for {python}-{abi}")
     metadata = f"{NAME}.dist-info"
-    wanted = source_files() | {
-        extension,
+    wanted = {name for name in source_files() if not name.endswith(".c")} | {
+        *(f"flatout/kernels/{name}{suffix}" for name in EXTENSIONS),
         f"{metadata}/licenses/LICENSE",
         f"{metadata}/METADATA",
         f"{metadata}/RECORD",
@@ -94,7 +98,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def source_files() -> set[str]:
-    """Every file of src/flatout that belongs into a wheel."""
+    """Every file of src/flatout that belongs into an sdist; a wheel goes without the C."""
     package = ROOT / "src" / "flatout"
     kinds = ("*.py", "*.pyi", "*.c", "py.typed")
     return {f"flatout/{p.relative_to(package)}" for kind in kinds for p in package.rglob(kind)}

@@ -1,4 +1,7 @@
-"""The C extension and its numpy twins, which give the same bytes."""
+"""C extensions, and their numpy twins that give the same bytes.
+
+`relu_pool` is imported on its own: it needs torch.
+"""
 
 from __future__ import annotations
 

@@ -1,27 +1,24 @@
 """Rows of an array by index, with uint8 images scaled to float32 in the same pass.
 
-The C extension and its numpy twin give the same bytes. `FLATOUT_KERNELS=numpy` in the environment,
-set before the first import, takes the twin.
+The C extension and its numpy twin give the same bytes.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import warnings
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from flatout.kernels import absent
 
 try:
     from flatout.kernels import _gather as _c
 except ImportError:
     _c = None  # type: ignore[assignment]
 
-_TWIN_WANTED = os.environ.get("FLATOUT_KERNELS") == "numpy"
-_use_c = _c is not None and not _TWIN_WANTED
-_warned = _use_c or _TWIN_WANTED
+_use_c = _c is not None and absent.WANTED
 
 # Kinds that the buffer protocol exports as plain numbers; all others go as bytes.
 _NUMBERS = "biufc"
@@ -104,8 +101,8 @@ def _scaled(
 
 
 def _check(source: npt.NDArray[Any], index: npt.NDArray[Any], scaled: bool) -> None:
-    if not _warned:
-        _warn_once()
+    if _c is None:
+        absent.say_once()
     if source.ndim < 1 or source.dtype.hasobject:
         raise ValueError(
             "source: expected an array of rows without Python objects, "
@@ -164,15 +161,3 @@ def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     if array.nbytes == 0:
         return np.empty((array.shape[0], width), np.uint8)
     return array.reshape(-1).view(np.uint8).reshape(array.shape[0], width)
-
-
-def _warn_once() -> None:
-    global _warned
-    _warned = True
-    warnings.warn(
-        "flatout's C extension is absent, so numpy does its work, with the same results and more "
-        "slowly. To get it: install a C compiler, then `pip install --force-reinstall --no-deps "
-        "--no-cache-dir flatout`.",
-        RuntimeWarning,
-        stacklevel=4,
-    )

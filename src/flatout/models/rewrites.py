@@ -2,10 +2,11 @@
 
 One rewrite is known: an activation that only clamps (ReLU, ReLU6) followed by max-pooling. The
 maximum of clamped values is the clamped maximum, so pooling first leaves the activation a quarter
-of the elements. In backward the pool sends the gradient to the first largest element of a window;
-that element differs between the two orders only where all candidates are clamped, and there the
-gradient is zero in both. So values and gradients are equal bit for bit, but for the sign of a zero
-where the input holds negative zeros, which no sum can tell.
+of the elements; the commonest pair, ReLU and 2x2 windows, becomes one pass over memory. In
+backward the pool sends the gradient to the first largest element of a window; that element differs
+between the two orders only where all candidates are clamped, and there the gradient is zero in
+both. So values and gradients are equal bit for bit, but for the sign of a zero where the input
+holds negative zeros, which no sum can tell.
 
 A `forward`, a Sequential's too, is traced as a graph, and the graph with the pairs exchanged runs
 in its place in training. Nothing is rewritten that is hooked, or whose intermediate value something
@@ -27,10 +28,12 @@ from torch.nn.modules import module as every_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from flatout.models.relu_pool import relu_pool
 from flatout.models.trace import Traced, is_watched, trace
 
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_RELUS = (nn.ReLU, F.relu, torch.relu, F.relu_, torch.relu_, "relu", "relu_")
 _ACTIVATION_METHODS = ("relu", "relu_")
 _ACTIVATION_FUNCTIONS = (F.relu, torch.relu, F.relu_, torch.relu_, F.relu6)
 _POOL_FUNCTIONS = (
@@ -143,20 +146,30 @@ def _exchange(graph: fx.Graph, module: nn.Module) -> int:
         activation = pool.args[0]
         if not isinstance(activation, fx.Node) or not _is_movable(activation, module):
             continue
-        source = activation.args[0]
         # Both go where the activation was: later the source might hold something else.
         with graph.inserting_before(activation):
-            pooled = graph.node_copy(pool, {activation: source}.__getitem__)
-            if all(_is_fresh(reader, module) for reader in pool.users):
-                moved = graph.node_copy(activation, {source: pooled}.__getitem__)
-            else:
-                moved = graph.create_node("call_function", *_unsaved(activation, module, pooled))
-        pool.replace_all_uses_with(moved)
+            pool.replace_all_uses_with(_exchanged(graph, module, activation, pool))
         graph.erase_node(pool)
         graph.erase_node(activation)
         pairs += 1
     graph.lint()
     return pairs
+
+
+def _exchanged(graph: fx.Graph, module: nn.Module, activation: fx.Node, pool: fx.Node) -> fx.Node:
+    """What stands for the pair from now on."""
+    (source,) = activation.all_input_nodes
+    is_written = not all(_is_fresh(reader, module) for reader in pool.users)
+    if _is_two_by_two(pool, module) and _of(activation, module) in _RELUS:
+        parts = [
+            graph.get_attr(str(node.target)) if node.op == "call_module" else None
+            for node in (pool, activation)
+        ]
+        return graph.call_function(relu_pool, (source, *parts, is_written))
+    pooled = graph.node_copy(pool, {activation: source}.__getitem__)
+    if is_written:
+        return graph.create_node("call_function", *_unsaved(activation, module, pooled))
+    return graph.node_copy(activation, {source: pooled}.__getitem__)
 
 
 def _unsaved(activation: fx.Node, module: nn.Module, pooled: fx.Node) -> tuple[Any, Any]:
@@ -190,6 +203,26 @@ def _is_pool(node: fx.Node, module: nn.Module) -> bool:
     if options.get("return_indices"):
         return False
     return _sees_data(options.get("padding", 0), options.get("dilation", 1))
+
+
+def _is_two_by_two(node: fx.Node, module: nn.Module) -> bool:
+    """Whether a pool's windows are 2x2, side by side, and wholly inside of the image."""
+    if node.op == "call_module":
+        pool = module.get_submodule(str(node.target))
+        if type(pool) is not nn.MaxPool2d:
+            return False
+        options = {name: getattr(pool, name) for name in _POOL_OPTIONS}
+    else:
+        if node.target not in (F.max_pool2d, torch.max_pool2d):
+            return False
+        options = dict(zip(_POOL_OPTIONS, node.args[1:], strict=False)) | node.kwargs
+    return (
+        set(_numbers(options.get("kernel_size"))) == {2}
+        and set(_numbers(options.get("stride"))) <= {2, None}
+        and set(_numbers(options.get("padding", 0))) == {0}
+        and set(_numbers(options.get("dilation", 1))) == {1}
+        and not options.get("ceil_mode")
+    )
 
 
 _POOL_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")

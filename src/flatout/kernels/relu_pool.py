@@ -1,0 +1,121 @@
+"""ReLU and 2x2 max-pooling of channels-last images in one pass, forward and backward.
+
+Where the C extension is absent, `fits` says no, and torch's own operators do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from flatout.kernels import absent
+
+try:
+    from flatout.kernels import _relu_pool as _c
+except ImportError:
+    _c = None  # type: ignore[assignment]
+
+_use_c = _c is not None and absent.WANTED
+
+_DTYPES = (torch.bfloat16, torch.float32)
+# On fewer elements torch's operators are faster: no call into Python in backward.
+_LEAST = 2**14
+# On fewer channels the inner loops are too short to repay.
+_CHANNELS = 8
+
+
+def fits(images: torch.Tensor) -> bool:
+    """Whether the kernel takes these images, and is faster on them than torch's operators."""
+    if _c is None:
+        absent.say_once()
+    return (
+        _use_c
+        and type(images) is torch.Tensor
+        and images.device.type == "cpu"
+        and images.dtype in _DTYPES
+        and images.dim() == 4
+        and images.shape[1] >= _CHANNELS
+        and images.numel() >= _LEAST
+        and min(images.shape[2:]) >= 2
+        and images.is_contiguous(memory_format=torch.channels_last)
+        and (torch.get_num_threads() == 1 or _parallel() != 0)
+    )
+
+
+def forward(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each 2x2 window, or 0 where none is above 0.
+
+    Args:
+        images: of shape (images, channels, height, width), for which `fits`. An odd last row or
+            column is in no window.
+
+    Returns:
+        The maxima, of shape (images, channels, height // 2, width // 2), channels last; and their
+        codes, uint8 of shape (images, height // 2, width // 2, channels): which pixel of the window
+        won, 4 for none.
+    """
+    count, channels, height, width = images.shape
+    small = torch.empty(
+        (count, channels, height // 2, width // 2),
+        dtype=images.dtype,
+        memory_format=torch.channels_last,
+    )
+    codes = torch.empty((count, height // 2, width // 2, channels), dtype=torch.uint8)
+    _run(False, images, small, codes)
+    return small, codes
+
+
+def backward(gradient: torch.Tensor, codes: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The gradient of the images: each window's goes to the pixel that won.
+
+    Args:
+        gradient: of the maxima, of their shape and dtype.
+        codes: from `forward`.
+        height: of the images.
+        width: of the images.
+    """
+    gradient = gradient.contiguous(memory_format=torch.channels_last)
+    images = torch.empty(
+        (*gradient.shape[:2], height, width),
+        dtype=gradient.dtype,
+        memory_format=torch.channels_last,
+    )
+    _run(True, images, gradient, codes)
+    return images
+
+
+def _run(is_backward: bool, images: torch.Tensor, small: torch.Tensor, codes: torch.Tensor) -> None:
+    count, channels, height, width = images.shape
+    threads = torch.get_num_threads()
+    _c.run(
+        is_backward,
+        images.data_ptr(),
+        small.data_ptr(),
+        codes.data_ptr(),
+        count,
+        height,
+        width,
+        channels,
+        images.element_size(),
+        _parallel() if threads > 1 else 0,
+        threads,
+    )
+
+
+@cache
+def _parallel() -> int:
+    """The address of the GOMP_parallel that torch calls, or 0 where it has another OpenMP.
+
+    As for torch itself, a library that was preloaded comes before the one that torch brings.
+    """
+    libraries: list[str | None] = [None, *map(str, Path(torch.__path__[0], "lib").glob("*_cpu.so"))]
+    for library in libraries:
+        try:
+            function = ctypes.CDLL(library).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return 0

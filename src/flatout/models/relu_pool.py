@@ -1,0 +1,70 @@
+"""ReLU behind 2x2 max-pooling as one operator, by our kernel where it fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flatout.kernels import relu_pool as kernel
+from flatout.models.trace import is_watched
+
+KERNEL_SIZE = 2
+
+
+def relu_pool(
+    images: torch.Tensor, pool: nn.Module | None, relu: nn.Module | None, is_written: bool
+) -> torch.Tensor:
+    """`F.relu(F.max_pool2d(images, 2))`, the same bits but for the sign of a zero.
+
+    Args:
+        images: of shape (images, channels, height, width).
+        pool: the module that does the pooling where the kernel does not; None for the function.
+        relu: the same for the activation.
+        is_written: somebody may write into the result, so its gradient must not need it.
+    """
+    if _takes_kernel(images) and not any(p is not None and is_watched(p) for p in (pool, relu)):
+        result: torch.Tensor = _ReluPool.apply(images)  # type: ignore[no-untyped-call]
+        return result
+    pooled = F.max_pool2d(images, KERNEL_SIZE) if pool is None else pool(images)
+    if is_written:
+        return F.threshold(pooled, 0.0, 0.0)
+    return F.relu(pooled) if relu is None else relu(pooled)
+
+
+def _takes_kernel(images: torch.Tensor) -> bool:
+    """Whether autograd is at work, and nobody looks at single operators: a compiler, a tracer."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state()
+        or torch._C._are_functorch_transforms_active()
+    ) and (torch.is_grad_enabled() and images.requires_grad and kernel.fits(images))
+
+
+class _ReluPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: torch.Tensor) -> torch.Tensor:
+        result, codes = kernel.forward(images)
+        ctx.save_for_backward(codes)
+        ctx.size = images.shape[2:]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (codes,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of this gradient is wanted
+            return _spread(gradient, codes, ctx.size)
+        return kernel.backward(gradient, codes, *ctx.size)
+
+
+def _spread(gradient: torch.Tensor, codes: torch.Tensor, size: torch.Size) -> torch.Tensor:
+    """What `kernel.backward` gives, of operators that autograd knows."""
+    codes = codes.permute(0, 3, 1, 2)
+    rows = torch.stack(
+        [torch.stack([gradient * (codes == 2 * i + j) for j in (0, 1)], -1) for i in (0, 1)], -3
+    )
+    spread = rows.flatten(-2).flatten(-3, -2)
+    beside, below = size[1] - spread.shape[-1], size[0] - spread.shape[-2]
+    return F.pad(spread, (0, beside, 0, below))
