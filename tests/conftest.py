@@ -1,8 +1,12 @@
 """What holds for all tests: no measured answer from elsewhere, no request from the environment."""
 
+import os
 import sys
 
 import pytest
+
+# Keras reads it when it is imported.
+os.environ.setdefault("KERAS_BACKEND", "torch")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shlex
@@ -58,7 +59,7 @@ def run(
     if not is_module and not Path(script).exists():
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
     start = [sys.executable, *(["-m"] if is_module else []), script, *(args or [])]
-    variables = {"FLATOUT_RUN": "1"}
+    variables = {"FLATOUT_RUN": "1"} | ({} if is_module else _keras_backend(Path(script)))
     if recipe is not None:
         variables["FLATOUT_RECIPE"] = os.path.abspath(recipe)
     if settings:
@@ -77,6 +78,32 @@ def run(
         set_affinity(cpus)
     _say_applied(asked, recipe is not None, bool(settings))
     _start(start, variables | environment(asked), cpus, dry_run)
+
+
+def _keras_backend(script: Path) -> dict[str, str]:
+    """Returns KERAS_BACKEND=torch for a script of Keras and torch that does not choose itself.
+
+    Unasked, Keras takes TensorFlow, and fails to import where that is not installed.
+    """
+    try:
+        source = script.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (OSError, ValueError, SyntaxError):
+        return {}  # Python will say what is wrong with it
+    if "KERAS_BACKEND" in os.environ or "KERAS_BACKEND" in source:
+        return {}
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+        )
+    }
+    asks = "keras" in imported and imported & {"torch", "flatout"}
+    return {"KERAS_BACKEND": "torch"} if asks else {}
 
 
 def _after_inherited(settings: list[str]) -> str:
@@ -109,13 +136,17 @@ def _recipe_here() -> Recipe:
 def _say_applied(asked: Recipe, from_recipe: bool, from_settings: bool) -> None:
     """Prints what takes hold at the start of any script, and what waits for a Trainer or Loop."""
     from flatout.devices.process import at_start
-    from flatout.recipe import PLAIN
+    from flatout.recipe import PLAIN, from_set
 
     taken = at_start(asked)
+    # A Recipe file names every field; of those that are as in plain torch there is nothing to say.
+    spoken = {setting.partition("=")[0].strip() for setting in from_set()}
     left = {
         field: value
         for field, value in asked.named().items()
-        if field not in taken and value not in ("auto", PLAIN.get(field, "auto"))
+        if field not in taken
+        and value != "auto"
+        and (field in spoken or value != PLAIN.get(field, "auto"))
     }
     if left.pop("memory.allocator", None):
         _say("allocator=keep is not possible: glibc's allocator does not serve this process")

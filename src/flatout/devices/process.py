@@ -10,37 +10,40 @@ if TYPE_CHECKING:
     from flatout.recipe import Process, Recipe
 
 
-def apply(process: Process) -> dict[str, str]:
-    """Applies what a Recipe's process section says and returns what became of it, in words.
+def apply(process: Process) -> list[str]:
+    """Applies what a Recipe's process section says; `auto` leaves a setting alone.
 
-    `auto` leaves a setting alone. The CPUs come first, then the threads that run on them, then
-    denormals, since trying those out starts the threads.
+    The CPUs come first, then the threads that run on them, then denormals, since trying those out
+    starts the threads.
 
     Returns:
-        For each setting that is not `auto`, by dotted name, what holds now.
+        A sentence for each setting that comes too late in this process.
 
     Raises:
         DeviceError: the affinity names CPUs that this process cannot have.
     """
-    done = {}
+    late = []
     if process.affinity == "off":
         threads.reset_affinity()
-        done["process.affinity"] = "off"
     elif process.affinity != "auto":
         threads.set_affinity(process.affinity)
-        done["process.affinity"] = f"CPUs {', '.join(map(str, process.affinity))}"
     if process.threads != "auto":
-        before = threads.set_threads(process.threads)
-        done["process.threads"] = f"{process.threads}, before {before}"
-    if process.interop_threads != "auto":
-        in_time = threads.set_interop_threads(process.interop_threads)
-        late = "unchanged: too late in this process"
-        done["process.interop_threads"] = str(process.interop_threads) if in_time else late
-    if process.flush_denormals != "auto":
-        everywhere = threads.flush_denormals(process.flush_denormals == "on")
-        late = "" if everywhere else ", but not in threads that ran before"
-        done["process.flush_denormals"] = f"{process.flush_denormals}{late}"
-    return done
+        threads.set_threads(process.threads)
+    if process.interop_threads != "auto" and not threads.set_interop_threads(
+        process.interop_threads
+    ):
+        late.append(
+            f"process.interop_threads = {process.interop_threads} comes too late in this process: "
+            "set it before the first parallel operation"
+        )
+    if process.flush_denormals != "auto" and not threads.flush_denormals(
+        process.flush_denormals == "on"
+    ):
+        late.append(
+            f"process.flush_denormals = {process.flush_denormals} holds only in threads that start "
+            "from now on: set it before the first parallel operation"
+        )
+    return late
 
 
 def environment(recipe: Recipe) -> dict[str, str]:

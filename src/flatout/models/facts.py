@@ -6,11 +6,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from flatout.models import keras_model
 from flatout.recipe import ModelFacts
 
 
 def is_batch_coupled(model: nn.Module) -> bool:
     """Whether a sample's result depends on the other samples of its (micro-)batch."""
+    if keras_model.is_keras(model):
+        return keras_model.is_batch_coupled(model)
     return any(
         isinstance(m, _BatchNorm) and (m.training or not m.track_running_stats)
         for m in model.modules()
@@ -19,6 +22,8 @@ def is_batch_coupled(model: nn.Module) -> bool:
 
 def draws_random(model: nn.Module) -> bool:
     """Whether a training step draws random numbers inside the model."""
+    if keras_model.is_keras(model):
+        return keras_model.draws_random(model)
     return any(
         (isinstance(m, _DropoutNd) and m.p > 0)
         or isinstance(m, nn.RReLU)

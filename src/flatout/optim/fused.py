@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from flatout.optim.keras_optimizer import KerasOptimizer
+
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
@@ -14,6 +16,8 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
 
     A user's explicit `fused=` or `foreach=` is respected: such an optimiser is left alone.
     """
+    if isinstance(optimizer, KerasOptimizer):
+        return optimizer.can_be_fused and optimizer.param_groups[0].get("fused") is None
     return type(optimizer) in _FUSED and all(
         group.get("fused") is None
         and group.get("foreach") is None

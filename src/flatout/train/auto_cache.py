@@ -16,6 +16,7 @@ import torch
 import flatout
 from flatout.data.batch import Batch, named_tensors
 from flatout.measure import fingerprint
+from flatout.models import keras_model
 from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, loads
 from flatout.train.step import Stepper
 
@@ -36,7 +37,7 @@ def key(
         "version": flatout.__version__,
         "machine": fingerprint().digest,
         "process": [stepper.switch.now.allocator, torch.get_num_threads()],
-        "model": repr(model),
+        "model": keras_model.structure(model) if keras_model.is_keras(model) else repr(model),
         "parameters": [(n, list(p.shape), p.requires_grad) for n, p in model.named_parameters()],
         "optimizer": [type(optimizer).__qualname__, *map(_options, optimizer.param_groups)],
         "batches": [_shapes(batch) for batch in batches],

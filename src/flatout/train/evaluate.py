@@ -11,8 +11,6 @@ from torch import nn
 
 from flatout.data.source import Source
 from flatout.train import guard
-from flatout.train.compute import build_compute
-from flatout.train.metrics import as_metrics
 from flatout.train.tally import Tally
 
 if TYPE_CHECKING:
@@ -37,13 +35,12 @@ def evaluate(
     """
     guard.check_state(trainer.model, "evaluation")
     trainer.be_ready()
-    metrics = as_metrics(trainer.metrics)
-    compute = build_compute(trainer.model, trainer.loss, metrics.values(), unweighted=False)
+    job = trainer.job()
     tally = Tally()
     with evaluating(trainer.model), trainer.autocast():
         for batch in source.batches(0, 0):
             batch = trainer.ready(batch)
-            value = compute(batch)
+            value = job.compute(batch)
             if isinstance(value, tuple):
                 total, weight = value
                 # Where nothing is counted, nothing is added.
@@ -53,7 +50,7 @@ def evaluate(
                 tally.add(value, batch.size)
             if stopped():
                 return None
-        return {"loss": tally.mean(), **{name: m.compute() for name, m in metrics.items()}}
+        return {"loss": tally.mean(), **job.results()}
 
 
 @contextmanager

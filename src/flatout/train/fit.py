@@ -26,11 +26,7 @@ from flatout.data.source import Source
 from flatout.errors import CheckpointError, NumbersError
 from flatout.recipe import dump
 from flatout.train.callbacks import Callback, JsonLines, Progress
-from flatout.train.compute import build_compute
-from flatout.train.evaluate import evaluate
 from flatout.train.history import History
-from flatout.train.losses import Loss
-from flatout.train.metrics import as_metrics
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.state import FitState
@@ -55,13 +51,8 @@ class Fit:
         self.loop = trainer.loop
         self.source = source
         self.validation = validation
-        self.metrics = as_metrics(trainer.metrics)
-        self.compute = build_compute(
-            trainer.model,
-            trainer.loss,
-            self.metrics.values(),
-            unweighted=_counts_all(trainer.loss, source.labels_range()),
-        )
+        self.job = trainer.job(source)
+        self.compute = self.job.compute
         steps = None if source.steps is None else -(-source.steps // self.loop.accumulate)
         batch_size = (source.batch_size or 1) * self.loop.accumulate
         history = History(batch_size=batch_size, timeline=self.loop.timeline)
@@ -110,7 +101,7 @@ class Fit:
             "history": self.state.history.epochs,
             "notes": self.state.history.notes,
             "logs": self.state.logs,
-            "metrics": {name: metric.state_dict() for name, metric in self.metrics.items()},
+            "metrics": self.job.state_dict(),
             "callback_kinds": [type(c).__qualname__ for c in stateful],
             "callbacks": [c.state_dict() for c in stateful],
         }
@@ -132,8 +123,7 @@ class Fit:
             data=self.source,
             steps=planned,
         )
-        for metric in self.metrics.values():
-            metric.reset()  # measuring has fed them
+        self.job.reset()  # measuring has fed its metrics
         state.history.recipe = loop.resolved
         if self.source.batch_size is None and loop.first_batch_size is not None:
             # Batches that come ready-made: the first one tells their size.
@@ -153,9 +143,7 @@ class Fit:
         state.history.epochs.extend(saved["history"])
         state.history.notes.extend(saved["notes"])
         state.logs = saved["logs"]
-        for name, metric in self.metrics.items():
-            if name in saved["metrics"]:
-                metric.load_state_dict(saved["metrics"][name])
+        self.job.load_state_dict(saved["metrics"])
         for callback, its in zip(callbacks, saved["callbacks"], strict=True):
             callback.load_state_dict(its)
 
@@ -261,10 +249,10 @@ class Fit:
     def _end_epoch(self, began: float) -> None:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
-        logs = {"loss": loop.mean_loss(), **{name: m.compute() for name, m in self.metrics.items()}}
+        logs = {"loss": loop.mean_loss(), **self.job.results()}
         self._check_loss(logs["loss"])
         state.logs = logs
-        if self.validation is not None:
+        if self.validation is not None and self.trainer.validates(state.epoch):
             self._validate(self.validation, logs)
         self._schedule_epoch(logs)
         logs["seconds"] = time.perf_counter() - began
@@ -273,8 +261,7 @@ class Fit:
         self._call("on_epoch_end")
         loop.finish_epoch()
         state.step_in_epoch = 0
-        for metric in self.metrics.values():
-            metric.reset()
+        self.job.reset()
         if self._asked or (loop.run is not None and not loop.requested.save.every):
             self._checkpoint()
         if self.signals.received is not None:
@@ -296,7 +283,7 @@ class Fit:
         """Add the `val_` figures; a stop signal ends it, and a resume begins it anew."""
         start = time.perf_counter_ns()
         before = random_state()
-        found = evaluate(self.trainer, source, lambda: self.signals.received is not None)
+        found = self.trainer.evaluation(source, lambda: self.signals.received is not None)
         self.loop.timeline.add("evaluation", time.perf_counter_ns() - start)
         if found is None:
             assert self.signals.received is not None
@@ -354,13 +341,6 @@ class Fit:
     def _call(self, event: str) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self.state)
-
-
-def _counts_all(loss: Loss, labels: tuple[int, int] | None) -> bool:
-    """Whether it is known that no target is one that the loss ignores."""
-    if labels is None:
-        return False
-    return loss.ignore_index is None or not labels[0] <= loss.ignore_index <= labels[1]
 
 
 def _is_plateau(scheduler: Any) -> bool:

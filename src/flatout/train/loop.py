@@ -32,7 +32,7 @@ from flatout.data.source import Source
 from flatout.devices import find_ping_pong, place, process, resolve_device
 from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.measure import Timeline, fingerprint
-from flatout.models import facts_of
+from flatout.models import facts_of, weights_of
 from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, effective, from_file, loads
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
 from flatout.save.storage import Folder
@@ -197,7 +197,8 @@ class Loop:
             self._take_recipe(loaded)
         if self.run is not None:
             self.checkpoints.check_writable()
-        process.apply(self.requested.process)
+        for line in process.apply(self.requested.process):
+            self.say(line)
         self._place(model)
         first = data.peek(2) if compute is not None and data is not None else []
         if first and data is not None:
@@ -499,7 +500,7 @@ class Loop:
         guard.check_state(self.model, "saving")
         meta = {"recipe": dumps(self.resolved)}
         state = state_of(self, extra)
-        name = self.checkpoints.save(self.step_count, self.model.state_dict(), state, meta, score)
+        name = self.checkpoints.save(self.step_count, weights_of(self.model), state, meta, score)
         self._saved = (self.epoch, self.step_count)
         return f"{self._checkpoint_folder}/{name}"
 

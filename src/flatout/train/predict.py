@@ -11,7 +11,6 @@ from flatout.data.batch import map_tensors
 from flatout.data.source import Source
 from flatout.errors import ModelError
 from flatout.train import guard
-from flatout.train.compute import call
 from flatout.train.evaluate import evaluating
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def predict(trainer: Trainer, source: Source) -> Any:
     with evaluating(trainer.model), trainer.autocast():
         for batch in source.batches(0, 0):
             batch = trainer.ready(batch)
-            output = call(trainer.model, batch.inputs)
+            output = trainer.output(batch.inputs)
             _check(output)
             outputs.append(map_tensors(partial(_to_host, batch.size), output))
     return _joined(outputs)

@@ -10,6 +10,7 @@ import torch
 from flatout.data.batch import Batch
 from flatout.data.source import Source
 from flatout.errors import CheckpointError, DataError
+from flatout.models import load_weights, weights_of
 from flatout.optim.fused import align_state, fuse
 from flatout.save.checkpoint import LoadedCheckpoint
 from flatout.save.fits import check_fits
@@ -78,7 +79,7 @@ def check_same_job(
         CheckpointError: naming what differs.
     """
     state = loaded.state
-    check_fits(model.state_dict(), loaded.model, where=loaded.name)
+    check_fits(weights_of(model), loaded.model, where=loaded.name)
     check_optimizer(optimizer, state)
     found = None if scheduler is None else type(scheduler).__qualname__
     if state["scheduler_kind"] != found:
@@ -139,7 +140,7 @@ def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] |
 def put_back(loop: Loop, loaded: LoadedCheckpoint, *, same_machine: bool) -> None:
     """Load what `state_of` gave, and the weights, into a prepared Loop."""
     state = loaded.state
-    loop.model.load_state_dict(loaded.model)
+    load_weights(loop.model, loaded.model)
     load_optimizer(
         loop.optimizer, state["optimizer"], fused=loop.stepper.switch.now.fused_optimizer
     )

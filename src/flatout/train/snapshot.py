@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from flatout.data import randomness
 from flatout.errors import ModelError
+from flatout.models.keras_model import is_keras, variables_of
 from flatout.optim.fused import align_state
 
 
@@ -66,7 +67,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._weights = [(p, p.detach().clone(), _clone(p.grad)) for p in model.parameters()]
+        self._weights = [(p, p.detach().clone(), _clone(p.grad)) for p in _parameters(model)]
         self._surroundings = _Surroundings(model)
         self._state = copy.deepcopy(optimizer.state_dict())
         self._random = random_state()
@@ -91,7 +92,10 @@ class _Surroundings:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [(m._buffers, dict(m._buffers)) for m in model.modules()]
-        self._values = [(buffer, _clone(buffer)) for buffer in model.buffers()]
+        # Keras keeps statistics, seeds and states of layers as parameters that are not trained.
+        untrained = [p for p in _parameters(model) if not p.requires_grad and is_keras(model)]
+        kept = [*model.buffers(), *untrained]
+        self._values = [(tensor, _clone(tensor)) for tensor in kept]
         self._attributes = [
             (m, {name: value for name, value in vars(m).items() if isinstance(value, _PLAIN)})
             for m in model.modules()
@@ -107,6 +111,12 @@ class _Surroundings:
             buffer.data.copy_(value)
         for module, attributes in self._attributes:
             vars(module).update(attributes)
+
+
+def _parameters(model: nn.Module) -> list[torch.Tensor]:
+    if is_keras(model):
+        return [variable._value for variable in variables_of(model)]
+    return list(model.parameters())
 
 
 _PLAIN = (bool, int, float, str, type(None))

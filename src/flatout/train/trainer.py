@@ -16,16 +16,19 @@ from flatout.data.source import Source, as_source
 from flatout.data.sources.arrays import Arrays
 from flatout.devices import place, resolve_device
 from flatout.errors import CheckpointError, ModelError
+from flatout.models.keras_model import is_keras
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.save.fits import check_fits
 from flatout.save.model_file import load_model, save_model
 from flatout.train import guard
 from flatout.train.callbacks import Callback
+from flatout.train.compute import call
 from flatout.train.evaluate import evaluate
 from flatout.train.fit import Fit
 from flatout.train.history import History
+from flatout.train.job import Job, TorchJob
 from flatout.train.loop import Loop, say
-from flatout.train.losses import as_loss
+from flatout.train.losses import Loss, as_loss
 from flatout.train.metrics import Given, as_metrics
 from flatout.train.predict import predict
 from flatout.train.warm_start import warm_start as start_warm
@@ -76,6 +79,14 @@ class Trainer:
     Raises:
         ModelError: for a model, loss, optimiser or metric that cannot be used.
     """
+
+    def __new__(cls, model: Any = None, **arguments: Any) -> Trainer:
+        """A Keras model gets the Trainer that knows Keras' words."""
+        if cls is Trainer and is_keras(model):
+            from flatout.train.keras_trainer import KerasTrainer
+
+            return super().__new__(KerasTrainer)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -196,7 +207,7 @@ class Trainer:
         Raises:
             NumbersError: if a weight or buffer is not finite.
         """
-        figures = evaluate(self, self._in_order(x, y, batch_size))
+        figures = self.evaluation(self._in_order(x, y, batch_size))
         assert figures is not None
         return figures
 
@@ -271,6 +282,32 @@ class Trainer:
         workers = self.loop.requested.input.workers
         return 0 if workers == "auto" else workers
 
+    # -- what fit, evaluate and predict ask for; another framework's models answer otherwise ------
+
+    def job(self, source: Source | None = None) -> Job:
+        """Forward, loss and fresh metrics: to train on `source`, or without one to evaluate."""
+        labels = None if source is None else source.labels_range()
+        return TorchJob(
+            self.model,
+            self.loss,
+            as_metrics(self.metrics),
+            unweighted=_counts_all(self.loss, labels),
+        )
+
+    def evaluation(
+        self, source: Source, stopped: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Loss and metrics over `source`; None where `stopped` said so."""
+        return evaluate(self, source, stopped)
+
+    def validates(self, epoch: int) -> bool:
+        """Whether to validate after this epoch."""
+        return True
+
+    def output(self, inputs: Any) -> Any:
+        """What the model gives for a batch's inputs, in evaluation."""
+        return call(self.model, inputs)
+
     def be_ready(self) -> None:
         """Place a model that has not been fitted yet."""
         if self.resolved is None:
@@ -285,6 +322,13 @@ class Trainer:
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that training resolved to; plain before the first fit."""
         return nullcontext() if self.resolved is None else self.loop.autocast()
+
+
+def _counts_all(loss: Loss, labels: tuple[int, int] | None) -> bool:
+    """Whether it is known that no target is one that the loss ignores."""
+    if labels is None:
+        return False
+    return loss.ignore_index is None or not labels[0] <= loss.ignore_index <= labels[1]
 
 
 def _as_optimizer(optimizer: Any, model: nn.Module, lr: float | None) -> torch.optim.Optimizer:

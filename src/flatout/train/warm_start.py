@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from flatout.models import load_weights, weights_of
 from flatout.optim.fused import align_state
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint, is_checkpoint
 from flatout.save.fits import check_fits
@@ -31,13 +32,13 @@ def warm_start(model: nn.Module, optimizer: torch.optim.Optimizer, source: str |
     path = str(source).rstrip("/")
     if path.endswith(".safetensors"):
         weights = load_model(path)
-        check_fits(model.state_dict(), weights, where=path)
-        model.load_state_dict(weights)
+        check_fits(weights_of(model), weights, where=path)
+        load_weights(model, weights)
         return "warm start: weights kept, optimiser new"
     loaded = _load(path)
-    check_fits(model.state_dict(), loaded.model, where=path)
+    check_fits(weights_of(model), loaded.model, where=path)
     check_optimizer(optimizer, loaded.state)
-    model.load_state_dict(loaded.model)
+    load_weights(model, loaded.model)
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({**loaded.state["optimizer"], "param_groups": groups})
     align_state(optimizer)

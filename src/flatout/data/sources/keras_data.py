@@ -1,0 +1,217 @@
+"""What Keras' `fit` takes, as a Source: arrays by our own gather, all else by Keras' adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.data.source import Source, as_source
+from flatout.data.sources.arrays import Arrays, arrays
+from flatout.data.sources.iterable import IterableSource, name_digest
+from flatout.data.tensors import is_array
+from flatout.errors import DataError
+
+# Where a batch's targets hold sample weights that are not one number a sample.
+WEIGHTS = "flatout:sample_weight"
+
+
+def as_keras_source(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    class_weight: dict[int, float] | None = None,
+    steps: int | None = None,
+) -> Source:
+    """Whatever `keras.Model.fit` takes, as a Source.
+
+    Args:
+        x: inputs, or an iterable that gives (x, y) or (x, y, sample_weight) in batches.
+        y: targets, for arrays.
+        sample_weight: one number a sample, or in the structure of `y`.
+        batch_size: samples per batch of arrays; 32 by default.
+        shuffle: a new order each epoch.
+        seed: of the orders of arrays.
+        class_weight: weight of each class number.
+        steps: batches that make an epoch, where the data do not say.
+
+    Raises:
+        DataError: nothing here takes `x`, or its parts do not fit together.
+    """
+    if x is None:
+        raise DataError("x is None: expected inputs", do="pass arrays, or an iterable of batches")
+    if isinstance(x, Arrays):
+        return as_source(x, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    if steps is not None or not _are_arrays(x):
+        return _by_keras(x, y, sample_weight, batch_size, shuffle, class_weight, steps)
+    x, y, sample_weight = (_in_floatx(part) for part in (x, y, sample_weight))
+    if class_weight is not None:
+        sample_weight = _class_weights(y, sample_weight, class_weight)
+    if sample_weight is not None and not _is_one_a_sample(sample_weight):
+        y, sample_weight = {"targets": y, WEIGHTS: sample_weight}, None
+    return arrays(
+        x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed, clip_batch=True
+    )
+
+
+def split_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any]:
+    """The first samples to train on, and the share at the end to validate on, as Keras does it.
+
+    Raises:
+        DataError: the data are not arrays, or a part would be empty.
+    """
+    if not _are_arrays(x):
+        raise DataError(
+            "validation_split needs arrays, whose end can be held out",
+            do="pass validation_data",
+        )
+    total = len(next(_leaves(x)))
+    split = int(total * (1 - share))
+    if not 0 < split < total:
+        raise DataError(
+            f"validation_split={share} leaves {split} of {total} samples to train on",
+            do="choose a share between 0 and 1 that leaves both parts at least one sample",
+        )
+    first = tuple(_map(lambda part: part[:split], part) for part in (x, y, sample_weight))
+    last = tuple(_map(lambda part: part[split:], part) for part in (x, y, sample_weight))
+    return first, last
+
+
+def _class_weights(y: Any, sample_weight: Any, class_weight: dict[int, float]) -> Any:
+    from keras.src.trainers.data_adapters import data_adapter_utils
+
+    if sample_weight is not None:
+        raise DataError(
+            "class_weight and sample_weight are given at the same time",
+            do="multiply them into one sample_weight",
+        )
+    weights = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+    return _in_floatx(weights)
+
+
+# -- arrays ----------------------------------------------------------------------------------------
+
+
+def _are_arrays(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_are_arrays, value.values()))
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(map(_are_arrays, value))
+    return is_array(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (dict, tuple, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    elif value is not None:
+        yield value
+
+
+def _map(function: Any, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _map(function, part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(_map(function, part) for part in value)
+    return None if value is None else function(value)
+
+
+def _in_floatx(value: Any) -> Any:
+    """Floating-point arrays in Keras' own precision, as its adapters give them."""
+    import keras
+
+    wanted = getattr(torch, keras.config.floatx())
+
+    def convert(array: Any) -> torch.Tensor:
+        tensor = array if torch.is_tensor(array) else torch.from_numpy(_plain(np.asarray(array)))
+        return tensor.to(wanted) if tensor.is_floating_point() else tensor
+
+    return _map(convert, value)
+
+
+def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """With strides and byte order that torch takes."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
+
+
+def _is_one_a_sample(weight: Any) -> bool:
+    return torch.is_tensor(weight) and weight.dim() == 1
+
+
+# -- all else --------------------------------------------------------------------------------------
+
+
+def _by_keras(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    batch_size: int | None,
+    shuffle: bool,
+    class_weight: dict[int, float] | None,
+    steps: int | None,
+) -> Source:
+    from keras.src.backend.torch.trainer import TorchEpochIterator
+
+    try:
+        iterator = TorchEpochIterator(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        )
+    except (ValueError, TypeError) as error:
+        raise DataError(f"Keras does not take this as data: {error}") from error
+    batches = _KerasBatches(iterator)
+    return IterableSource(
+        batches.begin,
+        name=f"batches of a {type(x).__name__}, read by Keras",
+        digest=name_digest(x),
+        steps=iterator.num_batches,
+        peek=batches.peek,
+    )
+
+
+class _KerasBatches:
+    """Epochs of Keras' own iterator, which can be looked into without losing a batch."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._running: Iterator[Any] | None = None
+        self._held: list[Any] = []
+
+    def peek(self, count: int) -> list[Any]:
+        if self._running is None:
+            self._running = self._epoch()
+        while len(self._held) < count:
+            batch = next(self._running, None)
+            if batch is None:
+                break
+            self._held.append(batch)
+        return self._held[:count]
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        running = self._epoch() if self._running is None else self._running
+        held, self._running, self._held = self._held, None, []
+        yield from held
+        yield from running
+
+    def _epoch(self) -> Iterator[Any]:
+        from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+
+        for _, _, data in self._iterator:
+            x, y, weight = unpack_x_y_sample_weight(data[0])
+            x, y, weight = (_in_floatx(part) for part in (x, y, weight))
+            if weight is not None and not _is_one_a_sample(weight):
+                y, weight = {"targets": y, WEIGHTS: weight}, None
+            yield (x, y, weight)

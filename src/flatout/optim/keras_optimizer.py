@@ -1,0 +1,169 @@
+"""A Keras optimiser as one of torch's: Keras' formulas, on Keras' own variables.
+
+The state stays where Keras keeps it, so a `.keras` file, a learning-rate callback and Keras itself
+see every step. Without fusing, a step is Keras' own `apply`. Fused, Adam and AdamW run torch's
+fused kernel, which differs from Keras only in where epsilon stands:
+
+    torch   p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+    Keras   p -= lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
+
+Both agree where torch is given eps / sqrt(1 - b2^t), which is what each step does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Tensors = list[torch.Tensor]
+
+
+class KerasOptimizer(torch.optim.Optimizer):
+    """Steps a Keras optimiser, built over `variables`.
+
+    Args:
+        optimizer: a `keras.optimizers.Optimizer`; it is built if it is not yet.
+        variables: the model's trainable variables.
+
+    Attributes:
+        keras: the user's own optimiser object.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        if not optimizer.built:
+            optimizer.build(list(variables))
+        self.keras = optimizer
+        self._variables = list(variables)
+        self._parameters: Tensors = [v._value for v in variables]
+        kind = type(optimizer)
+        super().__init__(self._parameters, {"lr": self._rate(), "kind": kind.__qualname__})
+        self._count = torch.zeros((), device=self._parameters[0].device)
+
+    def drives(self, optimizer: Any, variables: Sequence[Any]) -> bool:
+        """Whether this is that optimiser over these variables: `compile` may have come between."""
+        return optimizer is self.keras and [*map(id, variables)] == [*map(id, self._variables)]
+
+    @property
+    def can_be_fused(self) -> bool:
+        """Whether torch's kernel computes what this optimiser does: a plain Adam or AdamW."""
+        optimizer, variables = self.keras, self._variables
+        names = {cls.__name__ for cls in type(optimizer).__mro__}
+        return (
+            type(optimizer).__module__.startswith("keras.")
+            and "Adam" in names
+            and not names & {"Nadam", "Adamax", "LossScaleOptimizer"}
+            and not (optimizer.gradient_accumulation_steps or optimizer.use_ema)
+            and optimizer.loss_scale_factor is None
+            and len({(p.device, p.dtype) for p in self._parameters}) == 1
+            and all(p.is_floating_point() for p in self._parameters)
+            and not any(v.constraint is not None for v in variables)
+            and not any(getattr(v, "overwrite_with_gradient", False) for v in variables)
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Apply the parameters' gradients.
+
+        Raises:
+            ValueError: no parameter has a gradient.
+        """
+        gradients = [p.grad for p in self._parameters]
+        group = self.param_groups[0]
+        group["lr"] = self._rate()
+        complete = [g for g in gradients if g is not None]
+        if group.get("fused") and len(complete) == len(gradients):
+            self._step_fused(complete, group["lr"])
+        else:
+            with _unscaled(self.keras, complete):
+                self.keras.apply(gradients, self._variables)
+
+    def _step_fused(self, gradients: Tensors, rate: float) -> None:
+        optimizer = self.keras
+        number = int(optimizer._iterations.value) + 1
+        correction = math.sqrt(1 - optimizer.beta_2**number)
+        gradients = optimizer._clip_gradients(gradients)
+        optimizer._apply_weight_decay(self._variables)
+        flag = getattr(self, "found_inf", None)  # set on a device that holds bad steps back
+        self._count.fill_(number)
+        torch._fused_adam_(
+            self._parameters,
+            gradients,
+            _values(optimizer._momentums),
+            _values(optimizer._velocities),
+            _values(optimizer._velocity_hats) if optimizer.amsgrad else [],
+            [self._count] * len(gradients),
+            lr=rate,
+            beta1=optimizer.beta_1,
+            beta2=optimizer.beta_2,
+            weight_decay=0.0,
+            eps=optimizer.epsilon / correction,
+            amsgrad=bool(optimizer.amsgrad),
+            maximize=False,
+            found_inf=flag,
+        )
+        optimizer._iterations.value.add_(1 if flag is None else (1 - flag).to(torch.int64))
+
+    def _rate(self) -> float:
+        return float(self.keras._get_current_learning_rate())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every variable of the Keras optimiser, in its order; the tensors themselves."""
+        options = {k: v for k, v in self.param_groups[0].items() if k != "params"}
+        state = {
+            number: {"value": variable.value.detach()}
+            for number, variable in enumerate(self._state_variables())
+        }
+        return {
+            "state": state,
+            "param_groups": [{**options, "params": list(range(len(self._parameters)))}],
+        }
+
+    def _state_variables(self) -> list[Any]:
+        """Also what Keras does not list: Nadam's running product of momenta."""
+        listed: list[Any] = self.keras.variables
+        known = {id(variable) for variable in listed}
+        kind = type(listed[0])
+        return listed + [
+            value
+            for value in vars(self.keras).values()
+            if isinstance(value, kind) and id(value) not in known
+        ]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what `state_dict` gave, into the same variables.
+
+        Raises:
+            ValueError: the state is of another optimiser.
+        """
+        variables, saved = self._state_variables(), state_dict["state"]
+        if len(saved) != len(variables):
+            raise ValueError(
+                f"the state has {len(saved)} variables, {self.keras.name} has {len(variables)}"
+            )
+        for number, variable in enumerate(variables):
+            variable.value.copy_(saved[number]["value"])
+        (options,) = state_dict["param_groups"]
+        self.param_groups[0].update({k: v for k, v in options.items() if k != "params"})
+
+
+@contextmanager
+def _unscaled(optimizer: Any, gradients: Tensors) -> Iterator[None]:
+    """Keras divides gradients by the scale of the loss; here the loss was not multiplied by it."""
+    factor = optimizer.loss_scale_factor
+    if hasattr(optimizer, "dynamic_scale"):  # LossScaleOptimizer, which also watches for overflow
+        torch._foreach_mul_(gradients, optimizer.dynamic_scale.value)
+    elif factor is not None:
+        optimizer.loss_scale_factor = None
+    try:
+        yield
+    finally:
+        optimizer.loss_scale_factor = factor
+
+
+def _values(variables: Sequence[Any]) -> Tensors:
+    return [variable.value for variable in variables]

@@ -1,0 +1,72 @@
+"""What fit and evaluate need of a model with its loss and metrics, whatever framework made it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import nn
+
+from flatout.data.batch import Batch
+from flatout.train.compute import build_compute
+from flatout.train.losses import Loss, Value
+from flatout.train.metrics import Metric
+
+
+class Job(Protocol):
+    """Forward and loss of a batch, and the metrics that they feed."""
+
+    def compute(self, batch: Batch) -> Value:
+        """The batch's loss; its outputs go to the metrics, and nothing is read from the device."""
+        ...
+
+    def results(self) -> dict[str, float]:
+        """The metrics over all batches since `reset`, by name."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint in the middle of an epoch needs."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+class TorchJob:
+    """A torch model with a loss and metrics by name.
+
+    Args:
+        model: called with the batch's inputs.
+        loss: compares output and targets.
+        metrics: fresh ones, for this job alone.
+        unweighted: no target of the source is one that the loss ignores.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, metrics: dict[str, Metric], *, unweighted: bool
+    ) -> None:
+        self._metrics = metrics
+        self.compute = build_compute(model, loss, metrics.values(), unweighted=unweighted)
+
+    def results(self) -> dict[str, float]:
+        """The metrics over all batches since `reset`, by name."""
+        return {name: metric.compute() for name, metric in self._metrics.items()}
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint in the middle of an epoch needs."""
+        return {name: metric.state_dict() for name, metric in self._metrics.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; a metric that is new begins with nothing."""
+        for name, metric in self._metrics.items():
+            if name in state:
+                metric.load_state_dict(state[name])

@@ -1,0 +1,166 @@
+"""Keras' callbacks, called from a fit of ours as Keras calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flatout.data.batch import Batch
+from flatout.data.source import Source
+from flatout.train.callbacks import Callback
+from flatout.train.state import FitState
+
+
+class LazyLogs(dict[str, Any]):
+    """A batch's logs, computed when a callback looks at them: reading waits for the device."""
+
+    def __init__(self, compute: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self._compute: Callable[[], dict[str, Any]] | None = compute
+
+    def _filled(self) -> LazyLogs:
+        if self._compute is not None:
+            compute, self._compute = self._compute, None
+            self.update(compute())
+        return self
+
+    def __getitem__(self, key: str) -> Any:
+        return dict.__getitem__(self._filled(), key)
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self._filled(), key)
+
+    def __iter__(self) -> Iterator[str]:
+        return dict.__iter__(self._filled())
+
+    def __len__(self) -> int:
+        return dict.__len__(self._filled())
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict."""
+        return dict.get(self._filled(), key, default)
+
+    def items(self) -> Any:
+        """As of a dict."""
+        return dict.items(self._filled())
+
+    def keys(self) -> Any:
+        """As of a dict."""
+        return dict.keys(self._filled())
+
+    def values(self) -> Any:
+        """As of a dict."""
+        return dict.values(self._filled())
+
+    def copy(self) -> dict[str, Any]:
+        """As of a dict."""
+        return dict(self._filled().items())
+
+
+class KerasCallbacks(Callback):
+    """Calls a Keras `CallbackList` at the moments at which Keras would.
+
+    What a callback does to the model holds here too: `stop_training`, an initial epoch that a
+    backup restored, weights put back, a learning rate set.
+
+    Args:
+        callbacks: a `keras.callbacks.CallbackList` with its model and params.
+        model: the Keras model.
+        initial_epoch: the number of the first epoch.
+        read: the present figures of this epoch.
+    """
+
+    def __init__(
+        self, callbacks: Any, model: Any, initial_epoch: int, read: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._callbacks = callbacks
+        self._model = model
+        self._initial_epoch = initial_epoch
+        self._read = read
+        self._watching = [c for c in callbacks.callbacks if _watches_batches(c)]
+        if not self._watching:
+            self.every = 2**62
+
+    def on_fit_start(self, state: FitState) -> None:
+        """Begin, where the callbacks or the user say."""
+        self._model.stop_training = False
+        self._callbacks.on_train_begin()
+        begin = self._model._initial_epoch or self._initial_epoch
+        if begin > state.trainer.loop.epoch:
+            state.epoch = state.trainer.loop.epoch = begin
+
+    def on_epoch_start(self, state: FitState) -> None:
+        """Begin an epoch, and its first batch."""
+        self._callbacks.on_epoch_begin(state.epoch)
+        for callback in self._watching:
+            callback.on_train_batch_begin(0)
+
+    def on_step(self, state: FitState) -> None:
+        """End a batch and begin the next."""
+        number = state.step_in_epoch - 1
+        logs = LazyLogs(self._read)
+        for callback in self._watching:
+            callback.on_train_batch_end(number, logs)
+        if self._model.stop_training:
+            state.stop(_STOPPED)
+        elif state.step_in_epoch != state.steps_per_epoch:
+            for callback in self._watching:
+                callback.on_train_batch_begin(number + 1)
+
+    def on_epoch_end(self, state: FitState) -> None:
+        """End an epoch; what the callbacks add to the logs stays there."""
+        logs = _in_keras_order(state.logs)
+        # One by one with the same logs, since each may add to them what the next one reads.
+        for callback in self._callbacks.callbacks:
+            callback.on_epoch_end(state.epoch, logs)
+        seconds = state.logs["seconds"]
+        state.logs.clear()
+        state.logs.update(logs, seconds=seconds)
+        if self._model.stop_training:
+            state.stop(_STOPPED)
+
+    def on_fit_end(self, state: FitState) -> None:
+        """End."""
+        self._finalize()
+        self._callbacks.on_train_end(_in_keras_order(state.logs))
+
+    def _finalize(self) -> None:
+        """The optimiser's last word: averaged weights, where it averages."""
+        optimizer = self._model.optimizer
+        if hasattr(optimizer, "finalize_variable_values"):
+            optimizer.finalize_variable_values(self._model.trainable_weights)
+
+
+class WatchedSource:
+    """A source whose batches Keras' callbacks are told of, in an evaluation."""
+
+    def __init__(self, source: Source, callbacks: Any) -> None:
+        self._source = source
+        self._callbacks = callbacks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The source's batches; a batch ends when the next is asked for."""
+        for number, batch in enumerate(self._source.batches(epoch, start_step)):
+            self._callbacks.on_test_batch_begin(number)
+            yield batch
+            self._callbacks.on_test_batch_end(number)
+
+
+def _in_keras_order(logs: dict[str, Any]) -> dict[str, Any]:
+    """Names in alphabetical order, those of the validation after the others; no seconds."""
+    names = sorted(logs, key=lambda name: (name.startswith("val_"), name))
+    return {name: logs[name] for name in names if name != "seconds"}
+
+
+_STOPPED = "a Keras callback set model.stop_training"
+
+
+def _watches_batches(callback: Any) -> bool:
+    """Whether a callback does something at a batch: its method is not the empty one of Keras."""
+    from keras.src.utils import is_default
+
+    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    return not all(is_default(getattr(callback, name)) for name in names)
