@@ -43,4 +43,5 @@ def facts_of(model: nn.Module, device: str) -> ModelFacts:
         batch_coupled=is_batch_coupled(model),
         draws_random=draws_random(model),
         device=device,
+        rewrites_round=keras_model.is_keras(model),
     )

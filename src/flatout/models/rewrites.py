@@ -28,6 +28,8 @@ from torch.nn.modules import module as every_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from flatout.models.keras_model import is_keras
+from flatout.models.keras_rewrites import keras_calls, put_on
 from flatout.models.relu_pool import relu_pool
 from flatout.models.trace import Traced, is_watched, trace
 
@@ -79,7 +81,14 @@ class Rewrite:
 
 
 def find_rewrites(model: nn.Module) -> list[Rewrite]:
-    """The exact rewrites that fit `model` in training. Looks only; changes nothing."""
+    """The rewrites that fit `model` in training. Looks only; changes nothing.
+
+    Those of a torch module are exact, those of Keras' layers to rounding.
+    """
+    if is_keras(model):
+        calls = keras_calls(model)
+        words = f"{len(calls)} Keras layers call torch's operators directly"
+        return [Rewrite(words, lambda: put_on(calls))] if calls else []
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return []
     found: list[Rewrite] = []

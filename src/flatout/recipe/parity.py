@@ -70,6 +70,7 @@ class ModelFacts:
         draws_by_layout: some draws fall element by element on image-shaped activations, so that the
             memory format decides which element gets which draw (`nn.Dropout` on a convolution's
             output; not after `Flatten`, and not `nn.Dropout2d`). Matters only with `draws_random`.
+        rewrites_round: rewriting this model changes rounding, as with Keras' layers.
     """
 
     batch_coupled: bool = False
@@ -77,6 +78,7 @@ class ModelFacts:
     device: str = "cpu"
     draws_random_in_input: bool = False
     draws_by_layout: bool = True
+    rewrites_round: bool = False
 
 
 def of_change(field: str, before: Value, after: Value, facts: ModelFacts) -> Parity:
@@ -117,7 +119,8 @@ def _micro_batch(facts: ModelFacts) -> Parity:
 _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     "compute.precision": Parity.TOLERANT,
     "compute.memory_format": _memory_format,
-    "compute.rewrites": Parity.EXACT,
+    # Keras' layers get their bias inside of the operator, which rounds otherwise.
+    "compute.rewrites": lambda facts: Parity.TOLERANT if facts.rewrites_round else Parity.EXACT,
     "compute.fused_optimizer": Parity.TOLERANT,
     # Inductor draws its random numbers from streams of its own.
     "compute.compile": lambda facts: _redrawn_if(facts.draws_random, Parity.TOLERANT),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from flatout.data.batch import Batch, map_tensors
 from flatout.data.sources.keras_data import WEIGHTS
+from flatout.models.keras_rewrites import training_step
 from flatout.train.losses import Value
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -35,7 +37,8 @@ class KerasJob:
         """The batch's loss; its outputs go to the metrics."""
         model, x = self._model, batch.inputs
         y, weight = targets_of(batch)
-        y_pred = in_full_precision(call(model, x, training=self._training))
+        with training_step() if self._training else nullcontext():
+            y_pred = in_full_precision(call(model, x, training=self._training))
         loss: torch.Tensor = model._compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=weight, training=self._training
         )
