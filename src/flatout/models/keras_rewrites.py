@@ -55,23 +55,43 @@ def keras_calls(model: Any) -> dict[Any, Call]:
         if call is not None:
             calls[layer] = call
     if _runs_its_graph(model):
-        for layer, pool in _pairs(calls):
+        for layer, pool in _pairs(model, calls):
             left_to_pools.add(layer)
             calls[pool] = _with_relu(calls[pool])
     return calls
 
 
-def put_on(calls: dict[Any, Call]) -> Callable[[], None]:
+def put_on(model: Any, calls: dict[Any, Call]) -> Callable[[], None]:
     """Let the layers run their faster `call`; returns what undoes it."""
+    # Both past Keras' own __setattr__, which would track them as parts of the layer.
     for layer, call in calls.items():
-        # Past Keras' own __setattr__, which would track it as a part of the layer.
         vars(layer)["call"] = call
+    uncast = [layer for layer in _passing_on(model) if layer.autocast]
+    for layer in uncast:
+        vars(layer)["autocast"] = False
 
     def undo() -> None:
         for layer in calls:
             vars(layer).pop("call", None)
+        for layer in uncast:
+            vars(layer)["autocast"] = True
 
     return undo
+
+
+def _passing_on(model: Any) -> list[Any]:
+    """Layers of float32 that need not bring their inputs back to it, where autocast made them half.
+
+    Keras casts the inputs of every layer, so that each activation is written three times.
+    """
+    from keras import layers
+
+    kinds = {*_kinds(), layers.Flatten, layers.Reshape, layers.Dropout, layers.ReLU}
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if type(layer) in kinds and layer.compute_dtype == layer.variable_dtype == "float32"
+    ]
 
 
 def _kinds() -> dict[type, Callable[[Any, Collection[Any]], Call | None]]:
@@ -105,7 +125,7 @@ def _conv(layer: Any, left_to_pools: Collection[Any]) -> Call | None:
 
     def call(inputs: torch.Tensor) -> torch.Tensor:
         outputs = F.conv2d(
-            inputs.permute(0, 3, 1, 2),
+            _in_its_precision(layer, inputs).permute(0, 3, 1, 2),
             _value(layer.kernel).permute(3, 2, 0, 1),
             _value(layer.bias) if layer.use_bias else None,
             layer.strides,
@@ -124,7 +144,9 @@ def _conv(layer: Any, left_to_pools: Collection[Any]) -> Call | None:
 def _dense(layer: Any, _left_to_pools: Collection[Any]) -> Call | None:
     def call(inputs: torch.Tensor, training: bool | None = None) -> torch.Tensor:
         bias = None if layer.bias is None else _value(layer.bias)
-        outputs = F.linear(inputs, _value(layer.kernel).transpose(0, 1), bias)
+        outputs = F.linear(
+            _in_its_precision(layer, inputs), _value(layer.kernel).transpose(0, 1), bias
+        )
         return outputs if layer.activation is None else layer.activation(outputs)
 
     return call
@@ -139,6 +161,13 @@ def _pool(layer: Any, _left_to_pools: Collection[Any]) -> Call | None:
         return F.max_pool2d(images, layer.pool_size, layer.strides).permute(0, 2, 3, 1)
 
     return call
+
+
+def _in_its_precision(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """As Keras would cast them; under autocast torch's operator does that itself."""
+    if torch.is_autocast_enabled(inputs.device.type) or not inputs.is_floating_point():
+        return inputs
+    return inputs.to(getattr(torch, layer.compute_dtype))
 
 
 def _value(variable: Any) -> torch.Tensor:
@@ -158,10 +187,14 @@ def _runs_its_graph(model: Any) -> bool:
     return type(model) in (Sequential, Functional)
 
 
-def _pairs(calls: dict[Any, Call]) -> Iterator[tuple[Any, Any]]:
+def _pairs(model: Any, calls: dict[Any, Call]) -> Iterator[tuple[Any, Any]]:
     """A layer that ends in a ReLU, and the 2x2 pool that alone reads it."""
-    from keras import layers
+    from keras import layers, tree
 
+    # Also what a model within the model gives.
+    graphs = [part for part in model._flatten_layers() if hasattr(part, "outputs")]
+    outputs = tree.flatten([graph.outputs for graph in graphs])
+    given = {id(output._keras_history.operation) for output in outputs}
     for pool in list(calls):
         if type(pool) is not layers.MaxPooling2D or (pool.pool_size, pool.strides) != (_2X2, _2X2):
             continue
@@ -170,7 +203,9 @@ def _pairs(calls: dict[Any, Call]) -> Iterator[tuple[Any, Any]]:
         (read,) = pool._inbound_nodes[0].input_tensors
         layer = read._keras_history.operation
         is_read_once = len(layer._inbound_nodes) == len(layer._outbound_nodes) == 1
-        if is_read_once and layer in calls and _ends_in_relu(layer):
+        if id(layer) in given or layer not in calls:
+            continue
+        if is_read_once and _ends_in_relu(layer):
             yield layer, pool
 
 

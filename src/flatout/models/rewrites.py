@@ -88,7 +88,7 @@ def find_rewrites(model: nn.Module) -> list[Rewrite]:
     if is_keras(model):
         calls = keras_calls(model)
         words = f"{len(calls)} Keras layers call torch's operators directly"
-        return [Rewrite(words, lambda: put_on(calls))] if calls else []
+        return [Rewrite(words, lambda: put_on(model, calls))] if calls else []
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return []
     found: list[Rewrite] = []
