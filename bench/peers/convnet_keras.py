@@ -6,21 +6,17 @@ for TensorFlow on a CPU (there it is several times slower). bf16 is the policy `
 
 from __future__ import annotations
 
-import os
-
 import convnet_job
+import keras_job
 
 PARSER = convnet_job.parser()
 PARSER.add_argument("--backend", choices=["torch", "tensorflow", "jax"], required=True)
 ARGUMENTS = PARSER.parse_args()
-# All are read when Keras or its backend starts, so they come before it is imported.
-os.environ["KERAS_BACKEND"] = ARGUMENTS.backend
-os.environ["KERAS_HOME"] = str(ARGUMENTS.out.parent)  # no settings but its own
-os.environ["NPROC"] = str(ARGUMENTS.threads)  # the size of XLA's thread pool on the CPU
+keras_job.set_up(ARGUMENTS, ARGUMENTS.backend)
+
+from stamps import Stamps, report  # noqa: E402
 
 import keras  # noqa: E402
-from keras import layers  # noqa: E402
-from stamps import Stamps, report  # noqa: E402
 
 
 class Clock(keras.callbacks.Callback):
@@ -44,33 +40,13 @@ def set_threads(threads: int) -> None:
         tensorflow.config.threading.set_inter_op_parallelism_threads(threads)
 
 
-def make_model() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((convnet_job.SIDE, convnet_job.SIDE, 1)),
-            layers.Conv2D(32, 3, padding="same", activation="relu"),
-            layers.MaxPooling2D(2),
-            layers.Conv2D(64, 3, padding="same", activation="relu"),
-            layers.MaxPooling2D(2),
-            layers.Conv2D(64, 3, padding="same", activation="relu"),
-            layers.Flatten(),
-            layers.Dense(64, activation="relu"),
-            layers.Dense(convnet_job.CLASSES),
-        ]
-    )
-
-
 def main() -> None:
     set_threads(ARGUMENTS.threads)
     keras.utils.set_random_seed(ARGUMENTS.seed)
     if ARGUMENTS.precision == "bf16":
         keras.mixed_precision.set_global_policy("mixed_bfloat16")
     train, held_out = convnet_job.load(ARGUMENTS.images)
-    model = make_model()
-    model.compile(
-        optimizer=keras.optimizers.Adam(convnet_job.LEARNING_RATE),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
+    model = keras_job.make_model()
     stamps = Stamps()
     model.fit(
         train.images[..., None],

@@ -1,20 +1,24 @@
-"""The jobs of bench/keras.py: the ConvNet of bench/convnet.py as a Keras model, by its own fit."""
+"""The jobs of bench/keras.py: the ConvNet of bench/convnet.py as a compiled Keras model."""
 
 from __future__ import annotations
 
+import argparse
 import os
+from typing import Any
 
 import convnet_job
 
+OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop")
 
-def set_up(arguments: object, backend: str) -> None:
+
+def set_up(arguments: argparse.Namespace, backend: str) -> None:
     """What Keras and its backend read when they are imported."""
     os.environ["KERAS_BACKEND"] = backend
     os.environ["KERAS_HOME"] = str(arguments.out.parent)  # no settings but its own
-    os.environ["NPROC"] = str(arguments.threads)
+    os.environ["NPROC"] = str(arguments.threads)  # the size of XLA's thread pool on the CPU
 
 
-def make_model():
+def make_model(optimizer: str = "adam") -> Any:
     import keras
     from keras import layers
 
@@ -31,8 +35,14 @@ def make_model():
             layers.Dense(convnet_job.CLASSES),
         ]
     )
+    kinds = {
+        "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+        "adam": lambda: keras.optimizers.Adam(convnet_job.LEARNING_RATE),
+        "adamw": lambda: keras.optimizers.AdamW(convnet_job.LEARNING_RATE),
+        "rmsprop": lambda: keras.optimizers.RMSprop(convnet_job.LEARNING_RATE),
+    }
     model.compile(
-        optimizer=keras.optimizers.Adam(convnet_job.LEARNING_RATE),
+        optimizer=kinds[optimizer](),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     return model
