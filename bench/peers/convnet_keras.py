@@ -14,9 +14,8 @@ PARSER.add_argument("--backend", choices=["torch", "tensorflow", "jax"], require
 ARGUMENTS = PARSER.parse_args()
 keras_job.set_up(ARGUMENTS, ARGUMENTS.backend)
 
-from stamps import Stamps, report  # noqa: E402
-
 import keras  # noqa: E402
+from stamps import Stamps, report  # noqa: E402
 
 
 class Clock(keras.callbacks.Callback):

@@ -14,11 +14,11 @@ keras_job.set_up(ARGUMENTS, "torch")
 # Every restart decides for itself, as on a machine that has never seen the job.
 os.environ["FLATOUT_CACHE"] = str(ARGUMENTS.out.parent / "cache")
 
+import keras  # noqa: E402
 import torch  # noqa: E402
 from stamps import Stamps, report  # noqa: E402
 
 import flatout  # noqa: E402
-import keras  # noqa: E402
 
 
 class Clock(keras.callbacks.Callback):

@@ -21,10 +21,10 @@ os.environ["FLATOUT_CACHE"] = str(ARGUMENTS.out.parent / "cache")
 
 import json  # noqa: E402
 
+import keras  # noqa: E402
 import torch  # noqa: E402
 
 import flatout  # noqa: E402
-import keras  # noqa: E402
 
 
 class Recorded(keras.losses.SparseCategoricalCrossentropy):

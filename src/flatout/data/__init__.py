@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flatout.data.sources.arrays import Arrays, arrays
     from flatout.data.sources.dataset import dataset
     from flatout.data.sources.digits import digits
+    from flatout.data.sources.fetch import fetch
     from flatout.data.sources.idx import idx, idx_split
     from flatout.data.sources.iterable import iterable
 
@@ -25,6 +26,7 @@ _HOMES = {
     "as_source": "flatout.data.source",
     "dataset": "flatout.data.sources.dataset",
     "digits": "flatout.data.sources.digits",
+    "fetch": "flatout.data.sources.fetch",
     "idx": "flatout.data.sources.idx",
     "idx_split": "flatout.data.sources.idx",
     "iterable": "flatout.data.sources.iterable",
@@ -38,6 +40,7 @@ __all__ = [
     "as_source",
     "dataset",
     "digits",
+    "fetch",
     "idx",
     "idx_split",
     "iterable",

@@ -1,0 +1,192 @@
+"""Data sets in IDX files, fetched from their public homes: each file is whole and right, or absent.
+
+A file is downloaded beside its place, compared with the checksum that its makers publish, flushed
+to the disk and renamed. What lies there already and is right is not fetched again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from flatout.errors import DataError
+
+_TIMEOUT_S = 30.0
+_PIECE = 1 << 20
+# Seconds between two words about how far a download is.
+_QUIET_S = 2.0
+
+
+class _Home(NamedTuple):
+    """Where a data set lies, and the MD5 of each of its files."""
+
+    url: str
+    files: dict[str, str]
+
+
+# Fashion-MNIST's checksums are those of its README; MNIST's are of the files as first published.
+_HOMES = {
+    "fashion_mnist": _Home(
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        {
+            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+        },
+    ),
+    "mnist": _Home(
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        {
+            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+        },
+    ),
+}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def fetch(
+    name: str,
+    folder: str | os.PathLike[str],
+    *,
+    url: str | None = None,
+    files: dict[str, str] | None = None,
+    say: Callable[[str], None] = _say,
+) -> Path:
+    """Put the files of a data set into a folder; returns the folder, for `flatout.data.idx_split`.
+
+    Args:
+        name: "fashion_mnist" or "mnist".
+        folder: made where it is not there.
+        url: another place that holds the same files, such as a mirror.
+        files: file names and their MD5 in hexadecimal, for a data set of one's own; needs `url`.
+        say: gets a line for each file, and more for what takes longer.
+
+    Raises:
+        DataError: the name is unknown; a file cannot be fetched, is not the one that was published,
+            or cannot be written. Files that are whole by then stay.
+    """
+    home = _home(name, url, files)
+    target = Path(folder)
+    with _writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+    for file, digest in home.files.items():
+        place = target / file
+        if place.exists() and _digest(place) == digest:
+            continue
+        _fetch_one(f"{home.url.rstrip('/')}/{file}", place, digest, say)
+    return target
+
+
+def _home(name: str, url: str | None, files: dict[str, str] | None) -> _Home:
+    if files is not None:
+        if url is None:
+            raise DataError(
+                f"the files of {name!r} are named, but not where they lie", do="give url"
+            )
+        return _Home(url, files)
+    if name not in _HOMES:
+        raise DataError(
+            f"unknown data set {name!r}; known: {', '.join(_HOMES)}",
+            do="use one of these names, or give url and files",
+        )
+    return _HOMES[name] if url is None else _HOMES[name]._replace(url=url)
+
+
+def _fetch_one(url: str, place: Path, digest: str, say: Callable[[str], None]) -> None:
+    # Named by the process: two of them may fetch into one folder.
+    beside = place.with_name(f".{place.name}.{os.getpid()}.part")
+    try:
+        found = _download(url, beside, say)
+        if found != digest:
+            raise DataError(
+                f"{place.name} is not the file that was published: expected MD5 {digest}, found "
+                f"{found}",
+                where=url,
+                do="try again; if it stays so, the place holds another file: pass url= of a mirror",
+            )
+        os.replace(beside, place)
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def _download(url: str, beside: Path, say: Callable[[str], None]) -> str:
+    """Write what lies at `url` into a file, flushed to the disk; returns its MD5."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with _writing(beside), open(beside, "wb") as file:
+        for piece in _pieces(url, say):
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
+    """The bytes at `url`, all of them.
+
+    Raises:
+        DataError: nobody answers, the answer is another, or it ends early.
+    """
+    by_hand = "check the network, pass url= of a mirror, or put the file there by hand"
+    got, said = 0, time.monotonic()
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            size = answer.headers.get("Content-Length")
+            wanted = None if size is None else int(size)
+            say(f"fetching {url}" + ("" if wanted is None else f" ({wanted / 1e6:.1f} MB)"))
+            while piece := answer.read(_PIECE):
+                got += len(piece)
+                yield piece
+                if wanted and time.monotonic() - said > _QUIET_S:
+                    said = time.monotonic()
+                    say(f"  {got / 1e6:.1f} of {wanted / 1e6:.1f} MB")
+    except urllib.error.HTTPError as error:
+        raise DataError(
+            f"expected a file, found {error.code} {error.reason}", where=url, do=by_hand
+        ) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise DataError(
+            f"the download failed after {got:,} bytes: {reason}", where=url, do=by_hand
+        ) from error
+    if wanted is not None and got != wanted:
+        raise DataError(
+            f"the download ended early: expected {wanted:,} bytes, found {got:,}",
+            where=url,
+            do=by_hand,
+        )
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A failure to write, told as one."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the file cannot be written: {error.strerror or error}",
+            where=str(path),
+            do="choose another folder, or make room",
+        ) from error
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
