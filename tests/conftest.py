@@ -13,7 +13,14 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 def _on_its_own(monkeypatch, tmp_path):
     # Made only where something is measured, so a test's own folder stays as the test leaves it.
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / ".flatout-cache"))
-    for name in ("FLATOUT_RECIPE", "FLATOUT_SET", "WORLD_SIZE", "RANK"):
+    for name in (
+        "FLATOUT_RECIPE",
+        "FLATOUT_SET",
+        "WORLD_SIZE",
+        "OMPI_COMM_WORLD_SIZE",
+        "PMI_SIZE",
+        "RANK",
+    ):
         monkeypatch.delenv(name, raising=False)
     # Tests that never need torch do not pay for it here.
     torch = sys.modules.get("torch")

@@ -312,3 +312,33 @@ def test_a_dry_run_starts_nothing_and_prints_what_does_the_same(folder) -> None:
     ours, theirs = json.loads(again.stdout), told(*settings, "mark.py", "a b", "--dry-run")
     ours.pop("pid"), theirs.pop("pid")
     assert ours == theirs
+
+
+# -- Keras' backend --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("imports", "inherited", "expected"),
+    [
+        ("if False:\n    import keras, flatout\n", None, "torch"),
+        ("if False:\n    from keras import layers\n    import torch.nn\n", None, "torch"),
+        ("if False:\n    import keras, flatout\n", "jax", "jax"),
+        ("if False:\n    import keras\n", None, "None"),
+        ("if False:\n    import flatout\n", None, "None"),
+        ("if False:\n    import keras, flatout\n# KERAS_BACKEND is ours to set\n", None, "None"),
+    ],
+)
+def test_a_script_of_keras_and_torch_gets_kerass_torch_backend(
+    tmp_path, imports, inherited, expected
+):
+    script = tmp_path / "train.py"
+    script.write_text(
+        imports + "import os\nname = 'KERAS' + '_BACKEND'\nprint(os.environ.get(name))\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    if inherited is not None:
+        env["KERAS_BACKEND"] = inherited
+    done = subprocess.run(
+        [*MAIN, "run", str(script)], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == expected

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import http.server
 import os
+import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -85,12 +87,26 @@ def test_files_come_whole_and_only_once(server, tmp_path):
     assert server.asked == ["a.gz", "b.gz"]
 
 
-def test_a_file_that_is_there_but_wrong_is_fetched_again(server, tmp_path):
-    (tmp_path / "a.gz").write_bytes(b"half of it")
+def test_what_is_there_is_not_fetched(server, tmp_path):
     (tmp_path / "b.gz").write_bytes(BODIES["b.gz"])
     get(server, tmp_path)
     assert contents(tmp_path) == BODIES
     assert server.asked == ["a.gz"]
+
+
+def test_a_file_of_the_users_is_not_written_over(server, tmp_path):
+    (tmp_path / "a.gz").write_bytes(b"my own")
+    with pytest.raises(DataError, match=r"a\.gz is there and is another file") as error:
+        get(server, tmp_path)
+    assert error.value.where == str(tmp_path / "a.gz")
+    assert contents(tmp_path) == {"a.gz": b"my own"}
+    assert server.asked == []
+
+
+def test_a_folder_in_the_place_of_a_file(server, tmp_path):
+    (tmp_path / "a.gz").mkdir()
+    with pytest.raises(DataError, match="cannot be read or written: Is a directory"):
+        get(server, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +130,6 @@ def test_a_fault_is_named_and_leaves_nothing_half(server, tmp_path, fault, words
     assert server.asked.count("a.gz") == 1
 
 
-def test_a_good_file_stays_where_its_successor_is_bad(server, tmp_path):
-    (tmp_path / "b.gz").write_bytes(b"an older one")
-    server.faults["b.gz"] = "wrong"
-    with pytest.raises(DataError):
-        get(server, tmp_path)
-    assert contents(tmp_path)["b.gz"] == b"an older one"
-
-
 def test_nobody_answers(server, tmp_path):
     server.shutdown()
     server.server_close()
@@ -132,14 +140,30 @@ def test_nobody_answers(server, tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written(server, tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(DataError, match="cannot be written: Permission denied"):
+    with pytest.raises(DataError, match="cannot be read or written: Permission denied"):
         get(server, tmp_path)
 
 
 def test_a_folder_that_is_a_file(server, tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match="cannot be read or written"):
         get(server, tmp_path / "taken")
+
+
+def test_a_full_disk(server, tmp_path):
+    """In a process of its own, whose files may hold 100,000 bytes."""
+    program = (
+        "import resource, signal, sys\n"
+        "from flatout.data.sources.fetch import fetch\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        f"fetch('mine', {str(tmp_path / 'data')!r}, url={server.url!r}, files={FILES!r})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "cannot be read or written: File too large" in done.stderr
+    assert list((tmp_path / "data").iterdir()) == []
 
 
 def test_unknown_names_and_no_place(tmp_path):

@@ -250,11 +250,12 @@ def test_a_loss_that_is_nan_without_gradients_is_found_at_the_end_of_the_epoch()
 # -- the request ---------------------------------------------------------------------------------
 
 
-def test_several_ranks_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_several_ranks_are_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "2")
     job = trainer(network())
-    fails(job, data(), error=FlatoutError, words="trains on one rank, but WORLD_SIZE is 2")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    fails(job, data(), error=FlatoutError, words=f"trains on one rank, but {name} is 2")
+    monkeypatch.setenv(name, "1")
     job.fit(data(), progress=False)
 
 

@@ -583,9 +583,14 @@ def _is_finite(value: Any) -> bool:
     return bool(torch.isfinite(loss).all())
 
 
+# How torchrun, Open MPI and MPICH say how many processes they have started.
+_WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
 def _refuse_many_ranks() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise FlatoutError(
-            f"this release trains on one rank, but WORLD_SIZE is {os.environ['WORLD_SIZE']}",
-            do="start the script without torchrun or mpirun",
-        )
+    for name in _WORLD_SIZES:
+        if int(os.environ.get(name, "1")) > 1:
+            raise FlatoutError(
+                f"this release trains on one rank, but {name} is {os.environ[name]}",
+                do="start the script without torchrun or mpirun",
+            )

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from flatout.errors import DataError
 _TIMEOUT_S = 30.0
 _PIECE = 1 << 20
 # Seconds between two words about how far a download is.
-_QUIET_S = 2.0
+_QUIET_S = 1.0
 
 
 class _Home(NamedTuple):
@@ -87,8 +88,17 @@ def fetch(
         target.mkdir(parents=True, exist_ok=True)
     for file, digest in home.files.items():
         place = target / file
-        if place.exists() and _digest(place) == digest:
+        with _writing(place):
+            found = _digest(place) if place.exists() else None
+        if found == digest:
             continue
+        if found is not None:
+            raise DataError(
+                f"{file} is there and is another file than was published: expected MD5 {digest}, "
+                f"found {found}",
+                where=str(place),
+                do="move it away, or choose another folder: nothing of yours is written over",
+            )
         _fetch_one(f"{home.url.rstrip('/')}/{file}", place, digest, say)
     return target
 
@@ -109,8 +119,8 @@ def _home(name: str, url: str | None, files: dict[str, str] | None) -> _Home:
 
 
 def _fetch_one(url: str, place: Path, digest: str, say: Callable[[str], None]) -> None:
-    # Named by the process: two of them may fetch into one folder.
-    beside = place.with_name(f".{place.name}.{os.getpid()}.part")
+    # Others may fetch into the same folder at the same time.
+    beside = place.with_name(f".{place.name}.{uuid.uuid4().hex}.part")
     try:
         found = _download(url, beside, say)
         if found != digest:
@@ -120,7 +130,9 @@ def _fetch_one(url: str, place: Path, digest: str, say: Callable[[str], None]) -
                 where=url,
                 do="try again; if it stays so, the place holds another file: pass url= of a mirror",
             )
-        os.replace(beside, place)
+        with _writing(place):
+            os.replace(beside, place)
+            _flush_folder(place.parent)
     finally:
         with suppress(OSError):
             beside.unlink()
@@ -151,12 +163,14 @@ def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
             size = answer.headers.get("Content-Length")
             wanted = None if size is None else int(size)
             say(f"fetching {url}" + ("" if wanted is None else f" ({wanted / 1e6:.1f} MB)"))
-            while piece := answer.read(_PIECE):
+            # What has come so far: a slow line shows that it moves.
+            while piece := answer.read1(_PIECE):
                 got += len(piece)
                 yield piece
-                if wanted and time.monotonic() - said > _QUIET_S:
+                if time.monotonic() - said > _QUIET_S:
                     said = time.monotonic()
-                    say(f"  {got / 1e6:.1f} of {wanted / 1e6:.1f} MB")
+                    whole = "" if wanted is None else f" of {wanted / 1e6:.1f}"
+                    say(f"  {got / 1e6:.1f}{whole} MB")
     except urllib.error.HTTPError as error:
         raise DataError(
             f"expected a file, found {error.code} {error.reason}", where=url, do=by_hand
@@ -176,15 +190,24 @@ def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """A failure to write, told as one."""
+    """A failure to read or write here, told as one."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"the file cannot be written: {error.strerror or error}",
+            f"the file cannot be read or written: {error.strerror or error}",
             where=str(path),
             do="choose another folder, or make room",
         ) from error
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make a rename last through a power cut."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _digest(path: Path) -> str:
