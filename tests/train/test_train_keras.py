@@ -758,6 +758,22 @@ def test_a_nan_is_held_back_and_explained():
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
+@keras.saving.register_keras_serializable()
+class Logarithm(layers.Layer):
+    def call(self, x):
+        return keras.ops.log(x)
+
+
+@pytest.mark.parametrize("rewrites", ["on", "off"])
+def test_the_layer_that_makes_a_nan_is_named(rewrites):
+    x, y = points()
+    model = compiled("sgd", Logarithm(name="log"))
+    recipe = flatout.Recipe(compute={"rewrites": rewrites})
+    with pytest.raises(NumbersError, match=r"first bad value: output of module log \(Logarithm\)"):
+        quiet(model, recipe=recipe).fit(x, y, batch_size=16, verbose=0)
+    assert not any("call" in vars(layer) for layer in model.layers)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

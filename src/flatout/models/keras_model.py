@@ -10,7 +10,9 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -111,6 +113,30 @@ def is_batch_coupled(model: Any) -> bool:
 def draws_random(model: Any) -> bool:
     """Whether a training step draws random numbers inside the model."""
     return any(getattr(layer, "seed_generator", None) for layer in model._flatten_layers())
+
+
+@contextmanager
+def watching(layer: Any, look: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
+    """Have `look(layer, inputs, output)` called after each call of a layer.
+
+    Keras layers are torch modules, but their calls pass torch's hooks by.
+    """
+    before, call = vars(layer).get("call"), layer.call
+
+    @wraps(call)
+    def watched(*inputs: Any, **options: Any) -> Any:
+        output = call(*inputs, **options)
+        look(layer, inputs, output)
+        return output
+
+    vars(layer)["call"] = watched
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(layer)["call"]
+        else:
+            vars(layer)["call"] = before
 
 
 def variables_of(model: Any) -> list[Any]:

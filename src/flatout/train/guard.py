@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.hooks import RemovableHandle
 
 from flatout.data.batch import Batch, named_tensors, split
 from flatout.errors import NumbersError
+from flatout.models.keras_model import is_keras, watching
 from flatout.train.losses import Value
 from flatout.train.snapshot import untouched
 
@@ -179,10 +181,8 @@ def _in_forward(model: nn.Module, compute: Callable[[Batch], Value], batch: Batc
     """The first module or loss with a bad value; leaves the gradients if there is none."""
     first: list[str] = []
 
-    def watch(name: str, module: nn.Module) -> None:
-        kind = type(module).__name__
-
-        def hook(_module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+    def looking_for(name: str, kind: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def hook(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if first:
                 return
             for value, words in ((inputs, "input"), (output, "output")):
@@ -191,16 +191,18 @@ def _in_forward(model: nn.Module, compute: Callable[[Batch], Value], batch: Batc
                     by = ", made by the code around it" if words == "input" else ""
                     first.append(f"{words} of module {name} ({kind}){by}{samples}")
 
-        handles.append(module.register_forward_hook(hook))
+        return hook
 
-    handles: list[RemovableHandle] = []
-    try:
-        for name, module in model.named_modules():
-            watch(name or "model", module)
+    with ExitStack() as watches:
+        if is_keras(model):
+            for layer in model._flatten_layers(include_self=False):  # type: ignore[operator]
+                look = looking_for(layer.name, type(layer).__name__)
+                watches.enter_context(watching(layer, look))
+        else:
+            for name, module in model.named_modules():
+                hook = looking_for(name or "model", type(module).__name__)
+                watches.callback(module.register_forward_hook(hook).remove)
         value = compute(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     loss = value[0] if isinstance(value, tuple) else value
     if not first and not torch.isfinite(loss).all():
         first.append("the loss itself, from finite model outputs")
