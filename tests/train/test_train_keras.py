@@ -16,6 +16,7 @@ from keras import layers  # noqa: E402
 
 import flatout  # noqa: E402
 from flatout.errors import CheckpointError, DataError, ModelError, NumbersError  # noqa: E402
+from flatout.train import keras_slow_metrics  # noqa: E402
 
 if keras.backend.backend() != "torch":
     pytest.skip("Keras is on another backend", allow_module_level=True)
@@ -787,3 +788,94 @@ def test_bad_data_are_named(arguments, words):
     x, y = points()
     with pytest.raises(DataError, match=words):
         quiet(compiled()).fit(**{"x": x, "y": y, "verbose": 0, **arguments})
+
+
+# -- slow metrics ----------------------------------------------------------------------------------
+
+
+class Own(keras.metrics.SparseCategoricalCrossentropy):
+    pass
+
+
+def test_a_metric_slower_than_the_step_is_named_and_fed_less_often(monkeypatch):
+    monkeypatch.setattr(keras_slow_metrics, "_SHARE", 0.0)  # whatever takes any time is slow
+    updates = []
+    real = keras.metrics.MeanIoU.update_state
+
+    def counted(self, y_true, y_pred, sample_weight=None):
+        updates.append(len(y_true))
+        return real(self, y_true, y_pred, sample_weight)
+
+    monkeypatch.setattr(keras.metrics.MeanIoU, "update_state", counted)
+    x, y = points(320)
+    ours, theirs = twins(
+        lambda: compiled(
+            "sgd",
+            metrics=[
+                "accuracy",
+                keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou"),
+                Own(name="own"),
+            ],
+        )
+    )
+    arguments = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
+    arguments["validation_data"] = (x[:100], y[:100])
+    there = theirs.fit(x, y, **arguments)
+    updates.clear()
+    said = []
+    trainer = flatout.Trainer(ours, allow="exact", say=said.append)
+    here = trainer.fit(x, y, **arguments)
+    assert_same_history(here.history, there.history, 1e-5)
+    assert any(line.startswith("metric iou takes") and "at once" in line for line in said)
+    assert any(line.startswith("metric own takes") and "your own" in line for line in said)
+    # In the second and third epoch one update for training and one for validation each.
+    assert updates[-4:] == [320, 100, 320, 100]
+    assert not any("update_state" in vars(metric) for metric in ours.metrics)
+    assert trainer.evaluate(x, y)["iou"] == pytest.approx(
+        theirs.evaluate(x, y, verbose=0, return_dict=True)["iou"]
+    )
+
+
+def test_metrics_that_are_not_slow_stay_in_the_step():
+    said = []
+    model = compiled("sgd")
+    x, y = points(320)
+    flatout.Trainer(model, say=said.append, allow="exact").fit(x, y, epochs=2, verbose=0)
+    assert not any(line.startswith("metric") for line in said)
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(keras_slow_metrics, "_SHARE", 0.0)
+    monkeypatch.setattr(keras_slow_metrics, "_KEPT_BYTES", 16 * (8 + 12))  # one batch
+    x, y = points(320)
+    ours, theirs = twins(lambda: compiled("sgd"))
+    there = theirs.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    here = quiet(ours, allow="exact").fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    assert_same_history(here.history, there.history, 1e-5)
+
+
+# -- with TensorFlow -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_keras_tensorboard_writes_its_events(tmp_path):
+    """Keras' own callback writes through TensorFlow."""
+    pytest.importorskip("tensorflow")
+    board = keras.callbacks.TensorBoard(tmp_path, update_freq=2, write_graph=False)
+    fit_with([board], epochs=2, validation_split=0.25)
+    written = {path.parent.name: path.stat().st_size for path in tmp_path.rglob("events*")}
+    assert set(written) == {"train", "validation"}
+    assert min(written.values()) > 100
+
+
+@pytest.mark.slow
+def test_a_tf_data_set_gives_the_same_as_arrays():
+    tf = pytest.importorskip("tensorflow")
+    x, y = points(96)
+    ours, theirs = twins(lambda: compiled("sgd"))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    here = quiet(ours, allow="exact").fit(data, epochs=2, validation_data=data, verbose=0)
+    there = theirs.fit(
+        x, y, batch_size=16, epochs=2, shuffle=False, validation_data=(x, y), verbose=0
+    )
+    assert_same_history(here.history, there.history)

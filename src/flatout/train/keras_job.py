@@ -11,6 +11,7 @@ import torch
 from flatout.data.batch import Batch, map_tensors
 from flatout.data.sources.keras_data import WEIGHTS
 from flatout.models.keras_rewrites import training_step
+from flatout.train.keras_slow_metrics import SlowMetrics
 from flatout.train.losses import Value
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -25,16 +26,22 @@ class KerasJob:
     Args:
         model: built and compiled.
         training: whether layers behave as in training.
+        slow_metrics: times the metrics in training, and feeds those that are slow less often.
     """
 
-    def __init__(self, model: Any, *, training: bool) -> None:
+    def __init__(
+        self, model: Any, *, training: bool, slow_metrics: SlowMetrics | None = None
+    ) -> None:
         self._model = model
+        self._slow = slow_metrics
         self._training = training
         self._computes_own = _is_overridden(model, "compute_metrics")
         self._own_results: dict[str, Any] = {}
 
     def compute(self, batch: Batch) -> Value:
         """The batch's loss; its outputs go to the metrics."""
+        if self._slow is not None and self._training:
+            self._slow.step_begins()
         model, x = self._model, batch.inputs
         y, weight = targets_of(batch)
         with training_step() if self._training else nullcontext():
@@ -55,6 +62,8 @@ class KerasJob:
 
     def results(self) -> dict[str, float]:
         """The metrics over all batches since `reset`, by Keras' names; without the loss."""
+        if self._slow is not None:
+            self._slow.flush()
         found = self._own_results if self._computes_own else self._model.get_metrics_result()
         plain: dict[str, float] = {}
         for name, value in found.items():
@@ -65,11 +74,15 @@ class KerasJob:
 
     def reset(self) -> None:
         """Forget all batches."""
+        if self._slow is not None:
+            self._slow.forget()
         self._model.reset_metrics()
         self._own_results = {}
 
     def state_dict(self) -> dict[str, Any]:
         """The metrics' variables, in their order."""
+        if self._slow is not None:
+            self._slow.flush()
         return {str(n): v.value.detach().clone() for n, v in enumerate(self._variables())}
 
     @torch.no_grad()
@@ -81,6 +94,15 @@ class KerasJob:
 
     def _variables(self) -> list[Any]:
         return [v for metric in self._model.metrics for v in metric.variables]
+
+
+def compiled_metrics(model: Any) -> list[Any]:
+    """The metrics of `compile`, once they are built."""
+    compiled = model._compile_metrics
+    if compiled is None or not compiled.built:
+        return []
+    lists = [*compiled._flat_metrics, *compiled._flat_weighted_metrics]
+    return [metric for listed in lists if listed is not None for metric in listed.metrics]
 
 
 def call(model: Any, inputs: Any, *, training: bool) -> Any:

@@ -22,7 +22,8 @@ from flatout.train.fit import Fit
 from flatout.train.history import History
 from flatout.train.job import Job
 from flatout.train.keras_callbacks import KerasCallbacks, WatchedSource
-from flatout.train.keras_job import KerasJob, call, targets_of
+from flatout.train.keras_job import KerasJob, call, compiled_metrics, targets_of
+from flatout.train.keras_slow_metrics import SlowMetrics
 from flatout.train.loop import Loop
 from flatout.train.predict import predict
 from flatout.train.trainer import Trainer
@@ -73,6 +74,7 @@ class KerasTrainer(Trainer):
             )
         self._warm_start = arguments.pop("warm_start", None)
         self._callbacks: Any = None
+        self._slow_metrics: Any = None
         self._validation_freq: Any = 1
         self.optimizer = None
         self.model = model
@@ -169,6 +171,8 @@ class KerasTrainer(Trainer):
             return self._fit.run()
         finally:
             self._callbacks = None
+            self._slow_metrics.close()
+            self._slow_metrics = None
 
     def _fit_as_written(self, x: Any, y: Any, **arguments: Any) -> History:
         """A `train_step` of the user's own runs as it is, in Keras' loop."""
@@ -277,7 +281,9 @@ class KerasTrainer(Trainer):
 
     def job(self, source: Source | None = None) -> Job:
         """The compiled loss and metrics: to train on `source`, or without one to evaluate."""
-        return KerasJob(self.model, training=source is not None)
+        if source is not None:
+            self._slow_metrics = SlowMetrics(compiled_metrics(self.model), self.loop.say)
+        return KerasJob(self.model, training=source is not None, slow_metrics=self._slow_metrics)
 
     def evaluation(
         self, source: Source, stopped: Callable[[], bool] = lambda: False
