@@ -703,9 +703,64 @@ def test_a_resume_in_the_middle_of_an_epoch_is_bitwise(allow, tmp_path):
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def test_a_model_that_is_not_compiled_is_refused():
-    with pytest.raises(ModelError, match="not compiled"):
-        flatout.Trainer(network())
+def logits(*more):
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [layers.Input((5,)), layers.Dense(16, activation="relu"), *more, layers.Dense(3)]
+    )
+
+
+def test_a_model_that_is_not_compiled_takes_the_trainers_arguments(tmp_path):
+    """Against the same loop by hand, dropout and BatchNormalization included."""
+    x, y = points()
+
+    def make():
+        return logits(layers.BatchNormalization(), layers.Dropout(0.3, seed=1))
+
+    theirs, ours = twins(make)
+    optimizer = torch.optim.AdamW([v.value for v in theirs.trainable_variables], lr=0.01)
+    for start in range(0, 96, 16):
+        output = theirs(x[start : start + 16], training=True)
+        loss = torch.nn.functional.cross_entropy(output, torch.as_tensor(y[start : start + 16]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trainer = quiet(ours, optimizer="adamw", lr=0.01, metrics=["accuracy"], allow="exact")
+    history = trainer.fit(x, y, batch_size=16, shuffle=False, progress=False)
+    assert_same_weights(ours, theirs)
+    assert set(history.history) == {"loss", "accuracy", "seconds"}
+    figures = trainer.evaluate(x, y)
+    assert figures["accuracy"] == pytest.approx(
+        (theirs.predict(x, verbose=0).argmax(1) == y).mean()
+    )
+    torch.testing.assert_close(
+        trainer.predict(x), torch.as_tensor(theirs.predict(x, verbose=0)), rtol=1e-5, atol=1e-5
+    )
+    trainer.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded.get_weights()[0], ours.get_weights()[0])
+    fresh = quiet(make())
+    fresh.load(tmp_path / "model.keras")
+    np.testing.assert_array_equal(fresh.model.get_weights()[0], ours.get_weights()[0])
+
+
+def test_several_inputs_without_compile():
+    keras.utils.set_random_seed(0)
+    a, b = layers.Input((4,), name="a"), layers.Input((3,), name="b")
+    model = keras.Model({"a": a, "b": b}, layers.Dense(1)(layers.Concatenate()([a, b])))
+    random = np.random.default_rng(0)
+    x = {"a": random.normal(size=(64, 4)), "b": random.normal(size=(64, 3))}
+    x = {name: part.astype("float32") for name, part in x.items()}
+    y = (x["a"].sum(1, keepdims=True) - x["b"].sum(1, keepdims=True)).astype("float32")
+    trainer = quiet(model, loss="mse", lr=0.1)
+    trainer.fit((x, y), epochs=60, progress=False)
+    assert trainer.evaluate((x, y))["loss"] < 0.1
+    assert trainer.predict(x).shape == (64, 1)
+
+
+def test_a_model_without_weights_and_compile_is_refused():
+    with pytest.raises(ModelError, match="not built"):
+        flatout.Trainer(keras.Sequential([layers.Dense(3)]), loss="mse")
 
 
 def test_what_was_compiled_is_not_given_again():

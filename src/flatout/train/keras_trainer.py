@@ -51,8 +51,7 @@ class KerasTrainer(Trainer):
     arguments are as for torch models.
 
     Raises:
-        ModelError: Keras is on another backend than torch, a layer calls another framework, or the
-            model is not compiled.
+        ModelError: Keras is on another backend than torch, or a layer calls another framework.
     """
 
     model: Any
@@ -60,12 +59,6 @@ class KerasTrainer(Trainer):
 
     def __init__(self, model: Any, **arguments: Any) -> None:
         keras_model.check_trainable(model)
-        if not model.compiled:
-            raise ModelError(
-                "the Keras model is not compiled",
-                do="call model.compile(optimizer=..., loss=..., metrics=[...]) first, as for "
-                "model.fit",
-            )
         own = [name for name in (*_COMPILED, *_COMPILED_TOO) if name in arguments]
         if own:
             raise ModelError(

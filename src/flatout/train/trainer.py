@@ -81,11 +81,13 @@ class Trainer:
     """
 
     def __new__(cls, model: Any = None, **arguments: Any) -> Trainer:
-        """A Keras model gets the Trainer that knows Keras' words."""
+        """A Keras model gets the Trainer that knows Keras' words, or at least how to call it."""
         if cls is Trainer and is_keras(model):
-            from flatout.train.keras_trainer import KerasTrainer
+            from flatout.train import keras_trainer, keras_uncompiled
 
-            return super().__new__(KerasTrainer)
+            compiled = keras_trainer.KerasTrainer
+            uncompiled = keras_uncompiled.UncompiledKerasTrainer
+            return super().__new__(compiled if model.compiled else uncompiled)
         return super().__new__(cls)
 
     def __init__(
@@ -291,7 +293,7 @@ class Trainer:
             self.model,
             self.loss,
             as_metrics(self.metrics),
-            unweighted=_counts_all(self.loss, labels),
+            unweighted=counts_all(self.loss, labels),
         )
 
     def evaluation(
@@ -324,7 +326,7 @@ class Trainer:
         return nullcontext() if self.resolved is None else self.loop.autocast()
 
 
-def _counts_all(loss: Loss, labels: tuple[int, int] | None) -> bool:
+def counts_all(loss: Loss, labels: tuple[int, int] | None) -> bool:
     """Whether it is known that no target is one that the loss ignores."""
     if labels is None:
         return False
