@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flatout import keras_import
+
 if TYPE_CHECKING:
     from flatout import data
     from flatout.recipe import Recipe
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
 
 __version__ = "0.1.0"
+
+keras_import.explain()
 
 _HOMES = {
     "Callback": "flatout.train.callbacks",

@@ -1,0 +1,119 @@
+"""Explains an `import keras` that cannot work, in a process that has imported Flatout.
+
+Which backend Keras takes is decided when it is imported, and unasked it is TensorFlow. Where that
+is not installed the import ends deep inside of Keras with a missing module. This looks at the
+choice first, and says what to set. It changes nothing; an import that can work goes its way, and so
+does a mere look whether Keras is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import FlatoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+# The modules that each backend imports.
+_NEEDS = {
+    "tensorflow": ("tensorflow",),
+    "jax": ("jax",),
+    "torch": ("torch",),
+    "numpy": ("numpy", "jax"),
+    "openvino": ("openvino",),
+}
+
+
+class KerasBackendError(FlatoutError, ImportError):
+    """Keras is to take a backend that does not exist, or is not installed."""
+
+
+class _Finder:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Keras' own spec, with a look at the backend before its code runs."""
+        if name != "keras":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Explained(spec.loader)  # type: ignore[assignment]
+        return spec
+
+
+class _Explained:
+    """Keras' loader, which steps aside once Keras' code is about to run."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As Keras' own loader."""
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Look at the backend, then run Keras' code.
+
+        Raises:
+            KerasBackendError: the backend cannot be imported.
+        """
+        _check()
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+
+
+def explain() -> None:
+    """Look at Keras' backend whenever Keras is imported from now on."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _check() -> None:
+    from importlib.util import find_spec
+
+    backend, source = _chosen()
+    do = (
+        "for Flatout set KERAS_BACKEND=torch before Keras is imported: in the shell, by "
+        "os.environ['KERAS_BACKEND'] = 'torch' at the top of the script, or by starting it with "
+        "`flatout run`"
+    )
+    if backend not in _NEEDS:
+        raise KerasBackendError(
+            f"Keras has no backend {backend!r}; it has {', '.join(_NEEDS)}", where=source, do=do
+        )
+    missing = [module for module in _NEEDS[backend] if find_spec(module) is None]
+    if missing:
+        raise KerasBackendError(
+            f"Keras would take its {backend} backend, and {missing[0]} is not installed",
+            where=source,
+            do=do,
+        )
+
+
+def _chosen() -> tuple[str, str]:
+    """The backend that Keras will take, and who says so, as Keras itself decides it."""
+    import json
+    from pathlib import Path
+
+    asked = os.environ.get("KERAS_BACKEND")
+    if asked:
+        return asked, f"KERAS_BACKEND={asked}"
+    home = os.environ.get("KERAS_HOME")
+    file = (Path(home) if home else Path.home() / ".keras") / "keras.json"
+    try:
+        found = json.loads(file.read_text()).get("backend")
+    except (OSError, ValueError, AttributeError):
+        found = None
+    if found:
+        return str(found), str(file)
+    return "tensorflow", "KERAS_BACKEND is not set, so Keras takes its default"
