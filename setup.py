@@ -1,6 +1,7 @@
 """The one thing pyproject.toml cannot say: C extensions that an install may do without."""
 
 import sysconfig
+from glob import glob
 
 from setuptools import Extension, setup
 
@@ -11,12 +12,13 @@ setup(
         Extension(
             f"flatout.kernels.{name}",
             sources=[f"src/flatout/kernels/{name}.c"],
+            depends=glob(f"src/flatout/kernels/{name}*.h"),
             extra_compile_args=["-O3", "-fno-math-errno", "-ffp-contract=off"],
             define_macros=[] if free_threaded else [("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=not free_threaded,
             optional=True,  # without a compiler the twins serve, and say so once
         )
-        for name in ("_gather", "_relu_pool")
+        for name in ("_criteo", "_example", "_gather", "_libsvm", "_lines", "_relu_pool")
     ],
     options={} if free_threaded else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

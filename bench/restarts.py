@@ -51,8 +51,10 @@ class Row:
         peer: whose row it is.
         reason: why there is nothing to see, or empty.
         seconds: per step, one number a restart: the median over its timed epochs.
-        accuracies: after training, one number a restart.
+        accuracies: after training, one number a restart of a peer that trains.
         notes: what it said about itself, one text a restart.
+        first_seconds: per step of the first pass over the data, with all that is opened and built
+            before it, one number a restart of a peer that tells it.
     """
 
     peer: Peer
@@ -60,6 +62,7 @@ class Row:
     seconds: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    first_seconds: list[float] = field(default_factory=list)
 
     @property
     def measured(self) -> bool:
@@ -137,7 +140,10 @@ def run_in_turn(
                 tell(f"{turn + 1}/{restarts} {row.peer.name}: {row.reason}")
                 continue
             row.seconds.append(median(result["epoch_seconds"]) / result["steps"])
-            row.accuracies.append(result["accuracy"])
+            if "accuracy" in result:
+                row.accuracies.append(result["accuracy"])
+            if "first_seconds" in result:
+                row.first_seconds.append(result["first_seconds"] / result["steps"])
             row.notes.append(result["note"])
             tell(f"{turn + 1}/{restarts} {row.peer.name}: {row.seconds[-1] * 1e6:,.0f} us/step")
     return rows

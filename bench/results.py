@@ -203,6 +203,7 @@ def rows_as_data(rows: Mapping[str, Row], reference: str) -> list[dict[str, Any]
                 "seconds_per_step": row.seconds,
                 f"time_vs_{reference}": None if isinstance(against, str) else against._asdict(),
                 "accuracies": row.accuracies,
+                "first_seconds_per_step": row.first_seconds,
                 "notes": row.notes,
                 "reason": row.reason,
             }

@@ -29,7 +29,7 @@ NAME = f"flatout-{VERSION}"
 NOT_THE_PROJECT = (".git", "build", "dist", "site", "runs", "*.egg-info", "*.so", "__pycache__")
 CACHES = (".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv")
 
-EXTENSIONS = ("_gather", "_relu_pool")
+EXTENSIONS = ("_criteo", "_example", "_gather", "_libsvm", "_lines", "_relu_pool")
 
 # Trains by the gather path, which the C extension serves where it was built.
 TRAINS = """
@@ -85,7 +85,7 @@ def check_wheel(wheel: Path) -> None:
     else:
         expect((python, abi) == ("cp311", "abi3"), f"the wheel is for {python}-{abi}")
     metadata = f"{NAME}.dist-info"
-    wanted = {name for name in source_files() if not name.endswith(".c")} | {
+    wanted = {name for name in source_files() if not name.endswith((".c", ".h"))} | {
         *(f"flatout/kernels/{name}{suffix}" for name in EXTENSIONS),
         f"{metadata}/licenses/LICENSE",
         f"{metadata}/METADATA",
@@ -100,7 +100,7 @@ def check_wheel(wheel: Path) -> None:
 def source_files() -> set[str]:
     """Every file of src/flatout that belongs into an sdist; a wheel goes without the C."""
     package = ROOT / "src" / "flatout"
-    kinds = ("*.py", "*.pyi", "*.c", "py.typed")
+    kinds = ("*.py", "*.pyi", "*.c", "*.h", "py.typed")
     return {f"flatout/{p.relative_to(package)}" for kind in kinds for p in package.rglob(kind)}
 
 

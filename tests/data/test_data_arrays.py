@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flatout.data.batch import named_tensors
 from flatout.data.order import order
-from flatout.data.sources.arrays import Arrays, arrays
+from flatout.data.sources.arrays import Arrays, array_source
 from flatout.errors import DataError
 
 
@@ -45,7 +45,7 @@ def test_an_epoch_gives_the_rows_of_the_order(data, form, samples, shuffle, drop
     inputs, targets = _data(samples, form)
     weight = torch.rand(samples)
     scale = 0.5 if form == "bytes" and data.draw(st.booleans()) else None
-    source = arrays(
+    source = array_source(
         inputs,
         targets,
         weight,
@@ -76,7 +76,7 @@ def test_an_epoch_gives_the_rows_of_the_order(data, form, samples, shuffle, drop
 @given(st.data(), _FORMS, st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 5))
 def test_a_resume_gives_what_a_full_pass_gives(data, form, samples, shuffle, drop_last, epoch):
     inputs, targets = _data(samples, form)
-    source = arrays(
+    source = array_source(
         inputs,
         targets,
         batch_size=data.draw(st.integers(1, samples)),
@@ -92,9 +92,9 @@ def test_a_resume_gives_what_a_full_pass_gives(data, form, samples, shuffle, dro
 
 def test_batches_in_order_are_views_and_shuffled_ones_are_not():
     x = torch.randn(10, 2)
-    batch = list(arrays(x, batch_size=4, shuffle=False).batches(0))[1]
+    batch = list(array_source(x, batch_size=4, shuffle=False).batches(0))[1]
     assert batch.inputs.data_ptr() == x[4:].data_ptr()
-    first, *others = arrays(x, batch_size=4).batches(0)
+    first, *others = array_source(x, batch_size=4).batches(0)
     kept = first.inputs.clone()
     assert all(other.inputs.data_ptr() != first.inputs.data_ptr() for other in others)
     assert torch.equal(first.inputs, kept)
@@ -102,7 +102,7 @@ def test_batches_in_order_are_views_and_shuffled_ones_are_not():
 
 def test_memory_is_shared_with_numpy():
     x = np.zeros((4, 2))
-    source = arrays(x, batch_size=4, shuffle=False)
+    source = array_source(x, batch_size=4, shuffle=False)
     x[1, 1] = 3
     (batch,) = source.batches(0)
     assert batch.inputs.dtype == torch.float64
@@ -111,7 +111,7 @@ def test_memory_is_shared_with_numpy():
 
 def test_images_are_scaled_as_numpy_would():
     images = np.random.default_rng(0).integers(0, 256, (50, 1, 4, 4), np.uint8)
-    source = arrays(images, images[:, 0], scale=1 / 255, shift=-0.13, batch_size=16)
+    source = array_source(images, images[:, 0], scale=1 / 255, shift=-0.13, batch_size=16)
     for batch in source.batches(0):
         rows = images[batch.indices.numpy()].astype(np.float32)
         expected = rows * np.float32(1 / 255) + np.float32(-0.13)
@@ -121,13 +121,13 @@ def test_images_are_scaled_as_numpy_would():
 
 def test_images_that_are_not_contiguous_are_scaled_too():
     images = torch.arange(48, dtype=torch.uint8).view(4, 4, 3).permute(0, 2, 1)
-    (batch,) = arrays(images, scale=2.0, batch_size=4, shuffle=False).batches(0)
+    (batch,) = array_source(images, scale=2.0, batch_size=4, shuffle=False).batches(0)
     assert torch.equal(batch.inputs, images.float() * 2)
 
 
 def test_only_bytes_are_scaled_among_several_inputs():
     images, numbers = torch.ones(4, 2, dtype=torch.uint8), torch.ones(4, 2)
-    (batch,) = arrays((images, numbers), scale=3.0, batch_size=4).batches(0)
+    (batch,) = array_source((images, numbers), scale=3.0, batch_size=4).batches(0)
     assert batch.inputs[0].tolist() == [[3.0, 3.0]] * 4
     assert batch.inputs[1].tolist() == [[1.0, 1.0]] * 4
 
@@ -137,13 +137,13 @@ def test_rare_dtypes_are_gathered(dtype):
     x = np.arange(12).astype(dtype)
     x[3] = np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else 1e4
     for data in (x, x.reshape(6, 2)):
-        for batch in arrays(data, batch_size=5).batches(0):
+        for batch in array_source(data, batch_size=5).batches(0):
             assert (batch.inputs.numpy() == data[batch.indices.numpy()]).all()
             assert batch.inputs.numpy().dtype == dtype
 
 
 def test_peeking_uses_nothing_up():
-    source = arrays(torch.arange(10.0), batch_size=3, seed=4)
+    source = array_source(torch.arange(10.0), batch_size=3, seed=4)
     assert [batch.size for batch in source.peek(2)] == [3, 3]
     assert len(source.peek(99)) == 4
     assert same(source.peek(1)[0], next(source.batches(0)))
@@ -152,22 +152,25 @@ def test_peeking_uses_nothing_up():
 def test_words_for_people():
     images = torch.zeros(1437, 1, 28, 28, dtype=torch.uint8)
     assert (
-        arrays(images, scale=1 / 255).describe()
+        array_source(images, scale=1 / 255).describe()
         == "1,437 samples in memory, uint8 1x28x28, shuffled by seed 0"
     )
     assert (
-        arrays((torch.zeros(3, 2), torch.zeros(3)), shuffle=False).describe()
+        array_source((torch.zeros(3, 2), torch.zeros(3)), shuffle=False).describe()
         == "3 samples in memory, float32 2 + float32 numbers, in the given order"
     )
 
 
 def test_label_ranges():
     x = torch.zeros(4, 1)
-    assert arrays(x, torch.tensor([3, -1, 7, 0])).labels_range() == (-1, 7)
-    assert arrays(x, torch.tensor([3, 1, 200, 0], dtype=torch.uint8)).labels_range() == (0, 200)
-    assert arrays(x, np.array([3, 9, 7, 1], np.uint16)).labels_range() == (1, 9)
+    assert array_source(x, torch.tensor([3, -1, 7, 0])).labels_range() == (-1, 7)
+    assert array_source(x, torch.tensor([3, 1, 200, 0], dtype=torch.uint8)).labels_range() == (
+        0,
+        200,
+    )
+    assert array_source(x, np.array([3, 9, 7, 1], np.uint16)).labels_range() == (1, 9)
     for targets in (None, torch.zeros(4), torch.zeros(4, dtype=torch.bool), (x, x)):
-        assert arrays(x, targets).labels_range() is None
+        assert array_source(x, targets).labels_range() is None
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_a_digest_is_of_the_data(dtype):
     changed[-1] = changed[0]
     others = [Arrays(changed), Arrays(x[:199]), Arrays(x.view(200, 1)), Arrays((x,)), Arrays(x, x)]
     assert len({digest, *(other.digest for other in others)}) == 6
-    assert arrays(x, batch_size=7, seed=3).digest == digest
+    assert array_source(x, batch_size=7, seed=3).digest == digest
 
 
 def test_a_digest_of_rows_without_numbers():
@@ -224,11 +227,11 @@ def test_scaling_wants_bytes():
     with pytest.raises(DataError, match="uint8 inputs, found float32"):
         Arrays(torch.ones(2), scale=0.5)
     with pytest.raises(DataError, match="have their own"):
-        arrays(Arrays(torch.ones(2)), scale=0.5)
+        array_source(Arrays(torch.ones(2)), scale=0.5)
 
 
 def test_no_step_past_the_end():
-    source = arrays(torch.ones(10), batch_size=4)
+    source = array_source(torch.ones(10), batch_size=4)
     with pytest.raises(DataError, match="no step 4 to start from: it has 3 steps"):
         source.batches(0, 4)
 
@@ -236,7 +239,9 @@ def test_no_step_past_the_end():
 def test_pinning_without_an_accelerator_has_no_effect():
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
-    (batch,) = arrays(torch.arange(4.0), batch_size=4, pin_memory=True, shuffle=False).batches(0)
+    (batch,) = array_source(
+        torch.arange(4.0), batch_size=4, pin_memory=True, shuffle=False
+    ).batches(0)
     assert batch.inputs.tolist() == [0, 1, 2, 3]
 
 
@@ -245,8 +250,8 @@ def test_pinning_without_an_accelerator_has_no_effect():
 def test_data_on_a_gpu_stays_there(scale):
     images = torch.randint(0, 256, (50, 4, 4), dtype=torch.uint8)
     options = {"scale": scale, "shift": None if scale is None else -0.13, "batch_size": 16}
-    here = arrays(images, torch.arange(50), **options)
-    there = arrays(images.cuda(), torch.arange(50).cuda(), **options)
+    here = array_source(images, torch.arange(50), **options)
+    there = array_source(images.cuda(), torch.arange(50).cuda(), **options)
     assert there.digest == here.digest
     assert there.labels_range() == (0, 49)
     for a, b in zip(here.batches(1), there.batches(1), strict=True):
@@ -262,8 +267,8 @@ def test_data_on_a_gpu_stays_there(scale):
 def test_pinned_batches_hold_the_same_values(scale, shuffle):
     images = torch.randint(0, 256, (50, 4, 4), dtype=torch.uint8)
     options = {"scale": scale, "batch_size": 16, "shuffle": shuffle}
-    plain = arrays(images, torch.arange(50), **options)
-    pinned = arrays(images, torch.arange(50), pin_memory=True, **options)
+    plain = array_source(images, torch.arange(50), **options)
+    pinned = array_source(images, torch.arange(50), pin_memory=True, **options)
     for a, b in zip(plain.batches(0), pinned.batches(0), strict=True):
         assert b.inputs.is_pinned()
         assert b.targets.is_pinned()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flatout.data.source import as_source
-from flatout.data.sources.arrays import Arrays, ArraySource, arrays
+from flatout.data.sources.arrays import Arrays, ArraySource, array_source
 from flatout.data.sources.dataset import DatasetSource
 from flatout.data.sources.iterable import IterableSource
 from flatout.errors import DataError
@@ -98,7 +98,7 @@ def test_options_reach_the_source():
 
 
 def test_a_source_is_taken_as_it_is():
-    source = arrays(X, Y, batch_size=2)
+    source = array_source(X, Y, batch_size=2)
     assert as_source(source) is source
     assert as_source(source, batch_size=2) is source
 
@@ -113,7 +113,7 @@ def test_a_source_that_is_a_dataset_too_is_a_source():
     class Both(Dataset, ArraySource):
         pass
 
-    both = Both(Arrays(X), arrays(X, batch_size=2).plan)
+    both = Both(Arrays(X), array_source(X, batch_size=2).plan)
     assert as_source(both) is both
 
 
@@ -146,7 +146,7 @@ def test_wrong_input_is_named(train, y, words):
 def test_an_unknown_type_hears_what_is_taken():
     with pytest.raises(DataError) as error:
         as_source(3)
-    for word in ("numpy", "Dataset", "DataLoader", "iterable", "flatout.data.idx"):
+    for word in ("numpy", "Dataset", "DataLoader", "iterable", "flatout.data"):
         assert word in error.value.do
 
 

@@ -28,7 +28,8 @@ LONG_PAGES = [
     DOCS / "keras.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
-PAGES = [DOCS / f"{name}.md" for name in ("trainer", "loop", "checkpoints", "devices")]
+SHORT = ("trainer", "loop", "checkpoints", "devices", "data/index")
+PAGES = [DOCS / f"{name}.md" for name in SHORT]
 # What measuring decides differs between machines, and so do the machines themselves.
 DIFFERS = ("flatout: auto:", "of it ", "ran ", "CPU ", "RAM ", "GPU ", "torch ")
 

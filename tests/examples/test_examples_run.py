@@ -129,3 +129,10 @@ def test_fashion_mnist_in_keras_learns_saves_and_predicts(tmp_path, idx_folder):
 def test_mnist_reaches_its_accuracy_on_real_mnist(tmp_path):
     said = run(tmp_path, "mnist.py", str(MNIST), "3")
     assert last_figure(said, "val_accuracy") > 0.97
+
+
+def test_click_through_learns_from_text(tmp_path):
+    said = run(tmp_path, "click_through.py")
+    assert last_figure(said, "val_auc") > 0.75
+    assert "runs   decode → shuffle → batch" in said
+    assert (tmp_path / "clicks.safetensors").exists()

@@ -10,40 +10,85 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flatout.data.batch import Batch
+    from flatout.data.pipeline import Pipeline, mix
+    from flatout.data.schema import Column, Schema
     from flatout.data.source import Source, as_source
     from flatout.data.sources.arrays import Arrays, arrays
+    from flatout.data.sources.criteo import criteo
+    from flatout.data.sources.csv import csv
     from flatout.data.sources.dataset import dataset
     from flatout.data.sources.digits import digits
     from flatout.data.sources.fetch import fetch
+    from flatout.data.sources.fifo import fifo
+    from flatout.data.sources.hdf5 import hdf5
     from flatout.data.sources.idx import idx, idx_split
+    from flatout.data.sources.images import images
     from flatout.data.sources.iterable import iterable
+    from flatout.data.sources.libsvm import libsvm
+    from flatout.data.sources.npy import npy
+    from flatout.data.sources.parquet import arrow, parquet
+    from flatout.data.sources.rows import rows
+    from flatout.data.sources.tfrecord import tfrecord
+    from flatout.data.sources.torch_dataset import torch_dataset
 
 _HOMES = {
     "Arrays": "flatout.data.sources.arrays",
     "Batch": "flatout.data.batch",
+    "Column": "flatout.data.schema",
+    "Pipeline": "flatout.data.pipeline",
+    "Schema": "flatout.data.schema",
     "Source": "flatout.data.source",
     "arrays": "flatout.data.sources.arrays",
+    "arrow": "flatout.data.sources.parquet",
     "as_source": "flatout.data.source",
+    "criteo": "flatout.data.sources.criteo",
+    "csv": "flatout.data.sources.csv",
     "dataset": "flatout.data.sources.dataset",
     "digits": "flatout.data.sources.digits",
     "fetch": "flatout.data.sources.fetch",
+    "fifo": "flatout.data.sources.fifo",
+    "hdf5": "flatout.data.sources.hdf5",
     "idx": "flatout.data.sources.idx",
     "idx_split": "flatout.data.sources.idx",
+    "images": "flatout.data.sources.images",
     "iterable": "flatout.data.sources.iterable",
+    "libsvm": "flatout.data.sources.libsvm",
+    "mix": "flatout.data.pipeline",
+    "npy": "flatout.data.sources.npy",
+    "parquet": "flatout.data.sources.parquet",
+    "rows": "flatout.data.sources.rows",
+    "tfrecord": "flatout.data.sources.tfrecord",
+    "torch_dataset": "flatout.data.sources.torch_dataset",
 }
 
 __all__ = [
     "Arrays",
     "Batch",
+    "Column",
+    "Pipeline",
+    "Schema",
     "Source",
     "arrays",
+    "arrow",
     "as_source",
+    "criteo",
+    "csv",
     "dataset",
     "digits",
     "fetch",
+    "fifo",
+    "hdf5",
     "idx",
     "idx_split",
+    "images",
     "iterable",
+    "libsvm",
+    "mix",
+    "npy",
+    "parquet",
+    "rows",
+    "tfrecord",
+    "torch_dataset",
 ]
 
 

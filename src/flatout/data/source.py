@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout.data.batch import Batch
-from flatout.data.sources.arrays import Arrays, arrays
+from flatout.data.pipeline import Pipeline
+from flatout.data.plan import DEFAULT_BATCH_SIZE
+from flatout.data.sources.arrays import Arrays, array_source
 from flatout.data.sources.dataset import dataset, from_loader
 from flatout.data.sources.iterable import iterable
 from flatout.data.tensors import is_array, parts_of
@@ -33,11 +35,30 @@ class Source(Protocol):
             alone, not of its order or batch size.
     """
 
-    seekable: bool
-    counted: bool
-    samples: int | None
-    steps: int | None
-    batch_size: int | None
+    @property
+    def seekable(self) -> bool:
+        """Whether a pass can start at any step without reading what comes before."""
+        ...
+
+    @property
+    def counted(self) -> bool:
+        """Whether `steps` is known."""
+        ...
+
+    @property
+    def samples(self) -> int | None:
+        """Samples per epoch, or None."""
+        ...
+
+    @property
+    def steps(self) -> int | None:
+        """Batches per epoch, or None."""
+        ...
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per batch, or None."""
+        ...
 
     @property
     def digest(self) -> str:
@@ -71,7 +92,7 @@ class Source(Protocol):
 
 _TAKEN = (
     "take: x, (x, y) or (x, y, weight) of tensors or numpy arrays; a torch Dataset or DataLoader; "
-    "an iterable of batches, or a function that returns one; flatout.data.idx(folder)"
+    "an iterable of batches, or a function that returns one; a source of flatout.data"
 )
 
 
@@ -123,16 +144,35 @@ def as_source(
                 f"y goes with arrays, and {type(train).__name__} is none",
                 do="let it give (x, y) itself",
             )
-        return arrays(train, y, **options)
+        return array_source(train, y, **options)
+    if isinstance(train, Pipeline):
+        return _of_pipeline(train, batch_size, clip_batch)
     if isinstance(train, Arrays) or is_array(train) or isinstance(train, dict):
-        return arrays(train, **options)
+        return array_source(train, **options)
     if type(train) is TensorDataset and len(train.tensors) <= 3:
-        return arrays(*train.tensors, **options)
+        return array_source(*train.tensors, **options)
     if isinstance(train, tuple):
-        return arrays(*parts_of(train), **options)
+        return array_source(*parts_of(train), **options)
     if isinstance(train, Dataset) and not _is_source(train):
         return dataset(train, workers=workers, **options)
     return _made_elsewhere(train, batch_size)
+
+
+def _of_pipeline(train: Pipeline, batch_size: int | None, clip_batch: bool) -> Source:
+    """A pipeline as it was written, in batches of `batch_size` where it says nothing of batches."""
+    if train.in_batches:
+        return _made_elsewhere(train, batch_size)
+    size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
+    samples = train.samples
+    if samples is not None and samples < size:
+        if batch_size is not None and not clip_batch:
+            raise DataError(
+                f"the batch is larger than the data: batch_size is {size:,}, but there are "
+                f"{samples:,} samples",
+                do=f"lower batch_size to at most {samples:,}",
+            )
+        size = samples
+    return train.batch(size)
 
 
 def _made_elsewhere(train: Any, batch_size: int | None) -> Source:
@@ -144,7 +184,7 @@ def _made_elsewhere(train: Any, batch_size: int | None) -> Source:
     elif isinstance(train, (str, bytes, os.PathLike)):
         raise DataError(
             f"found the path {train!r}, expected data",
-            do="read it first, for example with flatout.data.idx(folder)",
+            do="read it first, for example with flatout.data.csv(path)",
         )
     elif isinstance(train, Iterable) or (
         callable(train) and not isinstance(train, (type, nn.Module))

@@ -8,24 +8,17 @@ import os
 import tempfile
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import flatout
+from flatout.cache_folder import cache_folder
 from flatout.data.batch import Batch, named_tensors
 from flatout.measure import fingerprint
 from flatout.models import keras_model
 from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, loads
 from flatout.train.step import Stepper
-
-
-def folder() -> Path:
-    """Where decisions are kept: `FLATOUT_CACHE`, or `flatout` in the user's cache folder."""
-    own = os.environ.get("FLATOUT_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own) if own else Path(base) / "flatout"
 
 
 def key(
@@ -65,7 +58,7 @@ def _shapes(batch: Batch) -> list[Any]:
 
 def read(name: str) -> tuple[ResolvedRecipe, datetime] | None:
     """A kept decision and when it was made; None where there is none, or it is damaged."""
-    path = folder() / "auto" / f"{name}.toml"
+    path = cache_folder() / "auto" / f"{name}.toml"
     try:
         recipe = loads(path.read_text())
         when = datetime.fromtimestamp(path.stat().st_mtime)
@@ -76,7 +69,7 @@ def read(name: str) -> tuple[ResolvedRecipe, datetime] | None:
 
 def write(name: str, resolved: ResolvedRecipe) -> None:
     """Keep a decision; a cache that cannot be written costs the next run a few seconds."""
-    target = folder() / "auto"
+    target = cache_folder() / "auto"
     with suppress(OSError):
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=target, delete=False) as file:

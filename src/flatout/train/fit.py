@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from flatout.data.batch import Batch
+from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.errors import CheckpointError, NumbersError
 from flatout.recipe import dump
@@ -124,6 +125,9 @@ class Fit:
             steps=planned,
         )
         self.job.reset()  # measuring has fed its metrics
+        if isinstance(self.source, Pipeline):
+            for note in self.source.notes():
+                loop.say(f"input: {note}")
         state.history.recipe = loop.resolved
         if self.source.batch_size is None and loop.first_batch_size is not None:
             # Batches that come ready-made: the first one tells their size.

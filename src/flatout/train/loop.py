@@ -28,6 +28,8 @@ import torch
 from torch import nn
 
 from flatout.data.batch import Batch, split, to, to_memory_format
+from flatout.data.pipeline import Pipeline
+from flatout.data.prefetch import prefetch
 from flatout.data.source import Source
 from flatout.devices import find_ping_pong, place, process, resolve_device
 from flatout.errors import CheckpointError, FlatoutError, NumbersError
@@ -334,7 +336,10 @@ class Loop:
             # Once more, because callbacks may have drawn since the checkpoint was loaded.
             set_random_state(resumed["random"])
         self._taken = self.batch_in_epoch
-        return source.batches(self.epoch, self.batch_in_epoch)
+        batches = source.batches(self.epoch, self.batch_in_epoch)
+        if isinstance(source, Pipeline) and source.prefetches is None and self.device.type != "cpu":
+            return prefetch(batches, self.device)
+        return batches
 
     def step(self, compute: Compute, batch: Batch) -> bool:
         """Train on one batch; returns whether that completed an optimiser step.

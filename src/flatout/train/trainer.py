@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from flatout.data.batch import Batch, to
+from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source, as_source
 from flatout.data.sources.arrays import Arrays
 from flatout.devices import place, resolve_device
@@ -378,6 +379,8 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.
 
 def _comes_in_samples(x: Any) -> bool:
     """Whether batches are ours to make: not for loaders, sources and iterables of batches."""
+    if isinstance(x, Pipeline):
+        return not x.in_batches
     return hasattr(x, "shape") or isinstance(x, (tuple, dict, Dataset, Arrays))
 
 

@@ -6,16 +6,22 @@ import hashlib
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flatout.data.batch import Batch, Tensors, map_tensors, named_tensors, rows
 from flatout.data.plan import Plan, plan_batches
+from flatout.data.staged import Staged
+from flatout.data.stages import Stage
 from flatout.data.tensors import as_tensor, as_tensors, count_rows
 from flatout.errors import DataError
 from flatout.kernels import gather_rows
+
+if TYPE_CHECKING:
+    from flatout.data.cut import Cut
+    from flatout.data.pipeline import Pipeline
 
 # Rows that the digest reads, spread evenly over the data.
 _DIGEST_ROWS = 64
@@ -23,8 +29,8 @@ _DIGEST_ROWS = 64
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-class Arrays:
-    """Inputs and targets in memory, not yet cut into batches.
+class Arrays(Staged):
+    """Inputs and targets in memory, not yet cut into batches; stages may be written behind them.
 
     Memory is shared with what is handed over, never copied (exceptions: another byte order,
     negative strides, and uint8 inputs to be scaled that are not contiguous). Dtypes stay as given.
@@ -75,6 +81,11 @@ class Arrays:
 
     def __len__(self) -> int:
         return self.samples
+
+    def _with(self, stage: Stage) -> Pipeline:
+        from flatout.data.pipeline import Pipeline
+
+        return Pipeline(self, (stage,))
 
     def part(self, start: int, stop: int) -> Arrays:
         """Samples `start` to `stop`, as views."""
@@ -137,7 +148,7 @@ class ArraySource:
     seekable = True
     counted = True
 
-    def __init__(self, data: Arrays, plan: Plan, *, pin_memory: bool = False) -> None:
+    def __init__(self, data: Arrays, plan: Plan | Cut, *, pin_memory: bool = False) -> None:
         self.data = data
         self.plan = plan
         self.batch_size: int | None = plan.batch_size
@@ -219,6 +230,21 @@ class ArraySource:
 
 
 def arrays(
+    inputs: Any,
+    targets: Any = None,
+    weight: Any = None,
+    *,
+    scale: float | None = None,
+    shift: float | None = None,
+) -> Arrays:
+    """What is in memory, for stages to be written behind: `arrays(x, y).shuffle(1).batch(512)`.
+
+    Args and errors are those of `Arrays`.
+    """
+    return Arrays(inputs, targets, weight, scale=scale, shift=shift)
+
+
+def array_source(
     inputs: Any,
     targets: Any = None,
     weight: Any = None,

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source, as_source
-from flatout.data.sources.arrays import Arrays, arrays
+from flatout.data.sources.arrays import Arrays, array_source
 from flatout.data.sources.iterable import IterableSource, name_digest
 from flatout.data.tensors import is_array
 from flatout.errors import DataError
@@ -46,7 +47,7 @@ def as_keras_source(
     """
     if x is None:
         raise DataError("x is None: expected inputs", do="pass arrays, or an iterable of batches")
-    if isinstance(x, Arrays):
+    if isinstance(x, (Arrays, Pipeline)):
         return as_source(x, batch_size=batch_size, shuffle=shuffle, seed=seed)
     if steps is not None or not _are_arrays(x):
         return _by_keras(x, y, sample_weight, batch_size, shuffle, class_weight, steps)
@@ -55,7 +56,7 @@ def as_keras_source(
         sample_weight = _class_weights(y, sample_weight, class_weight)
     if sample_weight is not None and not _is_one_a_sample(sample_weight):
         y, sample_weight = {"targets": y, WEIGHTS: sample_weight}, None
-    return arrays(
+    return array_source(
         x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed, clip_batch=True
     )
 

@@ -1,0 +1,91 @@
+"""Decoded rows, column by column: what readers give before anything is made of it for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+
+class Ragged(NamedTuple):
+    """Rows of different lengths, one after the other.
+
+    Attributes:
+        values: of shape (total,).
+        offsets: int64 of shape (rows + 1,); row i is `values[offsets[i]:offsets[i + 1]]`.
+    """
+
+    values: npt.NDArray[Any]
+    offsets: Numbers
+
+
+Values: TypeAlias = npt.NDArray[Any] | Ragged
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some decoded rows.
+
+    Attributes:
+        columns: by name, an array of shape (rows, *shape) or a Ragged each.
+        numbers: number of each row in the source, int64 of shape (rows,). Fewer than were asked
+            for, where rows could not be decoded and the user chose to skip such rows.
+    """
+
+    columns: Mapping[str, Values]
+    numbers: Numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def rows_of(values: Values) -> int:
+    """How many rows a column has."""
+    return len(values.offsets) - 1 if isinstance(values, Ragged) else len(values)
+
+
+def take(block: Block, index: Numbers) -> Block:
+    """The rows at the positions `index` of the block, in that order."""
+    columns = {name: take_values(values, index) for name, values in block.columns.items()}
+    return Block(columns, block.numbers[index])
+
+
+def take_values(values: Values, index: Numbers) -> Values:
+    """Rows of one column, in the order of `index`."""
+    if not isinstance(values, Ragged):
+        return values[index] if values.ndim == 1 else np.take(values, index, axis=0)
+    lengths = np.diff(values.offsets)[index]
+    offsets = offsets_of(lengths)
+    # Each value's place: its row's begin in the source, counted on within the row.
+    places = np.arange(offsets[-1]) + np.repeat(values.offsets[index] - offsets[:-1], lengths)
+    return Ragged(values.values[places], offsets)
+
+
+def offsets_of(lengths: npt.ArrayLike) -> Numbers:
+    """Where rows of these lengths begin, and at last where they end; one more than rows."""
+    counts = np.asarray(lengths)
+    offsets = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def join(blocks: Sequence[Block]) -> Block:
+    """Several blocks of the same columns as one."""
+    if len(blocks) == 1:
+        return blocks[0]
+    columns = {
+        name: _join_values([block.columns[name] for block in blocks]) for name in blocks[0].columns
+    }
+    return Block(columns, np.concatenate([block.numbers for block in blocks]))
+
+
+def _join_values(parts: Sequence[Any]) -> Values:
+    if not isinstance(parts[0], Ragged):
+        return np.concatenate(parts)
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    return Ragged(np.concatenate([part.values for part in parts]), offsets_of(lengths))

@@ -1,0 +1,63 @@
+"""Arrays that are used again once nobody holds them: fresh memory costs page faults."""
+
+from __future__ import annotations
+
+import math
+import sys
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# Below this, malloc serves from its free lists and reuse gains nothing.
+_SMALLEST = 1 << 16
+# References that stay when all users are gone: the list's, the loop's name and getrefcount's own.
+_IDLE = 3
+# Python without the global lock counts references elsewhere, so that a count proves nothing.
+_COUNTS = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+class Buffers:
+    """A pool of arrays. Tensors and views keep the array that they show alive, and so in use.
+
+    Args:
+        limit: bytes that idle arrays may hold.
+    """
+
+    def __init__(self, limit: int = 1 << 29) -> None:
+        self._limit = limit
+        self._held = 0
+        self._arrays: list[npt.NDArray[np.uint8]] = []
+        self._lock = Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_limit": self._limit}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_limit"])  # type: ignore[misc]
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """An array with whatever was in that memory before, like `numpy.empty`.
+
+        It is valid for as long as it, a view of it or a tensor of it is kept.
+        """
+        shape = (shape,) if isinstance(shape, int) else shape
+        kind = np.dtype(dtype)
+        size = math.prod(shape) * kind.itemsize
+        if size < _SMALLEST or not _COUNTS:
+            return np.empty(shape, kind)
+        return self._memory(size)[:size].view(kind).reshape(shape)
+
+    def _memory(self, size: int) -> npt.NDArray[np.uint8]:
+        with self._lock:
+            for array in self._arrays:
+                if size <= array.nbytes <= 2 * size and sys.getrefcount(array) <= _IDLE:
+                    return array
+            # A quarter more than asked for, so that ragged batches of about this size fit as well.
+            array = np.empty(size + size // 4, np.uint8)
+            self._held += array.nbytes
+            self._arrays.append(array)
+            while self._held > self._limit and len(self._arrays) > 1:
+                self._held -= self._arrays.pop(0).nbytes
+            return array

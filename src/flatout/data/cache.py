@@ -1,0 +1,219 @@
+"""Samples that are made once and kept: in memory, or in a folder of rows on the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from time import perf_counter_ns as clock
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.cache_folder import cache_folder
+from flatout.data.block import Block, Numbers, join, take
+from flatout.data.buffers import Buffers
+from flatout.data.form import Form
+from flatout.data.row_folder import Filling, RowFolder
+from flatout.data.row_store import MemoryArena, RowStore, layout_of, row_bytes
+from flatout.data.samples import Costs, Samples, digest_of
+from flatout.errors import DataError
+from flatout.measure import available_bytes
+
+Where = Literal["auto", "memory", "disk"]
+
+# Of the free memory, what a cache may take where nobody said how much.
+_SHARE = 0.5
+# Rows that are made to learn how large one is.
+_PROBE = 64
+
+
+class Cached:
+    """Samples as they were when they were first made; the order is never kept, only the samples.
+
+    Args:
+        inner: makes a sample the first time.
+        numbers: which of them there will be, ascending; the others are never asked for.
+        where: "memory", "disk", or "auto": memory where it fits, else the disk.
+        budget: bytes of memory that it may take; None means half of what is free.
+        folder: where the disk's caches are; None means the cache folder.
+        say: gets a line for people.
+
+    Raises:
+        DataError: it fits nowhere; with the numbers.
+    """
+
+    def __init__(
+        self,
+        inner: Samples,
+        numbers: Numbers,
+        where: Where,
+        *,
+        budget: int | None = None,
+        folder: Path | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.inner = inner
+        self.rows = inner.rows
+        self.random = True
+        self.name = "cache"
+        self._numbers = numbers
+        self._whole = len(numbers) == inner.rows
+        self._lock = Lock()
+        self._filling: Filling | None = None
+        self._filled = np.zeros(len(numbers), bool)
+        self._missing = len(numbers)
+        self._store: RowStore | None = None
+        probe = inner.make(numbers[: min(_PROBE, len(numbers))], Buffers(), 0, Costs())
+        self.bytes = int(row_bytes(probe) * len(numbers))
+        self.where_kept, self.reason = self._choose(where, budget, folder)
+        self._open(probe, folder, say)
+
+    def _choose(self, where: Where, budget: int | None, folder: Path | None) -> tuple[Where, str]:
+        room = int(available_bytes() * _SHARE) if budget is None else budget
+        base = folder or cache_folder()
+        base.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(base).free
+        size = f"{len(self._numbers):,} decoded samples take {_gb(self.bytes)}"
+        if where == "memory" and budget is None:
+            room = available_bytes()
+        if where != "disk" and self.bytes <= room:
+            return "memory", f"{size}, memory has {_gb(room)} for them"
+        if where != "memory" and self._on_disk(folder).exists():
+            return "disk", f"{size}, on the disk already"
+        if where != "memory" and self.bytes <= free:
+            return "disk", f"{size} on disk ({_gb(free)} free); memory has {_gb(room)} for them"
+        places = {"memory": f"memory has {_gb(room)}", "disk": f"{base} has {_gb(free)} free"}
+        found = " and ".join(places.values()) if where == "auto" else places[where]
+        raise DataError(
+            f"the cache does not fit: {size}, but {found}",
+            do="cache before a stage that makes samples larger, make room, or drop cache()",
+        )
+
+    def _on_disk(self, folder: Path | None) -> Path:
+        chosen = "" if self._whole else hashlib.sha256(self._numbers.tobytes()).hexdigest()
+        base = cache_folder() / "rows" if folder is None else folder
+        return base / digest_of(self.inner.digest, chosen)
+
+    def _open(self, probe: Block, folder: Path | None, say: Callable[[str], None]) -> None:
+        layout = layout_of(probe.columns)
+        if self.where_kept == "memory":
+            arenas = [MemoryArena(field.dtype) for field in layout.fields if field.ragged]
+            rows = np.empty((len(self._numbers), layout.stride), np.uint8)
+            self._store = RowStore(layout, rows, arenas)
+            return
+        target = self._on_disk(folder)
+        if target.exists():
+            self._store = RowFolder(target).store
+            self._filled[:] = True
+            self._missing = 0
+            return
+        try:
+            self._filling = Filling(target, layout, len(self._numbers), self.inner.digest)
+        except BlockingIOError:
+            # Another process fills it; this one makes its samples as if there were no cache.
+            self.reason += "; another process is filling it, so this one does without"
+            return
+        self._store = self._filling.store
+        self._filled = self._filling.filled
+        self._missing = len(self._filled) - self._filling.found
+        if self._filling.found:
+            say(f"cache: going on after {self._filling.found:,} of {len(self._filled):,} samples")
+        if self._missing == 0:
+            self._finish()
+
+    @property
+    def form(self) -> Form:
+        """The inner one's."""
+        return self.inner.form
+
+    @property
+    def digest(self) -> str:
+        """The inner one's: the samples are the same."""
+        return self.inner.digest
+
+    @property
+    def filled(self) -> float:
+        """Which part of the samples is kept by now."""
+        return 1 - self._missing / max(1, len(self._numbers))
+
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+        """These samples: those that were never made before are, as in epoch 0, and then kept."""
+        if self._store is None:
+            return self.inner.make(numbers, buffers, 0, costs)
+        slots = numbers if self._whole else np.searchsorted(self._numbers, numbers)
+        if self._missing:
+            there = self._filled[slots]
+            if not there.all():
+                return self._fill(numbers, slots, there, buffers, costs)
+        start = clock()
+        columns = self._store.get(slots, buffers)
+        costs.add(self.name, clock() - start)
+        return Block(columns, numbers)
+
+    def _fill(
+        self,
+        numbers: Numbers,
+        slots: Numbers,
+        there: npt.NDArray[np.bool_],
+        buffers: Buffers,
+        costs: Costs,
+    ) -> Block:
+        assert self._store is not None
+        made = self.inner.make(numbers[~there], buffers, 0, costs)
+        start = clock()
+        own = made.numbers if self._whole else np.searchsorted(self._numbers, made.numbers)
+        with self._lock:
+            # A number that comes twice in a batch, or in two threads, is kept once.
+            new, first = np.unique(own, return_index=True)
+            fresh = ~self._filled[new]
+            if fresh.any():
+                self._keep(new[fresh], take(made, first[fresh]))
+        kept = np.flatnonzero(there)
+        if len(made) < len(numbers) - len(kept):  # some were skipped: they are not asked for again
+            back = np.isin(numbers, made.numbers)
+            back[kept] = True
+            numbers, slots, there = numbers[back], slots[back], there[back]
+            kept = np.flatnonzero(there)
+        if len(kept):
+            columns = self._store.get(slots[kept], buffers)
+            places = np.concatenate([np.flatnonzero(~there), kept])
+            both = join([made, Block(columns, numbers[kept])])
+            made = take(both, np.argsort(places, kind="stable"))
+        costs.add(self.name, clock() - start)
+        return made
+
+    def _keep(self, slots: Numbers, block: Block) -> None:
+        if self._filling is not None:
+            self._filling.put(slots, dict(block.columns))
+        else:
+            assert self._store is not None
+            self._store.put(slots, block.columns)
+            self._filled[slots] = True
+        self._missing -= len(slots)
+        if self._missing == 0 and self._filling is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        assert self._filling is not None
+        target = self._filling.finish(self.inner.form, {})
+        self._filling.close()
+        self._filling = None
+        self._store = RowFolder(target).store
+
+    def flush(self) -> None:
+        """Make what is kept by now last, such as at an epoch's end."""
+        with self._lock:
+            if self._filling is not None:
+                self._filling.flush()
+
+    def where(self, number: int) -> str:
+        """Where the sample comes from."""
+        return self.inner.where(number)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,98 @@
+"""What an input pipeline does, for people."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# Above this share of waiting the model is held up by its input.
+_BOUND = 0.05
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was written, what runs, and what it costs. Its text is what `explain()` prints.
+
+    Attributes:
+        written: stages in the order in which they were written.
+        runs: stages in the order in which they run.
+        notes: why that is the same, and what else there is to know.
+        stages: milliseconds of one thread per batch, by stage; empty before the first batch.
+        threads: that make batches.
+        trials: what was tried to find that number.
+        waited: share of the time that whoever loops waited for a batch; None before it is known.
+        processes: that make batches in place of threads.
+        padding: which part of the batches' values is padding; None where rows are equally long.
+    """
+
+    written: list[str]
+    runs: list[str]
+    notes: list[str]
+    stages: dict[str, float]
+    threads: int
+    trials: list[str]
+    waited: float | None
+    padding: float | None
+    processes: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        program: Any,
+        written: list[str],
+        runs: list[str],
+        notes: list[str],
+        padding: float | None,
+    ) -> Explanation:
+        """From what runs."""
+        costs = getattr(program, "costs", None)
+        tuner = getattr(program, "tuner", None)
+        crew = getattr(program, "crew", None)
+        here = getattr(program, "in_this_thread", False) or getattr(program, "quick", False)
+        return cls(
+            written,
+            runs,
+            notes,
+            {} if costs is None else costs.ms_per_batch(),
+            0 if here or tuner is None or crew is not None else tuner.threads,
+            [] if tuner is None else list(tuner.trials),
+            None if tuner is None or not tuner.judged else tuner.waited,
+            padding,
+            0 if crew is None else crew.count,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @property
+    def bound(self) -> str:
+        """What bounds the rate of steps, in words."""
+        if self.processes:
+            return f"not known: {self.processes} processes make the batches, each counts for itself"
+        if self.threads == 0 and self.stages:
+            return "batches are made when they are asked for, in the thread that asks"
+        if self.waited is None:
+            return "not known yet: loop over some batches first"
+        if self.waited > _BOUND:
+            slowest = max(self.stages, key=self.stages.__getitem__, default="input")
+            return f"INPUT: {self.waited:.0%} of the time is waiting, most of it for {slowest}"
+        return f"the MODEL: {self.waited:.0%} of the time is waiting for input"
+
+    def __str__(self) -> str:
+        lines = [f"wrote  {' → '.join(self.written)}", f"runs   {' → '.join(self.runs)}"]
+        if self.stages:
+            width = max(map(len, self.stages))
+            lines.append(f"{'stage':<{width}}  ms/batch")
+            lines += [f"{name:<{width}}  {ms:8.3f}" for name, ms in self.stages.items()]
+            whole = sum(self.stages.values())
+            threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+            lines.append(
+                f"{'all':<{width}}  {whole:8.3f}  {threads if self.threads else ''}".rstrip()
+            )
+        lines += [f"tried {trial}" for trial in self.trials[-3:]]
+        if self.padding is not None:
+            lines.append(f"padding: {self.padding:.1%} of the values of ragged columns")
+        lines += self.notes
+        lines.append(f"bound by {self.bound}" if ":" in self.bound[:11] else self.bound)
+        return "\n".join(lines)

@@ -1,0 +1,259 @@
+"""Paths as users write them, as files of this machine: globs, lists, URLs, packed files.
+
+What lies elsewhere, or is packed where rows must be found by their place, is brought into a cache
+folder once: whole or absent, and anew when the original changes.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import lzma
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from flatout.cache_folder import cache_folder
+from flatout.errors import DataError
+
+Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+
+_PIECE = 4 << 20
+_QUIET_S = 1.0
+_MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+}
+_LONGEST_MAGIC = max(map(len, _MAGIC))
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of this machine.
+
+    Attributes:
+        path: where its bytes are.
+        name: what the user calls it; for messages.
+        size: in bytes, when it was found.
+        mtime_ns: when it was last written, when it was found.
+    """
+
+    path: str
+    name: str
+    size: int
+    mtime_ns: int
+
+    def check_unchanged(self) -> None:
+        """Raise if it is another file by now, or none.
+
+        Raises:
+            DataError: saying what changed.
+        """
+        try:
+            now = os.stat(self.path)
+        except OSError as error:
+            raise DataError(
+                f"the file has gone while it was being read: {error.strerror}", where=self.name
+            ) from error
+        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
+            raise DataError(
+                f"the file has changed while it was being read: it had {self.size:,} bytes, now "
+                f"{now.st_size:,}",
+                where=self.name,
+                do="open it again once it is complete; nothing else may write to it meanwhile",
+            )
+
+
+def say_on_stderr(line: str) -> None:
+    """A line for the user who waits."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def find(
+    paths: Paths, *, unpack: bool = True, say: Callable[[str], None] = say_on_stderr
+) -> list[File]:
+    """The files that `paths` names, here.
+
+    Args:
+        paths: a path, a glob pattern (`logs/2026-*.svm`, `**` for folders at any depth), a folder
+            (its files, without hidden ones), a URL of any kind that fsspec knows (also with a
+            pattern), or a list of these. What a pattern or folder names comes sorted by name.
+        unpack: unpack gzip, bzip2, xz and zstandard into the cache; False leaves packed files as
+            they are, for formats that pack their own content.
+        say: gets a line for what takes more than a second.
+
+    Raises:
+        DataError: nothing is there, a pattern matches nothing, a folder is empty, a file cannot be
+            read or is damaged, or there is no room for a copy.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not given:
+        raise DataError("expected at least one path, found an empty list")
+    return [
+        _here(fs, place, name, unpack, say)
+        for one in given
+        for fs, place, name in _places(os.fspath(one))
+    ]
+
+
+def _places(path: str) -> Iterator[tuple[Any, str, str]]:
+    """File system, place in it and name for people of each file that one path means."""
+    try:
+        fs, place = url_to_fs(os.path.expanduser(path))
+        is_local = isinstance(fs, LocalFileSystem)
+        if any(sign in path for sign in "*?[") and not fs.exists(place):
+            found = sorted(p for p in fs.glob(place) if not fs.isdir(p))
+            problem = f"no file matches the pattern {path!r}"
+        elif fs.isdir(place):
+            inside = fs.ls(place, detail=True)
+            hidden = (".", "_")
+            found = sorted(
+                entry["name"]
+                for entry in inside
+                if entry["type"] == "file" and not Path(entry["name"]).name.startswith(hidden)
+            )
+            problem = f"the folder {path!r} holds no files"
+        else:
+            found = [place] if fs.exists(place) else []
+            problem = f"there is no file {path!r}"
+    except (ImportError, ValueError) as error:
+        raise DataError(
+            f"this kind of path cannot be opened: {error}",
+            where=path,
+            do="install the fsspec package of that store (s3fs, gcsfs, adlfs, ...)",
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", where=path) from error
+    if not found:
+        raise DataError(problem, do="check the path; a relative one starts at " + os.getcwd())
+    for one in found:
+        name = os.path.relpath(one) if is_local else str(fs.unstrip_protocol(one))
+        yield fs, one, one if is_local and name.startswith("..") else name
+
+
+def _here(fs: Any, place: str, name: str, unpack: bool, say: Callable[[str], None]) -> File:
+    with _reading(name):
+        if isinstance(fs, LocalFileSystem):
+            status = os.stat(place)
+            packed = _packing(place) if unpack else None
+            if packed is None:
+                return File(place, name, status.st_size, status.st_mtime_ns)
+            known = f"{place} {status.st_size} {status.st_mtime_ns} unpacked"
+            return _cached(known, name, lambda: open(place, "rb"), status.st_size, unpack, say)
+        info = fs.info(place)
+        size = info.get("size")
+        # Stores tell a version by one of these; a size alone would miss a rewritten file.
+        version = [str(info.get(k)) for k in ("ETag", "etag", "md5Hash", "mtime", "LastModified")]
+        known = f"{name} {size} {version} {unpack}"
+        return _cached(known, name, lambda: fs.open(place, "rb"), size, unpack, say)
+
+
+def _packing(path: str) -> str | None:
+    with open(path, "rb") as file:
+        return _packing_of(file.read(_LONGEST_MAGIC))
+
+
+def _packing_of(begin: bytes) -> str | None:
+    return next((kind for magic, kind in _MAGIC.items() if begin.startswith(magic)), None)
+
+
+def _cached(
+    known: str,
+    name: str,
+    open_original: Callable[[], IO[bytes]],
+    size: int | None,
+    unpack: bool,
+    say: Callable[[str], None],
+) -> File:
+    """The copy of what `known` describes, made if it is not there yet."""
+    digest = hashlib.sha256(known.encode()).hexdigest()[:24]
+    target = cache_folder() / "files" / f"{digest}-{Path(name).name}"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        room = shutil.disk_usage(target.parent).free
+        if size is not None and size > room:
+            raise DataError(
+                f"a copy needs {size:,} bytes, but {room:,} are free in {target.parent}",
+                where=name,
+                do="make room (flatout data needs a local copy), or set FLATOUT_CACHE elsewhere",
+            )
+        _copy(name, open_original, target, unpack, say)
+    status = target.stat()
+    return File(str(target), name, status.st_size, status.st_mtime_ns)
+
+
+def _copy(
+    name: str,
+    open_original: Callable[[], IO[bytes]],
+    target: Path,
+    unpack: bool,
+    say: Callable[[str], None],
+) -> None:
+    # Several processes may want the same file at the same time: each writes its own, one wins.
+    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
+    done, said = 0, time.monotonic()
+    try:
+        with open_original() as original, open(beside, "wb") as copy:
+            content = _unpacked(original, name) if unpack else original
+            while piece := content.read(_PIECE):
+                copy.write(piece)
+                done += len(piece)
+                if time.monotonic() - said > _QUIET_S:
+                    said = time.monotonic()
+                    say(f"bringing {name} into the cache: {done / 1e6:,.0f} MB")
+            copy.flush()
+            os.fsync(copy.fileno())
+        os.replace(beside, target)
+    except EOFError as error:
+        raise DataError(
+            f"the packed file ends early: {done:,} bytes could be unpacked", where=name
+        ) from error
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def _unpacked(original: IO[bytes], name: str) -> IO[bytes]:
+    begin = original.read(_LONGEST_MAGIC)
+    original.seek(0)
+    kind = _packing_of(begin)
+    if kind == "gzip":
+        return gzip.GzipFile(fileobj=original)  # type: ignore[return-value]
+    if kind == "bzip2":
+        return bz2.open(original)
+    if kind == "xz":
+        return lzma.open(original)
+    if kind == "zstandard":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(
+                "the file is packed by zstandard", where=name, do="pip install zstandard"
+            ) from error
+        return zstandard.ZstdDecompressor().stream_reader(original)
+    return original
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """A failure to read or copy, told as one."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, lzma.LZMAError) as error:
+        words = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"the file cannot be read or copied: {words}", where=name) from error

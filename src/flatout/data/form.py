@@ -1,0 +1,217 @@
+"""How columns become what a model takes, and what a user's function gets and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from flatout.data.batch import Batch
+from flatout.data.block import Block, Ragged, Values, offsets_of
+from flatout.data.buffers import Buffers
+from flatout.data.schema import Column, Role, Schema
+from flatout.data.tensors import as_tensors, parts_of
+from flatout.errors import DataError
+
+
+class Leaf(NamedTuple):
+    """A tensor of a batch.
+
+    Attributes:
+        column: the column that it is made of.
+        pad: what ragged rows are padded with.
+        is_lengths: True for the lengths of a ragged column's rows instead of their values.
+    """
+
+    column: str
+    pad: int | float = 0
+    is_lengths: bool = False
+
+
+# A Leaf, or a tuple or dict of them; nesting is allowed.
+Tree: TypeAlias = Any
+
+
+class Form(NamedTuple):
+    """Where inputs, targets and weights are in the columns.
+
+    Attributes:
+        inputs: a Leaf, or a tuple or dict of them.
+        targets: as `inputs`, or None.
+        weight: a Leaf or None.
+    """
+
+    inputs: Tree
+    targets: Tree
+    weight: Leaf | None
+
+    def batch(self, block: Block, buffers: Buffers) -> Batch:
+        """The block as tensors that share its memory; ragged columns are padded."""
+        inputs, targets, weight = (
+            _map(lambda leaf: _tensor(leaf, block, buffers), tree) for tree in self
+        )
+        return Batch(inputs, targets, weight, torch.from_numpy(block.numbers), len(block))
+
+    def sample(self, block: Block, row: int) -> tuple[Any, ...]:
+        """One row as a user's function gets it: (inputs,), or (inputs, targets[, weight])."""
+        inputs, targets, weight = (_map(lambda leaf: _row(leaf, block, row), tree) for tree in self)
+        if weight is not None:
+            return inputs, targets, weight
+        return (inputs,) if targets is None else (inputs, targets)
+
+
+def form_of(schema: Schema) -> Form:
+    """Inputs, targets and weights by the roles of a schema's columns.
+
+    Raises:
+        DataError: no column is an input, or several are the weight.
+    """
+    inputs = _of_role(schema, "input")
+    if inputs is None:
+        names = ", ".join(column.name for column in schema.columns)
+        raise DataError(f"no column has the role input: the columns are {names}")
+    weights = schema.of_role("weight")
+    if len(weights) > 1:
+        names = ", ".join(column.name for column in weights)
+        raise DataError(f"expected at most one column in the role weight, found {names}")
+    return Form(inputs, _of_role(schema, "target"), Leaf(weights[0].name) if weights else None)
+
+
+def _of_role(schema: Schema, role: Role) -> Tree:
+    columns = schema.of_role(role)
+    if not columns:
+        return None
+    if len(columns) == 1 and columns[0].lengths is None:
+        return Leaf(columns[0].name, columns[0].pad)
+    return dict(pair for column in columns for pair in _leaves(column))
+
+
+def _leaves(column: Column) -> Iterator[tuple[str, Leaf]]:
+    yield column.name, Leaf(column.name, column.pad)
+    if column.lengths is not None:
+        yield column.lengths, Leaf(column.name, is_lengths=True)
+
+
+def columns_of(made: Sequence[Any], function: str) -> tuple[dict[str, Values], Form]:
+    """What a user's function made of some samples, as columns, and the form of them.
+
+    Args:
+        made: for each sample x, (x, y) or (x, y, weight); x and y are tensors, arrays, numbers, or
+            tuples, lists or dicts of them.
+        function: what it is called, for messages.
+
+    Raises:
+        DataError: the samples differ in structure, dtype or shape (except for the length of
+            vectors, which become ragged), or hold something else than numbers.
+    """
+    parts = [parts_of(value, function) for value in made]
+    columns: dict[str, Values] = {}
+    trees = []
+    for at, name in enumerate(("inputs", "targets", "weight")):
+        trees.append(_gather(name, [part[at] for part in parts], columns, function))
+    inputs, targets, weight = trees
+    return columns, Form(inputs, targets, weight)
+
+
+def _gather(name: str, values: Sequence[Any], columns: dict[str, Values], function: str) -> Tree:
+    first = values[0]
+    kinds = {type(value) for value in values}
+    if first is None and kinds == {type(None)}:
+        return None
+    if isinstance(first, Mapping):
+        _same(
+            name, [tuple(value) for value in values if isinstance(value, Mapping)], values, function
+        )
+        return {
+            key: _gather(f"{name}[{key!r}]", [value[key] for value in values], columns, function)
+            for key in first
+        }
+    if isinstance(first, (tuple, list)):
+        _same(name, [len(v) for v in values if isinstance(v, (tuple, list))], values, function)
+        return tuple(
+            _gather(f"{name}[{i}]", [value[i] for value in values], columns, function)
+            for i in range(len(first))
+        )
+    columns[name] = _stack(name, [_array(name, value, function) for value in values], function)
+    return Leaf(name)
+
+
+def _same(name: str, found: Sequence[Any], values: Sequence[Any], function: str) -> None:
+    if len(found) != len(values) or any(one != found[0] for one in found):
+        raise DataError(f"{name}: the samples that {function} makes differ in structure")
+
+
+def _array(name: str, value: Any, function: str) -> npt.NDArray[Any]:
+    if isinstance(value, (bool, int, float)):
+        return np.asarray(value, dtype=np.float32 if isinstance(value, float) else None)
+    tensor = as_tensors(name, value, function)
+    assert isinstance(tensor, Tensor)
+    if tensor.dtype == torch.bfloat16:
+        raise DataError(f"{name}: expected a dtype that numpy has, found bfloat16", where=function)
+    return tensor.detach().cpu().numpy()
+
+
+def _stack(name: str, arrays: Sequence[npt.NDArray[Any]], function: str) -> Values:
+    shapes = {array.shape for array in arrays}
+    dtypes = {array.dtype for array in arrays}
+    if len(dtypes) > 1:
+        words = " and ".join(sorted(str(dtype) for dtype in dtypes))
+        raise DataError(f"{name}: {function} makes samples of dtypes {words}")
+    if len(shapes) == 1:
+        return np.stack(arrays)
+    if any(len(shape) != 1 for shape in shapes):
+        words = " and ".join(str(shape) for shape in sorted(shapes)[:2])
+        raise DataError(
+            f"{name}: {function} makes samples of shapes {words}",
+            do="give all samples one shape; only vectors may differ in length",
+        )
+    return Ragged(np.concatenate(arrays), offsets_of([len(array) for array in arrays]))
+
+
+def _tensor(leaf: Leaf, block: Block, buffers: Buffers) -> Tensor:
+    values = block.columns[leaf.column]
+    if leaf.is_lengths:
+        assert isinstance(values, Ragged)
+        return torch.from_numpy(np.diff(values.offsets))
+    if isinstance(values, Ragged):
+        return torch.from_numpy(padded(values, leaf.pad, buffers))
+    return torch.from_numpy(values)
+
+
+def padded(values: Ragged, pad: int | float, buffers: Buffers) -> npt.NDArray[Any]:
+    """Ragged rows as an array of shape (rows, longest row), at least 1 wide."""
+    lengths = np.diff(values.offsets)
+    width = max(1, int(lengths.max(initial=0)))
+    out = buffers.empty((len(lengths), width), values.values.dtype)
+    if len(lengths) * width == len(values.values):
+        out[:] = values.values.reshape(out.shape)
+        return out
+    out.fill(pad)
+    out[np.arange(width) < lengths[:, None]] = values.values[values.offsets[0] : values.offsets[-1]]
+    return out
+
+
+def _row(leaf: Leaf, block: Block, row: int) -> Tensor:
+    values = block.columns[leaf.column]
+    if not isinstance(values, Ragged):
+        return torch.from_numpy(values[row : row + 1]).squeeze(0)
+    start, stop = values.offsets[row : row + 2]
+    return (
+        torch.tensor(stop - start)
+        if leaf.is_lengths
+        else torch.from_numpy(values.values[start:stop])
+    )
+
+
+def _map(function: Callable[[Leaf], Any], tree: Tree) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, Leaf):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: _map(function, part) for key, part in tree.items()}
+    return tuple(_map(function, part) for part in tree)

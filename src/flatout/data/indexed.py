@@ -1,0 +1,479 @@
+"""Files of rows one after the other, read by row number through an index of where rows begin.
+
+The index is built once and kept beside the other caches, by content: a file that changed has
+another. The files' bytes are held in memory where they take at most a quarter of what is free;
+otherwise the rows wanted are read from the files, neighbours together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.cache_folder import cache_folder
+from flatout.data.block import Block, Numbers, offsets_of
+from flatout.data.buffers import Buffers
+from flatout.data.decoder import Bytes, Decoder
+from flatout.data.faults import Faults
+from flatout.data.files import File, say_on_stderr
+from flatout.data.schema import Schema
+from flatout.errors import DataError
+from flatout.kernels import lines
+from flatout.measure import available_bytes, usable_cpus
+
+_VERSION = 1
+_PIECE = 64 << 20
+# A row of which so many bytes were read, and no end found, is taken for damage.
+_LONGEST_ROW = 1 << 30
+_ENDS = 1 << 16
+_SURVEYED = 1 << 15
+_QUIET_S = 1.0
+# Of the free memory, what the files' bytes may take.
+_HELD = 0.25
+
+
+class Index(NamedTuple):
+    """Where the rows of some files are, as if the files were one after the other.
+
+    Attributes:
+        starts: int64 of shape (rows,).
+        sizes: bytes of each row, int64 of shape (rows,).
+        lengths: of the ragged columns, int64 of shape (rows,) each.
+        facts: from the survey; over all files the lowest or the highest, as `_merged` says.
+        notes: what was skipped.
+    """
+
+    starts: Numbers
+    sizes: Numbers
+    lengths: dict[str, Numbers]
+    facts: dict[str, float]
+    notes: list[str]
+
+
+class IndexedRows:
+    """Rows of indexed files. Follows `flatout.data.rows.Rows`.
+
+    Args:
+        files: as `files.find` gives them.
+        decoder: of their format.
+        faults: what to do about bad rows. Where they are skipped, all rows are looked at when the
+            index is built, so that those that remain can be counted.
+        kind: what the format is called.
+        budget: bytes of memory for the files' bytes; None means a quarter of what is free.
+        say: gets a line for what takes more than a second.
+    """
+
+    random = True
+
+    def __init__(
+        self,
+        files: Sequence[File],
+        decoder: Decoder,
+        faults: Faults,
+        kind: str,
+        *,
+        budget: int | None = None,
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
+        self.files = list(files)
+        self.decoder = decoder
+        self.schema: Schema = decoder.schema
+        self._kind = kind
+        self._bytes = _FileBytes(self.files, budget)
+        self._faults = Faults()  # what the index holds is good
+        look = decoder.needs_survey or faults.skip
+        self.index = index_of(self._bytes, decoder, faults, look, say)
+        self.rows = len(self.index.starts)
+        if self.rows == 0:
+            raise DataError("the files hold no rows", where=_names(self.files))
+
+    @cached_property
+    def digest(self) -> str:
+        """Over the files' sizes, their first and last bytes, and the schema."""
+        words = [*(content_words(file) for file in self.files), self.schema.dumps()]
+        return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+    def take(self, numbers: Numbers, buffers: Buffers) -> Block:
+        """Decode these rows, in this order."""
+        starts = self.index.starts[numbers]
+        sizes = self.index.sizes[numbers]
+        before, after = getattr(self.decoder, "margins", (0, 0))
+        buffer, places = self._bytes.read(starts - before, sizes + before + after, buffers)
+        places = places + before
+        lengths = {name: found[numbers] for name, found in self.index.lengths.items()}
+
+        def where(row: int, byte: int) -> str:
+            return self._where(int(starts[row]) + byte - int(places[row]))
+
+        return self.decoder.decode(
+            buffer,
+            places,
+            places + sizes,
+            numbers,
+            lengths or None,
+            buffers,
+            self._faults,
+            where,
+        )
+
+    def targets(self) -> npt.NDArray[Any] | None:
+        """None: they are known by decoding."""
+        return None
+
+    def lengths(self) -> Numbers | None:
+        """Of the longest ragged column."""
+        found = list(self.index.lengths.values())
+        return np.maximum.reduce(found) if found else None
+
+    def where(self, number: int) -> str:
+        """File and line, or file and byte."""
+        return self._where(int(self.index.starts[number]))
+
+    def _where(self, position: int) -> str:
+        return self._bytes.where(position, text=getattr(self.decoder, "text", True))
+
+    def describe(self) -> str:
+        """Such as "2 LibSVM files, 0.9 MB, 8,124 rows"."""
+        count = f"{len(self.files)} {self._kind} file{'s' if len(self.files) > 1 else ''}"
+        size = sum(file.size for file in self.files)
+        return f"{count}, {_size_words(size)}, {self.rows:,} rows"
+
+    def notes(self) -> list[str]:
+        """What was skipped, and where the bytes are."""
+        return [*self.index.notes, *self._bytes.notes()]
+
+
+class _FileBytes:
+    """The bytes of several files as if they were one after the other."""
+
+    def __init__(self, files: Sequence[File], budget: int | None) -> None:
+        self.files = list(files)
+        self.bases = offsets_of([file.size for file in files])
+        self.size = int(self.bases[-1])
+        room = int(available_bytes() * _HELD) if budget is None else budget
+        self.holds = self.size <= room
+        self._held: Bytes | None = None
+        self._numbers: dict[int, int] = {}
+        self._checked = 0.0
+        self._lock = Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process opens and reads for itself.
+        return {**self.__dict__, "_held": None, "_numbers": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = Lock()
+
+    def held(self) -> Bytes:
+        """All bytes, read when they are first wanted."""
+        with self._lock:
+            if self._held is None:
+                whole = np.empty(self.size, np.uint8)
+                pieces = [
+                    (file, whole[base : base + file.size], start)
+                    for file, base in zip(self.files, self.bases, strict=False)
+                    for start in range(0, max(1, file.size), _PIECE)
+                ]
+                with ThreadPoolExecutor(usable_cpus()) as pool:
+                    list(pool.map(lambda piece: _read_piece(*piece), pieces))
+                for file in self.files:
+                    file.check_unchanged()
+                self._held = whole
+            return self._held
+
+    def read(self, starts: Numbers, sizes: Numbers, buffers: Buffers) -> tuple[Bytes, Numbers]:
+        """A buffer, and where in it the wanted ranges begin."""
+        if self.holds:
+            held = self._held
+            return (self.held() if held is None else held), starts
+        places = offsets_of(sizes)
+        out = buffers.empty(int(places[-1]), np.uint8)
+        owner = np.searchsorted(self.bases, starts, side="right") - 1
+        self._check_now_and_then()
+        for at in np.unique(owner):
+            own = np.flatnonzero(owner == at)
+            first = starts[own] - self.bases[at]
+            try:
+                lines.read_rows(
+                    self._open(int(at)), first, first + sizes[own], out, places[:-1][own]
+                )
+            except (EOFError, OSError) as error:
+                self.files[at].check_unchanged()
+                raise DataError(f"cannot be read: {error}", where=self.files[at].name) from error
+        return out, places[:-1]
+
+    def _open(self, at: int) -> int:
+        with self._lock:
+            if at not in self._numbers:
+                try:
+                    self._numbers[at] = os.open(self.files[at].path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise DataError(
+                        f"cannot be opened: {error.strerror}", where=self.files[at].name
+                    ) from error
+            return self._numbers[at]
+
+    def _check_now_and_then(self) -> None:
+        if time.monotonic() - self._checked > _QUIET_S:
+            self._checked = time.monotonic()
+            for file in self.files:
+                file.check_unchanged()
+
+    def pieces(
+        self, at: int, split: Callable[[Bytes, bool], Any]
+    ) -> Iterator[tuple[Any, Bytes, int]]:
+        """A file cut by `split`: what it found, the buffer, and the buffer's place in the file."""
+        file = self.files[at]
+        if self.holds:
+            base = int(self.bases[at])
+            buffer = self.held()[base : base + file.size]
+            yield self._checked_split(split, buffer, True, file, 0), buffer, 0
+            return
+        place, rest = 0, np.empty(0, np.uint8)
+        with open(file.path, "rb") as opened:
+            while True:
+                new = np.empty(_PIECE, np.uint8)
+                count = opened.readinto(new)  # type: ignore[arg-type]
+                buffer = np.concatenate([rest, new[:count]])
+                final = place + len(buffer) >= file.size or count == 0
+                found = self._checked_split(split, buffer, final, file, place)
+                yield found, buffer, place
+                if final:
+                    break
+                place += found.consumed
+                rest = buffer[found.consumed :]
+                if len(rest) > _LONGEST_ROW:
+                    raise DataError(
+                        f"no row ends within {_LONGEST_ROW:,} bytes",
+                        where=f"{file.name}: byte {place:,}",
+                    )
+        file.check_unchanged()
+
+    def _checked_split(
+        self,
+        split: Callable[[Bytes, bool], Any],
+        buffer: Bytes,
+        final: bool,
+        file: File,
+        place: int,
+    ) -> Any:
+        found = split(buffer, final)
+        if found.problem:
+            raise DataError(found.problem, where=f"{file.name}: byte {place + found.consumed:,}")
+        return found
+
+    def where(self, position: int, *, text: bool) -> str:
+        """File and line or byte of a position."""
+        at = int(np.searchsorted(self.bases, position, side="right")) - 1
+        at = min(at, len(self.files) - 1)
+        file, offset = self.files[at], position - int(self.bases[at])
+        if not text:
+            return f"{file.name}: byte {offset:,}"
+        before = 0
+        with suppress(OSError), open(file.path, "rb") as opened:
+            for start in range(0, offset, _PIECE):
+                piece = opened.read(min(_PIECE, offset - start))
+                before += piece.count(b"\n")
+        return f"{file.name}:{before + 1} (byte {offset:,})"
+
+    def notes(self) -> list[str]:
+        if self.holds:
+            return []
+        return [
+            f"{_size_words(self.size)} of files stay on the disk, for memory has "
+            f"{_size_words(available_bytes())} free: rows are read as they are wanted"
+        ]
+
+
+def _read_piece(file: File, whole: Bytes, start: int) -> None:
+    try:
+        with open(file.path, "rb", buffering=0) as opened:
+            opened.seek(start)
+            view = memoryview(whole.data)[start : start + _PIECE]
+            while view:
+                count = opened.readinto(view)
+                if not count:
+                    break
+                view = view[count:]
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=file.name) from error
+
+
+def index_of(
+    held: _FileBytes,
+    decoder: Decoder,
+    faults: Faults,
+    look: bool,
+    say: Callable[[str], None] = say_on_stderr,
+) -> Index:
+    """The index of files, from the cache or built now.
+
+    Args:
+        held: the files' bytes.
+        decoder: finds rows in them.
+        faults: what to do about bad rows.
+        look: whether every row is surveyed.
+        say: gets a line for what takes more than a second.
+    """
+    words = [
+        f"{_VERSION} {look} {faults.skip} {faults.max_errors}",
+        decoder.schema.dumps(),
+        *(f"{file.path} {file.mtime_ns} {content_words(file)}" for file in held.files),
+    ]
+    digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:24]
+    path = cache_folder() / "index" / f"{digest}.npz"
+    with suppress(OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError):
+        return _load(path)
+    index = _build(held, decoder, faults, look, say)
+    _save(index, path)
+    return index
+
+
+def survey_files(
+    files: Sequence[File],
+    decoder: Decoder,
+    faults: Faults,
+    say: Callable[[str], None] = say_on_stderr,
+) -> Index:
+    """What a look at all rows finds, to infer a schema from."""
+    return index_of(_FileBytes(files, None), decoder, faults, True, say)
+
+
+def _build(
+    held: _FileBytes, decoder: Decoder, faults: Faults, look: bool, say: Callable[[str], None]
+) -> Index:
+    said = time.monotonic()
+    parts: list[Index] = []
+    with ThreadPoolExecutor(usable_cpus()) as pool:
+        for at, file in enumerate(held.files):
+            base = int(held.bases[at])
+            for found, buffer, place in held.pieces(at, decoder.split):
+                part = _part(held, decoder, faults, look, found, buffer, base + place, pool)
+                parts.append(part)
+                if time.monotonic() - said > _QUIET_S:
+                    said = time.monotonic()
+                    done = (base + place + found.consumed) / max(1, held.size)
+                    say(f"indexing {file.name}: {done:.0%} of {_size_words(held.size)}")
+    names = parts[0].lengths if parts else {}
+    return Index(
+        np.concatenate([part.starts for part in parts]),
+        np.concatenate([part.sizes for part in parts]),
+        {name: np.concatenate([part.lengths[name] for part in parts]) for name in names},
+        _merged([part.facts for part in parts if len(part.starts)]),
+        faults.notes(),
+    )
+
+
+def _part(
+    held: _FileBytes,
+    decoder: Decoder,
+    faults: Faults,
+    look: bool,
+    found: Any,
+    buffer: Bytes,
+    base: int,
+    pool: ThreadPoolExecutor,
+) -> Index:
+    """The index of what one buffer holds."""
+    starts, sizes = found.starts + base, found.ends - found.starts
+    if not look or not len(starts):
+        return Index(starts, sizes, {}, {}, [])
+    text = getattr(decoder, "text", True)
+
+    def survey(first: int) -> Any:
+        own = slice(first, first + _SURVEYED)
+        return decoder.survey(
+            buffer,
+            found.starts[own],
+            found.ends[own],
+            faults,
+            lambda row, byte: held.where(base + byte, text=text),
+        )
+
+    surveys = list(pool.map(survey, range(0, len(starts), _SURVEYED)))
+    good = np.concatenate([survey.good for survey in surveys])
+    lengths = {
+        name: np.concatenate([survey.lengths[name] for survey in surveys])[good]
+        for name in surveys[0].lengths
+    }
+    facts = _merged([survey.facts for survey in surveys])
+    return Index(starts[good], sizes[good], lengths, facts, [])
+
+
+def _merged(all_facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    lowest = ("lowest", "shortest", "whole_labels")
+    return {
+        name: (min if name in lowest else max)(facts[name] for facts in all_facts)
+        for name in (all_facts[0] if all_facts else ())
+    }
+
+
+def content_words(file: File) -> str:
+    """A file's size and a digest of its first and last 64 KiB."""
+    try:
+        with open(file.path, "rb") as opened:
+            digest = hashlib.sha256(opened.read(_ENDS))
+            opened.seek(max(0, file.size - _ENDS))
+            digest.update(opened.read(_ENDS))
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=file.name) from error
+    return f"{file.size} {digest.hexdigest()}"
+
+
+def _load(path: Path) -> Index:
+    with np.load(path, allow_pickle=False) as stored:
+        rest = json.loads(str(stored["rest"]))
+        lengths = {name: stored[f"length {name}"] for name in rest["lengths"]}
+        # Columns that are equally long share one array.
+        for name, same in rest["same"].items():
+            lengths[name] = lengths[same]
+        return Index(stored["starts"], stored["sizes"], lengths, rest["facts"], rest["notes"])
+
+
+def _save(index: Index, path: Path) -> None:
+    same: dict[str, str] = {}
+    own: dict[str, Numbers] = {}
+    for name, lengths in index.lengths.items():
+        twin = next((other for other in own if np.array_equal(own[other], lengths)), None)
+        if twin is None:
+            own[name] = lengths
+        else:
+            same[name] = twin
+    rest = {"lengths": list(own), "same": same, "facts": index.facts, "notes": index.notes}
+    beside = path.with_name(f".{uuid.uuid4().hex}.part")
+    # A cache that cannot be written costs time at the next start, nothing else.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(beside, "wb") as file:
+                arrays: dict[str, Any] = {f"length {name}": found for name, found in own.items()}
+                arrays.update(starts=index.starts, sizes=index.sizes, rest=json.dumps(rest))
+                np.savez(file, **arrays)
+            os.replace(beside, path)
+        finally:
+            with suppress(OSError):
+                beside.unlink()
+
+
+def _names(files: Sequence[File]) -> str:
+    more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
+    return ", ".join(file.name for file in files[:3]) + more
+
+
+def _size_words(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

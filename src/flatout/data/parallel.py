@@ -1,0 +1,197 @@
+"""Items made by several threads ahead of need, handed out in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+# How much faster another thread must make the input to be kept.
+_WORTH = 1.03
+# A window that is judged: at least so many items and so many seconds.
+_ITEMS, _SECONDS = 16, 0.25
+# Of the time that the consumer may wait for input before more threads are tried.
+_WAIT = 0.03
+# For a thread that waits for a pipe when the loop is left.
+_PATIENCE_S = 5.0
+
+
+class Tuner:
+    """How many threads make items, and how far ahead: found while running, kept between epochs.
+
+    Whenever the consumer waits for input, one thread more is tried for a window of items, and kept
+    if items came faster by then; where nothing is waited for, one less is tried in the same way.
+    The order of items does not depend on it.
+
+    Args:
+        budget: the most threads.
+        threads: a fixed number instead of searching for one.
+        depth: the most items made ahead; None means two a thread.
+
+    Attributes:
+        threads: how many may work now.
+        waited: share of the time that the consumer waited, in the latest window.
+        rate: items a second, in the latest window.
+        in_vain: whether another thread was tried and made nothing faster.
+        judged: whether there was a window yet.
+        trials: what was tried, and what came of it.
+    """
+
+    def __init__(self, budget: int, threads: int | None = None, depth: int | None = None) -> None:
+        self.budget = budget if threads is None else threads
+        self.fixed = threads is not None
+        self.threads = max(1, threads or 1)
+        self._depth = depth
+        self.waited = 0.0
+        self.rate = 0.0
+        self.judged = False
+        self.in_vain = False
+        self.trials: list[str] = []
+        self._start = perf_counter()
+        self._items = 0
+        self._wait = 0.0
+        self._before: tuple[int, float] | None = None  # threads and rate before the present trial
+        self._rest = 0  # windows until the next trial
+        self._patience = 1
+
+    @property
+    def depth(self) -> int:
+        """The most items made ahead of need."""
+        return self._depth or 2 * self.threads + 1
+
+    def restart(self) -> None:
+        """Begin a window, such as at an epoch's start: what came before does not count."""
+        self._start, self._items, self._wait = perf_counter(), 0, 0.0
+
+    def consumed(self, waited: float) -> bool:
+        """Count an item; True where the number of threads has changed."""
+        self._items += 1
+        self._wait += waited
+        passed = perf_counter() - self._start
+        if self._items < _ITEMS or passed < _SECONDS:
+            return False
+        self.rate, self.waited = self._items / passed, self._wait / passed
+        self.judged = True
+        self.restart()
+        return not self.fixed and self._judge(self.rate)
+
+    def _judge(self, rate: float) -> bool:
+        if self._before is not None:
+            threads, before = self._before
+            self._before = None
+            more = self.threads > threads
+            kept = rate > before * _WORTH if more else rate * _WORTH > before
+            self.trials.append(
+                f"{threads} -> {self.threads} threads: {rate / before:.2f}x, "
+                f"{'kept' if kept else 'put back'}"
+            )
+            if kept:
+                self._patience = 1
+                return False
+            self.in_vain = self.in_vain or more
+            # Tried in vain: wait longer each time before trying again.
+            self.threads, self._rest = threads, self._patience
+            self._patience = min(64, 2 * self._patience)
+            return True
+        if self._rest:
+            self._rest -= 1
+            return False
+        if self.waited > _WAIT and self.threads < self.budget:
+            self._before = (self.threads, rate)
+            self.threads += 1
+            return True
+        if self.waited < _WAIT / 10 and self.threads > 1:
+            self._before = (self.threads, rate)
+            self.threads -= 1
+            return True
+        return False
+
+
+class Ahead(Generic[T]):
+    """`make(first)`, ..., `make(last - 1)`, made by threads and given in that order.
+
+    An error that `make` raises comes where its item would have come.
+    """
+
+    def __init__(self, make: Callable[[int], T], first: int, last: int, tuner: Tuner) -> None:
+        self._make = make
+        self._next, self._last = first, last
+        self._due = first
+        self._tuner = tuner
+        self._made: dict[int, tuple[T | None, BaseException | None]] = {}
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._threads: list[threading.Thread] = []
+
+    def __iter__(self) -> Iterator[T]:
+        """The items; what is left is given up where the loop is left."""
+        self._tuner.restart()
+        self._hire()
+        try:
+            while self._due < self._last:
+                item, waited = self._take()
+                yield item
+                if self._tuner.consumed(waited):
+                    self._hire()
+        finally:
+            self.close()
+
+    def _take(self) -> tuple[T, float]:
+        waited = 0.0
+        with self._changed:
+            if self._due not in self._made:
+                start = perf_counter()
+                while self._due not in self._made:
+                    self._changed.wait()
+                waited = perf_counter() - start
+            item, error = self._made.pop(self._due)
+            self._due += 1
+            self._changed.notify_all()
+        if error is not None:
+            raise error
+        return item, waited  # type: ignore[return-value]
+
+    def _hire(self) -> None:
+        """Start the threads that are missing; those too many end by themselves."""
+        with self._changed:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            while len(self._threads) < self._tuner.threads:
+                number = len(self._threads)
+                thread = threading.Thread(
+                    target=self._work, args=(number,), name=f"flatout-input-{number}", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify_all()
+
+    def _work(self, number: int) -> None:
+        while True:
+            with self._changed:
+                while not self._stopped and self._next >= self._due + self._tuner.depth:
+                    self._changed.wait()
+                done = self._stopped or self._next >= self._last
+                if done or number >= self._tuner.threads:
+                    return
+                at = self._next
+                self._next += 1
+            made: tuple[T | None, BaseException | None]
+            try:
+                made = self._make(at), None
+            except BaseException as error:
+                made = None, error
+            with self._changed:
+                self._made[at] = made
+                self._changed.notify_all()
+            del made
+
+    def close(self) -> None:
+        """End the threads. One that waits for its source ends when that gives something."""
+        with self._changed:
+            self._stopped = True
+            self._made.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(_PATIENCE_S)

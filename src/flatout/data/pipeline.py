@@ -1,0 +1,344 @@
+"""The input as a user writes it: a source, and stages behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.data.batch import Batch
+from flatout.data.buffers import Buffers
+from flatout.data.cut import padding_share
+from flatout.data.explanation import Explanation
+from flatout.data.files import say_on_stderr
+from flatout.data.form import Leaf
+from flatout.data.planner import Built, Mixture, Options, build, check
+from flatout.data.prefetch import prefetch
+from flatout.data.rows import Chunks, Rows, Stream, is_rows, is_stream
+from flatout.data.samples import Costs, digest_of
+from flatout.data.schema import Schema
+from flatout.data.sources.arrays import Arrays
+from flatout.data.sources.torch_dataset import DatasetRows
+from flatout.data.staged import Staged
+from flatout.data.stages import Batch as BatchStage
+from flatout.data.stages import Filter, Map, Prefetch, Repeat, Shuffle, Stage, words
+from flatout.data.stream_program import StreamProgram
+from flatout.errors import DataError
+
+
+class Pipeline(Staged):
+    """A source of samples and the stages behind it. Every stage gives a new Pipeline.
+
+    Nothing is read before it is needed. Hand it to `Trainer.fit`, or loop over `batches(epoch)`, or
+    over the pipeline itself, epoch after epoch.
+
+    Args:
+        origin: Rows, Chunks, a Stream, Arrays, or a Mixture of pipelines.
+        stages: in the order in which they were written.
+        options: what it may use.
+        say: gets a line for people.
+    """
+
+    def __init__(
+        self,
+        origin: Rows | Chunks | Stream | Arrays | DatasetRows | Mixture,
+        stages: Sequence[Stage] = (),
+        options: Options | None = None,
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
+        self.origin = origin
+        self.stages = tuple(stages)
+        self._options = options or Options()
+        self._say = say
+        self._epoch = 0
+        self._step = 0
+        self._ahead: Iterator[Batch] | None = None
+        check(self.stages)
+
+    def _with(self, stage: Stage) -> Pipeline:
+        return Pipeline(self.origin, (*self.stages, stage), self._options, self._say)
+
+    def options(
+        self,
+        *,
+        threads: int | None = None,
+        processes: int | None = None,
+        depth: int | None = None,
+        memory: int | None = None,
+    ) -> Pipeline:
+        """What it may use, in place of what it would find out.
+
+        Args:
+            threads: that make batches.
+            processes: that make batches, in place of threads. They are spawned, so a script needs
+                `if __name__ == "__main__":`, and functions have to stand at the top of a module.
+            depth: batches made ahead.
+            memory: bytes that a cache may take.
+        """
+        given = {"threads": threads, "processes": processes, "depth": depth, "memory": memory}
+        for name, value in given.items():
+            if value is not None and value < 1:
+                raise DataError(f"options: {name} is at least 1, found {value}")
+        options = replace(self._options, **{k: v for k, v in given.items() if v is not None})
+        return Pipeline(self.origin, self.stages, options, self._say)
+
+    # -- what it is --------------------------------------------------------------------------
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of the source.
+
+        Raises:
+            DataError: the source has none, being made of arrays or of several sources.
+        """
+        schema = getattr(self.origin, "schema", None)
+        if schema is None:
+            raise DataError(f"a source of {type(self.origin).__name__} has no schema")
+        assert isinstance(schema, Schema)
+        return schema
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether `batch` has been written."""
+        return any(isinstance(stage, BatchStage) for stage in self.stages)
+
+    @cached_property
+    def _built(self) -> Built:
+        assert not is_stream(self.origin)
+        origin: Any = self.origin
+        return build(origin, self.stages, self._options, self._say)
+
+    @cached_property
+    def _program(self) -> Any:
+        if not self.in_batches:
+            raise DataError(
+                "the pipeline makes no batches", do="add .batch(size), or pass batch_size to fit"
+            )
+        if is_stream(self.origin):
+            return StreamProgram(self.origin, self.stages, self._options.seed)
+        return self._built.program
+
+    @property
+    def prefetches(self) -> Prefetch | None:
+        """To which device batches are copied ahead of need."""
+        return next((stage for stage in self.stages if isinstance(stage, Prefetch)), None)
+
+    @property
+    def seekable(self) -> bool:
+        """Whether a pass can start at any batch."""
+        return not is_stream(self.origin)
+
+    @property
+    def counted(self) -> bool:
+        """Whether it is known how many batches an epoch has."""
+        return self.steps is not None
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of an epoch, over all ranks."""
+        if is_stream(self.origin):
+            filters = any(isinstance(stage, Filter) for stage in self.stages)
+            return None if filters else self.origin.rows
+        return self._built.cut.used
+
+    @property
+    def steps(self) -> int | None:
+        """Batches of an epoch."""
+        if not is_stream(self.origin):
+            return self._built.cut.steps
+        size, rows = self.batch_size, self.samples
+        if rows is None or size is None:
+            return None
+        times = next((s.times for s in self.stages if isinstance(s, Repeat)), 1)
+        drop = any(isinstance(s, BatchStage) and s.last == "drop" for s in self.stages)
+        return rows * times // size if drop else -(-rows * times // size)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a global batch."""
+        return next((stage.size for stage in self.stages if isinstance(stage, BatchStage)), None)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits over the source, the samples chosen, and the functions."""
+        if is_stream(self.origin):
+            return digest_of(self.origin.digest, *(words(stage) for stage in self.stages))
+        chosen = self._built.numbers
+        whole = len(chosen) == self._built.samples.rows
+        return digest_of(self._built.samples.digest, "" if whole else chosen.tobytes().hex())
+
+    def describe(self) -> str:
+        """One line for people, such as "2 LibSVM files, 0.9 MB, 8,124 rows, shuffled by seed 1"."""
+        if isinstance(self.origin, Mixture):
+            what = " mixed with ".join(part.describe() for part in self.origin.parts)
+        else:
+            what = self.origin.describe()
+        parts = [what]
+        if not is_stream(self.origin) and len(self._built.numbers) < self._built.samples.rows:
+            parts.append(f"{len(self._built.numbers):,} chosen")
+        shuffle = next((stage for stage in self.stages if isinstance(stage, Shuffle)), None)
+        parts.append(
+            "in the given order" if shuffle is None else f"shuffled by seed {shuffle.seed}"
+        )
+        return ", ".join(parts)
+
+    def labels_range(self) -> tuple[int, int] | None:
+        """Smallest and largest target, where they are integers and known beforehand."""
+        if any(isinstance(stage, Map) for stage in self.stages):
+            return None
+        if isinstance(self.origin, Arrays):
+            return self.origin.labels_range()
+        targets = self.origin.targets() if is_rows(self.origin) else None
+        if targets is None or targets.dtype.kind not in "iu":
+            return None
+        return int(targets.min()), int(targets.max())
+
+    def notes(self) -> list[str]:
+        """What the user should know: rows skipped, stages moved, order of classes."""
+        notes: list[str] = getattr(self.origin, "notes", list)()
+        if is_stream(self.origin):
+            return list(notes)
+        notes = [*notes, *self._built.moved]
+        notes += [f"cache in {'memory' if c.where_kept == 'memory' else 'a folder'}: {c.reason}"
+                  for c in self._built.caches]  # fmt: skip
+        notes += getattr(self._built.program, "notes", [])
+        sorted_note = self._sorted_by_class()
+        return [*notes, sorted_note] if sorted_note else notes
+
+    def _sorted_by_class(self) -> str | None:
+        """Training on one class after the other forgets the first: said where nothing shuffles."""
+        if any(isinstance(stage, Shuffle) for stage in self.stages) or not is_rows(self.origin):
+            return None
+        targets = self.origin.targets()
+        if targets is None:
+            numbers = np.linspace(0, self.origin.rows - 1, min(256, self.origin.rows)).astype(
+                np.int64
+            )
+            targets = _targets_at(self._built, numbers)
+        if targets is None or targets.ndim != 1 or targets.dtype.kind not in "iu":
+            return None
+        changes = int((np.diff(targets) != 0).sum())
+        classes = len(np.unique(targets))
+        if classes < 2 or changes > classes - 1:
+            return None
+        return (
+            "the samples are sorted by class and nothing shuffles them: batches would hold one "
+            "class each; add .shuffle(seed)"
+        )
+
+    # -- batches -----------------------------------------------------------------------------
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from `start_step` on.
+
+        Raises:
+            DataError: the epoch has no such step, or a row is not as it should be.
+        """
+        if self._ahead is not None and epoch == 0:
+            ahead, self._ahead = self._ahead, None
+            return islice(ahead, start_step, None)
+        made: Iterator[Batch] = self._program.batches(epoch, start_step)
+        if self.prefetches is not None:
+            made = prefetch(made, torch.device(self.prefetches.device), self.prefetches.depth)
+        return made if is_stream(self.origin) or not self._built.caches else self._flushing(made)
+
+    def _flushing(self, made: Iterator[Batch]) -> Iterator[Batch]:
+        try:
+            yield from made
+        finally:
+            for cache in self._built.caches:
+                cache.flush()
+
+    def peek(self, count: int) -> list[Batch]:
+        """The first batches of epoch 0, without using anything up."""
+        made = self.batches(0)
+        first = list(islice(made, count))
+        if is_stream(self.origin):  # what was read is gone from the pipe: epoch 0 begins with it
+            self._ahead = chain(first, made)
+        return first
+
+    def __iter__(self) -> Iterator[Batch]:
+        """One epoch, from where `load_state_dict` left off; the next loop is the next epoch."""
+        for batch in self.batches(self._epoch, self._step):
+            self._step += 1
+            yield batch
+        self._epoch, self._step = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where a loop over the pipeline itself stands; a Trainer keeps that for itself."""
+        return {"epoch": self._epoch, "step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, with any number of threads or ranks."""
+        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+
+    # -- explaining --------------------------------------------------------------------------
+
+    def explanation(self) -> Explanation:
+        """What was written, what runs and why that is the same, what each stage costs."""
+        schema = getattr(self.origin, "schema", None)
+        name = type(self.origin).__name__ if schema is None else schema.format
+        written = [name.lower(), *(words(stage) for stage in self.stages)]
+        program = self._program
+        runs = list(written) if is_stream(self.origin) else self._built.runs
+        return Explanation.of(program, written, runs, self.notes(), self._padding())
+
+    def explain(self) -> None:
+        """Print the explanation."""
+        print(self.explanation())
+
+    def _padding(self) -> float | None:
+        lengths = self.origin.lengths() if is_rows(self.origin) else None
+        size = self.batch_size
+        if lengths is None or size is None:
+            return None
+        return padding_share(self._built.cut.order(self._epoch), lengths, size)
+
+
+def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int = 0) -> Pipeline:
+    """Samples of several pipelines, which are not in batches yet, as one.
+
+    Args:
+        pipelines: with the same columns. Each keeps its own shuffle, split and functions.
+        weights: the share of each in an epoch, to be counted exactly, not drawn; the epoch is as
+            long as the source allows that runs out first, and the others go on in the next epoch
+            where they stopped. None takes all samples of all.
+        seed: of the sequence in which they take turns.
+
+    Raises:
+        DataError: there are fewer than two, one is a stream or in batches already, or the weights
+            make no sense.
+    """
+    if len(pipelines) < 2:
+        raise DataError(f"mix wants at least two pipelines, found {len(pipelines)}")
+    for pipeline in pipelines:
+        if pipeline.in_batches or is_stream(pipeline.origin):
+            raise DataError(
+                "mix takes pipelines of numbered samples that are not in batches yet",
+                do="put batch behind mix; convert streams to files",
+            )
+    shares = None
+    if weights is not None:
+        if len(weights) != len(pipelines) or any(not weight > 0 for weight in weights):
+            raise DataError(
+                f"mix wants a positive weight for each of {len(pipelines)} pipelines, "
+                f"found {list(weights)}"
+            )
+        shares = tuple(weight / sum(weights) for weight in weights)
+    return Pipeline(Mixture(pipelines, shares, seed))
+
+
+def _targets_at(built: Built, numbers: Any) -> Any:
+    samples: Any = built.samples
+    while hasattr(samples, "inner"):
+        samples = samples.inner
+    target = samples.form.targets
+    if not isinstance(target, Leaf):
+        return None
+    values = samples.make(numbers, Buffers(), 0, Costs()).columns[target.column]
+    return values if isinstance(values, np.ndarray) else None

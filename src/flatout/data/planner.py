@@ -1,0 +1,383 @@
+"""From what was written to what runs.
+
+Only Flatout's own stages move, and only where the batches stay the same:
+
+- The order of rows is a function of (seed, epoch, place), and a row is found by its number. So a
+  split, a filter or a shard before or behind a shuffle chooses the same rows, and what is made of
+  one row does not depend on when it is made.
+- A cache keeps samples, never their order. Behind a shuffle or a batch it would hold the same
+  samples, so it goes before them, where it also holds for every later epoch.
+- A user's function stays where it was written, relative to other functions and to the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.data import cut as cuts
+from flatout.data import selection
+from flatout.data.array_samples import ArraySamples
+from flatout.data.block import Numbers
+from flatout.data.cache import Cached
+from flatout.data.cut import Cut
+from flatout.data.order import order as drawn_order
+from flatout.data.parallel import Tuner
+from flatout.data.plan import DEFAULT_BATCH_SIZE
+from flatout.data.program import Maker, Program
+from flatout.data.rows import Chunks, Rows, is_chunks, is_rows
+from flatout.data.samples import Decoded, Fetched, Joined, Made, Mapped, Samples, name_of
+from flatout.data.sources.arrays import Arrays, ArraySource
+from flatout.data.sources.torch_dataset import DatasetRows
+from flatout.data.stages import (
+    Batch,
+    Cache,
+    Filter,
+    Map,
+    Repeat,
+    Shard,
+    Shuffle,
+    Split,
+    Stage,
+    words,
+)
+from flatout.errors import DataError
+from flatout.measure import usable_cpus
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a pipeline may use.
+
+    Attributes:
+        threads: that make batches; None finds out while running.
+        processes: that make batches, in place of threads; None uses some only where a user's Python
+            holds the threads up.
+        depth: batches made ahead; None means two a thread and one.
+        memory: bytes that a cache may take; None means half of what is free.
+        seed: of functions that draw, where no shuffle gives one.
+    """
+
+    threads: int | None = None
+    processes: int | None = None
+    depth: int | None = None
+    memory: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several pipelines as one source.
+
+    Attributes:
+        parts: what is mixed.
+        weights: how often each is drawn; None means all rows of all.
+        seed: of the draws.
+    """
+
+    parts: tuple[Any, ...]
+    weights: tuple[float, ...] | None
+    seed: int
+
+
+@dataclass
+class Built:
+    """What runs, and why.
+
+    Attributes:
+        program: gives the batches; an ArraySource where nothing else is needed.
+        samples: what the rows become.
+        numbers: the rows that take part.
+        cut: how they become batches.
+        runs: names of the stages that run, in their order.
+        moved: what runs elsewhere than it was written, and why that is the same.
+        caches: the caches in it.
+    """
+
+    program: Program | ArraySource
+    samples: Samples
+    numbers: Numbers
+    cut: Cut
+    runs: list[str]
+    moved: list[str] = field(default_factory=list)
+    caches: list[Cached] = field(default_factory=list)
+
+
+def build(
+    origin: Rows | Chunks | Arrays | DatasetRows | Mixture,
+    stages: Sequence[Stage],
+    options: Options,
+    say: Callable[[str], None],
+) -> Built:
+    """What runs for these stages.
+
+    Raises:
+        DataError: stages that make no sense together.
+    """
+    check(stages)
+    base, base_order = _base(origin, options, say)
+    numbers = _select(base, origin, stages, options, say)
+    moved: list[str] = []
+    caches: list[Cached] = []
+    samples, runs = _chain(base, numbers, stages, options, say, moved, caches)
+    cut = _cut(samples, origin, numbers, stages, base_order)
+    functions = tuple(stage.function for stage in _behind_batch(stages) if isinstance(stage, Map))
+    names = [
+        *runs,
+        *(n for n in ("shuffle", "repeat") if any(words(s) == n for s in stages)),
+        "batch",
+    ]
+    names += [f"map {name_of(function)}" for function in functions]
+    if isinstance(base, ArraySamples) and samples is base and not functions and _plain(cut):
+        source = ArraySource(base.data, cut)
+        return Built(source, samples, numbers, cut, names, moved, caches)
+    draws = _draws(samples)
+    tuner = Tuner(max(1, usable_cpus()), options.threads, options.depth)
+    program = Program(
+        Maker(samples, functions, _seed(stages, options)),
+        cut,
+        tuner,
+        processes=options.processes,
+        in_this_thread=draws,
+    )
+    return Built(program, samples, numbers, cut, names, moved, caches)
+
+
+def check(stages: Sequence[Stage]) -> None:
+    """Refuse stages that make no sense together."""
+    for kind in (Shuffle, Batch, Shard, Repeat):
+        if sum(isinstance(stage, kind) for stage in stages) > 1:
+            raise DataError(
+                f"{kind.__name__.lower()} stands twice in the pipeline", do="leave one of them out"
+            )
+    for stage in _behind_batch(stages):
+        if isinstance(stage, Filter):
+            raise DataError(
+                "filter stands behind batch, where it would leave out whole batches",
+                do="put filter before batch",
+            )
+
+
+def _base(
+    origin: Rows | Chunks | Arrays | DatasetRows | Mixture,
+    options: Options,
+    say: Callable[[str], None],
+) -> tuple[Samples, cuts.Order | None]:
+    """Where samples begin, and their own order where the origin has one."""
+    if isinstance(origin, Arrays):
+        return ArraySamples(origin), None
+    if isinstance(origin, DatasetRows):
+        return Fetched(origin.dataset, origin.digest), None
+    if isinstance(origin, Mixture):
+        return _mixture(origin, options, say)
+    if is_rows(origin):
+        return Decoded(origin), None
+    from flatout.data.chunked import ChunkedRows
+
+    assert is_chunks(origin)
+    return Decoded(ChunkedRows(origin)), None
+
+
+def _mixture(
+    origin: Mixture, options: Options, say: Callable[[str], None]
+) -> tuple[Samples, cuts.Order]:
+    parts = [build(part.origin, part.stages, options, say) for part in origin.parts]
+    joined = Joined([part.samples for part in parts])
+    orders: list[cuts.Order] = []
+    for part, start in zip(parts, joined.starts, strict=False):
+        orders.append(lambda epoch, own=part.cut.order, at=int(start): own(epoch) + at)  # type: ignore[misc]
+    sizes = [part.cut.samples for part in parts]
+    if origin.weights is None:
+        counts = sizes
+    else:
+        total = min(size / weight for size, weight in zip(sizes, origin.weights, strict=True))
+        counts = [int(total * weight + 1e-9) for weight in origin.weights]
+    if min(counts) < 1:
+        raise DataError(f"mixing {sizes} samples by {origin.weights} leaves a source without any")
+    return joined, cuts.mixed(orders, counts, sizes, origin.seed)
+
+
+def _select(
+    base: Samples,
+    origin: Any,
+    stages: Sequence[Stage],
+    options: Options,
+    say: Callable[[str], None],
+) -> Numbers:
+    """The rows that take part, in ascending order."""
+    numbers = np.arange(base.rows, dtype=np.int64)
+    samples = base
+    batch_at = _batch_at(stages)
+    for at, stage in enumerate(stages):
+        if isinstance(origin, Mixture):
+            _check_behind_mix(stage)
+        if isinstance(stage, Map) and at < batch_at:
+            samples = Mapped(samples, stage.function, _seed(stages, options))
+        elif isinstance(stage, Filter):
+            numbers = selection.filtered(numbers, samples, stage.function, say)
+        elif isinstance(stage, Split):
+            labels = None
+            if stage.stratify:
+                known = origin.targets() if is_rows(origin) and samples is base else None
+                labels = selection.labels_of(numbers, samples, known)
+            numbers = selection.split(numbers, stage, labels)
+        elif isinstance(stage, Shard) and stage.by != "batch" and not stage.presharded:
+            numbers = selection.shard(numbers, stage, getattr(origin, "file_rows", None))
+    return numbers
+
+
+def _check_behind_mix(stage: Stage) -> None:
+    chooses = isinstance(stage, (Filter, Split)) or (
+        isinstance(stage, Shard) and stage.by != "batch"
+    )
+    if chooses:
+        raise DataError(
+            f"{words(stage)} stands behind mix", do=f"{words(stage)} each source before it"
+        )
+
+
+def _chain(
+    base: Samples,
+    numbers: Numbers,
+    stages: Sequence[Stage],
+    options: Options,
+    say: Callable[[str], None],
+    moved: list[str],
+    caches: list[Cached],
+) -> tuple[Samples, list[str]]:
+    """What becomes of a row before it comes into a batch."""
+    samples = base
+    runs = [base.name]
+    written_cache = any(isinstance(stage, Cache) for stage in stages)
+    if not base.random and not written_cache and any(_reorders(stage) for stage in stages):
+        stages = [Cache("auto"), *stages]
+        moved.append(
+            "cache was put in: the format is decoded in chunks, and rows in shuffled order would "
+            "decode each chunk over and over; same batches"
+        )
+    batch_at = _batch_at(stages)
+    for at, stage in enumerate(stages):
+        if isinstance(stage, Map) and at < batch_at:
+            samples = Mapped(samples, stage.function, _seed(stages, options))
+            runs.append(samples.name)
+        elif isinstance(stage, Cache):
+            if isinstance(samples, ArraySamples):
+                moved.append("cache was left out: the samples are in memory already")
+                continue
+            before = [words(s) for s in stages[:at] if isinstance(s, (Shuffle, Batch, Repeat))]
+            if before:
+                moved.append(
+                    f"cache before {' and '.join(before)}: same batches, because order depends on "
+                    "(seed, epoch, counter) alone"
+                )
+            if any(isinstance(s, Map) for s in stages[batch_at:at]):
+                moved.append(
+                    "cache before the functions of whole batches, which run in every epoch: the "
+                    "batches of each epoch are others"
+                )
+            folder = None if stage.folder is None else Path(stage.folder)
+            cached = Cached(
+                samples, numbers, stage.where, budget=options.memory, folder=folder, say=say
+            )
+            samples = cached
+            caches.append(cached)
+            runs.append("CACHE")
+    return samples, runs
+
+
+def _cut(
+    samples: Samples,
+    origin: Any,
+    numbers: Numbers,
+    stages: Sequence[Stage],
+    base_order: cuts.Order | None,
+) -> Cut:
+    """Order and batches."""
+    shuffle = _only(stages, Shuffle)
+    batch = _only(stages, Batch) or Batch(min(DEFAULT_BATCH_SIZE, len(numbers)))
+    shard = _only(stages, Shard) or Shard(0, 1)
+    repeat = _only(stages, Repeat)
+    if base_order is not None:
+        order, count = base_order, len(base_order(0))
+        if shuffle is not None:
+            order = _shuffled_again(order, shuffle.seed)
+    else:
+        count = len(numbers)
+        if shuffle is None:
+            order = cuts.in_order(numbers)
+        elif shuffle.window is None:
+            order = cuts.shuffled(numbers, shuffle.seed)
+        else:
+            order = cuts.shuffled_in_windows(numbers, shuffle.seed, shuffle.window)
+    if repeat is not None:
+        order, count = cuts.repeated(order, repeat.times), count * repeat.times
+    if batch.window is not None:
+        lengths = origin.lengths() if is_rows(origin) else None
+        if lengths is None:
+            raise DataError(
+                "batch(by_length=...) wants ragged rows whose lengths are known beforehand, as of "
+                "LibSVM and TFRecord files with a ragged column"
+            )
+        seed = None if shuffle is None else shuffle.seed
+        order = cuts.by_length(order, lengths, batch.size, batch.window, seed)
+    if shard.by == "batch" and not shard.presharded:
+        in_place = shuffle is None and batch.window is None and repeat is None
+        moves = not (in_place and base_order is None and count == samples.rows)
+        return Cut(
+            count, batch.size, order, batch.last, shard.rank, shard.world_size, shuffle=moves
+        )
+    if shard.presharded:
+        assert shard.steps is not None
+        return Cut(count, batch.size, order, batch.last, even_steps=shard.steps)
+    everything = samples.rows * (repeat.times if repeat else 1)
+    steps = max(1, -(-everything // batch.size))
+    return Cut(count, batch.size, order, batch.last, even_steps=steps)
+
+
+def _shuffled_again(inner: cuts.Order, seed: int) -> cuts.Order:
+    def again(epoch: int) -> Numbers:
+        numbers = inner(epoch)
+        return numbers[drawn_order(len(numbers), seed, epoch)]
+
+    return again
+
+
+def _batch_at(stages: Sequence[Stage]) -> int:
+    """Where batch stands, or the end."""
+    return next((at for at, s in enumerate(stages) if isinstance(s, Batch)), len(stages))
+
+
+def _behind_batch(stages: Sequence[Stage]) -> Sequence[Stage]:
+    return stages[_batch_at(stages) + 1 :]
+
+
+def _only(stages: Sequence[Stage], kind: type[Any]) -> Any:
+    return next((stage for stage in stages if isinstance(stage, kind)), None)
+
+
+def _reorders(stage: Stage) -> bool:
+    return isinstance(stage, Shuffle) or (isinstance(stage, Batch) and stage.window is not None)
+
+
+def _plain(cut: Cut) -> bool:
+    return cut.world_size == 1 and cut.even_steps is None and cut.last != "pad"
+
+
+def _draws(samples: Any) -> bool:
+    """Whether one of the user's functions was seen to draw from a global generator."""
+    found = False
+    while samples is not None:
+        if isinstance(samples, Made):
+            _ = samples.form  # makes one sample, and looks whether that drew
+            found = found or samples.draws
+        samples = getattr(samples, "inner", None)
+    return found
+
+
+def _seed(stages: Sequence[Stage], options: Options) -> int:
+    shuffle = _only(stages, Shuffle)
+    return options.seed if shuffle is None else int(shuffle.seed)

@@ -1,0 +1,132 @@
+"""What a format has to offer to be read: rows by number, chunks of rows, or a stream of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeGuard
+
+import numpy.typing as npt
+
+from flatout.data.block import Block, Numbers
+from flatout.data.buffers import Buffers
+from flatout.data.schema import Schema
+
+
+class Rows(Protocol):
+    """Rows by number: seekable and counted. All methods may be called by several threads at once.
+
+    Attributes:
+        schema: of the blocks.
+        rows: how many there are; rows that were skipped for errors are not counted.
+        random: whether rows in any order cost about as much as in sequence.
+    """
+
+    schema: Schema
+    rows: int
+    random: bool
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that differ for other data."""
+        ...
+
+    def take(self, numbers: Numbers, buffers: Buffers) -> Block:
+        """Decode these rows, in this order, into arrays from `buffers`.
+
+        Raises:
+            DataError: naming file and line or byte of a row that is not as it should be.
+        """
+        ...
+
+    def targets(self) -> npt.NDArray[Any] | None:
+        """The target column of all rows where it is known without decoding them."""
+        ...
+
+    def lengths(self) -> Numbers | None:
+        """How long each row is where rows are ragged and that is known without decoding them."""
+        ...
+
+    def where(self, number: int) -> str:
+        """Where a row stands, such as "day.svm:88121"."""
+        ...
+
+    def describe(self) -> str:
+        """One line for people, such as "19 LibSVM files, 18.4 GB, 41,200,000 rows"."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What the user should know, such as how many rows were skipped."""
+        ...
+
+
+class Chunks(Protocol):
+    """Rows that are decoded in chunks, such as Parquet's row groups. Methods as those of Rows."""
+
+    schema: Schema
+    sizes: Numbers
+    """Rows of each chunk, int64 of shape (chunks,)."""
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that differ for other data."""
+        ...
+
+    def read(self, chunk: int, buffers: Buffers) -> Block:
+        """Decode one chunk; `numbers` count from 0 over all chunks."""
+        ...
+
+    def where(self, number: int) -> str:
+        """Where a row stands."""
+        ...
+
+    def describe(self) -> str:
+        """One line for people."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What the user should know."""
+        ...
+
+
+class Stream(Protocol):
+    """Rows that come one after the other, such as from a pipe: not seekable.
+
+    Attributes:
+        schema: of the blocks.
+        rows: how many come in an epoch, where that is known.
+    """
+
+    schema: Schema
+    rows: int | None
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that differ for other data."""
+        ...
+
+    def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
+        """The rows of an epoch from its begin, in blocks of any size; `numbers` count from 0."""
+        ...
+
+    def describe(self) -> str:
+        """One line for people."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What the user should know."""
+        ...
+
+
+def is_rows(origin: Any) -> TypeGuard[Rows]:
+    """Whether it offers rows by number. Looks at the class alone: properties may cost much."""
+    return hasattr(type(origin), "take")
+
+
+def is_chunks(origin: Any) -> TypeGuard[Chunks]:
+    """Whether it offers chunks of rows."""
+    return hasattr(type(origin), "read") and not is_rows(origin)
+
+
+def is_stream(origin: Any) -> TypeGuard[Stream]:
+    """Whether it offers rows one after the other."""
+    return hasattr(type(origin), "blocks")

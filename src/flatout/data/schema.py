@@ -1,0 +1,182 @@
+"""What the columns of a source are: names, dtypes, shapes, and what each is to the model.
+
+`flatout data inspect` writes a schema as TOML, to be read and edited:
+
+    format = "libsvm"
+
+    [options]
+    base = 1
+
+    [[columns]]
+    name = "label"
+    dtype = "int64"
+    role = "target"
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from flatout.errors import DataError
+
+Role = Literal["input", "target", "weight", "unused"]
+DType = Literal[
+    "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"
+]  # fmt: skip
+# What a user may pass as `schema=`.
+Given: TypeAlias = "Schema | str | os.PathLike[str] | dict[str, Any]"
+
+
+class Column(BaseModel):
+    """One column of a source.
+
+    Attributes:
+        name: as the format calls it, or as the source documents it.
+        dtype: numpy's name of it.
+        shape: of one row's values; () is a single number.
+        ragged: rows have different numbers of values; `shape` is then (). In a batch the rows are
+            padded with `pad` to the longest of the batch.
+        role: what the model does with it.
+        default: what a missing value becomes; None makes a missing value an error.
+        pad: what a ragged row is padded with.
+        lengths: name of an input that tells the true lengths of a ragged column's rows, int64 of
+            shape (size,); None leaves it out.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1)
+    dtype: DType
+    shape: tuple[int, ...] = ()
+    ragged: bool = False
+    role: Role = "input"
+    default: int | float | None = None
+    pad: int | float = 0
+    lengths: str | None = None
+
+    @model_validator(mode="after")
+    def _shape_makes_sense(self) -> Column:
+        if any(size < 1 for size in self.shape):
+            raise ValueError(f"column {self.name!r}: sizes in shape must be at least 1")
+        if self.ragged and self.shape:
+            raise ValueError(f"column {self.name!r} is ragged, so it has no shape")
+        if self.lengths is not None and not self.ragged:
+            raise ValueError(f"column {self.name!r} has lengths, but is not ragged")
+        return self
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """As numpy has it."""
+        return np.dtype(self.dtype)
+
+    @property
+    def words(self) -> str:
+        """In words, such as "ids int64 x39" or "ids int64 ragged"."""
+        shape = " ragged" if self.ragged else "".join(f" x{size}" for size in self.shape)
+        return f"{self.name} {self.dtype}{shape}"
+
+
+class Schema(BaseModel):
+    """The columns of a source and the options of its format.
+
+    Attributes:
+        format: the source that reads it, such as "libsvm".
+        columns: in the order of the format. Without a column in the role "input" there is nothing
+            to train on.
+        options: what the format has to know besides; each source documents its own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: str
+    columns: tuple[Column, ...] = Field(min_length=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Schema:
+        names = [column.name for column in self.columns]
+        names += [column.lengths for column in self.columns if column.lengths is not None]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"several columns are called {', '.join(map(repr, twice))}")
+        return self
+
+    def __getitem__(self, name: str) -> Column:
+        """The column of that name."""
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(name)
+
+    def of_role(self, role: Role) -> tuple[Column, ...]:
+        """The columns in that role."""
+        return tuple(column for column in self.columns if column.role == role)
+
+    def with_target(self, name: str) -> Schema:
+        """The same with this column, and no other, as the target."""
+        roles: dict[str, Role] = {column.name: "input" for column in self.of_role("target")}
+        return self.with_roles(**{**roles, name: "target"})
+
+    def with_roles(self, **roles: Role) -> Schema:
+        """The same with other roles: `schema.with_roles(clicks="target")`.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        known = {column.name for column in self.columns}
+        for name in roles:
+            if name not in known:
+                raise DataError(f"no column {name!r}: the columns are {', '.join(sorted(known))}")
+        columns = [c.model_copy(update={"role": roles.get(c.name, c.role)}) for c in self.columns]
+        return Schema(format=self.format, columns=tuple(columns), options=self.options)
+
+    def dumps(self) -> str:
+        """As TOML."""
+        fields = self.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+        names = ("format", "options", "columns")
+        ordered: dict[str, Any] = {name: fields[name] for name in names if name in fields}
+        return tomli_w.dumps(ordered)
+
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """Write it as a TOML file."""
+        Path(path).write_text(self.dumps())
+
+
+def as_schema(given: Given, format: str) -> Schema:
+    """A schema from what a user passes: a Schema, the path of a TOML file, or what is in one.
+
+    Raises:
+        DataError: it cannot be read, is no schema, or is one of another format.
+    """
+    schema = given if isinstance(given, Schema) else _read(given, format)
+    if schema.format != format:
+        raise DataError(f"expected a schema of {format}, found one of {schema.format}")
+    return schema
+
+
+def _read(given: str | os.PathLike[str] | dict[str, Any], format: str) -> Schema:
+    where = None
+    if isinstance(given, dict):
+        content = {"format": format, **given}
+    else:
+        where = os.fspath(given)
+        try:
+            content = tomllib.loads(Path(given).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read the schema: {error}", where=where) from error
+        except tomllib.TOMLDecodeError as error:
+            raise DataError(f"the schema is no TOML: {error}", where=where) from error
+    try:
+        return Schema.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "schema"
+        found = "" if first["type"] == "value_error" else f", found {first['input']!r}"
+        raise DataError(f"{field}: {first['msg']}{found}", where=where) from error

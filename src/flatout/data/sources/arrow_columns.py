@@ -1,0 +1,201 @@
+"""Columns of Arrow tables as arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from flatout.data.block import Numbers, Ragged, Values, offsets_of
+from flatout.data.buffers import Buffers
+from flatout.data.schema import Column, Schema
+from flatout.data.sources.arrow_schema import is_stacked, source_names
+
+
+class BadValue(Exception):
+    """A value that is not as the schema says.
+
+    Attributes:
+        row: of the table.
+        what: the column, what was expected and found.
+    """
+
+    def __init__(self, row: int, what: str) -> None:
+        super().__init__(what)
+        self.row = row
+        self.what = what
+
+
+def to_columns(table: pa.Table, schema: Schema, buffers: Buffers) -> dict[str, Values]:
+    """The columns that the schema uses, in arrays from `buffers`.
+
+    Args:
+        table: has at least the columns `used_names(schema)`.
+        schema: that `check_schema` has let pass.
+        buffers: gives the arrays.
+
+    Raises:
+        BadValue: a value is missing, not finite, out of its dtype's range or no category.
+    """
+    columns: dict[str, Values] = {}
+    for column in schema.columns:
+        if column.role == "unused":
+            continue
+        if is_stacked(schema, column):
+            out = buffers.empty((len(table), *column.shape), column.numpy_dtype)
+            for at, name in enumerate(source_names(schema, column)):
+                _Reader(name, column, schema).scalars(_in_one_piece(table[name]), out[:, at])
+            columns[column.name] = out
+        else:
+            array = _in_one_piece(table[column.name])
+            columns[column.name] = _Reader(column.name, column, schema).column(array, buffers)
+    return columns
+
+
+def _in_one_piece(chunked: pa.ChunkedArray) -> pa.Array:
+    array = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+class _Reader:
+    """Reads the values of one column of a table."""
+
+    def __init__(self, name: str, to: Column, schema: Schema) -> None:
+        self.name = name
+        self.to = to
+        self.categories = schema.options.get("categories", {}).get(name)
+        self.allow_nan = bool(schema.options.get("allow_nan", False))
+
+    def column(self, array: pa.Array, buffers: Buffers) -> Values:
+        """All of it, in an array from `buffers`."""
+        if self.to.ragged:
+            return self._ragged(array, buffers)
+        out = buffers.empty((len(array), *self.to.shape), self.to.numpy_dtype)
+        if self.to.shape:
+            self._lists(array, out)
+        else:
+            self.scalars(array, out)
+        return out
+
+    def scalars(self, array: pa.Array, out: npt.NDArray[Any]) -> None:
+        """A number a row."""
+        self._fill(array, out, lambda index: index)
+
+    def _lists(self, array: pa.Array, out: npt.NDArray[Any]) -> None:
+        """As many numbers a row as the column's shape says; the default in a missing list."""
+        size = math.prod(self.to.shape)
+        missing = self._missing(array)
+        rows = np.flatnonzero(~missing)
+        if not pa.types.is_fixed_size_list(array.type):
+            other = np.flatnonzero(_lengths(array)[rows] != size)
+            if len(other):
+                row = int(rows[other[0]])
+                raise self._bad(row, f"{size:,} values", f"{len(array[row]):,}")
+        flat = array.flatten()
+        while pa.types.is_fixed_size_list(flat.type):
+            if flat.null_count:
+                index = _first(flat.is_null()) * len(rows) // len(flat)
+                raise self._bad(int(rows[index]), f"{size:,} values", "a missing list among them")
+            flat = flat.flatten()
+        values = np.empty(len(flat), out.dtype) if missing.any() else out.reshape(-1)
+        self._fill(flat, values, lambda index: int(rows[index // size]))
+        if missing.any():
+            out[missing] = self.to.default
+            out[rows] = values.reshape(-1, *self.to.shape)
+
+    def _ragged(self, array: pa.Array, buffers: Buffers) -> Ragged:
+        """As many numbers a row as there are, and none in a missing list."""
+        self._missing(array)
+        offsets = offsets_of(_lengths(array))
+        flat = array.flatten()
+        out = buffers.empty(len(flat), self.to.numpy_dtype)
+        self._fill(flat, out, lambda index: int(np.searchsorted(offsets, index, "right")) - 1)
+        return Ragged(out, offsets)
+
+    def _missing(self, array: pa.Array) -> npt.NDArray[np.bool_]:
+        """Which lists are missing."""
+        if array.null_count == 0:
+            return np.zeros(len(array), bool)
+        if self.to.default is None:
+            raise self._bad_missing(_first(array.is_null()))
+        missing: npt.NDArray[np.bool_] = array.is_null().to_numpy(zero_copy_only=False)
+        return missing
+
+    def _fill(self, array: pa.Array, out: npt.NDArray[Any], row_of: Callable[[int], int]) -> None:
+        """Numbers of an array without lists, as the column wants them."""
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        if self.categories is not None:
+            array = self._codes(array, row_of)
+        array = self._cast(array, row_of)
+        if array.null_count:
+            if self.to.default is None:
+                raise self._bad_missing(row_of(_first(array.is_null())))
+            array = array.fill_null(pa.scalar(self.to.default).cast(array.type))
+        values = array.to_numpy(zero_copy_only=False)
+        # What is too large for float32 becomes infinite, and is found below.
+        with np.errstate(over="ignore"):
+            out[...] = values
+        if out.dtype.kind == "f" and not self.allow_nan:
+            finite = np.isfinite(out)
+            if not finite.all():
+                index = int(np.argmin(finite))
+                found = f"{values[index]} (allow_nan=True lets it pass)"
+                raise self._bad(row_of(index), f"a finite {self.to.dtype}", found)
+
+    def _codes(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
+        """The number of each value among the categories."""
+        codes = pc.index_in(array, value_set=pa.array(self.categories, array.type))
+        unknown = pc.and_(codes.is_null(), array.is_valid())
+        if pc.any(unknown).as_py():
+            index = _first(unknown)
+            words = f"one of {len(self.categories):,} categories"
+            raise self._bad(row_of(index), words, repr(array[index].as_py()))
+        return codes
+
+    def _cast(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
+        """In a type from which numpy comes to the column's dtype without loss of whole numbers."""
+        to_float = self.to.dtype.startswith("float")
+        if to_float and (pa.types.is_floating(array.type) or pa.types.is_integer(array.type)):
+            return array
+        wanted = pa.float64() if to_float else pa.from_numpy_dtype(self.to.numpy_dtype)
+        try:
+            return array.cast(wanted)
+        except pa.ArrowInvalid:
+            index = _first_failing(array, wanted)
+            found = repr(array[index].as_py())
+            raise self._bad(row_of(index), self.to.dtype, found) from None
+
+    def _bad_missing(self, row: int) -> BadValue:
+        return self._bad(row, self.to.dtype, "a missing value, and there is no default for it")
+
+    def _bad(self, row: int, expected: str, found: str) -> BadValue:
+        return BadValue(row, f"column {self.name!r}: expected {expected}, found {found}")
+
+
+def _lengths(array: pa.Array) -> Numbers:
+    lengths: Numbers = array.value_lengths().fill_null(0).to_numpy().astype(np.int64)
+    return lengths
+
+
+def _first(flags: pa.Array) -> int:
+    return int(np.argmax(flags.to_numpy(zero_copy_only=False)))
+
+
+def _first_failing(array: pa.Array, wanted: pa.DataType) -> int:
+    """The first value that cannot be cast, by halving."""
+    low, high = 0, len(array)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            array.slice(low, middle - low).cast(wanted)
+        except pa.ArrowInvalid:
+            high = middle
+        else:
+            low = middle
+    return low

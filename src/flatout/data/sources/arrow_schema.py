@@ -1,0 +1,310 @@
+"""Schemas of Arrow tables: what each column is to the model.
+
+How Arrow's types are taken when no schema says otherwise: integers, bool, float16 and float32 stay
+(unsigned ones of 16 and 32 bits become the next wider signed ones, uint64 becomes int64); float64
+and decimals become float32; integers that are a target become int64. Lists become ragged columns,
+lists of a fixed size and fixed-shape tensors become columns with a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from flatout.data.schema import Column, Given, Role, Schema, as_schema
+from flatout.errors import DataError
+
+Names: TypeAlias = "str | Sequence[str] | None"
+Defaults: TypeAlias = "int | float | Mapping[str, int | float] | None"
+
+# The one input that several columns are put into.
+STACKED = "inputs"
+_DTYPES = {
+    "bool": "bool",
+    "uint8": "uint8",
+    "uint16": "int32",
+    "uint32": "int64",
+    "uint64": "int64",
+    "int8": "int8",
+    "int16": "int16",
+    "int32": "int32",
+    "int64": "int64",
+    "halffloat": "float16",
+    "float": "float32",
+    "double": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user says about columns beside or instead of a schema.
+
+    Attributes:
+        target: names of targets.
+        inputs: names of inputs; None means all columns without another role.
+        weight: name of the weight.
+        unused: names of columns to leave out.
+        default: what a missing value becomes, in all columns or by name; None is an error.
+        categories: values of a column in the order of their numbers, by the column's name.
+        stack: put all numeric input columns into one.
+    """
+
+    target: Names = None
+    inputs: Names = None
+    weight: str | None = None
+    unused: Sequence[str] = ()
+    default: Defaults = None
+    categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    stack: bool = False
+
+    def without(self, names: Iterable[str]) -> Wanted:
+        """The same, which leaves out these columns as well unless they are named in a role."""
+        named: set[str] = set(self.unused)
+        for listed in (self.target, self.inputs, self.weight):
+            named.update([listed] if isinstance(listed, str) else listed or ())
+        return replace(self, unused=[*self.unused, *(n for n in names if n not in named)])
+
+    def roles(self, before: Mapping[str, Role]) -> dict[str, Role]:
+        """The roles of columns that had these before."""
+        given: dict[Role, list[str]] = {"unused": list(self.unused)}
+        named: dict[Role, Names] = {
+            "input": self.inputs,
+            "target": self.target,
+            "weight": self.weight,
+        }
+        roles = dict(before)
+        for role, names in named.items():
+            if names is not None:
+                given[role] = [names] if isinstance(names, str) else list(names)
+                # Who names the columns of a role names all of them.
+                roles = {name: "unused" if had == role else had for name, had in roles.items()}
+        seen: set[str] = set()
+        for role, listed in given.items():
+            for name in listed:
+                if name not in before:
+                    known = ", ".join(before)
+                    raise DataError(f"no column {name!r}: the columns are {known}")
+                if name in seen:
+                    raise DataError(f"column {name!r} is named twice, the second time as {role}")
+                seen.add(name)
+                roles[name] = role
+        return roles
+
+
+class _Kind(NamedTuple):
+    """What a type holds: numpy's name of the values, or None; and the shape of a row."""
+
+    dtype: str | None
+    shape: tuple[int, ...] = ()
+    ragged: bool = False
+
+
+def infer_schema(
+    format: str, fields: Mapping[str, pa.DataType], wanted: Wanted, options: Mapping[str, Any]
+) -> Schema:
+    """The schema of a table with these columns; see the module for dtypes.
+
+    Raises:
+        DataError: a column that is not left out holds no numbers.
+    """
+    if not fields or "" in fields:
+        raise DataError("expected columns with names, found one without, or no columns")
+    roles = wanted.roles(dict.fromkeys(fields, "input"))
+    _check_names("categories", wanted.categories, fields)
+    if isinstance(wanted.default, Mapping):
+        _check_names("default", wanted.default, fields)
+    columns, problems = [], []
+    for name, type in fields.items():
+        column = _column(name, type, roles[name], wanted)
+        if column is not None:
+            columns.append(column)
+        elif roles[name] != "unused":
+            problems.append((name, type))
+    if problems:
+        raise _no_numbers(problems)
+    kept = dict(options)
+    if wanted.categories:
+        kept["categories"] = {name: list(values) for name, values in wanted.categories.items()}
+    if wanted.stack:
+        columns, kept["stack"] = _stacked(columns, wanted)
+    return Schema(format=format, columns=tuple(columns), options=kept)
+
+
+def _check_names(what: str, named: Iterable[str], fields: Iterable[str]) -> None:
+    for name in named:
+        if name not in fields:
+            raise DataError(f"{what}: no column {name!r}: the columns are {', '.join(fields)}")
+
+
+def _column(name: str, type: pa.DataType, role: Role, wanted: Wanted) -> Column | None:
+    kind = _kind(type)
+    default: Any = wanted.default
+    if isinstance(default, Mapping):
+        default = default.get(name)
+    elif name in wanted.categories:
+        default = None  # what fills in numbers is no category
+    if name in wanted.categories:
+        dtype: Any = "int64"
+    elif kind.dtype is None:
+        return None
+    else:
+        whole = kind.dtype.startswith(("int", "uint"))
+        dtype = "int64" if whole and role == "target" else kind.dtype
+    return Column(
+        name=name, dtype=dtype, shape=kind.shape, ragged=kind.ragged, role=role, default=default
+    )
+
+
+def _stacked(columns: list[Column], wanted: Wanted) -> tuple[list[Column], list[str]]:
+    """The numeric inputs as one column, and their names."""
+    names = [
+        column.name
+        for column in columns
+        if column.role == "input"
+        and not column.ragged
+        and not column.shape
+        and column.name not in wanted.categories
+    ]
+    if not names:
+        raise DataError("stack: expected at least one numeric input column, found none")
+    if isinstance(wanted.default, Mapping):
+        raise DataError("stack: expected one default for all columns, found a dict")
+    if STACKED in {column.name for column in columns} - set(names):
+        raise DataError(
+            f"stack makes a column {STACKED!r}, but the table has one of that name, which is no "
+            "numeric input"
+        )
+    whole = Column(name=STACKED, dtype="float32", shape=(len(names),), default=wanted.default)
+    return [whole, *(column for column in columns if column.name not in names)], names
+
+
+def _no_numbers(problems: Sequence[tuple[str, pa.DataType]]) -> DataError:
+    words = ", ".join(
+        f"{name!r} ({'missing values alone' if pa.types.is_null(type) else type})"
+        for name, type in problems
+    )
+    names = [name for name, _ in problems]
+    first = names[0]
+    return DataError(
+        f"expected columns of numbers, found {words}",
+        do=f"leave out what is no input: unused={names!r}; or give strings a number each: "
+        f'categories={{{first!r}: ["a", "b", ...]}}',
+    )
+
+
+def _kind(type: pa.DataType) -> _Kind:
+    ragged = False
+    shape: tuple[int, ...] = ()
+    if isinstance(type, pa.FixedShapeTensorType):
+        if type.permutation is not None and list(type.permutation) != sorted(type.permutation):
+            return _Kind(None)
+        shape, type = tuple(type.shape), type.value_type
+    elif pa.types.is_list(type) or pa.types.is_large_list(type):
+        ragged, type = True, type.value_type
+    else:
+        while pa.types.is_fixed_size_list(type):
+            shape, type = (*shape, type.list_size), type.value_type
+    if pa.types.is_dictionary(type):
+        type = type.value_type
+    if 0 in shape:
+        return _Kind(None)
+    return _Kind("float32" if pa.types.is_decimal(type) else _DTYPES.get(str(type)), shape, ragged)
+
+
+def given_schema(given: Given, format: str, wanted: Wanted, options: Mapping[str, Any]) -> Schema:
+    """A user's schema, with the roles and options that were given beside it.
+
+    Raises:
+        DataError: as `as_schema`; or defaults, categories or stacking were given beside it; or a
+            default is none of its column's dtype.
+    """
+    schema = as_schema(given, format)
+    if wanted.default is not None or wanted.categories or wanted.stack:
+        raise DataError(
+            "default, categories and stack are for an inferred schema; found a schema as well",
+            do="write them into the schema: default of a column, options categories and stack",
+        )
+    roles = wanted.roles({column.name: column.role for column in schema.columns})
+    columns = tuple(c.model_copy(update={"role": roles[c.name]}) for c in schema.columns)
+    return Schema(format=format, columns=columns, options={**schema.options, **options})
+
+
+def check_schema(schema: Schema, fields: Mapping[str, pa.DataType], where: str) -> None:
+    """Raise unless a table with these columns can be read with that schema.
+
+    Raises:
+        DataError: a column is missing or cannot become what the schema says.
+    """
+    for column in schema.columns:
+        _check_default(column)
+        if column.role == "unused":
+            continue
+        names = source_names(schema, column)
+        stacked = is_stacked(schema, column)
+        if stacked and column.shape != (len(names),):
+            raise DataError(
+                f"column {STACKED!r}: expected shape ({len(names)},), one for each of the "
+                f"option stack, found {column.shape}",
+                where=where,
+            )
+        for name in names:
+            if name not in fields:
+                raise DataError(
+                    f"expected a column {name!r}, found {', '.join(fields)}",
+                    where=where,
+                    do="read only files with the same columns together, or correct the schema",
+                )
+            coded = name in schema.options.get("categories", {})
+            shape = () if stacked else column.shape
+            if not _fits(fields[name], column, shape, coded):
+                raise DataError(
+                    f"column {name!r}: expected {column.words}, found {fields[name]}", where=where
+                )
+
+
+def _fits(type: pa.DataType, column: Column, shape: tuple[int, ...], coded: bool) -> bool:
+    kind = _kind(type)
+    if column.ragged or (kind.ragged and len(shape) == 1):
+        in_shape = kind.ragged  # where all have to be of one length, each row is looked at
+    else:
+        in_shape = kind.shape == shape and not kind.ragged
+    if coded:
+        return in_shape and column.dtype != "bool"
+    if column.dtype == "bool":
+        return in_shape and kind.dtype == "bool"
+    return in_shape and (kind.dtype is not None or pa.types.is_null(type))
+
+
+def _check_default(column: Column) -> None:
+    if column.default is None or column.dtype.startswith("float"):
+        return
+    dtype = column.numpy_dtype
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if column.default != int(column.default) or not low <= column.default <= high:
+        raise DataError(
+            f"column {column.name!r}: expected a default that is {dtype}, found {column.default}"
+        )
+
+
+def is_stacked(schema: Schema, column: Column) -> bool:
+    """Whether a column is made of several of the table's."""
+    return column.name == STACKED and "stack" in schema.options
+
+
+def source_names(schema: Schema, column: Column) -> list[str]:
+    """The names in the table of what becomes a column."""
+    return list(schema.options["stack"]) if is_stacked(schema, column) else [column.name]
+
+
+def used_names(schema: Schema) -> list[str]:
+    """The names in the table of all that is read."""
+    return [
+        name
+        for column in schema.columns
+        if column.role != "unused"
+        for name in source_names(schema, column)
+    ]

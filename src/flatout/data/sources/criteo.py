@@ -1,0 +1,150 @@
+"""Criteo's click logs: a label, 13 integers and 26 hexadecimal categories, between tabs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.data.block import Block, Numbers, Values
+from flatout.data.buffers import Buffers
+from flatout.data.decoder import Bytes, Split, Survey, Where, scratch, without_bad
+from flatout.data.faults import Faults, OnError
+from flatout.data.files import Paths
+from flatout.data.schema import Column, Given, Schema, as_schema
+from flatout.data.text import split_lines
+from flatout.errors import DataError
+from flatout.kernels import criteo as kernel
+
+if TYPE_CHECKING:
+    from flatout.data.pipeline import Pipeline
+
+INTEGERS, CATEGORIES = 13, 26
+
+
+class CriteoDecoder:
+    """Rows of Criteo TSV.
+
+    The schema's columns are `label` (left out where the lines have none), `integers` and
+    `categories`. Its option `buckets` takes each category modulo that number; 0 leaves it.
+    """
+
+    needs_survey = False
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        names = {column.name for column in schema.columns}
+        if names - {"label"} != {"integers", "categories"}:
+            raise DataError(
+                "the columns of Criteo are label, integers and categories; "
+                f"found {', '.join(sorted(names))}"
+            )
+        self.has_label = "label" in names
+        self.buckets = int(schema.options.get("buckets", 0))
+        self.integers, self.categories = schema["integers"], schema["categories"]
+
+    def split(self, buffer: Bytes, final: bool) -> Split:
+        """Lines."""
+        return split_lines(buffer, final, comment=None)
+
+    def survey(
+        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
+    ) -> Survey:
+        """Which rows are good."""
+        numbers = np.arange(len(starts), dtype=np.int64)
+        block = self.decode(buffer, starts, ends, numbers, None, Buffers(), faults, where)
+        good = np.zeros(len(starts), bool)
+        good[block.numbers] = True
+        return Survey(good, {}, {})
+
+    def decode(
+        self,
+        buffer: Bytes,
+        starts: Numbers,
+        ends: Numbers,
+        numbers: Numbers,
+        lengths: Mapping[str, Numbers] | None,
+        buffers: Buffers,
+        faults: Faults,
+        where: Where,
+    ) -> Block:
+        """Decode rows into arrays from `buffers`."""
+        count = len(starts)
+        status, at = scratch(count)
+        integers = buffers.empty((count, *self.integers.shape), self.integers.numpy_dtype)
+        categories = buffers.empty((count, *self.categories.shape), self.categories.numpy_dtype)
+        labels = None
+        if self.has_label:
+            labels = buffers.empty(count, self.schema["label"].numpy_dtype)
+        bad = kernel.parse(
+            buffer,
+            starts,
+            ends,
+            labels=labels,
+            integers=integers,
+            categories=categories,
+            missing_integer=self.integers.default or 0,
+            missing_category=int(self.categories.default or 0),
+            buckets=self.buckets,
+            has_label=self.has_label,
+            status=status,
+            at=at,
+        )
+        columns: dict[str, Values] = {} if labels is None else {"label": labels}
+        columns.update(integers=integers, categories=categories)
+        if bad:
+            return without_bad(columns, numbers, status, at, _words, faults, where)
+        return Block(columns, numbers)
+
+
+def _words(code: int) -> str:
+    return str(kernel.Bad(code).words)
+
+
+def criteo_schema(*, buckets: int = 0, label: bool = True, dtype: Any = "float32") -> Schema:
+    """The schema of the public click logs.
+
+    Args:
+        buckets: each category modulo this number, to index a table of that size; 0 leaves it.
+        label: whether lines begin with a label.
+        dtype: of the label.
+    """
+    columns = [Column(name="label", dtype=dtype, role="target")] if label else []
+    columns.append(Column(name="integers", dtype="float32", shape=(INTEGERS,), default=0))
+    columns.append(Column(name="categories", dtype="int64", shape=(CATEGORIES,), default=0))
+    return Schema(format="criteo", columns=tuple(columns), options={"buckets": buckets})
+
+
+def criteo(
+    paths: Paths,
+    *,
+    schema: Given | None = None,
+    buckets: int = 0,
+    label: bool = True,
+    on_error: OnError = "fail",
+    max_errors: int = 100,
+) -> Pipeline:
+    """Rows of Criteo's click logs, tab-separated, packed or not.
+
+    Inputs are `integers` (float32 of shape (13,), missing ones 0) and `categories` (int64 of shape
+    (26,), the hexadecimal values, missing ones 0); the target is `label`, float32.
+
+    Args:
+        paths: as `files.find` takes them.
+        schema: a Schema, the path of one in TOML, or a dict; other dtypes, counts and defaults.
+        buckets: without a schema, each category modulo this number; 0 leaves it.
+        label: without a schema, whether lines begin with a label, as training files do.
+        on_error: "fail", or "skip" rows that are not as they should be.
+        max_errors: the most rows to skip.
+
+    Raises:
+        DataError: file and line of what is wrong, what was expected and found.
+    """
+    from flatout.data.files import find
+    from flatout.data.indexed import IndexedRows
+    from flatout.data.pipeline import Pipeline
+
+    given = criteo_schema(buckets=buckets, label=label) if schema is None else schema
+    decoder = CriteoDecoder(as_schema(given, "criteo"))
+    return Pipeline(IndexedRows(find(paths), decoder, Faults(on_error, max_errors), "Criteo"))

@@ -1,0 +1,180 @@
+"""What the begin of CSV files tells: the names of the columns and their types."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from flatout.data.decoder import Bytes, Split
+from flatout.data.files import File
+from flatout.data.sources.arrow_schema import Wanted
+from flatout.data.sources.csv_split import Dialect, split_rows
+from flatout.data.sources.csv_text import in_one_piece, read_text
+from flatout.errors import DataError
+
+UNNAMED = "Unnamed: "
+BOM = b"\xef\xbb\xbf"
+# What is looked at of each file.
+_SAMPLE = 1 << 20
+# A column in which so many of the texts are numbers holds numbers, and the others are errors.
+_MOSTLY = 0.9
+_WHOLE = r"^\s*[+-]?\d{1,18}\s*$"
+_NUMBER = r"^\s*[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[nN][aA][nN]|[iI]nf(inity)?)\s*$"
+
+
+class Begin(NamedTuple):
+    """A file's begin.
+
+    Attributes:
+        file: which one.
+        text: its first bytes.
+        rows: where rows are in them; the first may be a header.
+        first: the bytes of the first row.
+    """
+
+    file: File
+    text: Bytes
+    rows: Split
+    first: bytes
+
+
+def begin_of(file: File, dialect: Dialect) -> Begin:
+    """The begin of a file.
+
+    Raises:
+        DataError: it is empty, cannot be read, or is not written as CSV in UTF-8 is.
+    """
+    try:
+        with open(file.path, "rb") as opened:
+            content = opened.read(_SAMPLE)
+    except OSError as error:
+        raise DataError(f"the file cannot be read: {error.strerror}", where=file.name) from error
+    if not content.strip():
+        raise DataError("the file is empty: expected rows", where=file.name)
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError("expected UTF-8, found UTF-16", where=file.name, do="convert it to UTF-8")
+    if b"\n" not in content and b"\r" in content:
+        raise DataError(
+            "expected lines that end in a newline, found carriage returns alone",
+            where=file.name,
+            do="convert its line ends, for example with: tr '\\r' '\\n'",
+        )
+    text = np.frombuffer(content, np.uint8)
+    rows = split_rows(text, len(content) >= file.size, dialect)
+    if not len(rows.starts):
+        problem = rows.problem or f"the first row does not end within {_SAMPLE:,} bytes"
+        raise DataError(problem, where=f"{file.name}: byte 0")
+    return Begin(file, text, rows, content[rows.starts[0] : rows.ends[0]])
+
+
+def _fields(begin: Begin, dialect: Dialect) -> list[str]:
+    """The fields of the first row."""
+    try:
+        words = begin.first.removeprefix(BOM).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"expected UTF-8: {error}", where=begin.file.name, do="convert it to UTF-8"
+        ) from error
+    if not dialect.quote:
+        return words.split(dialect.delimiter)
+    reader = csv.reader(
+        io.StringIO(words, newline=""), delimiter=dialect.delimiter, quotechar=dialect.quote
+    )
+    return next(reader)
+
+
+def names_of(begin: Begin, dialect: Dialect, header: bool | Sequence[str]) -> list[str]:
+    """What the columns are called.
+
+    Args:
+        begin: of a file.
+        dialect: how it is written.
+        header: whether its first row names them; or the names.
+
+    Raises:
+        DataError: names are not those of the columns, or not different from each other.
+    """
+    fields, where = _fields(begin, dialect), begin.file.name
+    if header is True:
+        names = [name or f"{UNNAMED}{at}" for at, name in enumerate(fields)]
+    elif header is False:
+        names = [f"f{at}" for at in range(len(fields))]
+    else:
+        names = list(header)
+        if len(names) != len(fields):
+            raise DataError(f"header names {len(names)} columns, found {len(fields)}", where=where)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(
+            f"several columns are called {', '.join(map(repr, twice))}",
+            where=where,
+            do="correct the header, or say header=False if there is none",
+        )
+    return names
+
+
+def found_types(
+    begins: Sequence[Begin], names: Sequence[str], dialect: Dialect, wanted: Wanted
+) -> dict[str, pa.DataType]:
+    """The types of columns in the first rows of some files.
+
+    Raises:
+        DataError: no row has as many fields as there are names.
+    """
+    texts = dict.fromkeys(wanted.categories, pa.binary())
+    types: dict[str, pa.DataType] = dict.fromkeys(names, pa.null())
+    for begin in begins:
+        text = in_one_piece(begin.text, begin.rows.starts, begin.rows.ends)
+        table = read_text(text, names, dialect, texts, skip_invalid=True)
+        if len(table) == 0:
+            raise DataError(
+                f"expected rows of {len(names)} fields, found none in the first {_SAMPLE:,} bytes",
+                where=begin.file.name,
+                do="correct the header, or name the columns: header=[...]",
+            )
+        for name in names:
+            types[name] = _common_type(types[name], _type_of(table[name]))
+    return types
+
+
+def _type_of(column: pa.ChunkedArray) -> pa.DataType:
+    """What a column holds: numbers too, where a few of its values are none."""
+    if not pa.types.is_string(column.type):
+        return column.type
+    texts = column.drop_null()
+    for pattern, type in ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())):
+        share = pc.mean(pc.match_substring_regex(texts, pattern).cast(pa.float64())).as_py()
+        if share is not None and share >= _MOSTLY:
+            return type
+    return column.type
+
+
+def _common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType:
+    if a == b or pa.types.is_null(b):
+        return a
+    if pa.types.is_null(a):
+        return b
+    return pa.float64() if {a, b} == {pa.int64(), pa.float64()} else pa.string()
+
+
+def samples_of(begins: Sequence[Begin], header: bool) -> list[Begin]:
+    """The first and the last begin that has rows, without their headers.
+
+    Raises:
+        DataError: none has.
+    """
+    found = []
+    for begin in begins:
+        starts, ends = begin.rows.starts[header:], begin.rows.ends[header:]
+        if len(starts):
+            found.append(begin._replace(rows=begin.rows._replace(starts=starts, ends=ends)))
+    if not found:
+        names = ", ".join(begin.file.name for begin in begins[:3])
+        raise DataError("the files hold no rows besides their header", where=names)
+    return found[:1] + found[1:][-1:]

@@ -1,0 +1,129 @@
+"""Rows of CSV in bytes: lines, unless a line's end stands in quotes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flatout.data.block import Numbers
+from flatout.data.decoder import Bytes, Split
+from flatout.errors import DataError
+from flatout.kernels import lines
+
+MISSING = ("", "NA", "N/A", "#N/A", "NULL", "null", "None")
+
+_NEWLINE, _RETURN = b"\n\r"
+_WINDOW = 1 << 22
+
+
+class Dialect(NamedTuple):
+    """How rows are written.
+
+    Attributes:
+        delimiter: between fields.
+        quote: around fields that hold delimiters or newlines; doubled where it is meant itself.
+            "" where quotes have no meaning.
+        missing: texts that stand for a missing value.
+    """
+
+    delimiter: str = ","
+    quote: str = '"'
+    missing: tuple[str, ...] = MISSING
+
+
+def dialect_of(options: Mapping[str, Any]) -> Dialect:
+    """The dialect that a schema's options tell.
+
+    Raises:
+        DataError: delimiter or quote is no single ASCII character.
+    """
+    dialect = Dialect(options["delimiter"], options["quote"], tuple(options["missing"]))
+    for name, sign in (("delimiter", dialect.delimiter), ("quote", dialect.quote)):
+        if not (isinstance(sign, str) and sign.isascii() and sign not in ("\n", "\r")):
+            raise DataError(f"{name}: expected an ASCII character, found {sign!r}")
+        if len(sign) != 1 and (name, sign) != ("quote", ""):
+            raise DataError(f"{name}: expected one character, found {sign!r}")
+    return dialect
+
+
+def split_rows(buffer: Bytes, final: bool, dialect: Dialect) -> Split:
+    """The rows in a buffer, without their line ends; blank lines are none.
+
+    Args:
+        buffer: begins with a row.
+        final: whether no more bytes follow.
+        dialect: how rows are written.
+    """
+    quote = ord(dialect.quote) if dialect.quote else None
+    windows = (buffer[at : at + _WINDOW] for at in range(0, len(buffer), _WINDOW))
+    if quote is None or not any((window == quote).any() for window in windows):
+        return _lines(buffer, final)
+    found = [Split(np.empty(0, np.int64), np.empty(0, np.int64), 0)]
+    at, size, at_end = 0, _WINDOW, False
+    while not at_end:
+        at_end = at + size >= len(buffer)
+        rows = _quoted_rows(buffer[at : at + size], final and at_end, dialect)
+        found.append(rows._replace(starts=rows.starts + at, ends=rows.ends + at))
+        at += rows.consumed
+        # A row that is longer than the window gets a larger one.
+        size = _WINDOW if rows.consumed else 2 * size
+    starts, ends = (np.concatenate([rows[i] for rows in found]) for i in (0, 1))
+    return Split(starts, ends, at, found[-1].problem if final else "")
+
+
+def _lines(text: Bytes, final: bool) -> Split:
+    """Lines, where there are no quotes."""
+    starts, ends = lines.index_lines(text, skip_blank=False, comment=None, white=b"")
+    consumed = len(text)
+    if not final and consumed and text[-1] != _NEWLINE:
+        consumed = int(starts[-1])
+        starts, ends = starts[:-1], ends[:-1]
+    filled = ends > starts
+    return Split(starts[filled], ends[filled], consumed)
+
+
+def _quoted_rows(text: Bytes, final: bool, dialect: Dialect) -> Split:
+    """Rows of a text in which quoted fields may hold newlines."""
+    newlines, is_open = _newlines_outside(text, dialect)
+    starts = np.concatenate([[0], newlines + 1]).astype(np.int64)
+    ends = np.append(newlines, len(text))
+    consumed = len(text)
+    if is_open or not final:  # what follows the last newline is no whole row
+        consumed = int(starts[-1])
+        starts, ends = starts[:-1], ends[:-1]
+    has_return = (ends > starts) & (text[np.maximum(ends, 1) - 1] == _RETURN)
+    ends = ends - has_return
+    filled = ends > starts
+    problem = "a quote is opened in this row, and never closed" if is_open else ""
+    return Split(starts[filled], ends[filled], consumed, problem)
+
+
+def _newlines_outside(text: Bytes, dialect: Dialect) -> tuple[Numbers, bool]:
+    """Newlines that are not in quotes, and whether the text ends in quotes."""
+    quotes = np.flatnonzero(text == ord(dialect.quote))
+    opening, closing = quotes[::2], quotes[1::2]
+    before = text[np.maximum(opening, 1) - 1]
+    expected = (opening == 0) | np.isin(before, [ord(dialect.delimiter), _NEWLINE, _RETURN])
+    # A doubled quote closes and opens again.
+    expected[1:] |= opening[1:] - closing[: max(0, len(opening) - 1)] == 1
+    if not expected.all():
+        return _newlines_one_by_one(text, dialect)
+    newlines = np.flatnonzero(text == _NEWLINE)
+    in_quotes = np.searchsorted(quotes, newlines) % 2 == 1
+    return newlines[~in_quotes], len(quotes) % 2 == 1
+
+
+def _newlines_one_by_one(text: Bytes, dialect: Dialect) -> tuple[Numbers, bool]:
+    """The same where quotes stand inside of fields as well, where they have no meaning."""
+    quote, delimiter = re.escape(dialect.quote), re.escape(dialect.delimiter)
+    quoted = rf"(?<![^{delimiter}\r\n]){quote}(?:[^{quote}]++|{quote}{quote})*+({quote}?)"
+    newlines, is_open = [], False
+    for found in re.finditer(f"{quoted}|\n".encode(), text.data):
+        if text[found.start()] == _NEWLINE:
+            newlines.append(found.start())
+        else:
+            is_open = not found[1]
+    return np.array(newlines, np.int64), is_open

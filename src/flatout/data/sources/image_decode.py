@@ -1,0 +1,261 @@
+"""One image file's bytes as the pixels that were asked for.
+
+JPEG through simplejpeg (libjpeg-turbo), all other formats and JPEG's rarer kinds through Pillow.
+Sizes are changed by a triangle filter, when shrinking as wide as two pixels of the result
+(antialiased): Pillow's BILINEAR. torch has it for AVX2, five times as fast and equal to rounding;
+elsewhere Pillow does it. Behind a reduced decode, cv2 does what little is left to do.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flatout.data.sources.image_header import FORMATS, Damaged, Header, damage_of
+
+try:
+    from PIL import Image
+except ImportError:
+    Image = None  # type: ignore[assignment]
+try:
+    import simplejpeg
+except ImportError:
+    simplejpeg = None
+
+Resize = Literal["stretch", "crop", "fit"]
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+
+HAVE_PILLOW = Image is not None
+HAVE_SIMPLEJPEG = simplejpeg is not None
+
+# Only halves pay: libjpeg-turbo has no vector code for the other eighths, which makes them as slow
+# as the whole image.
+_REDUCTIONS = (8, 4, 2)
+# What libjpeg says of pixels that are not what was stored. For its other complaints (an odd
+# version number, an unusual sampling) there is Pillow.
+_DAMAGE = ("Premature end of JPEG file", "Corrupt JPEG data")
+_TORCH_IS_FAST = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+# What is at most a fifth too large needs little antialiasing: plain linear interpolation saves an
+# eighth of the time and costs 1 to 2 dB. Larger results cv2 would share out among threads of its
+# own, beside those that decode already.
+_QUICK_SHRINK = 1.2
+_QUICK_PIXELS = 98_304
+
+
+@dataclass(frozen=True)
+class Look:
+    """What images are to look like.
+
+    Attributes:
+        size: height and width.
+        resize: what becomes of another aspect: see `flatout.data.images`.
+        channels: 3 (RGB) or 1 (grey).
+        reduced: decode a JPEG at a half, quarter or eighth of its size where that is enough.
+    """
+
+    size: tuple[int, int]
+    resize: Resize
+    channels: int
+    reduced: bool
+
+
+def scratch_bytes(header: Header, look: Look) -> int:
+    """How much memory `decode` needs for the image before it has the right size."""
+    return math.prod(_decoded(header, look)[1]) * look.channels
+
+
+def decode(data: bytes, header: Header, look: Look, out: Pixels, scratch: Pixels) -> None:
+    """Decode an image into `out`.
+
+    Args:
+        data: the file.
+        header: the file's.
+        look: of the result.
+        out: C-contiguous, of shape (height, width, channels).
+        scratch: C-contiguous, at least `scratch_bytes` long; its content is lost.
+
+    Raises:
+        Damaged: the image cannot be decoded in whole, or is not the one that `header` is of.
+    """
+    times, shape = _decoded(header, look)
+    if shape == look.size and header.orientation == 1:
+        scratch = out
+    stored = _stored(data, header, times, shape, look.channels, scratch)
+    if np.may_share_memory(stored, out):
+        return
+    # Resized before it is turned, because the result is smaller.
+    window, inner = _frame(stored.shape[:2], _turned_size(header, look.size), look.resize)
+    resized = _resized_quickly if times > 1 else _resized
+    pixels = _turned(resized(stored[window], inner), header.orientation)
+    height, width = pixels.shape[:2]
+    if (height, width) != look.size:
+        out[:] = 0
+    top, left = (out.shape[0] - height) // 2, (out.shape[1] - width) // 2
+    out[top : top + height, left : left + width] = pixels
+
+
+def psnr(a: Pixels, b: Pixels) -> float:
+    """Peak signal-to-noise ratio of two images in dB; infinite where they are equal."""
+    error = np.mean(np.square(a.astype(np.float32) - b.astype(np.float32)))
+    return 10 * math.log10(255**2 / error) if error else math.inf
+
+
+def _turned_size(header: Header, size: tuple[int, int]) -> tuple[int, int]:
+    """Height and width of an upright image as its pixels are stored, or the other way round."""
+    height, width = size
+    return (width, height) if header.orientation >= 5 else (height, width)
+
+
+def _decoded(header: Header, look: Look) -> tuple[int, tuple[int, int]]:
+    """How many times smaller to decode, and the stored height and width that this gives."""
+    height, width = _turned_size(header, (header.height, header.width))
+    for times in _REDUCTIONS if look.reduced else ():
+        smaller = -(-height // times), -(-width // times)
+        window, inner = _frame(smaller, _turned_size(header, look.size), look.resize)
+        rows, columns = (part.stop - part.start for part in window)
+        if rows >= inner[0] and columns >= inner[1]:
+            return times, smaller
+    return 1, (height, width)
+
+
+def _frame(
+    stored: tuple[int, ...], target: tuple[int, int], resize: Resize
+) -> tuple[tuple[slice, slice], tuple[int, int]]:
+    """The part of an image that is used, and the height and width that it gets."""
+    height, width = stored
+    rows, columns = target
+    is_taller = height * columns > width * rows
+    if resize == "fit":
+        if is_taller:
+            columns = max(1, round(width * rows / height))
+        else:
+            rows = max(1, round(height * columns / width))
+    top = left = 0
+    if resize == "crop" and is_taller:
+        used = max(1, round(width * rows / columns))
+        top, height = (height - used) // 2, used
+    elif resize == "crop":
+        used = max(1, round(height * columns / rows))
+        left, width = (width - used) // 2, used
+    return (slice(top, top + height), slice(left, left + width)), (rows, columns)
+
+
+def _stored(
+    data: bytes,
+    header: Header,
+    times: int,
+    shape: tuple[int, int],
+    channels: int,
+    scratch: Pixels,
+) -> Pixels:
+    """The pixels as they are stored, decoded `times` smaller, in `scratch` where that is faster."""
+    if simplejpeg is None or not header.plain_jpeg:
+        return _by_pillow(data, header, times, channels)
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(
+            data,
+            "RGB" if channels == 3 else "GRAY",
+            min_height=shape[0],
+            min_width=shape[1],
+            min_factor=2,
+            buffer=scratch,
+            strict=True,
+        )
+    except ValueError as error:
+        if str(error).startswith(_DAMAGE):
+            raise Damaged(f"the JPEG is damaged: {error}") from error
+        return _by_pillow(data, header, times, channels)
+    if pixels.shape[:2] != shape:
+        raise _another(header)
+    return pixels
+
+
+def _by_pillow(data: bytes, header: Header, times: int, channels: int) -> Pixels:
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            height, width = _turned_size(header, (header.height, header.width))
+            if image.size != (width, height):
+                raise _another(header)
+            # A JPEG stores its grey image beside the colours: no need to compute it.
+            smaller = (width // times, height // times) if times > 1 else None
+            image.draft("L" if channels == 1 else None, smaller)
+            pixels = _eight_bits(image, channels)
+    except (Damaged, MemoryError):
+        raise
+    except Exception as error:  # Pillow raises whatever its readers stumble over
+        raise damage_of(error, data) from error
+    if times == 1 and pixels.shape[:2] != (height, width):
+        raise _another(header)
+    return pixels
+
+
+def _eight_bits(image: Any, channels: int) -> Pixels:
+    """Pillow's image with 8 bits of each channel, of shape (height, width, channels)."""
+    if image.mode.startswith("I"):
+        # Pillow cuts what is above 255 off; a photograph of 16 bits would be white.
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise Damaged("expected grey values of at most 16 bits, found more")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        raise Damaged("expected whole numbers as pixels, found floating-point ones")
+    pixels = np.asarray(image.convert("RGB" if channels == 3 else "L"))
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _another(header: Header) -> Damaged:
+    return Damaged(
+        f"expected {header.height} x {header.width} pixels, as when it was opened; found others"
+    )
+
+
+def _resized(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+    if pixels.shape[:2] == size:
+        return pixels
+    if not _TORCH_IS_FAST:
+        image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+        smaller = np.asarray(image.resize(size[::-1], Image.Resampling.BILINEAR))
+        return smaller.reshape(*size, pixels.shape[2])
+    # One image in channels_last memory: torch's way for AVX2, in this thread alone. What Pillow
+    # gives cannot be written to, which torch warns of.
+    own = np.require(pixels, requirements=["C", "W"])
+    batch = torch.from_numpy(own).unsqueeze(0).permute(0, 3, 1, 2)
+    result = torch.nn.functional.interpolate(batch, size, mode="bilinear", antialias=True)
+    return result[0].permute(1, 2, 0).numpy()
+
+
+def _resized_quickly(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+    height, width = pixels.shape[:2]
+    is_close = height <= _QUICK_SHRINK * size[0] and width <= _QUICK_SHRINK * size[1]
+    cv2 = _cv2() if is_close and math.prod(size) < _QUICK_PIXELS else None
+    if cv2 is None or (height, width) == size:
+        return _resized(pixels, size)
+    result: Pixels = cv2.resize(pixels, size[::-1], interpolation=cv2.INTER_LINEAR)
+    return result.reshape(*size, pixels.shape[2])
+
+
+@cache
+def _cv2() -> Any:
+    """OpenCV, or None where it is absent; imported only where it is used."""
+    try:
+        import cv2
+    except ImportError:
+        return None
+    return cv2
+
+
+def _turned(pixels: Pixels, orientation: int) -> Pixels:
+    """Upright, as a view."""
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    # Rows and columns run backwards, after that, in these orientations.
+    rows = -1 if orientation in (3, 4, 7, 8) else 1
+    columns = -1 if orientation in (2, 3, 6, 7) else 1
+    return pixels[::rows, ::columns]

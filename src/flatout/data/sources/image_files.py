@@ -1,0 +1,267 @@
+"""Image files: which ones a folder, a pattern or a list means, their headers, their bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from fsspec.core import url_to_fs
+
+from flatout.data.faults import Faults
+from flatout.data.files import Paths, find
+from flatout.data.sources.image_header import Damaged, Header, read_header
+from flatout.errors import DataError
+
+_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp"),
+    *(".tif", ".tiff", ".ppm", ".pgm", ".pnm", ".jp2"),
+)
+# Left behind by archives made on macOS; files and folders with a leading dot are no data either.
+_NO_CLASS = "__MACOSX"
+_THREADS = 16
+# Headers that a thread reads in one go.
+_PIECE = 256
+# A million images are not unheard of, so their headers lie in an array.
+_HEADER = np.dtype(
+    [
+        ("height", np.int32),
+        ("width", np.int32),
+        ("orientation", np.uint8),
+        ("plain_jpeg", np.bool_),
+        ("bytes", np.int64),
+        ("check", np.uint32),
+    ]
+)
+
+
+class Entry(NamedTuple):
+    """An image file.
+
+    Attributes:
+        key: its path within the folder that was named, or its own name; the same on any machine.
+        path: where it is on this machine.
+        name: for people.
+        folder: its class: the first folder below the one that was named, or the folder that it is
+            in where it was named itself; "" where there is none.
+    """
+
+    key: str
+    path: str
+    name: str
+    folder: str
+
+
+class Found(NamedTuple):
+    """What paths mean.
+
+    Attributes:
+        entries: the images, in an order that is the same on any machine: of a folder, those
+            directly in it first, then folder by folder, each sorted by key.
+        folders: all class folders, also those without an image, sorted.
+        others: names of files that are not read, because their names are not those of images.
+    """
+
+    entries: list[Entry]
+    folders: list[str]
+    others: list[str]
+
+
+def find_images(paths: Paths) -> Found:
+    """The image files that `paths` means.
+
+    Folders of this machine are walked to any depth, following links. Of a folder, those files are
+    images whose names end so; a file that is named itself, or by a pattern, always is one.
+
+    Raises:
+        DataError: nothing is there, or a folder holds no images.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not given:
+        raise DataError("expected at least one path, found an empty list")
+    local = "file://"
+    parts = [_find_one(os.path.expanduser(os.fspath(one).removeprefix(local))) for one in given]
+    return Found(
+        [entry for part in parts for entry in part.entries],
+        sorted({folder for part in parts for folder in part.folders}),
+        [name for part in parts for name in part.others],
+    )
+
+
+def _find_one(path: str) -> Found:
+    if os.path.isdir(path):
+        found = _walk(path)
+    elif "://" in path and not _is_image(path) and not any(sign in path for sign in "*?["):
+        found = _elsewhere(path)
+    else:
+        entries = [
+            Entry(os.path.basename(file.name), file.path, file.name, _parent(file.name))
+            for file in find(path, unpack=False)
+        ]
+        return Found(entries, sorted({entry.folder for entry in entries}), [])
+    if not found.entries:
+        beside = f", but other files, such as {found.others[0]}" if found.others else ""
+        raise DataError(
+            f"the folder holds no images{beside}",
+            where=path,
+            do=f"images end in {' '.join(_SUFFIXES)}; name others by a pattern",
+        )
+    return found
+
+
+def _walk(root: str) -> Found:
+    """The images below a folder of this machine."""
+    root = os.path.abspath(root)
+    try:
+        top = [entry for entry in os.scandir(root) if _is_data(entry.name)]
+        folders = sorted(entry.name for entry in top if entry.is_dir())
+        inside = sorted(entry.name for entry in top if not entry.is_dir())
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for found in pool.map(lambda folder: sorted(_below(root, folder)), folders):
+                inside += found
+    except OSError as error:
+        raise DataError(
+            f"the folder cannot be read: {error.strerror}", where=error.filename or root
+        ) from error
+    entries, others = [], []
+    for key in inside:
+        path = os.path.join(root, key)
+        if _is_image(key):
+            folder = key.partition(os.sep)[0] if os.sep in key else ""
+            entries.append(Entry(key, path, path, folder))
+        else:
+            others.append(path)
+    return Found(entries, folders, others)
+
+
+def _below(root: str, folder: str) -> Iterator[str]:
+    """Files below root/folder, as paths below root."""
+    stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
+    while stack:
+        inside, above = stack.pop()
+        place = os.path.join(root, inside)
+        status = os.stat(place)
+        here = (status.st_dev, status.st_ino)
+        if here in above:
+            continue  # a link to a folder above itself
+        with os.scandir(place) as entries:
+            for entry in entries:
+                if not _is_data(entry.name):
+                    continue
+                if entry.is_dir():
+                    stack.append((os.path.join(inside, entry.name), above | {here}))
+                else:
+                    yield os.path.join(inside, entry.name)
+
+
+def _elsewhere(url: str) -> Found:
+    """The images below a folder that is reached by a URL, brought here."""
+    files = find(url.rstrip("/") + "/**", unpack=False)
+    fs, place = url_to_fs(url)
+    root = str(fs.unstrip_protocol(place)).rstrip("/") + "/"
+    entries, others, folders = [], [], set()
+    for file in files:
+        key = file.name.removeprefix(root)
+        folder = key.partition("/")[0] if "/" in key else ""
+        if not all(map(_is_data, key.split("/"))):
+            continue
+        if _is_image(key):
+            entries.append(Entry(key, file.path, file.name, folder))
+            folders.add(folder)
+        else:
+            others.append(file.name)
+    return Found(entries, sorted(folders - {""}), others)
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(_SUFFIXES)
+
+
+def _is_data(name: str) -> bool:
+    return not name.startswith(".") and name != _NO_CLASS
+
+
+def _parent(name: str) -> str:
+    """The folder that a file is in, by name."""
+    if "://" in name:
+        return PurePosixPath(name).parent.name
+    return os.path.basename(os.path.dirname(os.path.abspath(name)))
+
+
+def open_images(entries: list[Entry], faults: Faults) -> tuple[list[Entry], npt.NDArray[Any]]:
+    """Read all headers.
+
+    Returns:
+        the images whose headers are good, and these as an array with the fields of `Header`.
+
+    Raises:
+        DataError: images cannot be read and are not to be skipped, or too many of them.
+    """
+
+    def read(first: int) -> list[Header | str]:
+        return [_header_or_problem(entry) for entry in entries[first : first + _PIECE]]
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = list(chain.from_iterable(pool.map(read, range(0, len(entries), _PIECE))))
+    bad = [(one, entry) for one, entry in zip(found, entries, strict=True) if isinstance(one, str)]
+    if bad and not faults.skip:
+        what, entry = bad[0]
+        if len(bad) > 1:
+            what = f"{len(bad):,} of {len(entries):,} images cannot be read; the first: {what}"
+        do = f'fix or remove it, or on_error="skip", max_errors={max(faults.max_errors, len(bad))}'
+        raise DataError(what, where=short_name(entry.name), do=do)
+    for what, entry in bad:
+        faults.bad(what, short_name(entry.name))
+    if len(bad) == len(entries):
+        raise DataError(
+            f"none of the images can be read; the first: {bad[0][0]}",
+            where=short_name(entries[0].name),
+        )
+    kept = [entry for one, entry in zip(found, entries, strict=True) if not isinstance(one, str)]
+    return kept, np.array([one for one in found if not isinstance(one, str)], _HEADER)
+
+
+def _header_or_problem(entry: Entry) -> Header | str:
+    try:
+        return read_header(entry.path)
+    except Damaged as error:
+        return str(error)
+
+
+def read_bytes(entry: Entry, header: Header) -> bytes:
+    """An image file's content.
+
+    Raises:
+        Damaged: the file has gone, or is longer or shorter than it was.
+    """
+    try:
+        # Python's file objects cost three times as much as these calls.
+        handle = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            data = os.read(handle, header.bytes + 1)
+            # Some file systems give less than asked for.
+            while len(data) < header.bytes and (more := os.read(handle, header.bytes)):
+                data += more
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise Damaged(f"the file can no longer be read: {error.strerror}") from error
+    if len(data) != header.bytes:
+        found = "more" if len(data) > header.bytes else f"{len(data):,}"
+        raise Damaged(
+            f"the file has changed since it was opened: it had {header.bytes:,} bytes, now {found}"
+        )
+    return data
+
+
+def short_name(name: str) -> str:
+    """A path as people know it: from here on, where it lies below."""
+    if "://" in name:
+        return name
+    relative = os.path.relpath(name)
+    return name if relative.startswith("..") else relative

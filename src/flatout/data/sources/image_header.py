@@ -1,0 +1,185 @@
+"""What the first bytes of an image file tell: its kind, its size, and how it is to be turned.
+
+JPEG by its segments (ITU-T T.81, annex B) and its Exif orientation (CIPA DC-008, section 4.6.4);
+all other formats through Pillow, which reads no pixels for that.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+try:
+    from PIL import Image
+except ImportError:
+    Image = None  # type: ignore[assignment]
+
+# What Pillow may read: some of its other formats run programs.
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
+# As much as most headers need; the rest of a file is read only where its header is longer.
+_HEAD = 4096
+_MOST_BYTES = 1 << 30
+_MOST_SEGMENTS = 4096
+# Twice Pillow's limit for a warning, which is Pillow's limit for an error.
+_MOST_PIXELS = 178_956_970
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD8)})
+_START_OF_SCAN, _END, _APP1, _FILL = 0xDA, 0xD9, 0xE1, 0xFF
+_ORIENTATION = 0x0112
+_SHORT, _LONG = 3, 4
+
+
+class Damaged(Exception):
+    """An image that cannot be read, and why; whoever knows its name says it."""
+
+
+class Header(NamedTuple):
+    """What is known of an image file without decoding it.
+
+    Attributes:
+        height: in pixels, once the image is upright.
+        width: likewise.
+        orientation: Exif's, 1 to 8: how the stored pixels are to be turned.
+        plain_jpeg: a JPEG of one component (grey) or three.
+        bytes: size of the file.
+        check: CRC-32 of the first 4096 bytes.
+    """
+
+    height: int
+    width: int
+    orientation: int
+    plain_jpeg: bool
+    bytes: int
+    check: int
+
+
+def read_header(path: str) -> Header:
+    """The header of an image file.
+
+    Raises:
+        Damaged: the file is not there, empty, too large to be an image, no image, or damaged
+            within its header.
+    """
+    try:
+        # Without waiting, for a named pipe would wait for its writer.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise Damaged(f"cannot be opened: {error.strerror}") from error
+    try:
+        return _read(handle, path)
+    except OSError as error:
+        raise Damaged(f"cannot be read: {error.strerror}") from error
+    finally:
+        os.close(handle)
+
+
+def _read(handle: int, path: str) -> Header:
+    status = os.fstat(handle)
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise Damaged("expected a file, found something else by that name")
+    if size == 0:
+        raise Damaged("0 bytes")
+    if size > _MOST_BYTES:
+        raise Damaged(f"expected an image of at most {_MOST_BYTES:,} bytes, found {size:,}")
+    head = os.pread(handle, _HEAD, 0)
+
+    def read(start: int, count: int) -> bytes:
+        inside = start + count <= len(head)
+        return head[start : start + count] if inside else os.pread(handle, count, start)
+
+    plain_jpeg = False
+    if head.startswith(b"\xff\xd8"):
+        height, width, components, orientation = _jpeg(read)
+        plain_jpeg = components in (1, 3)
+    else:
+        height, width, orientation = _other(path, head)
+    if height < 1 or width < 1 or height * width > _MOST_PIXELS:
+        raise Damaged(
+            f"expected 1 to {_MOST_PIXELS:,} pixels, found {height:,} x {width:,} in the header"
+        )
+    if orientation >= 5:
+        height, width = width, height
+    return Header(height, width, orientation, plain_jpeg, size, zlib.crc32(head))
+
+
+def _jpeg(read: Callable[[int, int], bytes]) -> tuple[int, int, int, int]:
+    """Height, width, components, orientation."""
+    at, orientation = 2, 1
+    for _ in range(_MOST_SEGMENTS):
+        begin = read(at, 4)
+        if len(begin) < 4 or begin[0] != 0xFF:
+            raise Damaged(
+                f"the JPEG is damaged: expected a segment at byte {at:,}, "
+                f"found {begin.hex(' ') or 'the end of the file'}"
+            )
+        marker, length = begin[1], int.from_bytes(begin[2:])
+        if marker == _FILL:
+            at += 1
+        elif marker in _WITHOUT_LENGTH:
+            at += 2
+        elif marker in _FRAMES:
+            frame = read(at + 4, 6)
+            if len(frame) < 6:
+                raise Damaged(f"the JPEG is truncated within its header, at byte {at:,}")
+            _, height, width, components = struct.unpack(">BHHB", frame)
+            return height, width, components, orientation
+        elif marker in (_START_OF_SCAN, _END) or length < 2:
+            raise Damaged(
+                f"the JPEG is damaged: expected its size before byte {at:,}, found {begin.hex(' ')}"
+            )
+        else:
+            if marker == _APP1 and orientation == 1 and read(at + 4, 6) == b"Exif\0\0":
+                orientation = _exif_orientation(read(at + 10, length - 8))
+            at += 2 + length
+    raise Damaged(f"the JPEG is damaged: no size in its first {at:,} bytes")
+
+
+def _exif_orientation(tiff: bytes) -> int:
+    """Of the first directory; 1 where it is absent, or the Exif data are no such."""
+    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
+    if order is None:
+        return 1
+    try:
+        (start,) = struct.unpack_from(order + "I", tiff, 4)
+        (entries,) = struct.unpack_from(order + "H", tiff, start)
+        for entry in range(start + 2, start + 2 + 12 * entries, 12):
+            tag, kind = struct.unpack_from(order + "HH", tiff, entry)
+            if tag == _ORIENTATION and kind in (_SHORT, _LONG):
+                form = "H" if kind == _SHORT else "I"
+                return _known_orientation(struct.unpack_from(order + form, tiff, entry + 8)[0])
+    except struct.error:
+        pass  # cut short: cameras' Exif data are not always whole, and the image is
+    return 1
+
+
+def _known_orientation(value: object) -> int:
+    """The value, or 1 where it is none of Exif's eight."""
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _other(path: str, head: bytes) -> tuple[int, int, int]:
+    """Height, width, orientation."""
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            # A PNG without Exif data here may have some behind its pixels: they are not looked for.
+            # A TIFF is turned by Pillow itself.
+            silent = image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info)
+            turned = 1 if silent else image.getexif().get(_ORIENTATION, 1)
+            return image.height, image.width, _known_orientation(turned)
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow raises whatever its readers stumble over
+        raise damage_of(error, head) from error
+
+
+def damage_of(error: Exception, data: bytes) -> Damaged:
+    """What Pillow's error means for the reader of it."""
+    if type(error).__name__ == "UnidentifiedImageError":
+        begin = data[:8].hex(" ")
+        return Damaged(f"no image, or damaged in its header: it begins with {begin}")
+    return Damaged(f"damaged: {error}")

@@ -1,0 +1,174 @@
+"""Folders of images: JPEG, PNG and whatever else Pillow reads, the class from the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from flatout.data.faults import Faults, OnError
+from flatout.data.files import Paths
+from flatout.data.schema import Given, Schema, as_schema
+from flatout.data.sources.image_decode import HAVE_PILLOW, Resize
+from flatout.data.sources.image_rows import ImageRows, Wanted
+from flatout.errors import DataError
+
+if TYPE_CHECKING:
+    from flatout.data.pipeline import Pipeline
+
+_DEFAULTS: dict[str, Any] = {
+    "size": None,
+    "resize": "stretch",
+    "channels": 3,
+    "classes": None,
+    "labels": True,
+    "reduced": False,
+}
+
+
+def images(
+    paths: Paths,
+    *,
+    size: int | tuple[int, int] | None = None,
+    resize: Resize = "stretch",
+    channels: int = 3,
+    classes: Sequence[str] | None = None,
+    labels: bool = True,
+    reduced: bool = False,
+    on_error: OnError = "fail",
+    max_errors: int = 100,
+    schema: Given | None = None,
+) -> Pipeline:
+    """Images in files, with the class from the folder.
+
+    Images come as uint8 of shape (channels, height, width), a batch of them in channels_last
+    memory: that is how they are decoded, and what convolutions like best. They are upright, by
+    their Exif orientation. Grey and CMYK become RGB, transparency is dropped and 16 bits are cut to
+    8, all as Pillow's `convert("RGB")` has it (of 16-bit grey, Pillow would cut the bright part
+    off; here its upper 8 bits stay). Of an animation, the first image counts.
+
+    Every file's header is read at once, so that empty, foreign and damaged files are known before
+    training starts. Damage further inside is found when an image is decoded.
+
+    Args:
+        paths: a folder, with a folder for each class in it; images may lie deeper. Or what
+            `files.find` takes: patterns, URLs, or a list, where an image's class is the folder
+            that it is in.
+        size: height and width, or both in one number; None takes the images' own, which must then
+            all be the same.
+        resize: what to do about another aspect: "stretch" changes it, "crop" uses the middle of the
+            image, "fit" uses all of it and leaves a black margin. The filter is a triangle,
+            antialiased when shrinking: Pillow's BILINEAR.
+        channels: 3 for RGB, 1 for grey.
+        classes: names of the folders in the order of the classes' numbers; None sorts them. Give
+            the same to training and validation data, or `schema=train.schema`.
+        labels: whether there are classes; False takes images wherever they lie.
+        reduced: decode large JPEGs at a half, quarter or eighth of their size where that still
+            covers `size`. It is faster and changes pixels; the pipeline's notes say by how much,
+            measured on some of the images.
+        on_error: "fail", or "skip" images that cannot be read.
+        max_errors: the most images to skip.
+        schema: a Schema, the path of one in TOML, or a dict, in place of all of the above except
+            `paths`, `on_error` and `max_errors`. Its options are `resize`, `reduced` and `classes`;
+            without `resize`, images must have the size of the column.
+
+    Returns:
+        a Pipeline of `image` and `label` (int64).
+
+    Raises:
+        DataError: there are no images, or no class folders; images differ in size; a file is
+            empty, no image, damaged, or has gone or changed; an argument makes no sense. It names
+            the file.
+    """
+    from flatout.data.pipeline import Pipeline
+
+    if not HAVE_PILLOW:
+        raise DataError("reading images takes Pillow", do="pip install 'flatout[images]'")
+    given: dict[str, Any] = {
+        "size": size,
+        "resize": resize,
+        "channels": channels,
+        "classes": classes,
+        "labels": labels,
+        "reduced": reduced,
+    }
+    if schema is None:
+        wanted = _of_arguments(**given)
+    else:
+        beside = [name for name, value in given.items() if value != _DEFAULTS[name]]
+        if beside:
+            raise DataError(f"{', '.join(beside)}: the schema says that already; found both")
+        wanted = _of_schema(as_schema(schema, "images"))
+    return Pipeline(ImageRows(paths, wanted, Faults(on_error, max_errors)))
+
+
+def _of_arguments(
+    size: Any, resize: Any, channels: Any, classes: Any, labels: bool, reduced: bool
+) -> Wanted:
+    if channels not in (1, 3):
+        raise DataError(f"channels: expected 3 or 1, found {channels!r}")
+    if reduced and size is None:
+        raise DataError("reduced wants a size to reduce images to")
+    return Wanted(
+        channels,
+        None if size is None else _size(size),
+        None if size is None else _resize(resize),
+        bool(reduced),
+        None if classes is None or not labels else _names(classes),
+        "input",
+        "target" if labels else None,
+    )
+
+
+def _of_schema(schema: Schema) -> Wanted:
+    columns = {column.name: column for column in schema.columns}
+    image, label = columns.pop("image", None), columns.pop("label", None)
+    if image is None or columns:
+        names = ", ".join(column.name for column in schema.columns)
+        raise DataError(f"the columns of images are image, and label or not; found {names}")
+    if image.dtype != "uint8" or len(image.shape) != 3 or image.shape[0] not in (1, 3):
+        raise DataError(
+            f"image: expected uint8 of 3 or 1 channels, height and width; found {image.words}"
+        )
+    if label is not None and (label.dtype != "int64" or label.shape or label.ragged):
+        raise DataError(f"label: expected one int64 number, found {label.words}")
+    options = dict(schema.options)
+    resize, reduced = options.pop("resize", None), options.pop("reduced", False)
+    classes = options.pop("classes", None)
+    if options:
+        raise DataError(
+            f"the options of images are resize, reduced and classes; found {', '.join(options)}"
+        )
+    return Wanted(
+        image.shape[0],
+        (image.shape[1], image.shape[2]),
+        None if resize is None else _resize(resize),
+        bool(reduced),
+        None if classes is None else _names(classes),
+        image.role,
+        None if label is None else label.role,
+    )
+
+
+def _size(size: Any) -> tuple[int, int]:
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2 or not all(type(n) is int and 1 <= n <= 0xFFFF for n in pair):
+        raise DataError(
+            f"size: expected a number of pixels or (height, width), up to 65,535; found {size!r}"
+        )
+    return pair
+
+
+def _resize(resize: Any) -> Resize:
+    if resize not in get_args(Resize):
+        raise DataError(f"resize: expected 'stretch', 'crop' or 'fit', found {resize!r}")
+    found: Resize = resize
+    return found
+
+
+def _names(classes: Any) -> tuple[str, ...]:
+    names = tuple(classes) if isinstance(classes, (tuple, list)) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise DataError(f"classes: expected names of folders, found {classes!r}")
+    if len(set(names)) < len(names):
+        raise DataError(f"classes: expected different names, found {', '.join(names)}")
+    return names

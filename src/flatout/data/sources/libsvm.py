@@ -1,0 +1,245 @@
+"""LibSVM text: `label [qid:n] index:value index:value ... # comment`, a row a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
+from flatout.data.buffers import Buffers
+from flatout.data.decoder import Bytes, Split, Survey, Where, report, scratch, without_bad
+from flatout.data.faults import Faults, OnError
+from flatout.data.files import Paths
+from flatout.data.schema import Column, Given, Schema, as_schema
+from flatout.data.text import split_lines
+from flatout.errors import DataError
+from flatout.kernels import libsvm as kernel
+
+if TYPE_CHECKING:
+    from flatout.data.pipeline import Pipeline
+
+Layout = Literal["dense", "fixed", "ragged"]
+
+# Up to so many features, rows become vectors with a place for each feature.
+_DENSE = 1024
+# Any index that an int64 holds, minus what base 0 may take away.
+_NO_LIMIT = 2**62
+
+
+class LibsvmDecoder:
+    """Rows of LibSVM text.
+
+    The schema's columns are `label`, perhaps `qid`, and either `features` (float32, a place for
+    each feature) or `ids` and `values` (fixed or ragged). Its options are `base` (the smallest
+    index, 0 or 1) and `features` (how many there are).
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        names = {column.name for column in schema.columns}
+        known = {"label", "qid", "features", "ids", "values"}
+        if not names <= known or "label" not in names:
+            raise DataError(
+                f"the columns of LibSVM are label, qid, and features or ids and values; "
+                f"found {', '.join(sorted(names))}"
+            )
+        self.dense = "features" in names
+        if self.dense == ("ids" in names) or ("ids" in names) != ("values" in names):
+            raise DataError("a LibSVM schema has either features, or both ids and values")
+        self.has_qid = "qid" in names
+        self.base = int(schema.options.get("base", 0))
+        self.limit = int(schema.options.get("features", _NO_LIMIT))
+        self.width: int | None = None
+        if self.dense:
+            self.limit = schema["features"].shape[0]
+        elif not schema["ids"].ragged:
+            self.width = schema["ids"].shape[0]
+        self.needs_survey = not self.dense and self.width is None
+
+    def split(self, buffer: Bytes, final: bool) -> Split:
+        """Lines; blank ones and comments are no rows."""
+        return split_lines(buffer, final, comment=b"#")
+
+    def survey(
+        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
+    ) -> Survey:
+        """Lengths, and the facts that a schema is inferred from."""
+        status, at = scratch(len(starts))
+        lengths = np.empty(len(starts), np.int32)
+        labels = np.empty(len(starts), np.float64)
+        qid = np.empty(len(starts), np.int64)
+        _, low, high = kernel.survey(
+            buffer,
+            starts,
+            ends,
+            lengths=lengths,
+            labels=labels,
+            qid=qid,
+            status=status,
+            at=at,
+            base=self.base,
+            limit=self.limit,
+            label_as=self.schema["label"].numpy_dtype,
+            **({} if self.width is None else {"width": self.width}),
+        )
+        report(status, at, _words, faults, where)
+        good = status == 0
+        seen = labels[good]
+        facts: dict[str, float] = {
+            "lowest": low,
+            "highest": high,
+            "shortest": int(lengths[good].min(initial=2**31 - 1)),
+            "longest": int(lengths[good].max(initial=0)),
+            "whole_labels": float((seen == np.rint(seen)).all() and (seen >= 0).all()),
+            "has_qid": float((qid[good] >= 0).any()),
+        }
+        wide = lengths.astype(np.int64)
+        return Survey(good, {"ids": wide, "values": wide}, facts)
+
+    def decode(
+        self,
+        buffer: Bytes,
+        starts: Numbers,
+        ends: Numbers,
+        numbers: Numbers,
+        lengths: Mapping[str, Numbers] | None,
+        buffers: Buffers,
+        faults: Faults,
+        where: Where,
+    ) -> Block:
+        """Decode rows into arrays from `buffers`."""
+        count = len(starts)
+        status, at = scratch(count)
+        columns: dict[str, Values] = {
+            "label": buffers.empty(count, self.schema["label"].numpy_dtype)
+        }
+        shared: dict[str, Any] = {
+            "base": self.base,
+            "limit": self.limit,
+            "labels": columns["label"],
+            "status": status,
+            "at": at,
+            "qid": np.empty(count, np.int64) if self.has_qid else None,
+        }
+        if self.has_qid:
+            columns["qid"] = shared["qid"]
+        if self.dense:
+            out = columns["features"] = buffers.empty((count, self.limit), np.float32)
+            bad = kernel.dense(buffer, starts, ends, out=out, **shared)
+        else:
+            offsets = self._offsets(buffer, starts, ends, lengths, faults, where)
+            ids = buffers.empty(int(offsets[-1]), self.schema["ids"].numpy_dtype)
+            values = buffers.empty(int(offsets[-1]), self.schema["values"].numpy_dtype)
+            bad = kernel.parse(buffer, starts, ends, offsets, ids=ids, values=values, **shared)
+            for name, flat in (("ids", ids), ("values", values)):
+                if self.width is None:
+                    columns[name] = Ragged(flat, offsets)
+                else:
+                    columns[name] = flat.reshape(count, self.width)
+        if bad:
+            return without_bad(columns, numbers, status, at, _words, faults, where)
+        return Block(columns, numbers)
+
+    def _offsets(
+        self,
+        buffer: Bytes,
+        starts: Numbers,
+        ends: Numbers,
+        lengths: Mapping[str, Numbers] | None,
+        faults: Faults,
+        where: Where,
+    ) -> Numbers:
+        if self.width is not None:
+            return np.arange(len(starts) + 1, dtype=np.int64) * self.width
+        if lengths is None:
+            # Bad rows are reported when they are decoded, once.
+            lengths = self.survey(buffer, starts, ends, Faults("skip", len(starts)), where).lengths
+        return offsets_of(lengths["ids"])
+
+
+def _words(code: int) -> str:
+    return str(kernel.Bad(code).words)
+
+
+def infer_schema(facts: Mapping[str, float], layout: Layout | None, base: int | None) -> Schema:
+    """The schema that rows with these facts fit."""
+    if base is None:
+        base = 0 if facts["lowest"] == 0 else 1
+    features = max(1, int(facts["highest"]) - base + 1)
+    longest = max(1, int(facts["longest"]))
+    if layout is None:
+        fixed = facts["shortest"] == facts["longest"]
+        layout = "dense" if features <= _DENSE else "fixed" if fixed else "ragged"
+    label: Any = "int64" if facts["whole_labels"] else "float32"
+    columns = [Column(name="label", dtype=label, role="target")]
+    if facts["has_qid"]:
+        columns.append(Column(name="qid", dtype="int64", role="unused"))
+    if layout == "dense":
+        columns.append(Column(name="features", dtype="float32", shape=(features,)))
+    elif layout in ("fixed", "ragged"):
+        shape = (longest,) if layout == "fixed" else ()
+        ragged = layout == "ragged"
+        columns.append(Column(name="ids", dtype="int64", shape=shape, ragged=ragged))
+        columns.append(Column(name="values", dtype="float32", shape=shape, ragged=ragged))
+    else:
+        raise DataError(f"layout: expected 'dense', 'fixed' or 'ragged', found {layout!r}")
+    options = {"base": base, "features": features}
+    return Schema(format="libsvm", columns=tuple(columns), options=options)
+
+
+def _any_schema() -> Schema:
+    """What rows are surveyed with before anything is known of them."""
+    columns = (
+        Column(name="label", dtype="float64", role="target"),
+        Column(name="ids", dtype="int64", ragged=True),
+        Column(name="values", dtype="float32", ragged=True),
+    )
+    return Schema(format="libsvm", columns=columns)
+
+
+def libsvm(
+    paths: Paths,
+    *,
+    schema: Given | None = None,
+    layout: Layout | None = None,
+    base: int | None = None,
+    on_error: OnError = "fail",
+    max_errors: int = 100,
+) -> Pipeline:
+    """Rows of LibSVM text files (also called SVMlight), packed or not.
+
+    Without a schema all rows are looked at once, to learn how many features there are; what was
+    found is kept beside the offset index. Give the same schema to training and validation data:
+    `libsvm(test, schema=train.schema)`.
+
+    Args:
+        paths: as `files.find` takes them.
+        schema: a Schema, the path of one in TOML, or a dict; see `flatout data inspect`.
+        layout: without a schema, how rows come out: "dense" (float32 of shape (features,), the
+            default up to 1,024 features), "fixed" (`ids` int64 and `values` float32, padded to the
+            longest row), or "ragged" (the same, padded batch by batch).
+        base: without a schema, the smallest index, 0 or 1; None takes 1 unless there is an index 0.
+        on_error: "fail", or "skip" rows that are not as they should be.
+        max_errors: the most rows to skip.
+
+    Returns:
+        a Pipeline. Labels are int64 where all are whole numbers from 0, else float32.
+
+    Raises:
+        DataError: file and line of what is wrong, what was expected and found.
+    """
+    from flatout.data.files import find
+    from flatout.data.indexed import IndexedRows, survey_files
+    from flatout.data.pipeline import Pipeline
+
+    found = find(paths)
+    if schema is None:
+        # Bad rows are counted when the index is built, once.
+        looking = Faults(on_error, max_errors)
+        survey = survey_files(found, LibsvmDecoder(_any_schema()), looking)
+        decoder = LibsvmDecoder(infer_schema(survey.facts, layout, base))
+    else:
+        decoder = LibsvmDecoder(as_schema(schema, "libsvm"))
+    return Pipeline(IndexedRows(found, decoder, Faults(on_error, max_errors), "LibSVM"))

@@ -1,0 +1,22 @@
+"""Packages that only some sources need."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from flatout.errors import DataError
+
+
+def require(package: str, extra: str, kind: str) -> None:
+    """Import a package, or say how to install it.
+
+    Raises:
+        DataError: it cannot be imported.
+    """
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise DataError(
+            f"{kind} is read by {package}, which cannot be imported: {error}",
+            do=f"pip install 'flatout[{extra}]'",
+        ) from error

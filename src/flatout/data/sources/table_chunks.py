@@ -1,0 +1,266 @@
+"""Tables in parts: Parquet files by row group, Arrow IPC files by record batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import ipc
+
+from flatout.data.block import Block, offsets_of
+from flatout.data.buffers import Buffers
+from flatout.data.files import File
+from flatout.data.indexed import content_words
+from flatout.data.schema import Given, Schema
+from flatout.data.sources.arrow_columns import BadValue, to_columns
+from flatout.data.sources.arrow_schema import (
+    Wanted,
+    check_schema,
+    given_schema,
+    infer_schema,
+    used_names,
+)
+from flatout.errors import DataError
+
+_LARGE = 1 << 30
+
+
+class TableFile(Protocol):
+    """A file that holds a table in parts.
+
+    Attributes:
+        kind: of the file, for people.
+        part: what a part is called.
+        file: where it is.
+        sizes: rows of each part.
+        largest: bytes that the largest part takes decoded, or 0 where that is not known.
+        fields: the types of the columns.
+    """
+
+    kind: str
+    part: str
+    file: File
+    sizes: list[int]
+    largest: int
+    fields: dict[str, pa.DataType]
+
+    def read(self, part: int, names: Sequence[str]) -> pa.Table:
+        """Some columns of a part."""
+        ...
+
+
+class ParquetFile:
+    """A Parquet file: its parts are row groups."""
+
+    kind, part = "Parquet", "row group"
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+        with _telling(file, "the file is damaged, unfinished or no Parquet file"):
+            self._metadata = pq.read_metadata(file.path)
+            self.fields = _types(self._metadata.schema.to_arrow_schema(), file)
+            groups = [self._metadata.row_group(i) for i in range(self._metadata.num_row_groups)]
+        self.sizes = [group.num_rows for group in groups]
+        if min(self.sizes, default=0) < 0:
+            raise DataError(
+                "the file is damaged: a row group has fewer than no rows", where=file.name
+            )
+        self.largest = max((group.total_byte_size for group in groups), default=0)
+
+    def read(self, part: int, names: Sequence[str]) -> pa.Table:
+        """Some columns of a row group; pages that have a checksum are checked."""
+        # Opened for each part: costs little beside decoding, and threads share nothing. Not
+        # mapped: a file that is cut off meanwhile would kill the process.
+        with pq.ParquetFile(
+            self.file.path, metadata=self._metadata, page_checksum_verification=True
+        ) as opened:
+            return opened.read_row_group(part, columns=list(names), use_threads=False)
+
+
+class ArrowFile:
+    """An Arrow IPC file: its parts are record batches."""
+
+    kind, part = "Arrow", "record batch"
+    largest = 0
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+        with _telling(file, "the file cannot be read"), open(file.path, "rb") as begin:
+            magic = begin.read(4)
+        if magic == b"FEA1":
+            raise DataError(
+                "expected an Arrow IPC file, found Feather of version 1",
+                where=file.name,
+                do="write it anew: pyarrow.feather.write_feather(table, path)",
+            )
+        if magic == b"\xff\xff\xff\xff":
+            raise DataError(
+                "expected an Arrow IPC file, found a stream, which has no table of its batches",
+                where=file.name,
+                do="write it as a file: pyarrow.ipc.new_file",
+            )
+        with (
+            _telling(file, "the file is damaged, unfinished or no Arrow IPC file"),
+            pa.OSFile(file.path) as source,
+        ):
+            self._schema = ipc.open_file(source).schema
+            self.fields = _types(self._schema, file)
+            # The footer tells no sizes; one column of each batch does, best one of numbers.
+            numbers = (at for at, t in enumerate(self._schema.types) if pa.types.is_primitive(t))
+            options = ipc.IpcReadOptions(included_fields=[next(numbers, 0)], use_threads=False)
+            reader = ipc.open_file(source, options=options)
+            batches = range(reader.num_record_batches)
+            self.sizes = [reader.get_batch(number).num_rows for number in batches]
+
+    def read(self, part: int, names: Sequence[str]) -> pa.Table:
+        """Some columns of a record batch."""
+        wanted = [self._schema.get_field_index(name) for name in names]
+        options = ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
+        with pa.OSFile(self.file.path) as source:
+            batch = ipc.open_file(source, options=options).get_batch(part)
+        # Arrow trusts the offsets and dictionary indices in a file.
+        batch.validate(full=True)
+        return pa.Table.from_batches([batch])
+
+
+class _Part(NamedTuple):
+    file: int
+    number: int  # in its file
+    start: int  # rows of the file before it
+
+
+class TableChunks:
+    """Parts of tables in files. Follows `flatout.data.rows.Chunks`.
+
+    Args:
+        files: of one kind.
+        schema: that fits each of them.
+
+    Attributes:
+        file_rows: where each file's rows begin, and at last where they end.
+
+    Raises:
+        DataError: a file lacks a column of the schema, or has it in a type that does not fit.
+    """
+
+    def __init__(self, files: Sequence[TableFile], schema: Schema) -> None:
+        for one in files:
+            check_schema(schema, one.fields, one.file.name)
+        self.schema = schema
+        self._files = list(files)
+        self._names = used_names(schema)
+        self._parts = [
+            _Part(at, number, int(start))
+            for at, one in enumerate(files)
+            for number, start in enumerate(offsets_of(one.sizes)[:-1])
+        ]
+        self.sizes = np.array([size for one in files for size in one.sizes], np.int64)
+        self._starts = offsets_of(self.sizes)
+        self.file_rows = offsets_of([sum(one.sizes) for one in files])
+
+    @cached_property
+    def digest(self) -> str:
+        """Over the files' sizes, their first and last bytes, and the schema."""
+        words = [*(content_words(one.file) for one in self._files), self.schema.dumps()]
+        return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+    def read(self, chunk: int, buffers: Buffers) -> Block:
+        """Decode a part.
+
+        Raises:
+            DataError: naming file, part, column and row.
+        """
+        at = self._parts[chunk]
+        one = self._files[at.file]
+        start, stop = (int(number) for number in self._starts[chunk : chunk + 2])
+        one.file.check_unchanged()
+        with _telling(one.file, f"{one.part} {at.number} cannot be decoded"):
+            table = one.read(at.number, self._names)
+            if len(table) != stop - start:
+                raise DataError(
+                    f"expected {stop - start:,} rows, found {len(table):,}",
+                    where=f"{one.file.name}: {one.part} {at.number}",
+                )
+            try:
+                columns = to_columns(table, self.schema, buffers)
+            except BadValue as bad:
+                raise DataError(
+                    bad.what,
+                    where=self.where(start + bad.row),
+                    do="correct the file, or give the column another dtype or a default in the "
+                    "schema",
+                ) from None
+        return Block(columns, np.arange(start, stop))
+
+    def where(self, number: int) -> str:
+        """File, part and row of the file, counted from 0."""
+        chunk = int(np.searchsorted(self._starts, number, side="right")) - 1
+        at = self._parts[chunk]
+        one = self._files[at.file]
+        row = at.start + number - int(self._starts[chunk])
+        return f"{one.file.name}: row {row:,} ({one.part} {at.number})"
+
+    def describe(self) -> str:
+        """Such as "2 Parquet files, 0.9 MB, 8,124 rows"."""
+        count = f"{len(self._files)} {self._files[0].kind} file{'s' * (len(self._files) > 1)}"
+        size = sum(one.file.size for one in self._files)
+        words = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+        return f"{count}, {words}, {self._starts[-1]:,} rows"
+
+    def notes(self) -> list[str]:
+        """Whether parts are so large that decoding one needs much memory."""
+        largest = max(self._files, key=lambda one: one.largest)
+        if largest.largest < _LARGE:
+            return []
+        return [
+            f"a {largest.part} of {largest.file.name} takes {largest.largest / 1e9:.1f} GB "
+            "decoded, and each thread decodes one: write smaller ones (row_group_size)"
+        ]
+
+
+def _types(schema: pa.Schema, file: File) -> dict[str, pa.DataType]:
+    types = {field.name: field.type for field in schema}
+    if len(types) < len(schema):
+        twice = {name for name in schema.names if schema.names.count(name) > 1}
+        raise DataError(f"several columns are called {', '.join(sorted(twice))}", where=file.name)
+    return types
+
+
+@contextmanager
+def _telling(file: File, what: str) -> Iterator[None]:
+    """pyarrow's errors, as ours."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        file.check_unchanged()
+        raise DataError(f"{what}: {error}", where=file.name) from error
+
+
+def table_chunks(
+    format: str,
+    files: Sequence[TableFile],
+    schema: Given | None,
+    wanted: Wanted,
+    allow_nan: bool | None = None,
+) -> TableChunks:
+    """Files with a schema given, or inferred from the first of them."""
+    options = {} if allow_nan is None else {"allow_nan": allow_nan}
+    if schema is not None:
+        return TableChunks(files, given_schema(schema, format, wanted, options))
+    fields = files[0].fields
+    for one in files[1:]:
+        # Where inputs are named, other columns do not matter.
+        if wanted.inputs is None and (fields.keys() ^ one.fields.keys()) - set(wanted.unused):
+            raise DataError(
+                f"expected the columns of {files[0].file.name}: {', '.join(fields)}; found "
+                f"{', '.join(one.fields)}",
+                where=one.file.name,
+                do="name those wanted: inputs=[...], or those to leave out: unused=[...]",
+            )
+    return TableChunks(files, infer_schema(format, fields, wanted, options))

@@ -1,0 +1,182 @@
+"""TFRecord files of tf.train.Example messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
+from flatout.data.buffers import Buffers
+from flatout.data.decoder import Bytes, Split, Survey, Where, report, scratch, without_bad
+from flatout.data.faults import Faults, OnError
+from flatout.data.files import Paths
+from flatout.data.schema import Column, Given, Schema, as_schema
+from flatout.data.sources.tfrecord_schema import infer_schema
+from flatout.errors import DataError
+from flatout.kernels import example as kernel
+
+if TYPE_CHECKING:
+    from flatout.data.pipeline import Pipeline
+
+_KINDS = {"int64": "int64", "int32": "int64", "float32": "float", "uint8": "bytes"}
+
+
+class TfrecordDecoder:
+    """Records of Examples. A column of the schema is a feature of the same name.
+
+    int64 and int32 columns are int64 lists, float32 columns float lists, uint8 columns the bytes of
+    one value. A feature that is missing becomes the column's default; without one it is an error.
+    The option `check` (True) says whether both checksums of each record are compared.
+    """
+
+    text = False
+    # Length and its checksum stand before the data, the data's checksum behind them.
+    margins = (12, 4)
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        for column in schema.columns:
+            if column.dtype not in _KINDS:
+                raise DataError(
+                    f"column {column.name!r}: Examples hold {', '.join(_KINDS)}, "
+                    f"found {column.dtype}"
+                )
+        self.check = bool(schema.options.get("check", True))
+        self._plan = kernel.plan([_feature(column) for column in schema.columns])
+        self._ragged = [column.name for column in schema.columns if column.ragged]
+        self._defaults = [column.default or 0 for column in schema.columns]
+        self.needs_survey = bool(self._ragged)
+
+    def split(self, buffer: Bytes, final: bool) -> Split:
+        """Records, by their framing; each length's checksum is compared."""
+        found = kernel.scan(buffer, final=final)
+        return Split(found.starts, found.ends, found.consumed, found.problem)
+
+    def survey(
+        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
+    ) -> Survey:
+        """Lengths of the ragged columns."""
+        status, at = scratch(len(starts))
+        lengths = np.zeros((len(self._ragged), len(starts)), np.int64)
+        kernel.measure(
+            buffer, starts, ends, self._plan, lengths=lengths, status=status, at=at,
+            check=self.check,
+        )  # fmt: skip
+        report(status, at, _words, faults, where)
+        return Survey(status == 0, dict(zip(self._ragged, lengths, strict=True)), {})
+
+    def decode(
+        self,
+        buffer: Bytes,
+        starts: Numbers,
+        ends: Numbers,
+        numbers: Numbers,
+        lengths: Mapping[str, Numbers] | None,
+        buffers: Buffers,
+        faults: Faults,
+        where: Where,
+    ) -> Block:
+        """Decode rows into arrays from `buffers`."""
+        count = len(starts)
+        if lengths is None and self.needs_survey:
+            # Bad rows are reported when they are decoded, once.
+            lengths = self.survey(buffer, starts, ends, Faults("skip", count), where).lengths
+        columns: dict[str, Values] = {}
+        outputs, all_offsets = [], []
+        for column in self.schema.columns:
+            offsets = None
+            if column.ragged:
+                assert lengths is not None
+                offsets = offsets_of(lengths[column.name])
+                flat = buffers.empty(int(offsets[-1]), column.numpy_dtype)
+                columns[column.name] = Ragged(flat, offsets)
+            else:
+                width = int(np.prod(column.shape, dtype=np.int64))
+                flat = buffers.empty((count, width), column.numpy_dtype)
+                columns[column.name] = flat.reshape(count, *column.shape)
+            outputs.append(flat)
+            all_offsets.append(offsets)
+        status, at = scratch(count)
+        bad = kernel.decode(
+            buffer,
+            starts,
+            ends,
+            self._plan,
+            outputs=outputs,
+            offsets=all_offsets,
+            defaults=self._defaults,
+            status=status,
+            at=at,
+            check=self.check,
+        )
+        if bad:
+            return without_bad(columns, numbers, status, at, _words, faults, where)
+        return Block(columns, numbers)
+
+
+def _feature(column: Column) -> Any:
+    width = None if column.ragged else int(np.prod(column.shape, dtype=np.int64))
+    kind = _KINDS[column.dtype]
+    return kernel.Feature(column.name.encode(), kind, width, required=column.default is None)
+
+
+def _words(code: int) -> str:
+    return str(kernel.Bad(code).words)
+
+
+# Records that a schema is inferred from, where none is given.
+_LOOKED_AT = 1000
+
+
+def tfrecord(
+    paths: Paths,
+    *,
+    schema: Given | None = None,
+    target: str | None = None,
+    check: bool = True,
+    on_error: OnError = "fail",
+    max_errors: int = 100,
+) -> Pipeline:
+    """Rows of TFRecord files that hold tf.train.Example messages, packed as a whole or not.
+
+    Without a schema the first 1,000 records tell the features. The target is then the feature
+    `target`, or one that is called label, target, y, class or click.
+
+    Args:
+        paths: as `files.find` takes them.
+        schema: a Schema, the path of one in TOML, or a dict; see `flatout data inspect`.
+        target: without a schema, the name of the target.
+        check: compare both checksums of every record; False leaves out that of the data.
+        on_error: "fail", or "skip" rows that are not as they should be.
+        max_errors: the most rows to skip.
+
+    Raises:
+        DataError: file and byte of what is wrong, what was expected and found.
+    """
+    from flatout.data.files import find
+    from flatout.data.indexed import IndexedRows
+    from flatout.data.pipeline import Pipeline
+
+    found = find(paths)
+    if schema is None:
+        given = infer_schema(_first_records(found[0].path, found[0].name), found[0].name)
+        if target is not None:
+            given = given.with_target(target)
+    else:
+        given = as_schema(schema, "tfrecord")
+    if not check:
+        given = given.model_copy(update={"options": {**given.options, "check": False}})
+    decoder = TfrecordDecoder(given)
+    return Pipeline(IndexedRows(found, decoder, Faults(on_error, max_errors), "TFRecord"))
+
+
+def _first_records(path: str, name: str) -> list[bytes]:
+    with open(path, "rb") as file:
+        begin = np.frombuffer(file.read(64 << 20), np.uint8)
+    found = kernel.scan(begin, final=False)
+    if found.problem:
+        raise DataError(found.problem, where=f"{name}: byte {found.consumed:,}")
+    pairs = zip(found.starts[:_LOOKED_AT], found.ends[:_LOOKED_AT], strict=True)
+    return [begin[start:end].tobytes() for start, end in pairs]

@@ -1,0 +1,137 @@
+"""A schema for TFRecord files, inferred from their first records.
+
+The wire format is that of Protocol Buffers (https://protobuf.dev/programming-guides/encoding); the
+messages are those of TensorFlow's `example.proto` and `feature.proto`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from flatout.data.schema import Column, Schema
+from flatout.errors import DataError
+
+# Names that are taken for the target where nothing else is said.
+TARGETS = ("label", "labels", "target", "targets", "y", "class", "click", "clicked")
+_KINDS = {1: "bytes", 2: "float", 3: "int64"}
+_DTYPES = {"bytes": "uint8", "float": "float32", "int64": "int64"}
+
+
+class Seen(NamedTuple):
+    """What was seen of one feature in one record: its kind, and how many values or bytes."""
+
+    kind: str
+    values: int
+
+
+def infer_schema(records: Iterable[bytes], where: str) -> Schema:
+    """The schema that these records fit.
+
+    A feature that some records lack gets the default 0. Bytes and features of different lengths are
+    ragged.
+
+    Raises:
+        DataError: a record is no Example, a feature changes its kind, or there is no feature.
+    """
+    seen: dict[str, list[Seen]] = {}
+    total = 0
+    for record in records:
+        total += 1
+        try:
+            found = features_of(record)
+        except (IndexError, ValueError) as error:
+            raise DataError(
+                f"record {total - 1} is no tf.train.Example: {error}", where=where
+            ) from error
+        for name, one in found.items():
+            seen.setdefault(name, []).append(one)
+    if not seen:
+        raise DataError("the records hold no features, or there are none", where=where)
+    columns = [_column(name, seen[name], total, where) for name in sorted(seen)]
+    return Schema(format="tfrecord", columns=tuple(columns))
+
+
+def _column(name: str, seen: list[Seen], total: int, where: str) -> Column:
+    kinds = {one.kind for one in seen if one.kind}
+    if len(kinds) > 1:
+        raise DataError(f"feature {name!r} holds {' and '.join(sorted(kinds))}", where=where)
+    kind = kinds.pop() if kinds else "float"
+    counts = {one.values for one in seen}
+    fixed = len(counts) == 1 and kind != "bytes" and counts != {0}
+    count = counts.pop() if fixed else 0
+    role: Any = "target" if name.lower() in TARGETS else "input"
+    return Column(
+        name=name,
+        dtype=_DTYPES[kind],  # type: ignore[arg-type]
+        shape=(count,) if count > 1 else (),
+        ragged=not fixed,
+        role=role,
+        default=0 if len(seen) < total else None,
+        lengths=f"{name}_lengths" if not fixed and role == "input" else None,
+    )
+
+
+def features_of(record: bytes) -> dict[str, Seen]:
+    """Kind and number of values of each feature of an Example."""
+    found = {}
+    for number, features in _fields(record):
+        if number != 1:
+            continue
+        for key, entry in _fields(features):
+            if key == 1:
+                parts = dict(_fields(entry))
+                found[bytes(parts.get(1, b"")).decode()] = _seen(parts.get(2, b""))
+    return found
+
+
+def _seen(feature: Any) -> Seen:
+    kind, count = "", 0
+    for number, values in _fields(feature):
+        kind = _KINDS.get(number, "")
+        count += sum(_count(kind, value) for key, value in _fields(values) if key == 1)
+    return Seen(kind, count)
+
+
+def _count(kind: str, value: Any) -> int:
+    if isinstance(value, int):  # not packed
+        return 1
+    if kind == "bytes":
+        return len(value)
+    if kind == "float":
+        return len(value) // 4 or 1
+    return sum(byte < 128 for byte in value)
+
+
+def _fields(data: Any) -> Iterator[tuple[int, Any]]:
+    """Number and value of each field; integers for those that have no length."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        wire = tag & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield tag >> 3, value
+            continue
+        if wire == 2:
+            size, at = _varint(data, at)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+        else:
+            raise ValueError(f"wire type {wire}")
+        if at + size > len(data):
+            raise ValueError("a field ends beyond the record")
+        yield tag >> 3, data[at : at + size] if wire == 2 else 0
+        at += size
+
+
+def _varint(data: Any, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+        if shift > 63:
+            raise ValueError("a varint of more than ten bytes")

@@ -1,0 +1,56 @@
+"""Any map-style torch Dataset as a source of samples, for stages to be written behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
+
+from flatout.data.sources.iterable import name_digest
+from flatout.errors import DataError
+
+if TYPE_CHECKING:
+    from flatout.data.pipeline import Pipeline
+
+
+class DatasetRows:
+    """Samples of a Dataset by number; what they are is known once one was taken.
+
+    Attributes:
+        dataset: the user's.
+        rows: how many samples it has.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.rows = len(dataset)
+
+    @property
+    def digest(self) -> str:
+        """Over the Dataset's class and length: reading samples may cost much."""
+        return name_digest(self.dataset, self.rows)
+
+    def describe(self) -> str:
+        """Such as "1,797 samples of Digits"."""
+        return f"{self.rows:,} samples of {type(self.dataset).__name__}"
+
+
+def torch_dataset(dataset: Any) -> Pipeline:
+    """Samples of a map-style Dataset: x, (x, y) or (x, y, weight), as tensors, arrays or numbers.
+
+    `Trainer.fit` and `as_source` also take a Dataset as it is; this is for stages behind it. Where
+    it draws from the global generators, as augmentations do, it runs in the thread that iterates.
+
+    Raises:
+        DataError: it has no samples, or no length.
+    """
+    from flatout.data.pipeline import Pipeline
+
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"expected a Dataset with __getitem__, found {type(dataset).__name__}",
+            do="pass an IterableDataset to fit as it is, or in a DataLoader",
+        )
+    if len(dataset) == 0:
+        raise DataError("the dataset is empty: expected at least 1 sample, found 0")
+    return Pipeline(DatasetRows(dataset))

@@ -1,0 +1,174 @@
+"""The stages that a user writes behind a source of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from flatout.data.cut import Last
+from flatout.data.plan import check_batch_size
+from flatout.data.stages import (
+    Batch,
+    Cache,
+    Filter,
+    Map,
+    Prefetch,
+    Repeat,
+    Shard,
+    Shuffle,
+    Split,
+    Stage,
+)
+from flatout.errors import DataError
+
+if TYPE_CHECKING:
+    from flatout.data.cache import Where
+    from flatout.data.pipeline import Pipeline
+
+_BY_LENGTH_WINDOW = 64
+
+
+class Staged:
+    """What stages can be written behind."""
+
+    def _with(self, stage: Stage) -> Pipeline:
+        raise NotImplementedError
+
+    def shuffle(self, seed: int = 0, *, window: int | None = None) -> Pipeline:
+        """A new order every epoch, a function of (seed, epoch) alone.
+
+        Args:
+            seed: of the orders.
+            window: shuffle only among so many neighbours, for streams and for files that do not fit
+                in memory; None shuffles all.
+        """
+        if window is not None and window < 2:
+            raise DataError(f"shuffle: a window has at least 2 rows, found {window}")
+        return self._with(Shuffle(seed, window))
+
+    def map(self, function: Callable[..., Any]) -> Pipeline:
+        """A function of each sample, or, behind `batch`, of each whole batch.
+
+        It gets what the model would get: `function(inputs)`, `function(inputs, targets)`, or with
+        the weight, as tensors; and gives x, (x, y) or (x, y, weight). With a parameter `rng` it
+        gets a numpy Generator that depends on (seed, epoch, sample) alone. A function that draws
+        from the global generators runs in the thread that iterates.
+        """
+        return self._with(Map(_callable("map", function)))
+
+    def filter(self, function: Callable[..., Any]) -> Pipeline:
+        """Only the samples for which the function is true; it gets what `map` gives.
+
+        One pass over all samples finds them, so that they can be counted and shuffled.
+        """
+        return self._with(Filter(_callable("filter", function)))
+
+    def batch(self, size: int, *, last: Last = "keep", by_length: bool | int = False) -> Pipeline:
+        """Global batches of `size` samples.
+
+        Args:
+            size: samples of a batch, over all ranks.
+            last: of a smaller last batch: "keep" it, "drop" it, or "pad" it to `size` with samples
+                of its own that weigh nothing.
+            by_length: bring rows of about the same length together, among so many batches; True
+                means 64. It saves padding and changes the order.
+        """
+        if last not in ("keep", "drop", "pad"):
+            raise DataError(f"last: expected 'keep', 'drop' or 'pad', found {last!r}")
+        window = _BY_LENGTH_WINDOW if by_length is True else int(by_length) or None
+        return self._with(Batch(check_batch_size(size), last, window))
+
+    def cache(self, where: Where = "auto", *, folder: str | None = None) -> Pipeline:
+        """Keep samples as they are here, so that they are read and made once.
+
+        Args:
+            where: "memory", "disk", or "auto": memory where it fits, else the disk. The size counts
+                decoded; where it does not fit, that is an error with the numbers.
+            folder: on the disk, where; None means the cache folder.
+        """
+        if where not in ("auto", "memory", "disk"):
+            raise DataError(f"cache: expected 'auto', 'memory' or 'disk', found {where!r}")
+        return self._with(Cache(where, folder))
+
+    def repeat(self, times: int) -> Pipeline:
+        """Several passes as one epoch, each in an order of its own."""
+        return self._with(Repeat(check_batch_size(times)))
+
+    def split(
+        self,
+        fraction: float,
+        *,
+        by: Literal["random", "order"] = "random",
+        seed: int = 0,
+        stratify: bool = False,
+    ) -> tuple[Pipeline, Pipeline]:
+        """Two pipelines over different samples, with the same stages.
+
+        Args:
+            fraction: of the samples in the first part.
+            by: "random", a function of `seed`; or "order": the first part comes before the second,
+                as days do.
+            seed: of the choice.
+            stratify: share out each class alike.
+
+        Raises:
+            DataError: the fraction is not between 0 and 1, or stratify goes with by="order".
+        """
+        if not 0 < fraction < 1:
+            raise DataError(f"split: expected a fraction between 0 and 1, found {fraction}")
+        if by not in ("random", "order"):
+            raise DataError(f"split: by is 'random' or 'order', found {by!r}")
+        if stratify and by == "order":
+            raise DataError("split: stratify shares out at random, so it cannot go by order")
+        first, second = (
+            self._with(Split(fraction, own, by, seed, stratify)) for own in (True, False)
+        )
+        return first, second
+
+    def prefetch(self, device: str, *, depth: int = 2) -> Pipeline:
+        """Copy batches to a device while the ones before are computed on.
+
+        A Trainer does that by itself where it trains on a GPU.
+
+        Args:
+            device: as torch names it.
+            depth: batches on their way at once; 2 is double buffering.
+        """
+        return self._with(Prefetch(device, check_batch_size(depth)))
+
+    def shard(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        by: Literal["batch", "files", "rows"] = "batch",
+        presharded: bool = False,
+        steps: int | None = None,
+    ) -> Pipeline:
+        """The part of one rank. All ranks make equally many steps; no sample is lost or repeated.
+
+        Args:
+            rank: from 0.
+            world_size: how many ranks there are.
+            by: "batch" gives every rank its share of each global batch, so that the order is the
+                same on any number of ranks; "files" and "rows" give it samples of its own, which
+                spares reading what others read.
+            presharded: the files here are this rank's alone already, as ShardedByS3Key leaves them.
+            steps: with `presharded`, batches in an epoch, the same number on every rank.
+        """
+        if not 0 <= rank < world_size:
+            raise DataError(f"shard: expected a rank from 0 to {world_size - 1}, found {rank}")
+        if by not in ("batch", "files", "rows"):
+            raise DataError(f"shard: by is 'batch', 'files' or 'rows', found {by!r}")
+        if presharded and steps is None:
+            raise DataError(
+                "shard(presharded=True): no rank knows how many samples the others have",
+                do="pass steps=, the same on every rank: samples of all ranks / batch size",
+            )
+        return self._with(Shard(rank, world_size, by, presharded, steps))
+
+
+def _callable(stage: str, function: Any) -> Callable[..., Any]:
+    if not callable(function):
+        raise DataError(f"{stage} wants a function, found {type(function).__name__}")
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,96 @@
+"""What a user may write behind a source, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from flatout.data.cut import Last
+
+if TYPE_CHECKING:
+    from flatout.data.cache import Where
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """A new order every epoch; within a window of rows where `window` says so."""
+
+    seed: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Map:
+    """A user's function: of one sample before `Batch`, of a whole batch behind it."""
+
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Only the samples for which a user's function is true."""
+
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Global batches of `size` samples."""
+
+    size: int
+    last: Last = "keep"
+    window: int | None = None  # of batches within which rows of equal length come together
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Samples are kept as they are here."""
+
+    where: Where
+    folder: str | None = None
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Several passes as one epoch."""
+
+    times: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """One of the two parts of the samples."""
+
+    fraction: float
+    first: bool
+    by: Literal["random", "order"]
+    seed: int
+    stratify: bool
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Batches are copied to a device ahead of need."""
+
+    device: str
+    depth: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part."""
+
+    rank: int
+    world_size: int
+    by: Literal["batch", "files", "rows"] = "batch"
+    presharded: bool = False
+    steps: int | None = None
+
+
+Stage: TypeAlias = Shuffle | Map | Filter | Batch | Cache | Repeat | Split | Shard | Prefetch
+
+
+def words(stage: Stage) -> str:
+    """Short, for people, such as "shuffle" or "batch"."""
+    return type(stage).__name__.lower()

@@ -1,0 +1,29 @@
+"""Rows that are lines of text."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flatout.data.decoder import Bytes, Split
+from flatout.kernels import lines
+
+_BACK = 1 << 16
+
+
+def split_lines(buffer: Bytes, final: bool, comment: bytes | None) -> Split:
+    """Whole lines of a buffer; blank ones are no rows, nor those that begin with `comment`."""
+    whole = len(buffer) if final else _last_newline(buffer) + 1
+    starts, ends = lines.index_lines(buffer, 0, whole, skip_blank=True, comment=comment)
+    return Split(starts, ends, whole)
+
+
+def _last_newline(buffer: Bytes) -> int:
+    """Where the last newline is, or -1."""
+    stop = len(buffer)
+    while stop:
+        start = max(0, stop - _BACK)
+        found = np.flatnonzero(buffer[start:stop] == 10)
+        if len(found):
+            return start + int(found[-1])
+        stop = start
+    return -1

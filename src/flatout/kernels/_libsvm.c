@@ -1,0 +1,330 @@
+/* Rows of LibSVM text to arrays.
+
+   Everything that comes in is checked here, whatever the caller checked before: a wrong buffer is a
+   ValueError, a row that is not as it should be gets a status, and nothing crashes. The parser
+   itself is in _libsvm_core.h. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include "_libsvm_core.h"
+
+/* All buffers that a call may have; those from LABELS on are written. */
+enum { TEXT, STARTS, ENDS, OFFSETS, LABELS, QID, STATUS, AT, LENGTHS, IDS, VALUES, OUT, VIEWS };
+
+static const char *const NAMES[VIEWS] = {"buffer", "starts", "ends",    "offsets", "labels", "qid",
+                                         "status", "at",     "lengths", "ids",     "values", "out"};
+
+static int refuse(int which, const char *expected)
+{
+    PyErr_Format(PyExc_ValueError, "%s: expected %s", NAMES[which], expected);
+    return 0;
+}
+
+/* Take hold of what is given; NULL and None are not. */
+static int get_buffers(PyObject *const *given, Py_buffer *views)
+{
+    for (int which = 0; which < VIEWS; which++) {
+        int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (which >= LABELS ? PyBUF_WRITABLE : 0);
+        if (given[which] == NULL || (which == QID && given[which] == Py_None))
+            continue;
+        if (PyObject_GetBuffer(given[which], &views[which], flags) == 0)
+            continue;
+        /* numpy says ValueError and the standard library BufferError for the same thing. */
+        if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError)) {
+            PyErr_Clear();
+            refuse(which, which >= LABELS ? "C-contiguous memory that can be written"
+                                          : "C-contiguous memory");
+        }
+        return 0;
+    }
+    return 1;
+}
+
+static void release(Py_buffer *views)
+{
+    for (int which = 0; which < VIEWS; which++)
+        PyBuffer_Release(&views[which]);
+}
+
+static int is_given(const Py_buffer *view)
+{
+    return view->obj != NULL;
+}
+
+/* The one letter of a native single-item format, or 0. No format at all means bytes. */
+static char letter(const Py_buffer *view)
+{
+    const char *format = view->format;
+    if (format == NULL)
+        return 'B';
+    if (*format == '@' || *format == '=')
+        format++;
+    return format[0] != 0 && format[1] == 0 ? format[0] : 0;
+}
+
+/* What native, aligned numbers a buffer holds. */
+static Kind kind_of(const Py_buffer *view)
+{
+    char kind = letter(view);
+    int is_integer = kind == 'i' || kind == 'l' || kind == 'q';
+    if (view->itemsize < 4 || (uintptr_t)view->buf % (size_t)view->itemsize != 0)
+        return NOTHING;
+    if (view->itemsize == 4)
+        return kind == 'f' ? FLOAT32 : is_integer ? INT32 : NOTHING;
+    return view->itemsize != 8 ? NOTHING : kind == 'd' ? FLOAT64 : is_integer ? INT64 : NOTHING;
+}
+
+static int check_bytes(const Py_buffer *views, int which)
+{
+    if (views[which].ndim == 1 && letter(&views[which]) == 'B')
+        return 1;
+    return refuse(which, "one dimension of uint8");
+}
+
+/* One dimension of `count` numbers of a kind; or of any number of them where it is -1. */
+static int check_numbers(const Py_buffer *views, int which, Kind kind, const char *words,
+                         int64_t count)
+{
+    const Py_buffer *view = &views[which];
+    if (view->ndim != 1 || kind_of(view) != kind) {
+        PyErr_Format(PyExc_ValueError, "%s: expected one dimension of native, aligned %s",
+                     NAMES[which], words);
+        return 0;
+    }
+    if (count >= 0 && view->shape[0] != count) {
+        PyErr_Format(PyExc_ValueError, "%s: expected %lld numbers, found %zd", NAMES[which],
+                     (long long)count, view->shape[0]);
+        return 0;
+    }
+    return 1;
+}
+
+static int check_apart(const Py_buffer *views)
+{
+    for (int one = LABELS; one < VIEWS; one++) {
+        for (int other = 0; other < one; other++) {
+            uintptr_t a = (uintptr_t)views[one].buf, b = (uintptr_t)views[other].buf;
+            if (views[one].len > 0 && views[other].len > 0 && a < b + (uintptr_t)views[other].len &&
+                b < a + (uintptr_t)views[one].len) {
+                PyErr_Format(PyExc_ValueError, "%s shares memory with %s", NAMES[one],
+                             NAMES[other]);
+                return 0;
+            }
+        }
+    }
+    return 1;
+}
+
+/* What all calls have. */
+static int check_rows(Libsvm *job, const Py_buffer *views)
+{
+    job->text = views[TEXT].buf;
+    job->bytes = views[TEXT].len;
+    job->starts = views[STARTS].buf;
+    job->ends = views[ENDS].buf;
+    job->labels = views[LABELS].buf;
+    job->label_kind = kind_of(&views[LABELS]);
+    job->qid = views[QID].buf;
+    job->status = views[STATUS].buf;
+    job->at = views[AT].buf;
+    job->rows = views[STARTS].ndim == 1 ? views[STARTS].shape[0] : 0;
+    if (!check_bytes(views, TEXT) || !check_numbers(views, STARTS, INT64, "int64", -1) ||
+        !check_numbers(views, ENDS, INT64, "int64", job->rows) ||
+        !check_numbers(views, AT, INT64, "int64", job->rows) || !check_bytes(views, STATUS) ||
+        (is_given(&views[QID]) && !check_numbers(views, QID, INT64, "int64", job->rows)))
+        return 0;
+    if (views[STATUS].shape[0] != job->rows)
+        return refuse(STATUS, "a byte for each row");
+    if (job->label_kind == NOTHING || job->label_kind == INT32)
+        return refuse(LABELS, "native, aligned float32, float64 or int64");
+    if (!check_numbers(views, LABELS, job->label_kind, "numbers", job->rows))
+        return 0;
+    if (job->base < 0 || job->base > 1) {
+        PyErr_Format(PyExc_ValueError, "base: expected 0 or 1, found %lld", (long long)job->base);
+        return 0;
+    }
+    if (job->limit < 0) {
+        PyErr_Format(PyExc_ValueError, "limit: expected 0 or more, found %lld",
+                     (long long)job->limit);
+        return 0;
+    }
+    return check_apart(views);
+}
+
+static int check_offsets(const Libsvm *job)
+{
+    int64_t before = 0;
+    for (int64_t i = 0; i <= job->rows; i++) {
+        if (job->offsets[i] < before || job->offsets[i] > job->items) {
+            PyErr_Format(PyExc_ValueError,
+                         "offsets: expected numbers that ascend from 0 to at most %lld, found %lld "
+                         "at %lld",
+                         (long long)job->items, (long long)job->offsets[i], (long long)i);
+            return 0;
+        }
+        before = job->offsets[i];
+    }
+    return 1;
+}
+
+static int64_t run(Libsvm *job)
+{
+    int64_t bad;
+    Py_BEGIN_ALLOW_THREADS
+    bad = libsvm_read(job, fastest());
+    Py_END_ALLOW_THREADS
+    return bad;
+}
+
+PyDoc_STRVAR(survey_doc,
+"survey(buffer, starts, ends, labels, qid, lengths, status, at, base, limit, room, label_as,\n"
+"value_as)\n--\n\n"
+"Read rows, and write all but their pairs. Returns how many are bad, and the smallest and the\n"
+"largest index of the others.");
+
+static Kind kind_named(const char *name)
+{
+    return strcmp(name, "float32") == 0   ? FLOAT32
+           : strcmp(name, "float64") == 0 ? FLOAT64
+           : strcmp(name, "int64") == 0   ? INT64
+                                          : NOTHING;
+}
+
+static PyObject *survey(PyObject *module, PyObject *args)
+{
+    PyObject *given[VIEWS] = {NULL}, *answer = NULL;
+    Py_buffer views[VIEWS] = {{0}};
+    long long base, limit, room;
+    const char *label_as, *value_as;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOLLLss:survey", &given[TEXT], &given[STARTS], &given[ENDS],
+                          &given[LABELS], &given[QID], &given[LENGTHS], &given[STATUS], &given[AT],
+                          &base, &limit, &room, &label_as, &value_as))
+        return NULL;
+    Libsvm job = {.sink = SURVEY, .base = base, .limit = limit, .low = INT64_MAX, .high = -1};
+    job.label_as = kind_named(label_as);
+    job.value_as = kind_named(value_as);
+    job.room = room < INT32_MAX ? room : INT32_MAX;
+    if (!get_buffers(given, views) || !check_rows(&job, views) ||
+        !check_numbers(views, LENGTHS, INT32, "int32", job.rows))
+        goto done;
+    if (job.label_as == NOTHING || job.value_as == NOTHING || job.value_as == INT64 || room < 0) {
+        PyErr_SetString(PyExc_ValueError, "expected labels as float32, float64 or int64, values as "
+                                          "float32 or float64, and a width of 0 or more");
+        goto done;
+    }
+    if (job.label_kind != FLOAT64) {
+        refuse(LABELS, "float64");
+        goto done;
+    }
+    job.lengths = views[LENGTHS].buf;
+    long long bad = run(&job);
+    answer = Py_BuildValue("LLL", bad, (long long)job.low, (long long)job.high);
+done:
+    release(views);
+    return answer;
+}
+
+PyDoc_STRVAR(parse_doc,
+"parse(buffer, starts, ends, offsets, labels, qid, ids, values, status, at, base, limit)\n--\n\n"
+"Read rows; the pairs of row i go to ids and values from offsets[i] on. Returns how many are bad.");
+
+static PyObject *parse(PyObject *module, PyObject *args)
+{
+    PyObject *given[VIEWS] = {NULL}, *answer = NULL;
+    Py_buffer views[VIEWS] = {{0}};
+    long long base, limit;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOLL:parse", &given[TEXT], &given[STARTS], &given[ENDS],
+                          &given[OFFSETS], &given[LABELS], &given[QID], &given[IDS], &given[VALUES],
+                          &given[STATUS], &given[AT], &base, &limit))
+        return NULL;
+    Libsvm job = {.sink = PAIRS, .base = base, .limit = limit};
+    if (!get_buffers(given, views) || !check_rows(&job, views) ||
+        !check_numbers(views, OFFSETS, INT64, "int64", job.rows + 1))
+        goto done;
+    job.label_as = job.label_kind;
+    job.value_as = kind_of(&views[VALUES]);
+    job.id_kind = kind_of(&views[IDS]);
+    if (job.id_kind != INT32 && job.id_kind != INT64) {
+        refuse(IDS, "native, aligned int32 or int64");
+        goto done;
+    }
+    if (job.value_as != FLOAT32 && job.value_as != FLOAT64) {
+        refuse(VALUES, "native, aligned float32 or float64");
+        goto done;
+    }
+    if (!check_numbers(views, IDS, job.id_kind, "numbers", -1) ||
+        !check_numbers(views, VALUES, job.value_as, "numbers", views[IDS].shape[0]))
+        goto done;
+    job.offsets = views[OFFSETS].buf;
+    job.items = views[IDS].shape[0];
+    job.ids = views[IDS].buf;
+    job.values = views[VALUES].buf;
+    if (job.id_kind == INT32 && job.limit > (int64_t)INT32_MAX + 1)
+        job.limit = (int64_t)INT32_MAX + 1;
+    if (check_offsets(&job))
+        answer = PyLong_FromLongLong(run(&job));
+done:
+    release(views);
+    return answer;
+}
+
+PyDoc_STRVAR(dense_doc,
+"dense(buffer, starts, ends, labels, qid, out, status, at, base, limit)\n--\n\n"
+"Read rows to vectors of `limit` float32 each. Returns how many are bad.");
+
+static PyObject *dense(PyObject *module, PyObject *args)
+{
+    PyObject *given[VIEWS] = {NULL}, *answer = NULL;
+    Py_buffer views[VIEWS] = {{0}};
+    long long base, limit;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOLL:dense", &given[TEXT], &given[STARTS], &given[ENDS],
+                          &given[LABELS], &given[QID], &given[OUT], &given[STATUS], &given[AT],
+                          &base, &limit))
+        return NULL;
+    Libsvm job = {.sink = DENSE, .base = base, .limit = limit, .value_as = FLOAT32};
+    if (!get_buffers(given, views) || !check_rows(&job, views))
+        goto done;
+    job.label_as = job.label_kind;
+    if (views[OUT].ndim != 2 || kind_of(&views[OUT]) != FLOAT32 ||
+        views[OUT].shape[0] != job.rows || views[OUT].shape[1] != job.limit) {
+        PyErr_Format(PyExc_ValueError,
+                     "out: expected native, aligned float32 of shape (%lld, %lld)",
+                     (long long)job.rows, (long long)job.limit);
+        goto done;
+    }
+    job.out = views[OUT].buf;
+    answer = PyLong_FromLongLong(run(&job));
+done:
+    release(views);
+    return answer;
+}
+
+static PyMethodDef methods[] = {
+    {"survey", survey, METH_VARARGS, survey_doc},
+    {"parse", parse, METH_VARARGS, parse_doc},
+    {"dense", dense, METH_VARARGS, dense_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_libsvm",
+    .m_doc = "Rows of LibSVM text.",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__libsvm(void)
+{
+    return PyModuleDef_Init(&definition);
+}

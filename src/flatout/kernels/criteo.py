@@ -1,0 +1,270 @@
+"""Rows of Criteo's click logs to columns: a label, integers, hexadecimal categories.
+
+The C extension and its twin in plain Python give the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.kernels import absent
+
+try:
+    from flatout.kernels import _criteo as _c
+except ImportError:
+    _c = None  # type: ignore[assignment]
+
+_use_c = _c is not None and absent.WANTED
+# Tests set this, to see what processors without AVX2 do.
+_is_plain = False
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+_NUMBERS = ("float32", "int64", "int32")
+_LARGEST = float(np.finfo(np.float32).max)
+_HEX = frozenset(b"0123456789abcdefABCDEF")
+
+
+class Bad(IntEnum):
+    """What is wrong with a row."""
+
+    TOO_FEW_FIELDS = 1
+    TOO_MANY_FIELDS = 2
+    LABEL = 3
+    INTEGER = 4
+    INTEGER_OVERFLOW = 5
+    HEX = 6
+    HEX_TOO_LONG = 7
+    OUTSIDE = 8
+
+    @property
+    def words(self) -> str:
+        """What was expected, and what was found."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Bad.TOO_FEW_FIELDS: "expected a tab and another field, found the end of the row",
+    Bad.TOO_MANY_FIELDS: "expected the end of the row, found a tab and another field",
+    Bad.LABEL: "expected a label of decimal digits, found something else",
+    Bad.INTEGER: "expected decimal digits, with or without a minus, or nothing; "
+    "found something else",
+    Bad.INTEGER_OVERFLOW: "expected an integer that fits into its dtype, found a larger one",
+    Bad.HEX: "expected hexadecimal digits or nothing, found something else",
+    Bad.HEX_TOO_LONG: "expected at most 8 hexadecimal digits, found more",
+    Bad.OUTSIDE: "expected a row inside the buffer, found a byte range that is not",
+}
+
+
+def available() -> bool:
+    """Whether the C extension runs; otherwise its twin does."""
+    return _use_c
+
+
+def parse(
+    buffer: Any,
+    starts: Numbers,
+    ends: Numbers,
+    *,
+    labels: npt.NDArray[Any] | None,
+    integers: npt.NDArray[Any],
+    categories: npt.NDArray[Any],
+    status: npt.NDArray[np.uint8],
+    at: Numbers,
+    missing_integer: float = 0,
+    missing_category: int = 0,
+    buckets: int = 0,
+    has_label: bool = True,
+) -> int:
+    """Parse the rows `buffer[starts[i]:ends[i]]`.
+
+    A row is a label (an integer), then integers, then categories of 1 to 8 hexadecimal digits, with
+    a tab between each two. Integers and categories may be empty. An integer is at fault beyond the
+    limits of its dtype, or of int64 where that is float32.
+
+    Args:
+        buffer: C-contiguous memory with the buffer protocol: bytes, a memory map, an array.
+        starts: first byte of each row, int64 of shape (rows,).
+        ends: one after the last byte, where a newline may stand.
+        labels: float32, int32 or int64 of shape (rows,) to write into; None drops them.
+        integers: float32, int32 or int64 of shape (rows, integers in a row) to write into.
+        categories: int32 or int64 of shape (rows, categories in a row) to write into. Without
+            `buckets`, int32 gets the same 32 bits, so that 80000000 and more come out negative.
+        status: uint8 of shape (rows,) to write into: 0 for a good row, else a `Bad`.
+        at: int64 of shape (rows,): where in the buffer a bad row goes wrong. Places of good rows
+            stay as they are. All other outputs of a bad row become 0.
+        missing_integer: what an empty integer becomes; float32 also takes NaN.
+        missing_category: what an empty category becomes, as it is: not modulo `buckets`.
+        buckets: write the category modulo this; 0 writes it whole. int32 takes at most 2^31.
+        has_label: whether rows begin with a label.
+
+    Returns:
+        How many rows are bad.
+
+    Raises:
+        ValueError: an array has another dtype, shape or memory layout, arrays share memory, or a
+            number does not fit. Nothing is written.
+    """
+    if _c is None:
+        absent.say_once()
+    missing_integer = _fitting("missing_integer", missing_integer, integers.dtype)
+    missing_category = int(_fitting("missing_category", missing_category, categories.dtype))
+    if not 0 <= buckets <= (2**31 if categories.dtype == np.int32 else 2**63 - 1):
+        raise ValueError(
+            "buckets: expected 0 or more, at most 2^31 for int32 and below 2^63 for int64; found "
+            f"{buckets}"
+        )
+    arrays = (starts, ends, labels, integers, categories, status, at)
+    numbers = (missing_integer, missing_category, buckets)
+    if _use_c:
+        return _c.parse(buffer, *arrays, has_label, *numbers, _is_plain)
+    return _parse_twin(buffer, *arrays, has_label, *numbers)
+
+
+def _fitting(name: str, value: float, dtype: np.dtype[Any]) -> float:
+    if dtype == np.float32:
+        number = float(value)
+        if math.isnan(number) or abs(number) <= _LARGEST:
+            return number
+    elif isinstance(value, int) or float(value).is_integer():
+        half = 2**31 if dtype == np.int32 else 2**63
+        if -half <= value < half:
+            return int(value)
+    raise ValueError(f"{name}: expected a number that fits into {dtype}, found {value}")
+
+
+def _text(buffer: Any) -> npt.NDArray[np.uint8]:
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise ValueError("buffer: expected C-contiguous memory")
+    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+
+
+def _check(
+    name: str,
+    array: npt.NDArray[Any],
+    dtypes: tuple[str, ...],
+    dims: int,
+    rows: int,
+    is_written: bool = True,
+) -> None:
+    if array.dtype not in map(np.dtype, dtypes) or array.ndim != dims or len(array) != rows:
+        raise ValueError(
+            f"{name}: expected {' or '.join(dtypes)} in {dims} dimension(s) with {rows} rows, "
+            f"found {array.dtype} of shape {array.shape}"
+        )
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned and (flags.writeable or not is_written)):
+        raise ValueError(f"{name}: expected C-contiguous, aligned memory, writable for outputs")
+
+
+def _check_apart(written: list[npt.NDArray[Any]], read: list[npt.NDArray[Any]]) -> None:
+    for number, one in enumerate(written):
+        if any(np.may_share_memory(one, other) for other in read + written[:number]):
+            raise ValueError("an array to write into shares memory with another one")
+
+
+class _Wrong(Exception):
+    """A row that is not as it should be, and its byte where that is seen."""
+
+    def __init__(self, bad: Bad, at: int) -> None:
+        self.bad = bad
+        self.at = at
+
+
+def _parse_twin(
+    buffer: Any,
+    starts: Numbers,
+    ends: Numbers,
+    labels: npt.NDArray[Any] | None,
+    integers: npt.NDArray[Any],
+    categories: npt.NDArray[Any],
+    status: npt.NDArray[np.uint8],
+    at: Numbers,
+    has_label: bool,
+    missing_integer: float,
+    missing_category: int,
+    buckets: int,
+) -> int:
+    text = _text(buffer)
+    outputs = [("integers", integers, _NUMBERS, 2), ("categories", categories, _NUMBERS[1:], 2)]
+    outputs += [("status", status, ("uint8",), 1), ("at", at, ("int64",), 1)]
+    if labels is not None:
+        outputs.append(("labels", labels, _NUMBERS, 1))
+    _check("starts", starts, ("int64",), 1, starts.size, is_written=False)
+    _check("ends", ends, ("int64",), 1, starts.size, is_written=False)
+    for name, array, dtypes, dims in outputs:
+        _check(name, array, dtypes, dims, starts.size)
+    _check_apart([array for _, array, _, _ in outputs], [text, starts, ends])
+    if labels is not None and not has_label:
+        raise ValueError("labels: expected None, because the rows have none")
+    if has_label + integers.shape[1] + categories.shape[1] == 0:
+        raise ValueError("categories: expected at least one field in a row")
+    label_dtype = np.dtype(np.int64) if labels is None else labels.dtype
+
+    def row_of(start: int, end: int) -> tuple[int, list[float], list[int]]:
+        if not 0 <= start <= end <= len(text):
+            raise _Wrong(Bad.OUTSIDE, start)
+        fields = text[start:end].tobytes().split(b"\t")
+        label, numbers, hashes = 0, [], []
+        for field in range(has_label + integers.shape[1] + categories.shape[1]):
+            if field == len(fields):
+                raise _Wrong(Bad.TOO_FEW_FIELDS, end)
+            found = fields[field]
+            if field < has_label:
+                label = _integer(found, start, label_dtype, Bad.LABEL)
+            elif field < has_label + integers.shape[1]:
+                number = _integer(found, start, integers.dtype, Bad.INTEGER) if found else None
+                numbers.append(missing_integer if number is None else number)
+            else:
+                hashes.append(_category(found, start, buckets) if found else missing_category)
+            start += len(found) + 1
+        if start <= end:
+            raise _Wrong(Bad.TOO_MANY_FIELDS, start - 1)
+        return label, numbers, hashes
+
+    bad = 0
+    for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        try:
+            label, numbers, hashes = row_of(start, end)
+            status[row] = 0
+        except _Wrong as wrong:
+            label, numbers, hashes = 0, [0] * integers.shape[1], [0] * categories.shape[1]
+            status[row], at[row] = wrong.bad, wrong.at
+            bad += 1
+        if labels is not None:
+            labels[row] = label
+        integers[row] = numbers
+        categories[row] = np.array(hashes, np.int64).astype(categories.dtype)
+    return bad
+
+
+def _integer(field: bytes, start: int, dtype: np.dtype[Any], bad: Bad) -> int:
+    sign = len(field) - len(field.removeprefix(b"-"))
+    for place in range(sign, len(field)):
+        if not 0x30 <= field[place] <= 0x39:
+            raise _Wrong(bad, start + place)
+    if sign == len(field):
+        raise _Wrong(bad, start + sign)
+    # Python refuses to read some thousands of digits; 20 are too many already.
+    digits = field[sign:].lstrip(b"0") or b"0"
+    value = int(digits[:20]) * (-1 if sign else 1)
+    limits = np.iinfo(np.int32 if dtype == np.int32 else np.int64)
+    if not limits.min <= value <= limits.max:
+        raise _Wrong(Bad.INTEGER_OVERFLOW, start)
+    return value
+
+
+def _category(field: bytes, start: int, buckets: int) -> int:
+    for place, byte in enumerate(field):
+        if byte not in _HEX:
+            raise _Wrong(Bad.HEX, start + place)
+        if place == 8:
+            raise _Wrong(Bad.HEX_TOO_LONG, start + place)
+    value = int(field, 16)
+    return value % buckets if buckets else value

@@ -1,0 +1,52 @@
+"""The mushrooms of UCI, from text, TFRecord and row cache: the same weights from all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from flatout.data.convert import convert
+
+import flatout
+from flatout.recipe import Compute, Process, Recipe
+
+FOLDER = Path(__file__).parents[3] / "shared" / "data" / "agaricus"
+RECIPE = Recipe(
+    compute=Compute(
+        precision="fp32",
+        memory_format="contiguous",
+        rewrites="off",
+        fused_optimizer="off",
+        compile="off",
+        matmul_precision="highest",
+    ),
+    process=Process(threads=1),
+)
+
+pytestmark = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason="agaricus is absent: ../shared/data is not beside the project"
+)
+
+
+def fit(train, test):
+    torch.manual_seed(0)
+    width = train.schema["features"].shape[0]
+    model = torch.nn.Sequential(torch.nn.Linear(width, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    trainer = flatout.Trainer(model, lr=0.01, metrics=["accuracy"], recipe=RECIPE)
+    trainer.fit(train.shuffle(seed=1).batch(64), epochs=5, progress=False)
+    accuracy = trainer.evaluate(test.batch(512))["accuracy"]
+    return accuracy, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_text_tfrecord_and_row_cache_train_to_the_same_weights(tmp_path):
+    text = flatout.data.libsvm(FOLDER / "agaricus_train.libsvm")
+    test = flatout.data.libsvm(FOLDER / "agaricus_test.libsvm", schema=text.schema)
+    assert (text.batch(1).samples, test.batch(1).samples) == (6513, 1611)
+    convert(text, tmp_path / "train.tfrecord", shards=3)
+    convert(text, tmp_path / "train.rows")
+    records = flatout.data.tfrecord(tmp_path / "train*.tfrecord")
+    rows = flatout.data.rows(tmp_path / "train.rows")
+    (accuracy, weights), *others = (fit(train, test) for train in (text, records, rows))
+    assert accuracy == 1.0
+    for other_accuracy, other_weights in others:
+        assert other_accuracy == 1.0
+        assert all(map(torch.equal, weights, other_weights))

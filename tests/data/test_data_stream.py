@@ -1,0 +1,130 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+from data_made_up import MadeUp, same
+
+from flatout.data.pipeline import Pipeline
+from flatout.errors import DataError
+
+
+class Flow:
+    """Made-up rows that come in pieces of drawn sizes."""
+
+    def __init__(self, rows=50, sizes=0, pause=0.0, known=True):
+        self._made = MadeUp(rows)
+        self.schema = self._made.schema
+        self.rows = rows if known else None
+        self.count = rows
+        self.digest = f"flow {rows}"
+        self.opened = []
+        self._draw = np.random.default_rng(sizes)
+        self._pause = pause
+
+    def blocks(self, epoch, buffers):
+        self.opened.append(epoch)
+        start = 0
+        while start < self.count:
+            stop = min(self.count, start + int(self._draw.integers(1, 12)))
+            time.sleep(self._pause)
+            yield self._made.take(np.arange(start, stop), buffers)
+            start = stop
+
+    def describe(self):
+        return f"a flow of {self.rows} rows"
+
+    def notes(self):
+        return []
+
+
+def numbers(pipeline, epoch=0, start=0):
+    return [batch.indices.tolist() for batch in pipeline.batches(epoch, start)]
+
+
+def test_batches_do_not_depend_on_how_rows_come():
+    for sizes in range(3):
+        made = Pipeline(Flow(sizes=sizes)).batch(8)
+        assert all(map(same, made.batches(0), Pipeline(MadeUp(50)).batch(8).batches(0)))
+    assert made.steps == 7
+    assert made.counted
+    assert not made.seekable
+    assert Pipeline(Flow(known=False)).batch(8).steps is None
+
+
+def test_windows_are_shuffled_alike_however_rows_come():
+    found = [
+        numbers(Pipeline(Flow(sizes=sizes)).shuffle(seed=1, window=10).batch(8), 1)
+        for sizes in range(3)
+    ]
+    assert found[0] == found[1] == found[2]
+    everything = [n for batch in found[0] for n in batch]
+    assert sorted(everything) == list(range(50))
+    assert everything != list(range(50))
+    assert found[0] != numbers(Pipeline(Flow()).shuffle(seed=1, window=10).batch(8), 0)
+
+
+def test_functions_filters_and_ends():
+    made = Pipeline(Flow()).filter(lambda x, y: y != 2).map(lambda x, y: (x["x"] * 2, y))
+    batches = list(made.batch(8, last="drop").map(lambda x, y: (x + 1, y)).batches(0))
+    assert [batch.size for batch in batches] == [8] * 5
+    first = [n for n in range(50) if n % 5 != 2][:8]
+    assert batches[0].inputs[:, 0].tolist() == [2 * n + 1 for n in first]
+    assert made.batch(8).samples is None
+
+
+def test_a_resume_reads_what_comes_before_and_drops_it():
+    made = Pipeline(Flow()).shuffle(seed=1, window=10).batch(8)
+    assert numbers(made, 0, 3) == numbers(made, 0)[3:]
+    with pytest.raises(DataError, match="ended after 7 batches, but the run to resume had taken 9"):
+        numbers(made, 0, 9)
+
+
+def test_peeking_uses_nothing_up():
+    flow = Flow()
+    made = Pipeline(flow).batch(8)
+    ahead = made.peek(2)
+    assert len(ahead) == 2
+    found = list(made.batches(0))
+    assert all(map(same, found, Pipeline(MadeUp(50)).batch(8).batches(0)))
+    assert all(map(same, ahead, found))
+    assert flow.opened == [0]
+    numbers(made, 1)
+    assert flow.opened == [0, 1]
+
+
+def test_leaving_the_loop_ends_the_thread():
+    before = threading.active_count()
+    for _ in Pipeline(Flow(rows=5000, pause=0.001)).batch(8).batches(0):
+        break
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_an_error_in_the_stream_comes_to_the_loop():
+    class Broken(Flow):
+        def blocks(self, epoch, buffers):
+            yield from super().blocks(epoch, buffers)
+            raise DataError("the writer died", where="pipe: byte 7")
+
+    taken = []
+    with pytest.raises(DataError, match="the writer died"):
+        taken.extend(batch.size for batch in Pipeline(Broken()).batch(8).batches(0))
+    assert taken == [8] * 6
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: p.shuffle(1).batch(4), "shuffled only among rows that are near"),
+        (lambda p: p.batch(4).cache(), "cache wants rows that can be found by number"),
+        (lambda p: p.batch(4).split(0.5)[0], "split wants rows"),
+        (lambda p: p.batch(4).shard(0, 2), "shard wants rows"),
+        (lambda p: p.batch(4, last="pad"), 'last="pad"'),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(make, words):
+    with pytest.raises(DataError, match=words):
+        list(make(Pipeline(Flow())).batches(0))

@@ -1,0 +1,125 @@
+import struct
+
+import numpy as np
+import pytest
+
+import flatout
+from flatout.data.sources.tfrecord_schema import infer_schema
+from flatout.errors import DataError
+from flatout.kernels import example
+
+ROWS = 60
+IDS = np.random.default_rng(0).integers(0, 10**6, (ROWS, 5))
+VALUES = np.random.default_rng(1).random((ROWS, 5)).astype(np.float32)
+LABELS = np.arange(ROWS) % 3
+OFFSETS = np.concatenate([[0], np.cumsum(np.arange(ROWS) % 4)])
+TOKENS = np.arange(OFFSETS[-1])
+
+
+def encoded(**columns):
+    content, offsets = example.encode(columns)
+    return bytes(content), offsets
+
+
+@pytest.fixture
+def path(tmp_path):
+    columns = {"label": LABELS, "ids": IDS, "values": VALUES, "tokens": (TOKENS, OFFSETS)}
+    content, _ = encoded(**columns)
+    (tmp_path / "a.tfrecord").write_bytes(content)
+    return tmp_path / "a.tfrecord"
+
+
+def test_a_schema_is_inferred_and_rows_come_in_any_order(path):
+    data = flatout.data.tfrecord(path)
+    words = [column.words for column in data.schema.columns]
+    expected = ["ids int64 x5", "label int64", "tokens int64 ragged", "values float32 x5"]
+    assert words == expected
+    assert data.schema["label"].role == "target"
+    for batch in data.shuffle(seed=1).batch(16).batches(0):
+        at = batch.indices.numpy()
+        assert (batch.inputs["ids"].numpy() == IDS[at]).all()
+        assert (batch.inputs["values"].numpy() == VALUES[at]).all()
+        assert (batch.targets.numpy() == LABELS[at]).all()
+        assert (batch.inputs["tokens_lengths"].numpy() == at % 4).all()
+        for row, number in enumerate(at):
+            found = batch.inputs["tokens"][row, : number % 4].tolist()
+            assert found == TOKENS[OFFSETS[number] : OFFSETS[number + 1]].tolist()
+
+
+def test_a_schema_chooses_and_fills(path):
+    columns = [
+        {"name": "label", "dtype": "int32", "role": "target"},
+        {"name": "values", "dtype": "float32", "shape": [5]},
+        {"name": "clicks", "dtype": "int64", "default": -1},
+    ]
+    (batch,) = flatout.data.tfrecord(path, schema={"columns": columns}).batch(ROWS).batches(0)
+    assert batch.inputs["clicks"].tolist() == [-1] * ROWS
+    assert str(batch.targets.dtype) == "torch.int32"
+    columns[2].pop("default")
+    missing = flatout.data.tfrecord(path, schema={"columns": columns}).batch(4)
+    with pytest.raises(DataError, match=r"a.tfrecord: byte \d+") as caught:
+        list(missing.batches(0))
+    assert "clicks" in str(caught.value) or "missing" in str(caught.value)
+    columns[2].update(dtype="bool")
+    with pytest.raises(DataError, match="column 'clicks': Examples hold"):
+        flatout.data.tfrecord(path, schema={"columns": columns})
+
+
+def test_another_target(path):
+    data = flatout.data.tfrecord(path, target="ids")
+    assert [column.name for column in data.schema.of_role("target")] == ["ids"]
+
+
+def test_damage_is_named_by_byte(path):
+    content = bytearray(path.read_bytes())
+    (length,) = struct.unpack_from("<Q", content)
+    content[16 + length + 12 + 20] ^= 1  # in the data of the second record
+    path.write_bytes(content)
+    schema = {"columns": [{"name": "label", "dtype": "int64", "role": "target"},
+                          {"name": "ids", "dtype": "int64", "shape": [5]}]}  # fmt: skip
+    data = flatout.data.tfrecord(path, schema=schema).batch(4)
+    with pytest.raises(DataError, match=r"byte"):
+        list(data.batches(0))
+    skipping = flatout.data.tfrecord(path, schema=schema, on_error="skip").batch(4)
+    assert skipping.samples == ROWS - 1
+    assert "1 bad row skipped" in skipping.notes()[0]
+    unchecked = flatout.data.tfrecord(path, schema=schema, check=False).batch(4)
+    assert unchecked.samples == ROWS
+
+
+@pytest.mark.parametrize("cut", [1, 5, 13, 40])
+def test_a_file_that_ends_early_is_named(path, cut):
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(DataError, match=r"a\.tfrecord: byte"):
+        list(flatout.data.tfrecord(path).batch(4).batches(0))
+
+
+def test_a_length_beyond_all_bounds_is_named(path):
+    head = struct.pack("<Q", 2**63)
+    bad = head + struct.pack("<I", example.masked_crc32c(head)) + b"x" * 50
+    path.write_bytes(path.read_bytes() + bad)
+    with pytest.raises(DataError, match=r"a\.tfrecord: byte"):
+        list(flatout.data.tfrecord(path).batch(4).batches(0))
+
+
+def test_what_is_no_tfrecord_is_named(tmp_path):
+    (tmp_path / "a.tfrecord").write_bytes(b"1 1:0.5 2:0.25\n" * 20)
+    with pytest.raises(DataError, match=r"a\.tfrecord: byte 0"):
+        flatout.data.tfrecord(tmp_path / "a.tfrecord")
+
+
+def test_records_that_are_no_examples_are_named():
+    with pytest.raises(DataError, match=r"record 1 is no tf.train.Example"):
+        infer_schema([b"", b"\xff\xff"], "a.tfrecord")
+    with pytest.raises(DataError, match="hold no features"):
+        infer_schema([b"", b""], "a.tfrecord")
+
+
+def test_features_that_some_records_lack_get_a_default():
+    first, _ = encoded(a=np.ones((1, 2), np.int64), b=np.ones((1, 1), np.float32))
+    second, _ = encoded(a=np.ones((1, 2), np.int64))
+    schema = infer_schema([first[12:-4], second[12:-4]], "x")
+    assert schema["b"].default == 0
+    assert schema["a"].default is None
+    bytes_, _ = encoded(image=(np.frombuffer(b"abcd", np.uint8), np.array([0, 4])))
+    assert infer_schema([bytes_[12:-4]], "x")["image"].words == "image uint8 ragged"

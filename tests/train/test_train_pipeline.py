@@ -1,0 +1,98 @@
+import numpy as np
+import pytest
+import torch
+
+import flatout
+from flatout.errors import DataError
+from flatout.recipe import Compute, Process, Recipe
+
+PLAIN = Recipe(
+    compute=Compute(
+        precision="fp32",
+        memory_format="contiguous",
+        rewrites="off",
+        fused_optimizer="off",
+        compile="off",
+        matmul_precision="highest",
+    ),
+    process=Process(threads=1),
+)
+
+
+class Stop(flatout.Callback):
+    def __init__(self, at=0):
+        self.at = at
+
+    def on_step_end(self, state):
+        if state.step == self.at:
+            state.stop("here")
+
+
+def data(rows=200, seed=0):
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(rows, 4)).astype(np.float32)
+    return flatout.data.arrays(x, (x.sum(axis=1) > 0).astype(np.int64))
+
+
+def trainer(**arguments):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    return flatout.Trainer(model, lr=0.05, metrics=["accuracy"], recipe=PLAIN, **arguments)
+
+
+def weights(job):
+    return [parameter.detach().clone() for parameter in job.model.parameters()]
+
+
+def mapped():
+    return data().shuffle(seed=3).map(lambda x, y: (x * 2, y)).batch(16).cache()
+
+
+def test_a_pipeline_trains_and_is_evaluated():
+    train, val = mapped().split(0.8, seed=1, stratify=True)
+    job = trainer()
+    history = job.fit(train, validation_data=val, epochs=8, progress=False)
+    assert history.epochs[-1]["val_accuracy"] > 0.9
+    assert job.evaluate(val)["accuracy"] == pytest.approx(history.epochs[-1]["val_accuracy"])
+    assert job.predict(data().batch(32)).shape == (200, 2)
+
+
+def test_samples_without_batches_are_batched_by_fit():
+    job = trainer()
+    history = job.fit(data().shuffle(seed=1), batch_size=20, epochs=1, progress=False)
+    assert history.batch_size == 20
+    assert len(history.timeline.step_times()) == 10
+    assert set(job.evaluate(data().map(lambda x, y: (x, y)))) == {"loss", "accuracy"}
+    with pytest.raises(DataError, match="makes its own batches of 16"):
+        job.fit(mapped(), batch_size=20, progress=False)
+    with pytest.raises(DataError, match="the batch is larger than the data"):
+        job.fit(data(10).shuffle(seed=1), batch_size=20, progress=False)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_resume_in_mid_epoch_is_bitwise(tmp_path, threads):
+    whole = trainer()
+    whole.fit(mapped(), epochs=3, progress=False)
+    first = trainer(run=tmp_path / "run")
+    first.fit(mapped(), epochs=3, progress=False, callbacks=[Stop(20)])
+    again = trainer(run=tmp_path / "run")
+    pipeline = mapped().options(threads=threads)
+    again.fit(pipeline, epochs=3, progress=False, resume=True, callbacks=[Stop()])
+    assert all(map(torch.equal, weights(whole), weights(again)))
+    other = trainer(run=tmp_path / "run")
+    with pytest.raises(DataError, match="differ from those of the checkpoint"):
+        other.fit(mapped().split(0.5)[0], epochs=4, progress=False, resume=True, callbacks=[Stop()])
+
+
+def test_what_the_pipeline_notes_is_said():
+    said = []
+    job = trainer(say=said.append)
+    job.fit(mapped(), epochs=1, progress=False)
+    assert any("input: cache before shuffle and batch: same batches" in line for line in said)
+
+
+def test_padded_batches_weigh_what_is_there():
+    plain, padded = (data(50).batch(16, last=last) for last in ("keep", "pad"))
+    assert trainer().evaluate(padded)["loss"] == pytest.approx(
+        trainer().evaluate(plain)["loss"], rel=1e-6
+    )
