@@ -66,8 +66,9 @@ def main() -> None:
         model, loss="binary_cross_entropy", lr=0.005, metrics=["auc", "accuracy"]
     )
     batches = train.shuffle(seed=1).batch(1024)
-    trainer.fit(batches, validation_data=rest.batch(4096), epochs=3)
+    history = trainer.fit(batches, validation_data=rest.batch(4096), epochs=3)
     trainer.save("clicks.safetensors")
+    print(history.summary())
     batches.explain()
 
 

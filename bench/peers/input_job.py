@@ -94,9 +94,7 @@ def image_paths(arguments: argparse.Namespace) -> tuple[list[str], np.ndarray]:
     return [str(path) for paths in found for path in paths], labels
 
 
-def measure(
-    arguments: argparse.Namespace, open_files: Callable[[], Pass], *, note: str = ""
-) -> None:
+def measure(arguments: argparse.Namespace, open_files: Callable[[], Pass]) -> None:
     """Time a peer, check what it gives, and write the report."""
     begin = time.perf_counter()
     one_pass = open_files()
@@ -114,7 +112,7 @@ def measure(
         "epoch_seconds": stamps.epoch_seconds(),
         "first_seconds": first_seconds,
         "steps": rows / BATCH[arguments.kind],
-        "note": note,
+        "note": "",
     }
     arguments.out.write_text(json.dumps(result))
 

@@ -145,12 +145,10 @@ def decode(path: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, ...]:
 def memory() -> tf.data.Dataset:
     """Shuffled numbers of rows, and a gather for each batch."""
     images, labels = map(tf.constant, input_job.memory(ARGUMENTS))
-    numbers = tf.data.Dataset.range(1).map(
-        lambda _: tf.random.shuffle(tf.range(len(labels), dtype=tf.int64))
-    )
-    return numbers.rebatch(SIZE).map(
-        lambda rows: (tf.gather(labels, rows), tf.gather(images, rows)),
-        num_parallel_calls=CALLS,
+    numbers = tf.range(len(labels), dtype=tf.int64)
+    orders = tf.data.Dataset.range(1).map(lambda _: tf.random.shuffle(numbers))
+    return orders.rebatch(SIZE).map(
+        lambda rows: (tf.gather(labels, rows), tf.gather(images, rows)), num_parallel_calls=CALLS
     )
 
 

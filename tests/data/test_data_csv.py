@@ -492,6 +492,27 @@ def test_files_with_different_columns(tmp_path):
     assert caught.value.where.endswith("b.csv")
 
 
+def test_options_that_make_no_sense(tmp_path):
+    path = _write(tmp_path / "a.csv", "a,t\n1,x\n")
+    schema = {"columns": [{"name": "a", "dtype": "int64"}], "options": {"delimeter": ";"}}
+    with pytest.raises(DataError, match="csv has no option 'delimeter'"):
+        flatout.data.csv(path, schema=schema)
+    schema["options"] = {"missing": "NA"}
+    with pytest.raises(DataError, match="missing: expected a list of texts, found 'NA'"):
+        flatout.data.csv(path, schema=schema)
+    for categories in ([1, 2], [], ["x", "x"], ["x", None]):
+        with pytest.raises(DataError, match="categories of column 't': expected"):
+            flatout.data.csv(path, categories={"t": categories})
+    assert _all(flatout.data.csv(path, unused="t", missing="-")).inputs.tolist() == [1]
+
+
+def test_lines_of_carriage_returns_are_blank(tmp_path):
+    path = _write(tmp_path / "a.csv", b"a,b\r\r\n1,2\r\r\n\r\r\n3,4\r\n")
+    rows = _rows(path)
+    assert rows.rows == 2
+    assert _take(rows, [1, 0]).columns["b"].tolist() == [4, 2]
+
+
 @pytest.mark.parametrize("options", [{"delimiter": ",,"}, {"delimiter": "\n"}, {"quote": "ab"}])
 def test_signs_that_are_none(tmp_path, options):
     path = _write(tmp_path / "a.csv", "a,b\n1,2\n")

@@ -140,7 +140,7 @@ def test_rows_can_be_sent_to_another_process(days):
 
 
 def test_no_rows_are_an_error(tmp_path):
-    (tmp_path / "a.tsv").write_text("\n \n")
+    (tmp_path / "a.tsv").write_text("\n\n")
     with pytest.raises(DataError, match="the files hold no rows"):
         rows_of(tmp_path)
 
@@ -151,6 +151,21 @@ def test_a_line_without_an_end_stays_within_bounds(tmp_path, monkeypatch):
     (tmp_path / "a.tsv").write_bytes(line(1).encode() + b"7" * (1 << 20))
     with pytest.raises(DataError, match=r"no row ends within 262,144 bytes"):
         rows_of(tmp_path, budget=0)
+
+
+def test_ranks_get_whole_files_where_there_are_enough(days):
+    made = Pipeline(rows_of(days)).batch(8)
+    parts = [made.shard(rank, 2, by="files") for rank in range(2)]
+    found = [[n for batch in part.batches(0) for n in batch.indices.tolist()] for part in parts]
+    assert sorted(found) == [list(range(40)), list(range(40, 65))]
+    assert {part.steps for part in parts} == {9}
+    with pytest.raises(DataError, match="at least 4 files, found 3"):
+        list(made.shard(0, 4, by="files").batches(0))
+
+
+def test_sharing_after_a_split_counts_what_is_left(days):
+    made = Pipeline(rows_of(days)).split(0.5, by="order")[0].batch(8)
+    assert {made.shard(rank, 2, by="rows").steps for rank in range(2)} == {4}
 
 
 def test_describing(days):

@@ -399,6 +399,19 @@ def test_a_schema_that_does_not_fit(tmp_path):
         flatout.data.parquet(path, schema=stacked)
 
 
+def test_categories_of_other_types(tmp_path):
+    table = {"n": [30, 10, 20], "v": [["b"], ["a", "b"], []]}
+    path = _write(tmp_path / "a.parquet", table)
+    batch = _all(flatout.data.parquet(path, categories={"n": [10, 20, 30], "v": ["a", "b"]}))
+    assert batch.inputs["n"].tolist() == [2, 0, 1]
+    assert batch.inputs["v"].tolist() == [[1, 0], [0, 1], [0, 0]]
+    with pytest.raises(DataError, match="categories of column 'n': expected a list of int64"):
+        flatout.data.parquet(path, unused="v", categories={"n": ["x"]})
+    schema = {"columns": [{"name": "n", "dtype": "int64"}], "options": {"stacks": ["n"]}}
+    with pytest.raises(DataError, match="parquet has no option 'stacks'"):
+        flatout.data.parquet(path, schema=schema)
+
+
 def test_stacking_that_cannot_be(tmp_path):
     path = _write(tmp_path / "a.parquet", {"inputs": [[1]], "a": [1], "t": ["x"]})
     with pytest.raises(DataError, match="stack makes a column 'inputs'"):

@@ -1,15 +1,13 @@
-/* A libFuzzer harness for the LibSVM parser:
-
-       clang -g -O1 -fsanitize=fuzzer,address,undefined tests/fuzz/fuzz_libsvm.c -o fuzz_libsvm
-       ./fuzz_libsvm -max_len=4096 corpus/
+/* libFuzzer harness of _libsvm_core.h: no access outside of any buffer, and the same results from
+   each of its ways. Built and run by `run`, beside this file.
 
    The first bytes choose what is read and how; the rest is the text. All buffers have their exact
    size, so that AddressSanitizer sees an access beyond. Each text is read three times, by different
    code into memory with different contents: what comes out must be the same. */
 
-#include "../../src/flatout/kernels/_libsvm_core.h"
-
 #include <stdio.h>
+
+#include "_libsvm_core.h"
 
 enum { HEADER = 16, MOST_ROWS = 64 };
 

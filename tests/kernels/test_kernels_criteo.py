@@ -317,6 +317,29 @@ def test_each_fault_is_named_with_its_byte(row, bad, at, before):
             assert not array.any()
 
 
+@pytest.mark.parametrize(("field", "place"), [(0, 0), (0, 6), (2, 4), (3, 7), (4, 0), (4, 5)])
+def test_every_byte_is_a_digit_or_a_fault(field, place):
+    """Five integers of digits, five categories, and any byte in one of them."""
+    rows = []
+    for byte in range(256):
+        fields = [bytearray(b"12345678") for _ in range(10)]
+        fields[field][place] = fields[field + 5][place] = byte
+        rows += [b"\t".join(fields[:5]), b"\t".join(fields[5:])]
+    ends = np.cumsum([len(row) + 1 for row in rows]) - 1
+    starts = ends - [len(row) for row in rows]
+    settings = {"has_label": False, "with_labels": False, "dtypes": ("f4", "i8", "i8")}
+    text = b"\n".join(rows) + _REST
+    integers = _parse(text, starts[::2], ends[::2], widths=(5, 0), **settings)
+    categories = _parse(text, starts[1::2], ends[1::2], widths=(0, 5), **settings)
+    good = set(b"0123456789") | ({ord("-")} if place == 0 else set())
+    assert set(np.flatnonzero(integers.status == 0).tolist()) == good
+    assert set(np.flatnonzero(categories.status == 0).tolist()) == set(b"0123456789abcdefABCDEF")
+    for byte in range(ord("0"), ord("9") + 1):
+        assert integers.integers[byte, field] == int(rows[2 * byte].split(b"\t")[field])
+    for byte in b"0123456789abcdefABCDEF":
+        assert categories.categories[byte, field] == int(rows[2 * byte + 1].split(b"\t")[field], 16)
+
+
 def test_every_fault_has_words():
     for bad in Bad:
         assert "expected " in bad.words

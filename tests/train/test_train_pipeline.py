@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -89,6 +91,19 @@ def test_what_the_pipeline_notes_is_said():
     job = trainer(say=said.append)
     job.fit(mapped(), epochs=1, progress=False)
     assert any("input: cache before shuffle and batch: same batches" in line for line in said)
+
+
+def test_training_that_waits_for_its_input_hears_so():
+    def slow(x, y):
+        time.sleep(0.004)
+        return x, y
+
+    said = []
+    job = trainer(say=said.append)
+    made = data(640).map(slow).batch(16).options(threads=1)
+    history = job.fit(made, epochs=1, progress=False)
+    assert any("input held the training back: bound by INPUT" in line for line in said)
+    assert "map " in history.notes[-1]
 
 
 def test_padded_batches_weigh_what_is_there():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flatout.data.sources.images import images
     from flatout.data.sources.iterable import iterable
     from flatout.data.sources.libsvm import libsvm
-    from flatout.data.sources.npy import npy
+    from flatout.data.sources.npy import npy, npz
     from flatout.data.sources.parquet import arrow, parquet
     from flatout.data.sources.rows import rows
     from flatout.data.sources.tfrecord import tfrecord
@@ -55,6 +55,7 @@ _HOMES = {
     "libsvm": "flatout.data.sources.libsvm",
     "mix": "flatout.data.pipeline",
     "npy": "flatout.data.sources.npy",
+    "npz": "flatout.data.sources.npy",
     "parquet": "flatout.data.sources.parquet",
     "rows": "flatout.data.sources.rows",
     "tfrecord": "flatout.data.sources.tfrecord",
@@ -85,6 +86,7 @@ __all__ = [
     "libsvm",
     "mix",
     "npy",
+    "npz",
     "parquet",
     "rows",
     "tfrecord",

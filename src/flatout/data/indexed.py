@@ -107,6 +107,11 @@ class IndexedRows:
         words = [*(content_words(file) for file in self.files), self.schema.dumps()]
         return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
+    @property
+    def file_rows(self) -> Numbers:
+        """Where each file's rows begin, and at last where they end, int64 of shape (files + 1,)."""
+        return np.searchsorted(self.index.starts, self._bytes.bases).astype(np.int64)
+
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Decode these rows, in this order."""
         starts = self.index.starts[numbers]

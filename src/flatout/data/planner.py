@@ -120,11 +120,11 @@ def build(
     """
     check(stages)
     base, base_order = _base(origin, options, say)
-    numbers = _select(base, origin, stages, options, say)
+    numbers, everywhere = _select(base, origin, stages, options, say)
     moved: list[str] = []
     caches: list[Cached] = []
     samples, runs = _chain(base, numbers, stages, options, say, moved, caches)
-    cut = _cut(samples, origin, numbers, stages, base_order)
+    cut = _cut(samples, origin, numbers, everywhere, stages, base_order)
     functions = tuple(stage.function for stage in _behind_batch(stages) if isinstance(stage, Map))
     names = [
         *runs,
@@ -207,10 +207,11 @@ def _select(
     stages: Sequence[Stage],
     options: Options,
     say: Callable[[str], None],
-) -> Numbers:
-    """The rows that take part, in ascending order."""
+) -> tuple[Numbers, int]:
+    """The rows that take part, in ascending order, and how many there are on all ranks."""
     numbers = np.arange(base.rows, dtype=np.int64)
     samples = base
+    everywhere = None
     batch_at = _batch_at(stages)
     for at, stage in enumerate(stages):
         if isinstance(origin, Mixture):
@@ -226,8 +227,9 @@ def _select(
                 labels = selection.labels_of(numbers, samples, known)
             numbers = selection.split(numbers, stage, labels)
         elif isinstance(stage, Shard) and stage.by != "batch" and not stage.presharded:
+            everywhere = len(numbers)
             numbers = selection.shard(numbers, stage, getattr(origin, "file_rows", None))
-    return numbers
+    return numbers, len(numbers) if everywhere is None else everywhere
 
 
 def _check_behind_mix(stage: Stage) -> None:
@@ -293,6 +295,7 @@ def _cut(
     samples: Samples,
     origin: Any,
     numbers: Numbers,
+    everywhere: int,
     stages: Sequence[Stage],
     base_order: cuts.Order | None,
 ) -> Cut:
@@ -333,8 +336,7 @@ def _cut(
     if shard.presharded:
         assert shard.steps is not None
         return Cut(count, batch.size, order, batch.last, even_steps=shard.steps)
-    everything = samples.rows * (repeat.times if repeat else 1)
-    steps = max(1, -(-everything // batch.size))
+    steps = max(1, -(-everywhere * (repeat.times if repeat else 1) // batch.size))
     return Cut(count, batch.size, order, batch.last, even_steps=steps)
 
 

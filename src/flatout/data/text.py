@@ -10,10 +10,21 @@ from flatout.kernels import lines
 _BACK = 1 << 16
 
 
-def split_lines(buffer: Bytes, final: bool, comment: bytes | None) -> Split:
-    """Whole lines of a buffer; blank ones are no rows, nor those that begin with `comment`."""
+def split_lines(
+    buffer: Bytes, final: bool, *, comment: bytes | None = None, white: bytes = b""
+) -> Split:
+    """Whole lines of a buffer; blank ones are no rows, nor those that begin with `comment`.
+
+    Args:
+        buffer: text.
+        final: whether no more bytes follow.
+        comment: what a line begins with that is none, after blanks; or None.
+        white: bytes that a blank line may hold.
+    """
     whole = len(buffer) if final else _last_newline(buffer) + 1
-    starts, ends = lines.index_lines(buffer, 0, whole, skip_blank=True, comment=comment)
+    starts, ends = lines.index_lines(
+        buffer, 0, whole, skip_blank=True, comment=comment, white=white
+    )
     return Split(starts, ends, whole)
 
 

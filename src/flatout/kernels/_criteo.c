@@ -172,8 +172,8 @@ static PyObject *run(Criteo *job, int is_plain)
 }
 
 PyDoc_STRVAR(parse_doc,
-"parse(buffer, starts, ends, labels, integers, categories, status, at, has_label, missing_integer,\n"
-"      missing_category, buckets, is_plain)\n--\n\n"
+"parse(buffer, starts, ends, labels, integers, categories, status, at, has_label,\n"
+"      missing_integer, missing_category, buckets, is_plain)\n--\n\n"
 "Parse the rows `buffer[starts[i]:ends[i]]`. Returns how many are bad. `is_plain`: as on a\n"
 "processor without AVX2.");
 

@@ -252,7 +252,7 @@ static inline __attribute__((always_inline)) uint64_t tabs_of(const uint8_t *byt
     }
 #else
     for (int i = 0; i < 8; i++) {
-        /* The high bit of each byte that is zero after the exclusive or; then all eight together. */
+        /* The high bit of each byte that is zero after the exclusive or; then all together. */
         uint64_t word = load_8(bytes + 8 * i) ^ EACH_BYTE('\t');
         uint64_t zero = ~(((word & EACH_BYTE(0x7F)) + EACH_BYTE(0x7F)) | word | EACH_BYTE(0x7F));
         mask |= ((zero >> 7) * 0x0102040810204080u >> 56) << 8 * i;
@@ -261,8 +261,8 @@ static inline __attribute__((always_inline)) uint64_t tabs_of(const uint8_t *byt
     return mask;
 }
 
-/* Where the tabs are: tabs[0] is before the row, tabs[fields] its end. 0 unless there are as many as
-   there should be. */
+/* Where the tabs are: tabs[0] is before the row, tabs[fields] its end. 0 unless there are as many
+   as there should be. */
 static inline __attribute__((always_inline)) int find_tabs(const uint8_t *row, int64_t bytes,
                                                            int64_t fields, int32_t *tabs)
 {
@@ -308,7 +308,7 @@ static inline __attribute__((always_inline)) int decimal(uint64_t digits, int64_
 /* The number in 8 hexadecimal digits. 0 unless all of them are. */
 static inline __attribute__((always_inline)) int hexadecimal(uint64_t digits, uint32_t *value)
 {
-    /* 'A' to 'F' and 'a' to 'f', less '0', are 0x71 and 0x51 and more: bit 6 tells them from 0 to 9. */
+    /* 'A' to 'F' and 'a' to 'f', less '0', are 0x71 and 0x51 and more: bit 6 tells them apart. */
     uint64_t letter = digits >> 6 & EACH_BYTE(1);
     uint64_t nibbles = (digits & EACH_BYTE(0x0F)) + letter * 9;
     uint64_t wrong = (nibbles & EACH_BYTE(0x10)) |
@@ -477,8 +477,8 @@ typedef int PutCategories(const Column *column, Hashing hashing, int64_t place, 
 /* 1 if the row was read; else whatever was written has to be written again. */
 static inline __attribute__((always_inline)) int fast_row(const Criteo *job, int64_t row,
                                                           int64_t start, int64_t stop,
-                                                          PutIntegers *put_integers,
-                                                          PutCategories *put_categories)
+                                                          PutIntegers *write_integers,
+                                                          PutCategories *write_categories)
 {
     /* Copies, which no store can change: the loops need not look again. */
     const Column integers = job->integers, categories = job->categories;
@@ -495,8 +495,8 @@ static inline __attribute__((always_inline)) int fast_row(const Criteo *job, int
         put(&job->labels, row, value, 0);
         tabs++;
     }
-    return put_integers(&integers, row * integers.width, text, tabs, integers.width) &&
-           put_categories(&categories, job->hashing, row * categories.width, text,
+    return write_integers(&integers, row * integers.width, text, tabs, integers.width) &&
+           write_categories(&categories, job->hashing, row * categories.width, text,
                           tabs + integers.width, categories.width);
 }
 
@@ -517,16 +517,18 @@ static inline __attribute__((always_inline)) void fetch_ahead(const Criteo *job,
 {
     if (row % PAGES_AT_ONCE == 0) {
         int64_t last = row + ROWS_AHEAD + 2 * PAGES_AT_ONCE;
-        for (int64_t i = last - PAGES_AT_ONCE; i < last && i < job->rows; i++)
-            __builtin_prefetch((const void *)((uintptr_t)job->text + (uintptr_t)once(job->starts, i)));
+        for (int64_t i = last - PAGES_AT_ONCE; i < last && i < job->rows; i++) {
+            uintptr_t start = (uintptr_t)job->text + (uintptr_t)once(job->starts, i);
+            __builtin_prefetch((const void *)start);
+        }
     }
     if (row + ROWS_AHEAD < job->rows)
         fetch(job, row + ROWS_AHEAD);
 }
 
 static inline __attribute__((always_inline)) int64_t parse_rows(Criteo *job,
-                                                                PutIntegers *put_integers,
-                                                                PutCategories *put_categories)
+                                                                PutIntegers *write_integers,
+                                                                PutCategories *write_categories)
 {
     int64_t bad = 0;
     for (int64_t row = 0; row < job->rows; row++) {
@@ -535,7 +537,7 @@ static inline __attribute__((always_inline)) int64_t parse_rows(Criteo *job,
         fetch_ahead(job, row);
         if (start < 0 || stop < start || stop > job->bytes)
             code = OUTSIDE;
-        else if (!fast_row(job, row, start, stop, put_integers, put_categories))
+        else if (!fast_row(job, row, start, stop, write_integers, write_categories))
             code = exact_row(job, row, start, stop, &wrong);
         job->status[row] = (uint8_t)code;
         if (code != GOOD) {
@@ -562,7 +564,7 @@ static int is_wide(void)
 }
 #endif
 
-/* Parse all rows, and return how many are bad; without what not every processor can if `is_plain`. */
+/* Parse all rows, and return how many are bad. `is_plain`: as on a processor without AVX2. */
 static int64_t criteo_parse(Criteo *job, int is_plain)
 {
 #ifdef __x86_64__

@@ -47,8 +47,9 @@ typedef enum { BYTES = 1, FLOATS = 2, INTS = 3 } Kind;
 #define RAGGED (-1)
 
 typedef struct {
-    const uint8_t *name;
+    const uint8_t *name; /* behind the tag and the length that a record has before it */
     int64_t name_bytes;
+    int64_t key_bytes; /* of all three; 0 for a name that is too long for this */
     Kind kind;
     int64_t width; /* values in each row, or RAGGED */
     int required;
@@ -104,11 +105,17 @@ typedef struct {
 #define FOOTER 4
 
 /* The fast way reads this far beyond a record. */
-#define BEYOND 64
+#define BEYOND 160
 /* Records that are fetched before their turn. */
 #define ROWS_AHEAD 4
 #define PAGES_AT_ONCE 8
 #define ROW_FETCH 512
+
+/* The numbers of the wire format. */
+enum { WIRE_VARINT, WIRE_8_BYTES, WIRE_BYTES, WIRE_GROUP, WIRE_END_GROUP, WIRE_4_BYTES };
+#define TAG(number) ((number) << 3 | WIRE_BYTES)
+/* Tag and length before a name. */
+#define KEY_HEAD 2
 
 #define EACH_BYTE(x) (0x0101010101010101u * (uint64_t)(x))
 
@@ -198,13 +205,10 @@ static ALWAYS_INLINE uint64_t name_word(const uint8_t *name, int64_t bytes, int 
     return word;
 }
 
-static ALWAYS_INLINE int is_name(const Feature *feature, const uint8_t *name, int64_t bytes,
-                                 int is_padded)
+static ALWAYS_INLINE int is_same(const uint8_t *a, const uint8_t *b, int64_t bytes, int is_padded)
 {
-    if (feature->name_bytes != bytes)
-        return 0;
     for (int64_t i = 0; i < bytes; i += 8)
-        if (name_word(name + i, bytes - i, is_padded) != name_word(feature->name + i, bytes - i, 1))
+        if (name_word(a + i, bytes - i, is_padded) != name_word(b + i, bytes - i, 1))
             return 0;
     return 1;
 }
@@ -226,7 +230,8 @@ static ALWAYS_INLINE int32_t find_name(const Plan *plan, const uint8_t *name, in
     uint64_t slot = name_hash(name, bytes, is_padded);
     for (;; slot++) {
         int32_t found = plan->slots[slot & plan->slot_mask];
-        if (found < 0 || is_name(&plan->features[found], name, bytes, is_padded))
+        if (found < 0 || (plan->features[found].name_bytes == bytes &&
+                          is_same(name, plan->features[found].name, bytes, is_padded)))
             return found;
     }
 }
@@ -236,7 +241,8 @@ static void plan_free(Plan *plan)
     if (plan == NULL)
         return;
     for (int64_t i = 0; plan->features != NULL && i < plan->count; i++)
-        free((void *)plan->features[i].name);
+        if (plan->features[i].name != NULL)
+            free((void *)(plan->features[i].name - KEY_HEAD));
     free(plan->features);
     free(plan->slots);
     free(plan);
@@ -267,17 +273,20 @@ static Plan *plan_new(int64_t count)
 static int plan_name(Plan *plan, int32_t i, const uint8_t *name, int64_t bytes)
 {
     Feature *feature = &plan->features[i];
-    uint8_t *copy = calloc((size_t)bytes + 8, 1); /* for reading words */
+    uint8_t *copy = calloc(KEY_HEAD + (size_t)bytes + 8, 1); /* for reading words */
     if (copy == NULL)
         return 0;
-    memcpy(copy, name, (size_t)bytes);
-    feature->name = copy;
+    copy[0] = TAG(1);
+    copy[1] = (uint8_t)bytes;
+    memcpy(copy + KEY_HEAD, name, (size_t)bytes);
+    feature->name = copy + KEY_HEAD;
     feature->name_bytes = bytes;
+    feature->key_bytes = bytes < 128 ? KEY_HEAD + bytes : 0;
     if (feature->width == RAGGED)
         feature->ragged = plan->ragged++;
-    if (find_name(plan, copy, bytes, 1) >= 0)
+    if (find_name(plan, feature->name, bytes, 1) >= 0)
         return -1;
-    uint64_t slot = name_hash(copy, bytes, 1);
+    uint64_t slot = name_hash(feature->name, bytes, 1);
     while (plan->slots[slot & plan->slot_mask] >= 0)
         slot++;
     plan->slots[slot & plan->slot_mask] = i;
@@ -342,9 +351,6 @@ static void zero_row(const Job *job, int64_t row)
 /* Of tags and lengths, and of values. */
 #define SHORT_VARINT 5
 #define LONG_VARINT 10
-
-/* The numbers of the wire format. */
-enum { WIRE_VARINT, WIRE_8_BYTES, WIRE_BYTES, WIRE_GROUP, WIRE_END_GROUP, WIRE_4_BYTES };
 
 typedef struct {
     uint64_t number;
@@ -611,7 +617,7 @@ static int exact_feature(const Job *job, int64_t row, int64_t i, Part *wrong)
     return GOOD;
 }
 
-static int exact_row(const Job *job, int64_t row, int64_t start, int64_t stop, int64_t *at)
+static __attribute__((noinline)) int exact_row(const Job *job, int64_t row, int64_t start, int64_t stop, int64_t *at)
 {
     *at = start;
     if (start < 0 || stop < start || stop > job->bytes)
@@ -634,7 +640,9 @@ static int exact_row(const Job *job, int64_t row, int64_t start, int64_t stop, i
 /* ---- the fast way: numbers ---- */
 
 /* Bit i: byte i of these 64 is not the last one of its varint. */
-static ALWAYS_INLINE uint64_t unfinished(const uint8_t *bytes)
+typedef uint64_t Unfinished(const uint8_t *bytes);
+
+static ALWAYS_INLINE uint64_t unfinished_plain(const uint8_t *bytes)
 {
     uint64_t mask = 0;
 #ifdef __x86_64__
@@ -649,26 +657,34 @@ static ALWAYS_INLINE uint64_t unfinished(const uint8_t *bytes)
     return mask;
 }
 
-/* How many varints there are, or -1 if the last one has no end or one may be unusual: longer than
-   `longest` bytes, which is 4 or 8. */
-static ALWAYS_INLINE int64_t count_ints(const uint8_t *packed, int64_t bytes, int longest)
+/* What a packed list of varints holds. */
+typedef struct {
+    int64_t count; /* -1: the last varint has no end */
+    uint64_t over_3, over_4, over_8; /* not 0: there are varints of more bytes */
+} Look;
+
+static ALWAYS_INLINE Look look_at(const uint8_t *packed, int64_t bytes, Unfinished *unfinished)
 {
-    uint64_t ones = 0, twos = 0, fours = 0, runs = 0, mask = 0;
-    int64_t unfinished_bytes = 0;
+    Look look = {.count = bytes};
+    uint64_t ones = 0, twos = 0, fours = 0;
     for (int64_t block = 0; block < bytes; block += 64) {
-        mask = unfinished(packed + block);
+        uint64_t one = unfinished(packed + block);
         if (bytes - block < 64)
-            mask &= ((uint64_t)1 << (bytes - block)) - 1;
-        unfinished_bytes += __builtin_popcountll(mask);
-        /* Bits that end a run of two, four or eight, which may have begun in the last block. */
-        uint64_t two = mask & (mask << 1 | ones >> 63), four = two & (two << 2 | twos >> 62);
-        runs |= longest == 4 ? four : four & (four << 4 | fours >> 60);
-        ones = mask;
+            one &= ((uint64_t)1 << (bytes - block)) - 1;
+        look.count -= __builtin_popcountll(one);
+        /* Bits that end a run of two, three, four or eight, which may have begun in the last block. */
+        uint64_t two = one & (one << 1 | ones >> 63);
+        uint64_t four = two & (two << 2 | twos >> 62);
+        look.over_3 |= two & (one << 2 | ones >> 62);
+        look.over_4 |= four;
+        look.over_8 |= four & (four << 4 | fours >> 60);
+        ones = one;
         twos = two;
         fours = four;
     }
-    int is_whole = (mask >> ((bytes - 1) & 63) & 1) == 0;
-    return runs == 0 && is_whole ? bytes - unfinished_bytes : -1;
+    if (bytes > 0 && packed[bytes - 1] >= 128)
+        look.count = -1;
+    return look;
 }
 
 static ALWAYS_INLINE void put_number(void *to, int64_t place, uint64_t value, int is_int32)
@@ -711,15 +727,12 @@ static ALWAYS_INLINE int64_t put_ints_plain(const uint8_t *packed, int64_t bytes
 
 #define WIDE __attribute__((target("avx2,bmi,bmi2,popcnt,sse4.2,pclmul")))
 
-/* Up to four varints of up to four bytes each, from which of the next twelve bytes are unfinished:
-   Plaisance, Kurz and Lemire, "Vectorized VByte decoding", 2015. */
+/* Four varints of up to three bytes each are found in sixteen bytes by which of the first twelve are
+   unfinished: Plaisance, Kurz and Lemire, "Vectorized VByte decoding", 2015. */
 #define STEP_BITS 12
 #define STEPS_AT_ONCE 5
-typedef struct {
-    uint8_t shuffle, bytes_and_count; /* the count in the higher four bits */
-} Step;
-static Step steps[1 << STEP_BITS];
-static uint8_t shuffles[256][16];
+static uint16_t steps[1 << STEP_BITS]; /* places in `shuffles` */
+static uint8_t shuffles[256 * 16];
 
 static void steps_prepare(void)
 {
@@ -727,59 +740,99 @@ static void steps_prepare(void)
         for (int lane = 0, from = 0; lane < 4; lane++) {
             int length = (lengths >> 2 * lane & 3) + 1;
             for (int i = 0; i < 4; i++)
-                shuffles[lengths][4 * lane + i] = i < length ? (uint8_t)(from + i) : 0x80;
+                shuffles[16 * lengths + 4 * lane + i] = i < length ? (uint8_t)(from + i) : 0x80;
             from += length;
         }
     for (int mask = 0; mask < 1 << STEP_BITS; mask++) {
-        int count = 0, from = 0, lengths = 0;
-        for (int at = 0; at < STEP_BITS && count < 4; at++) {
-            if (mask >> at & 1)
-                continue;
-            if (at - from > 3)
-                break;
-            lengths |= (at - from) << 2 * count;
-            from = at + 1;
-            count++;
-        }
-        /* Does not happen, unless someone changes the text meanwhile: it must go on then. */
-        from = count == 0 ? STEP_BITS : from;
-        steps[mask] = (Step){(uint8_t)lengths, (uint8_t)(count << 4 | from)};
+        int lengths = 0, from = 0;
+        for (int at = 0, lane = 0; at < STEP_BITS && lane < 4; at++)
+            if ((mask >> at & 1) == 0) {
+                lengths |= ((at - from) & 3) << 2 * lane++;
+                from = at + 1;
+            }
+        steps[mask] = (uint16_t)(16 * lengths);
     }
 }
 
+WIDE static ALWAYS_INLINE uint64_t unfinished_wide(const uint8_t *bytes)
+{
+    int low = _mm256_movemask_epi8(_mm256_loadu_si256((const __m256i *)bytes));
+    int high = _mm256_movemask_epi8(_mm256_loadu_si256((const __m256i *)(bytes + 32)));
+    return (uint64_t)(uint32_t)high << 32 | (uint32_t)low;
+}
+
 /* Four lanes of four bytes, seven bits of each. */
-WIDE static ALWAYS_INLINE __m128i four_ints(const uint8_t *packed, unsigned shuffle)
+WIDE static ALWAYS_INLINE __m128i four_ints(const uint8_t *packed, const uint8_t *shuffle)
 {
     __m128i bytes = _mm_loadu_si128((const __m128i *)packed);
-    bytes = _mm_shuffle_epi8(bytes, _mm_loadu_si128((const __m128i *)shuffles[shuffle]));
+    bytes = _mm_shuffle_epi8(bytes, _mm_loadu_si128((const __m128i *)shuffle));
     bytes = _mm_and_si128(bytes, _mm_set1_epi8(0x7F));
     __m128i pairs = _mm_maddubs_epi16(_mm_set1_epi16((short)0x8001), bytes);
     return _mm_madd_epi16(pairs, _mm_set1_epi32(1 << 30 | 1));
 }
 
-WIDE static int64_t put_ints_wide(const uint8_t *packed, int64_t bytes, void *to, int64_t capacity,
-                                  int64_t room, int is_int32)
+/* Varints of up to three bytes, in steps of four. The last step also writes what stands behind. */
+WIDE static ALWAYS_INLINE int put_ints_of_3(const uint8_t *packed, int64_t bytes, void *to,
+                                            int64_t count, int is_int32)
 {
-    const int64_t most = 4 * STEPS_AT_ONCE; /* values written at once, some of them in vain */
-    int64_t count = bytes < 4 ? 0 : count_ints(packed, bytes, 4), done = 0, at = 0;
-    /* In vain is what stands behind the row: later rows are written later. */
-    if (count < 4 || count > capacity || room - count < most)
-        return put_ints_plain(packed, bytes, to, capacity, room, is_int32);
+    int64_t at = 0, done = 0;
     while (done < count && at < bytes) {
-        uint64_t mask = unfinished(packed + at);
-        for (int i = 0; i < STEPS_AT_ONCE; i++) {
-            Step step = steps[mask & ((1 << STEP_BITS) - 1)];
-            __m128i four = four_ints(packed + at, step.shuffle);
+        uint64_t mask = unfinished_wide(packed + at), last = ~mask;
+        int64_t begin = at;
+        for (int i = 0; i < STEPS_AT_ONCE && done < count; i++, done += 4) {
+            unsigned next = (unsigned)(mask >> ((begin - at) & 63)) & ((1 << STEP_BITS) - 1);
+            __m128i four = four_ints(packed + begin, shuffles + steps[next]);
             if (is_int32)
                 _mm_storeu_si128((__m128i *)((int32_t *)to + done), four);
             else
                 _mm256_storeu_si256((__m256i *)((int64_t *)to + done), _mm256_cvtepu32_epi64(four));
-            done += step.bytes_and_count >> 4;
-            at += step.bytes_and_count & 15;
-            mask >>= step.bytes_and_count & 15;
+            /* Behind the fourth, eighth ... last byte of a varint: no step waits for another one. */
+            begin = at + (int64_t)_tzcnt_u64(_pdep_u64((uint64_t)8 << 4 * i, last)) + 1;
+        }
+        at = begin;
+    }
+    return done >= count;
+}
+
+/* Varints of up to eight bytes. */
+WIDE static ALWAYS_INLINE int put_ints_of_8(const uint8_t *packed, int64_t bytes, void *to,
+                                            int64_t count, int is_int32)
+{
+    int64_t begin = 0, done = 0;
+    for (int64_t block = 0; block < bytes; block += 64) {
+        uint64_t last = ~unfinished_wide(packed + block);
+        if (bytes - block < 64)
+            last = _bzhi_u64(last, (unsigned)(bytes - block));
+        for (; last != 0 && done < count; last = _blsr_u64(last), done++) {
+            int64_t next = block + (int64_t)_tzcnt_u64(last) + 1;
+            uint64_t value = _pext_u64(load_8(packed + begin), EACH_BYTE(0x7F));
+            value = _bzhi_u64(value, (unsigned)(7 * (next - begin)));
+            begin = next;
+            if (is_int32 && value > INT32_MAX)
+                return 0;
+            put_number(to, done, value, is_int32);
         }
     }
-    return done >= count ? count : -1;
+    return done == count;
+}
+
+WIDE static ALWAYS_INLINE int64_t put_ints_wide(const uint8_t *packed, int64_t bytes, void *to,
+                                                int64_t capacity, int64_t room, int is_int32)
+{
+    if (bytes < 4)
+        return put_ints_plain(packed, bytes, to, capacity, room, is_int32);
+    Look look = look_at(packed, bytes, unfinished_wide);
+    int is_good;
+    if (look.count > capacity || look.count < 0)
+        return -1;
+    /* Later rows are written later, so that their room may be used. */
+    if (look.over_3 == 0 && room - look.count >= 3)
+        is_good = put_ints_of_3(packed, bytes, to, look.count, is_int32);
+    else if (look.over_8 == 0)
+        is_good = put_ints_of_8(packed, bytes, to, look.count, is_int32);
+    else
+        return put_ints_plain(packed, bytes, to, capacity, room, is_int32);
+    return is_good ? look.count : -1;
 }
 
 #endif
@@ -847,10 +900,12 @@ static ALWAYS_INLINE int measure_list(const Job *job, int64_t row, int64_t i,
 {
     const Feature *feature = &job->plan->features[i];
     int64_t count = bytes;
-    if (feature->kind == INTS && bytes > 0)
-        count = count_ints(packed, bytes, feature->is_int32 ? 4 : 8);
-    else if (feature->kind == FLOATS)
+    if (feature->kind == INTS) {
+        Look look = look_at(packed, bytes, unfinished_plain);
+        count = (feature->is_int32 ? look.over_4 : look.over_8) == 0 ? look.count : -1;
+    } else if (feature->kind == FLOATS) {
         count = bytes % 4 == 0 ? bytes >> 2 : -1;
+    }
     if (feature->width != RAGGED)
         return count == feature->width;
     job->lengths[feature->ragged * job->rows + row] = count;
@@ -871,39 +926,52 @@ static ALWAYS_INLINE int64_t read_length(const uint8_t **at)
 }
 
 /* Whether a field with this tag fills everything up to `end`. Moves `at` behind its length. */
-static ALWAYS_INLINE int fills(const uint8_t **at, const uint8_t *end, uint8_t tag)
+static ALWAYS_INLINE int fills(const uint8_t **at, const uint8_t *end, uint32_t tag)
 {
-    int is_expected = *(const volatile uint8_t *)(*at)++ == tag;
-    int64_t length = read_length(at);
-    return is_expected && length == end - *at;
+    /* Only one length does, so there is nothing to decode. */
+    int64_t length = end - *at - 2;
+    uint32_t found = load_4(*at);
+    if (length < 128) {
+        *at += 2;
+        return (found & 0xFFFF) == (tag | (uint32_t)length << 8);
+    }
+    length--;
+    if (length < 128 * 128) {
+        *at += 3;
+        return (found & 0xFFFFFF) ==
+               (tag | 0x8000 | (uint32_t)(length & 127) << 8 | (uint32_t)(length >> 7) << 16);
+    }
+    (*at)++;
+    return (found & 0xFF) == tag && read_length(at) == end - *at;
 }
-
-#define TAG(number) ((number) << 3 | WIRE_BYTES)
 
 /* An entry of the map, which fills everything up to `end`. Which feature it is, INT32_MAX if none
    that is looked for, or -1 if it has to be read the exact way. Moves `at` to the Feature. */
 static ALWAYS_INLINE int32_t fast_entry(const Job *job, const uint8_t **at, const uint8_t *end,
                                         int32_t guess)
 {
-    const Plan *plan = job->plan;
-    uint8_t tag = *(const volatile uint8_t *)(*at)++;
-    int64_t bytes = read_length(at);
-    const uint8_t *name = *at;
-    if (tag != TAG(1) || bytes > end - name)
-        return -1;
-    *at += bytes;
+    const Feature *feature = &job->plan->features[guess];
+    int32_t found = guess;
+    if (feature->key_bytes > 0 && is_same(*at, feature->name - KEY_HEAD, feature->key_bytes, 1)) {
+        *at += feature->key_bytes;
+    } else {
+        uint8_t tag = *(const volatile uint8_t *)(*at)++;
+        int64_t bytes = read_length(at);
+        const uint8_t *name = *at;
+        if (tag != TAG(1) || bytes > end - name)
+            return -1;
+        found = find_name(job->plan, name, bytes, 1);
+        *at += bytes;
+    }
     if (!fills(at, end, TAG(2)))
         return -1;
-    int32_t found = guess;
-    if (!is_name(&plan->features[guess], name, bytes, 1))
-        found = find_name(plan, name, bytes, 1);
     return found < 0 ? INT32_MAX : found;
 }
 
 static ALWAYS_INLINE int fast_list(const Job *job, int64_t row, int64_t i, const uint8_t *at,
                                    const uint8_t *end, PutInts *put_ints)
 {
-    if (!fills(&at, end, TAG((uint8_t)job->plan->features[i].kind)))
+    if (!fills(&at, end, TAG((uint32_t)job->plan->features[i].kind)))
         return 0;
     if (at != end && !fills(&at, end, TAG(1)))
         return 0;

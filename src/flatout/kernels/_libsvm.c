@@ -167,18 +167,19 @@ static int check_offsets(const Libsvm *job)
     return 1;
 }
 
-static int64_t run(Libsvm *job)
+/* `is_plain`: as on a processor without AVX2. */
+static int64_t run(Libsvm *job, int is_plain)
 {
     int64_t bad;
     Py_BEGIN_ALLOW_THREADS
-    bad = libsvm_read(job, fastest());
+    bad = libsvm_read(job, is_plain ? chunk_portable : fastest());
     Py_END_ALLOW_THREADS
     return bad;
 }
 
 PyDoc_STRVAR(survey_doc,
 "survey(buffer, starts, ends, labels, qid, lengths, status, at, base, limit, room, label_as,\n"
-"value_as)\n--\n\n"
+"value_as, is_plain)\n--\n\n"
 "Read rows, and write all but their pairs. Returns how many are bad, and the smallest and the\n"
 "largest index of the others.");
 
@@ -196,10 +197,12 @@ static PyObject *survey(PyObject *module, PyObject *args)
     Py_buffer views[VIEWS] = {{0}};
     long long base, limit, room;
     const char *label_as, *value_as;
+    int is_plain;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOLLLss:survey", &given[TEXT], &given[STARTS], &given[ENDS],
+    if (!PyArg_ParseTuple(args, "OOOOOOOOLLLssp:survey", &given[TEXT], &given[STARTS], &given[ENDS],
                           &given[LABELS], &given[QID], &given[LENGTHS], &given[STATUS], &given[AT],
-                          &base, &limit, &room, &label_as, &value_as))
+                          &base, &limit, &room, &label_as, &value_as,
+                          &is_plain))
         return NULL;
     Libsvm job = {.sink = SURVEY, .base = base, .limit = limit, .low = INT64_MAX, .high = -1};
     job.label_as = kind_named(label_as);
@@ -218,7 +221,7 @@ static PyObject *survey(PyObject *module, PyObject *args)
         goto done;
     }
     job.lengths = views[LENGTHS].buf;
-    long long bad = run(&job);
+    long long bad = run(&job, is_plain);
     answer = Py_BuildValue("LLL", bad, (long long)job.low, (long long)job.high);
 done:
     release(views);
@@ -226,7 +229,8 @@ done:
 }
 
 PyDoc_STRVAR(parse_doc,
-"parse(buffer, starts, ends, offsets, labels, qid, ids, values, status, at, base, limit)\n--\n\n"
+"parse(buffer, starts, ends, offsets, labels, qid, ids, values, status, at, base, limit,\n"
+"is_plain)\n--\n\n"
 "Read rows; the pairs of row i go to ids and values from offsets[i] on. Returns how many are bad.");
 
 static PyObject *parse(PyObject *module, PyObject *args)
@@ -234,10 +238,11 @@ static PyObject *parse(PyObject *module, PyObject *args)
     PyObject *given[VIEWS] = {NULL}, *answer = NULL;
     Py_buffer views[VIEWS] = {{0}};
     long long base, limit;
+    int is_plain;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOLL:parse", &given[TEXT], &given[STARTS], &given[ENDS],
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOLLp:parse", &given[TEXT], &given[STARTS], &given[ENDS],
                           &given[OFFSETS], &given[LABELS], &given[QID], &given[IDS], &given[VALUES],
-                          &given[STATUS], &given[AT], &base, &limit))
+                          &given[STATUS], &given[AT], &base, &limit, &is_plain))
         return NULL;
     Libsvm job = {.sink = PAIRS, .base = base, .limit = limit};
     if (!get_buffers(given, views) || !check_rows(&job, views) ||
@@ -264,14 +269,15 @@ static PyObject *parse(PyObject *module, PyObject *args)
     if (job.id_kind == INT32 && job.limit > (int64_t)INT32_MAX + 1)
         job.limit = (int64_t)INT32_MAX + 1;
     if (check_offsets(&job))
-        answer = PyLong_FromLongLong(run(&job));
+        answer = PyLong_FromLongLong(run(&job, is_plain));
 done:
     release(views);
     return answer;
 }
 
 PyDoc_STRVAR(dense_doc,
-"dense(buffer, starts, ends, labels, qid, out, status, at, base, limit)\n--\n\n"
+"dense(buffer, starts, ends, labels, qid, out, status, at, base, limit,\n"
+"is_plain)\n--\n\n"
 "Read rows to vectors of `limit` float32 each. Returns how many are bad.");
 
 static PyObject *dense(PyObject *module, PyObject *args)
@@ -279,10 +285,11 @@ static PyObject *dense(PyObject *module, PyObject *args)
     PyObject *given[VIEWS] = {NULL}, *answer = NULL;
     Py_buffer views[VIEWS] = {{0}};
     long long base, limit;
+    int is_plain;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOLL:dense", &given[TEXT], &given[STARTS], &given[ENDS],
+    if (!PyArg_ParseTuple(args, "OOOOOOOOLLp:dense", &given[TEXT], &given[STARTS], &given[ENDS],
                           &given[LABELS], &given[QID], &given[OUT], &given[STATUS], &given[AT],
-                          &base, &limit))
+                          &base, &limit, &is_plain))
         return NULL;
     Libsvm job = {.sink = DENSE, .base = base, .limit = limit, .value_as = FLOAT32};
     if (!get_buffers(given, views) || !check_rows(&job, views))
@@ -296,7 +303,7 @@ static PyObject *dense(PyObject *module, PyObject *args)
         goto done;
     }
     job.out = views[OUT].buf;
-    answer = PyLong_FromLongLong(run(&job));
+    answer = PyLong_FromLongLong(run(&job, is_plain));
 done:
     release(views);
     return answer;

@@ -13,6 +13,7 @@ def survey(
     room: int,
     label_as: str,
     value_as: str,
+    is_plain: bool,
     /,
 ) -> tuple[int, int, int]: ...
 def parse(
@@ -28,6 +29,7 @@ def parse(
     at: object,
     base: int,
     limit: int,
+    is_plain: bool,
     /,
 ) -> int: ...
 def dense(
@@ -41,5 +43,6 @@ def dense(
     at: object,
     base: int,
     limit: int,
+    is_plain: bool,
     /,
 ) -> int: ...

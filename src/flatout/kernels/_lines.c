@@ -1,7 +1,7 @@
 /* Lines of a text, byte ranges of a file, and rows of bytes to and from columns.
 
    Everything that comes in is checked here, whatever the caller checked before: a wrong buffer is a
-   ValueError and a wrong index an IndexError, never a crash. The work itself is in _lines_core.h. */
+   ValueError and a wrong index an IndexError, never a crash. The work is done in _lines_core.h. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -77,8 +77,8 @@ static void release(Py_buffer *views, Py_ssize_t count)
 
 PyDoc_STRVAR(index_doc,
 "index(text, start, stop, starts, ends, count, skip_blank, comment, white)\n--\n\n"
-"Fill `starts` and `ends` (int64) from `count` on with the lines of `text[start:stop]`. Returns how\n"
-"many they hold now, and where the next line begins: at `stop`, or earlier where they are full.");
+"Fill `starts` and `ends` (int64) from `count` on with the lines of `text[start:stop]`. Returns\n"
+"how many they hold now, and where the next line begins: at `stop`, or before if they are full.");
 
 static PyObject *index_(PyObject *module, PyObject *args)
 {
@@ -248,8 +248,8 @@ static void free_columns(Columns *columns)
     PyMem_Free(columns->offsets);
 }
 
-static int get_column(Columns *columns, Py_ssize_t i, PyObject *item, int64_t rows, int64_t row_bytes,
-                      int flags)
+static int get_column(Columns *columns, Py_ssize_t i, PyObject *item, int64_t rows,
+                      int64_t row_bytes, int flags)
 {
     Py_buffer *view = &columns->views[i];
     long long offset, width;
@@ -263,7 +263,7 @@ static int get_column(Columns *columns, Py_ssize_t i, PyObject *item, int64_t ro
         !get_buffer(array, view, "column", flags))
         return 0;
     if (view->format != NULL && strchr(view->format, 'O') != NULL) {
-        PyErr_SetString(PyExc_ValueError, "a column holds Python objects, which are not plain bytes");
+        PyErr_SetString(PyExc_ValueError, "a column holds Python objects, not plain bytes");
         return 0;
     }
     if (offset < 0 || width < 0 || offset > row_bytes || width > row_bytes - offset) {
@@ -274,8 +274,8 @@ static int get_column(Columns *columns, Py_ssize_t i, PyObject *item, int64_t ro
     int64_t found = view->ndim > 0 ? view->shape[0] : -1;
     if (found != rows || (rows > 0 && (view->len % rows != 0 || view->len / rows != width))) {
         PyErr_Format(PyExc_ValueError,
-                     "column %zd: expected %lld rows of %lld bytes, found %lld and %zd bytes in all", i,
-                     (long long)rows, width, (long long)found, view->len);
+                     "column %zd: expected %lld rows of %lld bytes, found %lld, %zd bytes in all",
+                     i, (long long)rows, width, (long long)found, view->len);
         return 0;
     }
     columns->offsets[i] = offset;
@@ -283,7 +283,8 @@ static int get_column(Columns *columns, Py_ssize_t i, PyObject *item, int64_t ro
     return 1;
 }
 
-static int get_columns(Columns *columns, PyObject *given, int64_t rows, int64_t row_bytes, int flags)
+static int get_columns(Columns *columns, PyObject *given, int64_t rows, int64_t row_bytes,
+                       int flags)
 {
     PyObject *items = PySequence_Tuple(given);
     if (items == NULL)
@@ -319,7 +320,7 @@ static int check_apart(const Columns *columns, const Py_buffer *other)
 {
     for (Py_ssize_t i = 0; i < columns->count; i++) {
         if (overlap(&columns->views[i], other)) {
-            PyErr_Format(PyExc_ValueError, "column %zd shares memory with the rows or the index", i);
+            PyErr_Format(PyExc_ValueError, "column %zd shares memory with rows or index", i);
             return 0;
         }
     }

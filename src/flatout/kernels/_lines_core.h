@@ -23,7 +23,7 @@ static inline int64_t read_once(const int64_t *numbers, int64_t i)
 
 #define BLOCK 64
 
-/* Bit i: byte i of these 64 is a newline. AVX2 would not pay: memory is slower than SSE2 already. */
+/* Bit i: byte i of these 64 is a newline. AVX2 would not pay: memory is slower than SSE2. */
 static inline uint64_t newlines_of_block(const uint8_t *bytes)
 {
     uint64_t mask = 0;
@@ -213,7 +213,7 @@ static int read_group(Reading *reading, Group *group)
     return READ_DONE;
 }
 
-/* The first row from `row` on that lies outside of `out`, or `rows`. */
+/* The first row from `row` on that is no range or does not fit into `out`, or `rows`. */
 static int64_t rows_inside(const Reading *reading)
 {
     for (int64_t i = reading->row; i < reading->rows; i++)

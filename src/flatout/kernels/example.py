@@ -37,7 +37,13 @@ class Bad(IntEnum):
 def crc32c(data: Any, value: int = 0) -> int:
     crc = ~value & 0xFFFFFFFF
     table = _TABLE
-    for byte in bytes(memoryview(np.ascontiguousarray(np.frombuffer(data, np.uint8)) if not isinstance(data, np.ndarray) else np.ascontiguousarray(data)).cast("B")):
+    for byte in bytes(
+        memoryview(
+            np.ascontiguousarray(np.frombuffer(data, np.uint8))
+            if not isinstance(data, np.ndarray)
+            else np.ascontiguousarray(data)
+        ).cast("B")
+    ):
         crc = (crc >> 8) ^ table[(crc ^ byte) & 255]
     return ~crc & 0xFFFFFFFF
 
@@ -167,7 +173,9 @@ def measure(buffer, starts, ends, spec, *, lengths, status, at, check=True) -> i
     return int((status != 0).sum())
 
 
-def decode(buffer, starts, ends, spec, *, outputs, offsets, defaults, status, at, present=None, check=True) -> int:
+def decode(
+    buffer, starts, ends, spec, *, outputs, offsets, defaults, status, at, present=None, check=True
+) -> int:
     for i, row in _rows(buffer, starts, ends, status, at, check):
         for f, out, off, default in zip(spec, outputs, offsets, defaults):
             place = out[i] if off is None else out[off[i] : off[i + 1]]
@@ -210,7 +218,11 @@ def encode(columns: Any) -> Any:
     for i in range(rows):
         entries = b""
         for name, c in columns.items():
-            v = c[0][c[1][i] : c[1][i + 1]] if isinstance(c, tuple) else np.atleast_1d(c[i]).reshape(-1)
+            v = (
+                c[0][c[1][i] : c[1][i + 1]]
+                if isinstance(c, tuple)
+                else np.atleast_1d(c[i]).reshape(-1)
+            )
             if v.dtype == np.uint8:
                 lst = _ld(1, _ld(1, v.tobytes()))
             elif v.dtype == np.float32:
@@ -220,7 +232,12 @@ def encode(columns: Any) -> Any:
             entries += _ld(1, _ld(1, name.encode()) + _ld(2, lst))
         data = _ld(1, entries)
         head = struct.pack("<Q", len(data))
-        frame = head + struct.pack("<I", masked_crc32c(head)) + data + struct.pack("<I", masked_crc32c(data))
+        frame = (
+            head
+            + struct.pack("<I", masked_crc32c(head))
+            + data
+            + struct.pack("<I", masked_crc32c(data))
+        )
         out.append(frame)
         offsets.append(offsets[-1] + len(frame))
     return b"".join(out), np.array(offsets, np.int64)

@@ -29,6 +29,8 @@ except ImportError:
     _c = None  # type: ignore[assignment]
 
 _use_c = _c is not None and absent.WANTED
+# Tests set this, to see what processors without AVX2 do.
+_is_plain = False
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -135,10 +137,11 @@ def survey(
     """
     if _c is None:
         absent.say_once()
-    names = np.dtype(label_as).name, np.dtype(value_as).name
-    return (_c.survey if _use_c else _survey_twin)(
-        buffer, starts, ends, labels, qid, lengths, status, at, base, limit, width, *names
-    )
+    outputs = (labels, qid, lengths, status, at)
+    rules = (base, limit, width, np.dtype(label_as).name, np.dtype(value_as).name)
+    if _use_c:
+        return _c.survey(buffer, starts, ends, *outputs, *rules, _is_plain)
+    return _survey_twin(buffer, starts, ends, *outputs, *rules)
 
 
 def parse(
@@ -185,9 +188,10 @@ def parse(
     """
     if _c is None:
         absent.say_once()
-    return (_c.parse if _use_c else _parse_twin)(
-        buffer, starts, ends, offsets, labels, qid, ids, values, status, at, base, limit
-    )
+    outputs = (labels, qid, ids, values, status, at)
+    if _use_c:
+        return _c.parse(buffer, starts, ends, offsets, *outputs, base, limit, _is_plain)
+    return _parse_twin(buffer, starts, ends, offsets, *outputs, base, limit)
 
 
 def dense(
@@ -225,9 +229,10 @@ def dense(
     """
     if _c is None:
         absent.say_once()
-    return (_c.dense if _use_c else _dense_twin)(
-        buffer, starts, ends, labels, qid, out, status, at, base, limit
-    )
+    outputs = (labels, qid, out, status, at)
+    if _use_c:
+        return _c.dense(buffer, starts, ends, *outputs, base, limit, _is_plain)
+    return _dense_twin(buffer, starts, ends, *outputs, base, limit)
 
 
 # ---- the twin: a row ----

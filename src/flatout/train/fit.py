@@ -35,6 +35,9 @@ from flatout.train.state import FitState
 if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
 
+# From this share of waiting for batches on, the user is told.
+_HELD_BACK = 0.1
+
 
 class Fit:
     """One call of `Trainer.fit`."""
@@ -190,6 +193,7 @@ class Fit:
                 if not loop.is_saved:
                     self._checkpoint()
                 loop.checkpoints.wait()
+            self._tell_of_waiting()
             self._call("on_fit_end")
             if self._asked:
                 self._checkpoint()
@@ -197,6 +201,16 @@ class Fit:
             for callback in self.callbacks:
                 callback.on_fit_error(state, error)
             raise
+
+    def _tell_of_waiting(self) -> None:
+        """Say what a pipeline held the training back with, if it did."""
+        if not isinstance(self.source, Pipeline):
+            return
+        found = self.source.explanation()
+        if found.waited is not None and found.waited > _HELD_BACK:
+            note = f"input held the training back: bound by {found.bound}"
+            self.state.history.notes.append(note)
+            self.loop.say(note)
 
     def _epochs(self) -> None:
         state, loop = self.state, self.loop

@@ -39,6 +39,11 @@ _DTYPES = {
 }
 
 
+def listed(names: Names) -> list[str]:
+    """One name, several, or none, as a list."""
+    return [names] if isinstance(names, str) else list(names or ())
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What a user says about columns beside or instead of a schema.
@@ -56,21 +61,21 @@ class Wanted:
     target: Names = None
     inputs: Names = None
     weight: str | None = None
-    unused: Sequence[str] = ()
+    unused: Names = None
     default: Defaults = None
     categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     stack: bool = False
 
     def without(self, names: Iterable[str]) -> Wanted:
         """The same, which leaves out these columns as well unless they are named in a role."""
-        named: set[str] = set(self.unused)
-        for listed in (self.target, self.inputs, self.weight):
-            named.update([listed] if isinstance(listed, str) else listed or ())
-        return replace(self, unused=[*self.unused, *(n for n in names if n not in named)])
+        roles = (self.target, self.inputs, self.weight, self.unused)
+        named = {name for role in roles for name in listed(role)}
+        more = [name for name in names if name not in named]
+        return replace(self, unused=[*listed(self.unused), *more])
 
     def roles(self, before: Mapping[str, Role]) -> dict[str, Role]:
         """The roles of columns that had these before."""
-        given: dict[Role, list[str]] = {"unused": list(self.unused)}
+        given: dict[Role, list[str]] = {"unused": listed(self.unused)}
         named: dict[Role, Names] = {
             "input": self.inputs,
             "target": self.target,
@@ -79,12 +84,12 @@ class Wanted:
         roles = dict(before)
         for role, names in named.items():
             if names is not None:
-                given[role] = [names] if isinstance(names, str) else list(names)
+                given[role] = listed(names)
                 # Who names the columns of a role names all of them.
                 roles = {name: "unused" if had == role else had for name, had in roles.items()}
         seen: set[str] = set()
-        for role, listed in given.items():
-            for name in listed:
+        for role, own in given.items():
+            for name in own:
                 if name not in before:
                     known = ", ".join(before)
                     raise DataError(f"no column {name!r}: the columns are {known}")
@@ -258,9 +263,11 @@ def check_schema(schema: Schema, fields: Mapping[str, pa.DataType], where: str) 
                     where=where,
                     do="read only files with the same columns together, or correct the schema",
                 )
-            coded = name in schema.options.get("categories", {})
+            categories = schema.options.get("categories", {}).get(name)
+            if categories is not None:
+                _check_categories(name, categories, fields[name], where)
             shape = () if stacked else column.shape
-            if not _fits(fields[name], column, shape, coded):
+            if not _fits(fields[name], column, shape, categories is not None):
                 raise DataError(
                     f"column {name!r}: expected {column.words}, found {fields[name]}", where=where
                 )
@@ -277,6 +284,49 @@ def _fits(type: pa.DataType, column: Column, shape: tuple[int, ...], coded: bool
     if column.dtype == "bool":
         return in_shape and kind.dtype == "bool"
     return in_shape and (kind.dtype is not None or pa.types.is_null(type))
+
+
+def _check_categories(name: str, values: Any, type: pa.DataType, where: str) -> None:
+    try:
+        known = pa.array(values, values_type(type))
+    except (pa.ArrowException, TypeError) as error:
+        raise DataError(
+            f"categories of column {name!r}: expected a list of {values_type(type)}: {error}",
+            where=where,
+        ) from error
+    if len(known) == 0 or known.null_count or len(known.unique()) < len(known):
+        raise DataError(
+            f"categories of column {name!r}: expected values that differ, found {values!r}",
+            where=where,
+        )
+
+
+def values_type(type: pa.DataType) -> pa.DataType:
+    """The type of the values in lists, tensors and dictionaries; else the type itself."""
+    while (
+        isinstance(type, pa.FixedShapeTensorType)
+        or pa.types.is_dictionary(type)
+        or pa.types.is_list(type)
+        or pa.types.is_large_list(type)
+        or pa.types.is_fixed_size_list(type)
+    ):
+        type = type.value_type
+    return type
+
+
+def check_options(schema: Schema, also: Sequence[str] = ()) -> None:
+    """Raise where a schema has an option that nobody reads.
+
+    Raises:
+        DataError: naming it.
+    """
+    known = {"allow_nan", "stack", "categories", *also}
+    for name in schema.options:
+        if name not in known:
+            raise DataError(
+                f"{schema.format} has no option {name!r}: the options are "
+                f"{', '.join(sorted(known))}"
+            )
 
 
 def _check_default(column: Column) -> None:

@@ -46,7 +46,7 @@ class CriteoDecoder:
 
     def split(self, buffer: Bytes, final: bool) -> Split:
         """Lines."""
-        return split_lines(buffer, final, comment=None)
+        return split_lines(buffer, final)
 
     def survey(
         self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where

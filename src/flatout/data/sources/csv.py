@@ -21,7 +21,7 @@ def csv(
     target: Names = None,
     inputs: Names = None,
     weight: str | None = None,
-    unused: Sequence[str] = (),
+    unused: Names = None,
     schema: Given | None = None,
     delimiter: str | None = None,
     header: bool | Sequence[str] | None = None,
@@ -73,7 +73,7 @@ def csv(
     """
     require("pyarrow", "tables", "CSV")
     from flatout.data.pipeline import Pipeline
-    from flatout.data.sources.arrow_schema import Wanted
+    from flatout.data.sources.arrow_schema import Wanted, listed
     from flatout.data.sources.csv_decoder import csv_rows
 
     wanted = Wanted(target, inputs, weight, unused, default, categories or {}, stack)
@@ -86,7 +86,7 @@ def csv(
             delimiter=delimiter,
             header=header,
             quote=quote,
-            missing=None if missing is None else list(missing),
+            missing=None if missing is None else listed(missing),
             allow_nan=allow_nan,
         )
     )

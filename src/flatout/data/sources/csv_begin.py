@@ -89,17 +89,34 @@ def _fields(begin: Begin, dialect: Dialect) -> list[str]:
     return next(reader)
 
 
-def names_of(begin: Begin, dialect: Dialect, header: bool | Sequence[str]) -> list[str]:
-    """What the columns are called.
+def shared_names(
+    begins: Sequence[Begin], dialect: Dialect, header: bool | Sequence[str]
+) -> list[str]:
+    """What the columns of all files are called.
 
     Args:
-        begin: of a file.
-        dialect: how it is written.
-        header: whether its first row names them; or the names.
+        begins: of the files.
+        dialect: how they are written.
+        header: whether their first rows name the columns; or the names.
 
     Raises:
-        DataError: names are not those of the columns, or not different from each other.
+        DataError: files differ, or names are not those of the columns or not different from each
+            other.
     """
+    names = _names(begins[0], dialect, header)
+    for begin in begins[1:]:
+        found = _names(begin, dialect, header)
+        if found != names:
+            raise DataError(
+                f"expected the columns of {begins[0].file.name}: {', '.join(names)}; found "
+                f"{', '.join(found)}",
+                where=begin.file.name,
+                do="read files with the same columns in the same order together",
+            )
+    return names
+
+
+def _names(begin: Begin, dialect: Dialect, header: bool | Sequence[str]) -> list[str]:
     fields, where = _fields(begin, dialect), begin.file.name
     if header is True:
         names = [name or f"{UNNAMED}{at}" for at, name in enumerate(fields)]

@@ -20,16 +20,26 @@ from flatout.data.schema import Given, Schema
 from flatout.data.sources.arrow_columns import BadValue, to_columns
 from flatout.data.sources.arrow_schema import (
     Wanted,
+    check_options,
     check_schema,
     given_schema,
     infer_schema,
     source_names,
     used_names,
 )
-from flatout.data.sources.csv_begin import BOM, UNNAMED, begin_of, found_types, names_of, samples_of
+from flatout.data.sources.csv_begin import (
+    BOM,
+    UNNAMED,
+    begin_of,
+    found_types,
+    samples_of,
+    shared_names,
+)
 from flatout.data.sources.csv_split import MISSING, dialect_of, split_rows
 from flatout.data.sources.csv_text import in_one_piece, read_text
 from flatout.errors import DataError
+
+_OPTIONS = ("delimiter", "quote", "header", "missing", "bools")
 
 
 class CsvDecoder:
@@ -118,13 +128,15 @@ class CsvDecoder:
     def _explain(self, words: str, rows: int) -> tuple[int, str]:
         """Row and what is wrong, of pyarrow's message."""
         found = re.search(r"Row #(\d+): ", words)
-        row = int(found[1]) - 1 if found else 0
+        if found is None:
+            raise DataError(f"these {rows:,} rows cannot be parsed: {words}")
+        row = int(found[1]) - 1
         if counts := re.search(r"Expected (\d+) columns, got (\d+)", words):
             return row, f"expected {counts[1]} fields, found {counts[2]}"
         column = re.search(r"In CSV column #(\d+)", words)
         value = re.search(r"invalid value '(.*)'$", words, re.DOTALL)
-        if found is None or column is None:
-            return row, f"these {rows:,} rows cannot be parsed: {words}"
+        if column is None:
+            return row, f"expected a row of CSV, found: {words}"
         name = self.names[int(column[1])]
         told = repr(value[1]) if value else words.rpartition(": ")[2]
         type = self._types[name]
@@ -177,16 +189,7 @@ def csv_rows(
     options = {**defaults, "missing": list(MISSING), **options}
     dialect, header = dialect_of(options), options["header"]
     begins = [begin_of(file, dialect) for file in files]
-    names = names_of(begins[0], dialect, header)
-    for begin in begins[1:]:
-        found = names_of(begin, dialect, header)
-        if found != names:
-            raise DataError(
-                f"expected the columns of {files[0].name}: {', '.join(names)}; found "
-                f"{', '.join(found)}",
-                where=begin.file.name,
-                do="read files with the same columns in the same order together",
-            )
+    names = shared_names(begins, dialect, header)
     headers = frozenset(begin.first for begin in begins) if header is True else frozenset()
     if schema is None:
         types = found_types(samples_of(begins, header is True), names, dialect, wanted)
@@ -198,4 +201,5 @@ def csv_rows(
             base = base.model_copy(update={"options": {**base.options, "bools": bools}})
     else:
         base = base.model_copy(update={"options": options})
+    check_options(base, _OPTIONS)
     return IndexedRows(files, CsvDecoder(base, names, headers), faults, "CSV")

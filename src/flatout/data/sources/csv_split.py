@@ -38,9 +38,12 @@ def dialect_of(options: Mapping[str, Any]) -> Dialect:
     """The dialect that a schema's options tell.
 
     Raises:
-        DataError: delimiter or quote is no single ASCII character.
+        DataError: delimiter or quote is no single ASCII character, or missing no list of texts.
     """
-    dialect = Dialect(options["delimiter"], options["quote"], tuple(options["missing"]))
+    missing = options["missing"]
+    if isinstance(missing, str) or not all(isinstance(text, str) for text in missing):
+        raise DataError(f"missing: expected a list of texts, found {missing!r}")
+    dialect = Dialect(options["delimiter"], options["quote"], tuple(missing))
     for name, sign in (("delimiter", dialect.delimiter), ("quote", dialect.quote)):
         if not (isinstance(sign, str) and sign.isascii() and sign not in ("\n", "\r")):
             raise DataError(f"{name}: expected an ASCII character, found {sign!r}")
@@ -81,8 +84,7 @@ def _lines(text: Bytes, final: bool) -> Split:
     if not final and consumed and text[-1] != _NEWLINE:
         consumed = int(starts[-1])
         starts, ends = starts[:-1], ends[:-1]
-    filled = ends > starts
-    return Split(starts[filled], ends[filled], consumed)
+    return Split(*_filled(text, starts, ends), consumed)
 
 
 def _quoted_rows(text: Bytes, final: bool, dialect: Dialect) -> Split:
@@ -94,11 +96,18 @@ def _quoted_rows(text: Bytes, final: bool, dialect: Dialect) -> Split:
     if is_open or not final:  # what follows the last newline is no whole row
         consumed = int(starts[-1])
         starts, ends = starts[:-1], ends[:-1]
-    has_return = (ends > starts) & (text[np.maximum(ends, 1) - 1] == _RETURN)
-    ends = ends - has_return
-    filled = ends > starts
     problem = "a quote is opened in this row, and never closed" if is_open else ""
-    return Split(starts[filled], ends[filled], consumed, problem)
+    return Split(*_filled(text, starts, ends), consumed, problem)
+
+
+def _filled(text: Bytes, starts: Numbers, ends: Numbers) -> tuple[Numbers, Numbers]:
+    """The rows that are not blank, without the carriage returns at their end."""
+    while True:
+        has_return = (ends > starts) & (text[np.maximum(ends, 1) - 1] == _RETURN)
+        if not has_return.any():
+            filled = ends > starts
+            return starts[filled], ends[filled]
+        ends = ends - has_return
 
 
 def _newlines_outside(text: Bytes, dialect: Dialect) -> tuple[Numbers, bool]:

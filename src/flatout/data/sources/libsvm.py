@@ -60,7 +60,7 @@ class LibsvmDecoder:
 
     def split(self, buffer: Bytes, final: bool) -> Split:
         """Lines; blank ones and comments are no rows."""
-        return split_lines(buffer, final, comment=b"#")
+        return split_lines(buffer, final, comment=b"#", white=b" \t\r")
 
     def survey(
         self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where

@@ -21,9 +21,11 @@ from flatout.data.schema import Given, Schema
 from flatout.data.sources.arrow_columns import BadValue, to_columns
 from flatout.data.sources.arrow_schema import (
     Wanted,
+    check_options,
     check_schema,
     given_schema,
     infer_schema,
+    listed,
     used_names,
 )
 from flatout.errors import DataError
@@ -252,11 +254,15 @@ def table_chunks(
     """Files with a schema given, or inferred from the first of them."""
     options = {} if allow_nan is None else {"allow_nan": allow_nan}
     if schema is not None:
-        return TableChunks(files, given_schema(schema, format, wanted, options))
+        given = given_schema(schema, format, wanted, options)
+        check_options(given)
+        return TableChunks(files, given)
     fields = files[0].fields
     for one in files[1:]:
         # Where inputs are named, other columns do not matter.
-        if wanted.inputs is None and (fields.keys() ^ one.fields.keys()) - set(wanted.unused):
+        if wanted.inputs is None and (fields.keys() ^ one.fields.keys()) - set(
+            listed(wanted.unused)
+        ):
             raise DataError(
                 f"expected the columns of {files[0].file.name}: {', '.join(fields)}; found "
                 f"{', '.join(one.fields)}",
