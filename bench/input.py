@@ -77,19 +77,19 @@ ENTRIES = (
     Entry("libsvm", AGAIN, "input_flatout.py", _NEEDS),
     Entry("libsvm", "tfdata", "input_tfdata.py", ("tensorflow",), "batches", 4),
     Entry("libsvm", "tfdata-lines", "input_tfdata.py", ("tensorflow",), "lines", 1, "line by line"),
-    Entry("libsvm", "sklearn", "input_sklearn.py", ("sklearn",), "", 2, "loads all in each pass"),
-    Entry("libsvm", "polars", "input_polars.py", ("polars",), remark="loads all in each pass"),
+    Entry("libsvm", "sklearn", "input_sklearn.py", ("sklearn",), "", 2, "loads it all"),
+    Entry("libsvm", "polars", "input_polars.py", ("polars",), remark="loads it all"),
     Entry("tfrecord", FLATOUT, "input_flatout.py", (*_NEEDS, _WRITER), remark="checks both CRCs"),
     Entry("tfrecord", CACHED, "input_flatout.py", (*_NEEDS, _WRITER), "cached", remark="row cache"),
     Entry("tfrecord", "tfdata", "input_tfdata.py", ("tensorflow",), remark="checks both CRCs"),
     Entry("tfrecord", "protobuf", "input_protobuf.py", ("tensorflow",), "", 2, "checks no CRC"),
     Entry("criteo", FLATOUT, "input_flatout.py", _NEEDS),
     Entry("criteo", "tfdata", "input_tfdata.py", ("tensorflow",), "", 4),
-    Entry("criteo", "polars", "input_polars.py", ("polars",), remark="loads all in each pass"),
+    Entry("criteo", "polars", "input_polars.py", ("polars",), remark="loads it all"),
     Entry("jpeg", FLATOUT, "input_flatout.py", (*_NEEDS, "simplejpeg", *_PHOTOS)),
     Entry("jpeg", AGAIN, "input_flatout.py", (*_NEEDS, "simplejpeg", *_PHOTOS)),
     Entry("jpeg", "tfdata", "input_tfdata.py", ("tensorflow", *_PHOTOS)),
-    Entry("jpeg", "pil", "input_jpeg.py", _PHOTOS, "pil", remark="decodes whole images"),
+    Entry("jpeg", "pil", "input_jpeg.py", _PHOTOS, "pil", remark="whole images"),
     Entry("jpeg", "pil-draft", "input_jpeg.py", _PHOTOS, "draft"),
     Entry("jpeg", "opencv", "input_jpeg.py", ("cv2", *_PHOTOS), "opencv"),
     Entry("memory", FLATOUT, "input_flatout.py", _NEEDS),
@@ -100,7 +100,7 @@ ENTRIES = (
         "input_dataloader.py",
         ("torch",),
         "batches",
-        remark="its Dataset gathers batches",
+        remark="gathers itself",
     ),
     Entry("memory", "tfdata", "input_tfdata.py", ("tensorflow",)),
     Entry("memory", "grain", "input_grain.py", ("grain",), "samples"),
@@ -110,10 +110,10 @@ ENTRIES = (
         "input_grain.py",
         ("grain",),
         "batches",
-        remark="its source gathers batches",
+        remark="gathers itself",
     ),
 )
-OWN = Entry("memory", OWN_TIME, "input_own_time.py", _NEEDS, remark="of a batch, besides gathering")
+OWN = Entry("memory", OWN_TIME, "input_own_time.py", _NEEDS, remark="a batch")
 PSNR = Entry("jpeg", "psnr", "input_psnr.py", (*_NEEDS, "simplejpeg", *_PHOTOS))
 
 
@@ -305,7 +305,9 @@ REMARKS = (
     "All read and parse their files in each pass, but flatout keeps the files' bytes where they "
     "fit in memory, and an index of them.",
     "flatout, sklearn, polars and protobuf shuffle all rows; tf.data shuffles windows of four "
-    "batches.",
+    "batches. sklearn and polars load all files in each pass.",
+    "dataloader and grain make batches of samples; where they gather themselves, the user's "
+    "Dataset or source makes whole batches. flatout-own-time is what the pipeline adds to a batch.",
 )
 
 

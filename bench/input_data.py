@@ -168,7 +168,7 @@ def _variant(photograph: np.ndarray, path: Path, seed: int) -> np.ndarray:
     from PIL import Image
 
     random = np.random.default_rng(seed)
-    size = random.integers(300, 400)
+    size = random.integers(160, 220)
     height, width = size * HEIGHT // WIDTH, size
     top = random.integers(photograph.shape[0] - height + 1)
     left = random.integers(photograph.shape[1] - width + 1)

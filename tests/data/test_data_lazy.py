@@ -12,8 +12,8 @@ def test_names_are_all_there():
     for name in flatout.data.__all__:
         assert getattr(flatout.data, name).__doc__
         assert name in dir(flatout.data)
-    with pytest.raises(AttributeError, match="has no attribute 'parquet'"):
-        flatout.data.parquet  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'tape'"):
+        flatout.data.tape  # noqa: B018
 
 
 def test_importing_the_room_imports_neither_torch_nor_numpy():

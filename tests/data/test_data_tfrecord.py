@@ -59,7 +59,7 @@ def test_a_schema_chooses_and_fills(path):
     missing = flatout.data.tfrecord(path, schema={"columns": columns}).batch(4)
     with pytest.raises(DataError, match=r"a.tfrecord: byte \d+") as caught:
         list(missing.batches(0))
-    assert "clicks" in str(caught.value) or "missing" in str(caught.value)
+    assert "expected a feature that has no default" in caught.value.what
     columns[2].update(dtype="bool")
     with pytest.raises(DataError, match="column 'clicks': Examples hold"):
         flatout.data.tfrecord(path, schema={"columns": columns})

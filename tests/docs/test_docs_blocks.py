@@ -28,7 +28,7 @@ LONG_PAGES = [
     DOCS / "keras.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
-SHORT = ("trainer", "loop", "checkpoints", "devices", "data/index")
+SHORT = ("trainer", "loop", "checkpoints", "devices", "data/index", "data/images", "data/pipes")
 PAGES = [DOCS / f"{name}.md" for name in SHORT]
 # What measuring decides differs between machines, and so do the machines themselves.
 DIFFERS = ("flatout: auto:", "of it ", "ran ", "CPU ", "RAM ", "GPU ", "torch ")

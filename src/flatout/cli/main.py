@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flatout import __version__
+from flatout.cli.data import data
 from flatout.cli.demo import demo
 from flatout.cli.devices import devices
 from flatout.cli.export import export
@@ -27,6 +28,7 @@ app.command()(demo)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(export)
 app.command()(devices)
+app.add_typer(data, name="data")
 
 
 def _print_version(asked: bool) -> None:

@@ -58,12 +58,24 @@ def take(block: Block, index: Numbers) -> Block:
 def take_values(values: Values, index: Numbers) -> Values:
     """Rows of one column, in the order of `index`."""
     if not isinstance(values, Ragged):
+        if is_channels_last(values):
+            return np.take(values.transpose(0, 2, 3, 1), index, axis=0).transpose(0, 3, 1, 2)
         return values[index] if values.ndim == 1 else np.take(values, index, axis=0)
     lengths = np.diff(values.offsets)[index]
     offsets = offsets_of(lengths)
     # Each value's place: its row's begin in the source, counted on within the row.
     places = np.arange(offsets[-1]) + np.repeat(values.offsets[index] - offsets[:-1], lengths)
     return Ragged(values.values[places], offsets)
+
+
+def is_channels_last(values: npt.NDArray[Any]) -> bool:
+    """Whether it is of shape (rows, channels, height, width), and in memory channels come last."""
+    flags = values.flags
+    return (
+        values.ndim == 4
+        and not flags.c_contiguous
+        and (values.transpose(0, 2, 3, 1).flags.c_contiguous)
+    )
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Numbers:

@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of, take, take_values
 from flatout.data.buffers import Buffers
-from flatout.data.rows import Chunks
+from flatout.data.origins import Chunks
 from flatout.errors import DataError
 
 
 class ChunkedRows:
-    """Rows of any Chunks. Follows `flatout.data.rows.Rows`.
+    """Rows of any Chunks. Follows `flatout.data.origins.Rows`.
 
     The chunks used last stay decoded, within a budget of memory. A chunk that several threads want
     is decoded once, by the first of them; the others wait for it.

@@ -188,7 +188,7 @@ def _cached(
             raise DataError(
                 f"a copy needs {size:,} bytes, but {room:,} are free in {target.parent}",
                 where=name,
-                do="make room (flatout data needs a local copy), or set FLATOUT_CACHE elsewhere",
+                do="make room for a copy on this machine, or set FLATOUT_CACHE elsewhere",
             )
         _copy(name, open_original, target, unpack, say)
     status = target.stat()

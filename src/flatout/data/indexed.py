@@ -65,7 +65,7 @@ class Index(NamedTuple):
 
 
 class IndexedRows:
-    """Rows of indexed files. Follows `flatout.data.rows.Rows`.
+    """Rows of indexed files. Follows `flatout.data.origins.Rows`.
 
     Args:
         files: as `files.find` gives them.

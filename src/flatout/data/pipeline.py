@@ -17,9 +17,9 @@ from flatout.data.cut import padding_share
 from flatout.data.explanation import Explanation
 from flatout.data.files import say_on_stderr
 from flatout.data.form import Leaf
+from flatout.data.origins import Chunks, Rows, Stream, is_rows, is_stream
 from flatout.data.planner import Built, Mixture, Options, build, check
 from flatout.data.prefetch import prefetch
-from flatout.data.rows import Chunks, Rows, Stream, is_rows, is_stream
 from flatout.data.samples import Costs, digest_of
 from flatout.data.schema import Schema
 from flatout.data.sources.arrays import Arrays

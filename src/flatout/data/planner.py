@@ -26,10 +26,10 @@ from flatout.data.block import Numbers
 from flatout.data.cache import Cached
 from flatout.data.cut import Cut
 from flatout.data.order import order as drawn_order
+from flatout.data.origins import Chunks, Rows, is_chunks, is_rows
 from flatout.data.parallel import Tuner
 from flatout.data.plan import DEFAULT_BATCH_SIZE
 from flatout.data.program import Maker, Program
-from flatout.data.rows import Chunks, Rows, is_chunks, is_rows
 from flatout.data.samples import Decoded, Fetched, Joined, Made, Mapped, Samples, name_of
 from flatout.data.sources.arrays import Arrays, ArraySource
 from flatout.data.sources.torch_dataset import DatasetRows

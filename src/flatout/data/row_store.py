@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
+from flatout.data.block import Block, Numbers, Ragged, Values, is_channels_last, offsets_of
 from flatout.data.buffers import Buffers
 from flatout.kernels import lines
 
@@ -32,6 +32,7 @@ class Field(NamedTuple):
         ragged: whether the row holds a place in an arena instead of values.
         offset: in bytes from the row's begin.
         width: in bytes.
+        channels_last: whether the row holds (height, width, channels) instead of `shape`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Field(NamedTuple):
     ragged: bool
     offset: int
     width: int
+    channels_last: bool = False
 
 
 class Layout(NamedTuple):
@@ -66,7 +68,8 @@ def layout_of(columns: Mapping[str, Values]) -> Layout:
     for _, name, array, ragged in sorted(named, key=lambda one: one[:2]):
         shape = () if ragged else array.shape[1:]
         width = _PLACE.itemsize if ragged else math.prod(shape) * array.dtype.itemsize
-        fields.append(Field(name, array.dtype, shape, ragged, offset, width))
+        last = is_channels_last(array)
+        fields.append(Field(name, array.dtype, shape, ragged, offset, width, last))
         offset += width
     return Layout(tuple(fields), -(-offset // _ALIGNED) * _ALIGNED)
 
@@ -132,6 +135,8 @@ class RowStore:
             values = columns[field.name]
             if isinstance(values, Ragged):
                 values = self._places(values, next(arenas))
+            elif field.channels_last:
+                values = values.transpose(0, 2, 3, 1)
             pieces.append((field.offset, field.width, np.ascontiguousarray(values)))
         lines.join_rows(pieces, packed)
         self.rows[slots] = packed
@@ -139,20 +144,18 @@ class RowStore:
 
     def get(self, slots: Numbers, buffers: Buffers) -> dict[str, Values]:
         """The rows of these slots, in this order."""
-        outs = {
-            field.name: buffers.empty(
-                (len(slots), *(() if field.ragged else field.shape)),
-                _PLACE if field.ragged else field.dtype,
-            )
-            for field in self.layout.fields
-        }
+        outs = {field.name: _room(field, len(slots), buffers) for field in self.layout.fields}
         pieces = [(field.offset, field.width, outs[field.name]) for field in self.layout.fields]
         lines.split_rows(self.rows, np.ascontiguousarray(slots, np.int64), pieces)
         arenas = iter(self.arenas)
-        return {
-            field.name: _fetch(outs[field.name], next(arenas)) if field.ragged else outs[field.name]
-            for field in self.layout.fields
-        }
+        columns: dict[str, Values] = {}
+        for field in self.layout.fields:
+            out = outs[field.name]
+            if field.ragged:
+                columns[field.name] = _fetch(out, next(arenas))
+            else:
+                columns[field.name] = out.transpose(0, 3, 1, 2) if field.channels_last else out
+        return columns
 
     def _places(self, values: Ragged, arena: Arena) -> npt.NDArray[Any]:
         first, last = int(values.offsets[0]), int(values.offsets[-1])
@@ -162,6 +165,16 @@ class RowStore:
         places["start"] = values.offsets[:-1] - first + start
         places["length"] = np.diff(values.offsets)
         return places
+
+
+def _room(field: Field, rows: int, buffers: Buffers) -> npt.NDArray[Any]:
+    """An array for a field of so many rows, as the rows hold it."""
+    if field.ragged:
+        return buffers.empty(rows, _PLACE)
+    if field.channels_last:
+        channels, height, width = field.shape
+        return buffers.empty((rows, height, width, channels), field.dtype)
+    return buffers.empty((rows, *field.shape), field.dtype)
 
 
 def _fetch(places: npt.NDArray[Any], arena: Arena) -> Ragged:

@@ -1,6 +1,6 @@
 """What the columns of a source are: names, dtypes, shapes, and what each is to the model.
 
-`flatout data inspect` writes a schema as TOML, to be read and edited:
+A source infers its schema; `pipeline.schema.dump(path)` writes it as TOML, to be read and edited:
 
     format = "libsvm"
 

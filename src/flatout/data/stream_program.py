@@ -13,9 +13,9 @@ from flatout.data.block import Block, Numbers, join, take
 from flatout.data.buffers import Buffers
 from flatout.data.form import Form, form_of
 from flatout.data.order import order
+from flatout.data.origins import Stream
 from flatout.data.parallel import Ahead, Tuner
 from flatout.data.program import Functions
-from flatout.data.rows import Stream
 from flatout.data.samples import Costs, Mapped
 from flatout.data.stages import (
     Batch,
@@ -74,8 +74,9 @@ class StreamProgram:
         """The batches of an epoch; those before `start_step` are read and dropped."""
         made = self._batches(epoch)
         ahead = Ahead(lambda step: next(made, None), 0, 2**62, self.tuner)
+        items = iter(ahead)
         try:
-            for step, batch in enumerate(ahead):
+            for step, batch in enumerate(items):
                 if batch is None:
                     if step < start_step:
                         raise DataError(
@@ -86,6 +87,8 @@ class StreamProgram:
                 if step >= start_step:
                     yield self._functions(batch, epoch, step, self.costs)
         finally:
+            # A thread that waits for a silent writer is freed by closing what it reads.
+            getattr(self.stream, "close", lambda: None)()
             ahead.close()
 
     def _batches(self, epoch: int) -> Iterator[Made]:

@@ -1,243 +1,415 @@
-"""STOPGAP by the lead until the kernel's author replaces this file: overwrite it freely."""
+"""TFRecord files of tf.train.Example messages: finding, decoding and writing records.
+
+A file is one frame after the other: the length of a record (uint64), its checksum, the record, its
+checksum. Checksums are CRC-32C, masked as in TensorFlow's `record_writer.h`. A record is a message
+of Protocol Buffers (https://protobuf.dev/programming-guides/encoding) as in `example.proto` and
+`feature.proto`: a map from names to lists of integers, floats or bytes.
+
+The C extension and its twin in plain Python give the same bytes.
+"""
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-_TABLE = []
-for _i in range(256):
-    _c = _i
-    for _ in range(8):
-        _c = (_c >> 1) ^ (0x82F63B78 if _c & 1 else 0)
-    _TABLE.append(_c)
+from flatout.kernels import absent, example_twin
+
+try:
+    from flatout.kernels import _example as _c
+except ImportError:
+    _c = None  # type: ignore[assignment]
+
+_use_c = _c is not None and absent.WANTED
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+# Rows of equal length, or values and where each row begins among them (one more than rows).
+Values: TypeAlias = npt.NDArray[Any] | tuple[npt.NDArray[Any], Numbers]
+
+# Numbers of the fields of the message Feature.
+_KINDS = {"bytes": 1, "float": 2, "int64": 3}
+_KIND_OF = {np.dtype(np.uint8): 1, np.dtype(np.float32): 2, np.dtype(np.int64): 3}
+_AT_ONCE = 1 << 16
 
 
 class Bad(IntEnum):
-    LENGTH_CRC = 1
-    DATA_CRC = 2
-    OUTSIDE = 3
-    TRUNCATED = 4
-    VARINT = 5
-    WIRE_TYPE = 6
-    KIND = 7
-    MISSING = 8
-    COUNT = 9
-    OVERFLOW = 10
-    SEVERAL = 11
+    """What is wrong with a record."""
+
+    OUTSIDE = 1
+    LENGTH_CRC = 2
+    LENGTH_DIFFERS = 3
+    DATA_CRC = 4
+    TRUNCATED = 5
+    TAG = 6
+    VARINT_TOO_LONG = 7
+    WRONG_KIND = 8
+    MISSING = 9
+    WRONG_COUNT = 10
+    INT32_OVERFLOW = 11
+    SEVERAL_VALUES = 12
 
     @property
     def words(self) -> str:
-        return f"expected a good Example, found: {self.name.lower()}"
+        """What was expected, and what was found."""
+        return _WORDS[self]
 
 
-def crc32c(data: Any, value: int = 0) -> int:
-    crc = ~value & 0xFFFFFFFF
-    table = _TABLE
-    for byte in bytes(
-        memoryview(
-            np.ascontiguousarray(np.frombuffer(data, np.uint8))
-            if not isinstance(data, np.ndarray)
-            else np.ascontiguousarray(data)
-        ).cast("B")
-    ):
-        crc = (crc >> 8) ^ table[(crc ^ byte) & 255]
-    return ~crc & 0xFFFFFFFF
+_WORDS = {
+    Bad.OUTSIDE: "expected a record inside the buffer, found a byte range that is not",
+    Bad.LENGTH_CRC: "expected the checksum of the record's length, found another one",
+    Bad.LENGTH_DIFFERS: "expected a record as long as its index says, found another length",
+    Bad.DATA_CRC: "expected the checksum of the record, found another one",
+    Bad.TRUNCATED: "expected a field that ends within its message, found one that does not",
+    Bad.TAG: "expected the tag of a field, found a group, a reserved type or the number 0",
+    Bad.VARINT_TOO_LONG: "expected a varint of at most 10 bytes, 5 in tags and lengths; found more",
+    Bad.WRONG_KIND: "expected a feature of the kind in the schema, found a list of another kind",
+    Bad.MISSING: "expected a feature that has no default, found a record without it",
+    Bad.WRONG_COUNT: "expected as many values as in the schema, found more or fewer",
+    Bad.INT32_OVERFLOW: "expected an integer that fits into int32, found a larger one",
+    Bad.SEVERAL_VALUES: "expected one value of bytes, found several",
+}
 
 
-def masked_crc32c(data: Any) -> int:
-    crc = crc32c(data)
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+class End(IntEnum):
+    """How a scan ended."""
+
+    WHOLE = 0
+    MOST = 1
+    TRUNCATED_HEADER = 2
+    LENGTH_CRC = 3
+    LENGTH_TOO_LARGE = 4
+    TRUNCATED_DATA = 5
 
 
 class Scan(NamedTuple):
-    starts: Any
-    ends: Any
+    """Records found in a buffer.
+
+    Attributes:
+        starts: first byte of each record, behind length and checksum; int64 of shape (records,).
+        ends: one after the last byte, where the record's checksum stands.
+        consumed: where the next frame begins: the end of the buffer, or of what is whole in it.
+        end: how the scan ended.
+        problem: what is wrong at `consumed`, expected and found; "" where nothing is, or more bytes
+            may follow.
+    """
+
+    starts: Numbers
+    ends: Numbers
     consumed: int
+    end: End
     problem: str
 
 
-def scan(buffer: Any, start: int = 0, *, final: bool = True) -> Scan:
-    data = bytes(memoryview(buffer))
-    at, starts, ends, problem = start, [], [], ""
-    while at < len(data):
-        if len(data) - at < 12:
-            problem = "truncated header" if final else ""
-            break
-        (length,) = struct.unpack_from("<Q", data, at)
-        if masked_crc32c(data[at : at + 8]) != struct.unpack_from("<I", data, at + 8)[0]:
-            problem = "bad length CRC"
-            break
-        if length + 16 > len(data) - at:
-            problem = "truncated data" if final or length > 2**40 else ""
-            break
-        starts.append(at + 12)
-        ends.append(at + 12 + length)
-        at += 16 + length
-    return Scan(np.array(starts, np.int64), np.array(ends, np.int64), at, problem)
-
-
 class Feature(NamedTuple):
+    """A feature to look for.
+
+    Attributes:
+        name: key in the map.
+        kind: what kind of list it is.
+        width: values in each row; of the kind "bytes", bytes of the one value. None: rows differ.
+        required: whether a record without it is bad; otherwise its default takes its place.
+        bits: with 32, integers that do not fit into int32 are bad, also where they are measured.
+    """
+
     name: bytes
-    kind: str
+    kind: Literal["int64", "float", "bytes"]
     width: int | None
     required: bool
+    bits: Literal[32, 64] = 64
 
 
-def plan(features: Any) -> Any:
-    return tuple(features)
+class Plan:
+    """Features, prepared to be looked for. Several threads may use it at once; it can be pickled.
+
+    Attributes:
+        features: in the order of the outputs.
+    """
+
+    def __init__(self, features: Sequence[Feature]) -> None:
+        self.features = tuple(features)
+        _check_features(self.features)
+        self.compiled: Any = None
+        if _c is not None:
+            self.compiled = _c.plan(
+                [
+                    (f.name, _KINDS[f.kind], _width(f), f.required, f.bits == 32)
+                    for f in self.features
+                ]
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.features,)
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
+def _width(feature: Feature) -> int:
+    return -1 if feature.width is None else feature.width
 
 
-def _fields(data: bytes) -> Any:
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        if tag & 7 == 0:
-            value, at = _varint(data, at)
-            yield tag >> 3, 0, value
-        elif tag & 7 == 2:
-            size, at = _varint(data, at)
-            yield tag >> 3, 2, data[at : at + size]
-            at += size
-        else:
-            size = 8 if tag & 7 == 1 else 4
-            yield tag >> 3, tag & 7, data[at : at + size]
-            at += size
+def _check_features(features: Sequence[Feature]) -> None:
+    if not features:
+        raise ValueError("features: expected at least one")
+    if len({feature.name for feature in features}) < len(features):
+        raise ValueError("features: expected different names, found the same one twice")
+    for feature in features:
+        if feature.kind not in _KINDS or feature.bits not in (32, 64):
+            raise ValueError(
+                f"feature {feature.name!r}: expected the kind int64, float or bytes, and 32 or 64 "
+                f"bits; found {feature.kind!r} and {feature.bits}"
+            )
+        if feature.width is not None and not 1 <= feature.width < 2**31:
+            raise ValueError(
+                f"feature {feature.name!r}: expected a width of 1 to 2^31 - 1, or None; found "
+                f"{feature.width}"
+            )
 
 
-def _row(data: bytes) -> dict[bytes, tuple[str, Any]]:
-    found = {}
-    for n, _, features in _fields(data):
-        if n != 1:
-            continue
-        for k, _, entry in _fields(features):
-            name, value = b"", b""
-            for f, _, part in _fields(entry):
-                if f == 1:
-                    name = part
-                elif f == 2:
-                    value = part
-            kind, values = "", []
-            for f, _, lst in _fields(value):
-                kind = {1: "bytes", 2: "float", 3: "int64"}[f]
-                for g, wire, part in _fields(lst):
-                    if kind == "bytes":
-                        values.append(part)
-                    elif kind == "float":
-                        values.extend(struct.unpack(f"<{len(part) // 4}f", part))
-                    elif wire == 0:
-                        values.append(part - (1 << 64) if part >> 63 else part)
-                    else:
-                        at = 0
-                        while at < len(part):
-                            v, at = _varint(part, at)
-                            values.append(v - (1 << 64) if v >> 63 else v)
-            found[name] = (kind, values[0] if kind == "bytes" and values else values)
-    return found
+def available() -> bool:
+    """Whether the C extension runs; otherwise its twin does."""
+    return _use_c
 
 
-def _rows(buffer: Any, starts: Any, ends: Any, status: Any, at: Any, check: bool) -> Any:
-    data = memoryview(buffer).cast("B")
-    for i, (s, e) in enumerate(zip(starts.tolist(), ends.tolist())):
-        raw = bytes(data[s:e])
-        status[i] = 0
-        if check and masked_crc32c(raw) != struct.unpack_from("<I", data, e)[0]:
-            status[i], at[i] = Bad.DATA_CRC, s
-            yield i, {}
-            continue
-        try:
-            yield i, _row(raw)
-        except Exception:
-            status[i], at[i] = Bad.TRUNCATED, s
-            yield i, {}
+def crc32c(data: Any, value: int = 0) -> int:
+    """The CRC-32C (Castagnoli) of bytes.
+
+    Args:
+        data: C-contiguous memory with the buffer protocol.
+        value: of what stands before, to go on from there.
+    """
+    _say_if_absent()
+    return (_c.crc32c if _use_c else example_twin.crc32c)(data, value)
 
 
-def measure(buffer, starts, ends, spec, *, lengths, status, at, check=True) -> int:
-    ragged = [f for f in spec if f.width is None]
-    for i, row in _rows(buffer, starts, ends, status, at, check):
-        for k, f in enumerate(ragged):
-            lengths[k][i] = len(row[f.name][1]) if f.name in row else 0
-    return int((status != 0).sum())
+def masked_crc32c(data: Any) -> int:
+    """The CRC-32C of bytes, rotated and moved, as it stands in TFRecord files."""
+    return example_twin.masked(crc32c(data))
+
+
+def scan(buffer: Any, start: int = 0, *, final: bool = True, most: int | None = None) -> Scan:
+    """Find the records of a TFRecord file by their frames; each length's checksum is compared.
+
+    Args:
+        buffer: C-contiguous memory with the buffer protocol: bytes, a memory map, an array.
+        start: where a frame begins. A scan may go on where another one has ended.
+        final: whether no more bytes follow. Otherwise a frame that is not whole is no problem:
+            the caller goes on at `consumed` when there are more bytes.
+        most: end after so many records.
+
+    Raises:
+        ValueError: `start` is not in the buffer, or it is not C-contiguous.
+    """
+    _say_if_absent()
+    found: list[tuple[Numbers, Numbers]] = []
+    at, total, end = start, 0, End.MOST
+    while end == End.MOST and (most is None or total < most):
+        room = _AT_ONCE if most is None else min(_AT_ONCE, most - total)
+        starts, ends = np.empty(room, np.int64), np.empty(room, np.int64)
+        count, at, code = (_c.scan if _use_c else example_twin.scan)(buffer, at, starts, ends)
+        end = End(code)
+        found.append((starts[:count], ends[:count]))
+        total += count
+    problem = _problem(memoryview(buffer).cast("B"), at, end, final) if end > End.MOST else ""
+    pairs = zip(*found, strict=True) if found else ([], [])
+    starts, ends = (np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in pairs)
+    return Scan(starts, ends, at, end, problem)
+
+
+def _problem(data: memoryview, at: int, end: End, final: bool) -> str:
+    left = len(data) - at
+    if end == End.TRUNCATED_HEADER:
+        missing = f"expected a length and its checksum, 12 bytes; found the end after {left}"
+        return missing if final else ""
+    length = int.from_bytes(data[at : at + 8], "little")
+    if end == End.LENGTH_CRC:
+        expected = masked_crc32c(data[at : at + 8])
+        crc = int.from_bytes(data[at + 8 : at + 12], "little")
+        return f"expected the checksum {expected:#010x} of the record's length, found {crc:#010x}"
+    if end == End.LENGTH_TOO_LARGE:
+        return f"expected a length below 2^63, found {length:,}"
+    missing = (
+        f"expected a record of {length:,} bytes and its checksum, 4 bytes; found the end after "
+        f"{left - 12:,}"
+    )
+    return missing if final else ""
+
+
+def plan(features: Sequence[Feature]) -> Plan:
+    """Prepare to look for features.
+
+    Raises:
+        ValueError: there is none, two have the same name, or a kind or width is none.
+    """
+    return Plan(features)
+
+
+def measure(
+    buffer: Any,
+    starts: Numbers,
+    ends: Numbers,
+    spec: Plan,
+    *,
+    lengths: Numbers,
+    status: npt.NDArray[np.uint8],
+    at: Numbers,
+    check: bool = True,
+) -> int:
+    """Count the values of ragged features, and find bad records.
+
+    Args:
+        buffer: as for `scan`.
+        starts: first byte of each record, int64 of shape (rows,).
+        ends: one after the last byte.
+        spec: made by `plan`.
+        lengths: int64 of shape (ragged features, rows) to write into: values in each row; of the
+            kind "bytes", bytes of the one value. 0 where a feature is missing or the record bad.
+        status: uint8 of shape (rows,) to write into: 0 for a good record, else a `Bad`.
+        at: int64 of shape (rows,): where in the buffer a bad record goes wrong. Places of good
+            records stay as they are.
+        check: compare length and both checksums of the frame around each record, which then has to
+            be in the buffer. False reads nothing but the record.
+
+    Returns:
+        How many records are bad.
+
+    Raises:
+        ValueError: an array has another dtype, shape or memory layout, or arrays share memory.
+            Nothing is written.
+    """
+    _say_if_absent()
+    if _use_c:
+        return _c.measure(buffer, starts, ends, spec.compiled, lengths, status, at, check)
+    return example_twin.measure(buffer, starts, ends, spec.features, lengths, status, at, check)
 
 
 def decode(
-    buffer, starts, ends, spec, *, outputs, offsets, defaults, status, at, present=None, check=True
+    buffer: Any,
+    starts: Numbers,
+    ends: Numbers,
+    spec: Plan,
+    *,
+    outputs: Sequence[npt.NDArray[Any]],
+    offsets: Sequence[Numbers | None],
+    defaults: Sequence[float],
+    status: npt.NDArray[np.uint8],
+    at: Numbers,
+    present: npt.NDArray[np.uint8] | None = None,
+    check: bool = True,
 ) -> int:
-    for i, row in _rows(buffer, starts, ends, status, at, check):
-        for f, out, off, default in zip(spec, outputs, offsets, defaults):
-            place = out[i] if off is None else out[off[i] : off[i + 1]]
-            if status[i]:
-                place[:] = 0
-                continue
-            if f.name not in row:
-                if f.required:
-                    status[i], at[i] = Bad.MISSING, ends[i]
-                place[:] = default
-                continue
-            kind, values = row[f.name]
-            if kind != f.kind and len(values):
-                status[i], at[i] = Bad.KIND, starts[i]
-                continue
-            if len(values) != len(place):
-                status[i], at[i] = Bad.COUNT, starts[i]
-                continue
-            place[:] = np.frombuffer(values, np.uint8) if kind == "bytes" else values
-    return int((status != 0).sum())
+    """Decode records into arrays.
 
+    Entries of the map may come in any order, and the last of several with the same key counts;
+    lists may be packed or not; fields that are unknown are skipped, and features that are not in
+    `spec` without a look into them. A feature that is there without a list is missing.
 
-def _v(value: int) -> bytes:
-    value &= (1 << 64) - 1
-    out = b""
-    while value >= 128:
-        out += bytes([value & 127 | 128])
-        value >>= 7
-    return out + bytes([value])
+    Args:
+        buffer: as for `scan`.
+        starts: first byte of each record, int64 of shape (rows,).
+        ends: one after the last byte.
+        spec: made by `plan`.
+        outputs: an array for each feature to write into: int64 or int32, float32, or uint8 for the
+            kind "bytes". Its shape is (rows, ...) with `width` values in each row, or (values,)
+            for a ragged feature.
+        offsets: for each ragged feature where the rows' values begin in its output and where the
+            last row's end, int64 of shape (rows + 1,), not decreasing; None for other features. A
+            row may have more room than values; what is left over is filled with the default. With
+            less room it is bad.
+        defaults: for each feature what a value becomes that is missing.
+        status: as for `measure`.
+        at: as for `measure`. All other outputs of a bad record become 0.
+        present: uint8 of shape (rows, features) to write into: 1 where the record has the feature.
+        check: as for `measure`.
 
+    Returns:
+        How many records are bad.
 
-def _ld(field: int, data: bytes) -> bytes:
-    return _v(field << 3 | 2) + _v(len(data)) + data
-
-
-def encode(columns: Any) -> Any:
-    out, offsets = [], [0]
-    first = next(iter(columns.values()))
-    rows = len(first[1]) - 1 if isinstance(first, tuple) else len(first)
-    for i in range(rows):
-        entries = b""
-        for name, c in columns.items():
-            v = (
-                c[0][c[1][i] : c[1][i + 1]]
-                if isinstance(c, tuple)
-                else np.atleast_1d(c[i]).reshape(-1)
-            )
-            if v.dtype == np.uint8:
-                lst = _ld(1, _ld(1, v.tobytes()))
-            elif v.dtype == np.float32:
-                lst = _ld(2, _ld(1, v.tobytes()))
-            else:
-                lst = _ld(3, _ld(1, b"".join(_v(int(x)) for x in v)))
-            entries += _ld(1, _ld(1, name.encode()) + _ld(2, lst))
-        data = _ld(1, entries)
-        head = struct.pack("<Q", len(data))
-        frame = (
-            head
-            + struct.pack("<I", masked_crc32c(head))
-            + data
-            + struct.pack("<I", masked_crc32c(data))
+    Raises:
+        ValueError: an array has another dtype, shape or memory layout, arrays share memory, or a
+            default does not fit. Nothing is written.
+    """
+    _say_if_absent()
+    if _use_c:
+        return _c.decode(
+            buffer,
+            starts,
+            ends,
+            spec.compiled,
+            outputs,
+            offsets,
+            present,
+            defaults,
+            status,
+            at,
+            check,
         )
-        out.append(frame)
-        offsets.append(offsets[-1] + len(frame))
-    return b"".join(out), np.array(offsets, np.int64)
+    return example_twin.decode(
+        buffer,
+        starts,
+        ends,
+        spec.features,
+        outputs,
+        offsets,
+        present,
+        defaults,
+        status,
+        at,
+        check,
+    )
+
+
+def encode(columns: Mapping[str, Values]) -> tuple[npt.NDArray[np.uint8], Numbers]:
+    """Write rows as the frames of a TFRecord file, with both checksums.
+
+    Map entries come in the order of the columns and lists are packed, so that the same rows always
+    give the same bytes.
+
+    Args:
+        columns: by name, int64, float32 or uint8 of shape (rows, ...), or a pair of values and
+            offsets for rows of different lengths. uint8 becomes one value of bytes.
+
+    Returns:
+        The frames as uint8 of shape (bytes,), and where each begins and the last one ends, int64 of
+        shape (rows + 1,).
+
+    Raises:
+        ValueError: a column has another dtype or memory layout, columns differ in their rows, there
+            is no column, or a record would be larger than the 2^31 - 1 bytes of Protocol Buffers.
+    """
+    _say_if_absent()
+    if not columns:
+        raise ValueError("columns: expected at least one")
+    rows = {_rows(values) for values in columns.values()}
+    if len(rows) > 1:
+        raise ValueError(f"columns: expected equally many rows, found {sorted(rows)}")
+    count = rows.pop()
+    if count < 0:
+        raise ValueError("columns: expected offsets of one number or more, found none")
+    entries = tuple(_entry(name, values, count) for name, values in columns.items())
+    offsets = np.empty(count + 1, np.int64)
+    (_c.sizes if _use_c else example_twin.sizes)(entries, count, offsets)
+    out = np.empty(int(offsets[-1]), np.uint8)
+    (_c.write if _use_c else example_twin.write)(entries, count, offsets, out)
+    return out, offsets
+
+
+def _rows(values: Values) -> int:
+    return len(values[1]) - 1 if isinstance(values, tuple) else len(values)
+
+
+def _entry(name: str, column: Values, rows: int) -> tuple[bytes, int, Any, int, Any]:
+    values, offsets = column if isinstance(column, tuple) else (column, None)
+    kind = _KIND_OF.get(values.dtype)
+    if kind is None or not values.flags.c_contiguous:
+        raise ValueError(
+            f"column {name!r}: expected C-contiguous int64, float32 or uint8, found {values.dtype}"
+        )
+    if offsets is not None:
+        return name.encode(), kind, values, -1, offsets
+    return name.encode(), kind, values, int(np.prod(values.shape[1:], dtype=np.int64)), None
+
+
+def _say_if_absent() -> None:
+    if _c is None:
+        absent.say_once()

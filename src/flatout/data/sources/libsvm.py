@@ -26,6 +26,7 @@ Layout = Literal["dense", "fixed", "ragged"]
 _DENSE = 1024
 # Any index that an int64 holds, minus what base 0 may take away.
 _NO_LIMIT = 2**62
+_ANY_WIDTH = 2**31 - 1
 
 
 class LibsvmDecoder:
@@ -82,7 +83,7 @@ class LibsvmDecoder:
             base=self.base,
             limit=self.limit,
             label_as=self.schema["label"].numpy_dtype,
-            **({} if self.width is None else {"width": self.width}),
+            width=_ANY_WIDTH if self.width is None else self.width,
         )
         report(status, at, _words, faults, where)
         good = status == 0
@@ -216,7 +217,7 @@ def libsvm(
 
     Args:
         paths: as `files.find` takes them.
-        schema: a Schema, the path of one in TOML, or a dict; see `flatout data inspect`.
+        schema: a Schema, the path of one in TOML, or a dict.
         layout: without a schema, how rows come out: "dense" (float32 of shape (features,), the
             default up to 1,024 features), "fixed" (`ids` int64 and `values` float32, padded to the
             longest row), or "ragged" (the same, padded batch by batch).

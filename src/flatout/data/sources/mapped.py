@@ -27,7 +27,7 @@ _MOST_MAPS = 256
 
 
 class MappedRows:
-    """Rows of arrays in files, mapped into memory. Follows `flatout.data.rows.Rows`.
+    """Rows of arrays in files, mapped into memory. Follows `flatout.data.origins.Rows`.
 
     A file that changes or shrinks is found before its memory is touched. (Where one shrinks at the
     very moment in which a batch is copied out of it, the system ends the process.)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,7 +20,12 @@ from flatout.kernels import example as kernel
 if TYPE_CHECKING:
     from flatout.data.pipeline import Pipeline
 
-_KINDS = {"int64": "int64", "int32": "int64", "float32": "float", "uint8": "bytes"}
+_KINDS: dict[str, Literal["int64", "float", "bytes"]] = {
+    "int64": "int64",
+    "int32": "int64",
+    "float32": "float",
+    "uint8": "bytes",
+}
 
 
 class TfrecordDecoder:
@@ -146,7 +151,7 @@ def tfrecord(
 
     Args:
         paths: as `files.find` takes them.
-        schema: a Schema, the path of one in TOML, or a dict; see `flatout data inspect`.
+        schema: a Schema, the path of one in TOML, or a dict.
         target: without a schema, the name of the target.
         check: compare both checksums of every record; False leaves out that of the data.
         on_error: "fail", or "skip" rows that are not as they should be.

@@ -1,0 +1,245 @@
+"""Data in one format, written in another: TFRecord, Parquet, or Flatout's row cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from flatout.data import formats
+from flatout.data.convert_job import Job, job_of
+from flatout.data.convert_stream import write_stream
+from flatout.data.converted import Converted, ShardSizes, To
+from flatout.data.faults import Faults, OnError
+from flatout.data.files import Paths
+from flatout.data.origins import is_stream
+from flatout.data.passes import pieces_of
+from flatout.data.pipeline import Pipeline
+from flatout.data.progress import progress as showing
+from flatout.data.row_store import layout_of
+from flatout.data.schema import Given
+from flatout.data.shards import (
+    Encoded,
+    Manifest,
+    Out,
+    Place,
+    Writer,
+    begin,
+    disk,
+    write_shards,
+)
+from flatout.data.words import size_words
+from flatout.errors import DataError
+
+# Changes whenever the same rows are written as other bytes.
+_VERSION = 1
+
+
+def convert(
+    source: Paths | Pipeline,
+    target: str | os.PathLike[str],
+    *,
+    to: To | None = None,
+    schema: Given | None = None,
+    format: str | None = None,
+    shuffle: int | None = None,
+    shards: int | None = None,
+    rows_per_shard: int | None = None,
+    shard_bytes: int | None = None,
+    balance: Literal["class"] | None = None,
+    on_error: OnError = "fail",
+    max_errors: int = 100,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Converted:
+    """Write data in another format.
+
+    Shards are called `name-00000-of-00012.tfrecord`, hold equally many rows, give or take one, and
+    are whole or absent. Beside them lie a manifest with their checksums, `_name.tfrecord.json`, and
+    the schema that reads them, `_name.tfrecord.toml`. After a kill, the same call goes on after the
+    shards that are done; a row cache goes on after the rows of at most 5 s before. The same data
+    and settings give the same bytes.
+
+    Image folders become TFRecord shards of the files as they are: `image`, `label` and `path`. In
+    other formats, and from a Pipeline, images are written decoded.
+
+    Args:
+        source: paths as `files.find` takes them, a folder of images, or a Pipeline without batch.
+            Of a Pipeline, what its stages make is written, as in epoch 0.
+        target: `out/train.tfrecord`, `out/train.parquet` or `out/train.rows`, without numbers.
+        to: the format, where the target's name does not tell.
+        schema: of the source, as its own function takes it; not with a Pipeline.
+        format: of the source, one of `formats.FORMATS`; None takes the schema's, or guesses.
+        shuffle: a seed; None keeps the order.
+        shards: how many files; None makes them of about `shard_bytes`.
+        rows_per_shard: the most rows in a file, in place of `shards`.
+        shard_bytes: about how large files become, in place of `shards`; None means 128 MiB.
+        balance: "class" spreads each class evenly over all files, and within them.
+        on_error: "fail", or "skip" rows that are not as they should be.
+        max_errors: the most rows to skip.
+        overwrite: replace what other settings or other data have made.
+        progress: show on standard error how far it is, from the second second on.
+
+    Raises:
+        DataError: the source cannot be read, the target is there already, made by other settings,
+            a column does not fit into the format, the disk is full, or an argument makes no sense.
+    """
+    began = time.monotonic()
+    path = Path(os.path.expanduser(target))
+    kind = _kind(path, to)
+    sizes = ShardSizes(shards, rows_per_shard, shard_bytes)
+    sizes.check(kind)
+    if balance not in (None, "class"):
+        raise DataError(f"balance: expected 'class' or None, found {balance!r}")
+    if not isinstance(source, Pipeline):
+        source = _opened(source, kind, format, schema, on_error, max_errors)
+    elif schema is not None or format is not None:
+        raise DataError("a pipeline has its schema already; found schema or format as well")
+    with disk(path.parent, lambda: "nothing was written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if is_stream(source.origin):
+        if shuffle is not None or balance is not None or kind == "rows":
+            raise DataError(
+                "the rows of a stream come once, in their own order, and nobody knows how many",
+                do="convert it to TFRecord or Parquet as it comes; shuffle, balance or make a row "
+                "cache of these files",
+            )
+        place = _place(path, kind, None)
+        return write_stream(source, place, _writer(kind), sizes, overwrite, progress, began)
+    job = job_of(source, shuffle, balance)
+    if kind == "rows":
+        return _to_rows(job, path, overwrite, progress, began)
+    return _to_shards(job, path, kind, sizes, overwrite, progress, began)
+
+
+def _kind(path: Path, to: str | None) -> str:
+    known = get_args(To)
+    kind = to or path.suffix.removeprefix(".")
+    if kind not in known:
+        raise DataError(
+            f"expected one of the formats {', '.join(known)}; found {kind or 'none'}",
+            where=str(path),
+            do="call the target train.tfrecord, train.parquet or train.rows, or say to=",
+        )
+    if kind != "rows" and path.is_dir():
+        raise DataError(
+            "the target is a folder",
+            where=str(path),
+            do=f"name the shards as well: {path / 'train'}.{kind}",
+        )
+    return kind
+
+
+def _opened(
+    paths: Paths,
+    kind: str,
+    format: str | None,
+    schema: Given | None,
+    on_error: OnError,
+    max_errors: int,
+) -> Pipeline:
+    format = format or formats.schema_format(schema) or formats.guess(paths)
+    if format == "images" and kind == "tfrecord" and schema is None:
+        from flatout.data.sources.image_bytes import ImageBytes
+
+        return Pipeline(ImageBytes(paths, Faults(on_error, max_errors)))
+    return formats.open_files(
+        paths, format, schema=schema, on_error=on_error, max_errors=max_errors
+    )
+
+
+def _writer(kind: str) -> type[Any]:
+    """What writes shards of a format, given a schema."""
+    if kind == "tfrecord":
+        from flatout.data.writers.tfrecord import TfrecordWriter
+
+        return TfrecordWriter
+    from flatout.data.sources.optional import require
+
+    require("pyarrow", "tables", "Parquet")
+    from flatout.data.writers.parquet import ParquetWriter
+
+    return ParquetWriter
+
+
+def _place(path: Path, kind: str, count: int | None) -> Place:
+    suffix = f".{kind}"
+    return Place(path.parent, path.name.removesuffix(suffix), suffix, count)
+
+
+def _to_shards(
+    job: Job,
+    path: Path,
+    kind: str,
+    sizes: ShardSizes,
+    overwrite: bool,
+    progress: bool,
+    began: float,
+) -> Converted:
+    writer: Writer = _writer(kind)(job.schema)
+    each = _encoded_bytes(writer, job) / len(job.probe)
+    counts = sizes.counts(len(job.numbers), each)
+    place = _place(path, kind, len(counts))
+    settings = {**job.settings, "to": kind, "shards": len(counts), "version": _VERSION}
+    manifest = Manifest(settings, writer.schema.dumps(), len(job.numbers))
+    pieces = pieces_of(counts, job.probe, writer.piece_bytes)
+    with place.locked(), disk(place.folder, lambda: place.done(manifest)):
+        manifest = begin(place, manifest, overwrite)
+        found = sum(shard.rows for shard in manifest.shards)
+        if not manifest.complete:
+            _check_room(place.folder, (len(job.numbers) - found) * each)
+            with showing("converting", len(job.numbers), progress) as tell:
+                write_shards(
+                    place,
+                    writer,
+                    manifest,
+                    pieces,
+                    lambda missing: job.make(missing, lambda b: Encoded(len(b), writer.encode(b))),
+                    tell,
+                    job.notes,
+                )
+    return Converted.of_shards(place, manifest, found, began)
+
+
+def _to_rows(job: Job, path: Path, overwrite: bool, progress: bool, began: float) -> Converted:
+    from flatout.data.writers import rows as folder
+
+    schema = folder.rows_schema(job.schema)
+    settings = {**job.settings, "version": _VERSION}
+    total = len(job.numbers)
+    pieces = pieces_of([total], job.probe, folder.PIECE_BYTES)
+    found = total
+    with disk(path.parent, lambda: "what was flushed to the disk stays"):
+        if not folder.is_there(path, settings, overwrite):
+            with showing("converting", total, progress) as tell:
+                found = folder.write_rows(
+                    path,
+                    layout_of(job.probe.columns),
+                    schema,
+                    settings,
+                    pieces,
+                    lambda missing: job.make(missing, lambda block: block),
+                    tell,
+                    job.notes,
+                )
+    return Converted.of_folder(path, total, found, began)
+
+
+def _encoded_bytes(writer: Writer, job: Job) -> int:
+    out = Out(None)
+    sink = writer.open(out)
+    sink.write(writer.encode(job.probe))
+    sink.close()
+    return out.bytes
+
+
+def _check_room(folder: Path, wanted: float) -> None:
+    free = shutil.disk_usage(folder).free
+    if wanted > free:
+        raise DataError(
+            f"about {size_words(wanted)} are to be written, but {size_words(free)} are free",
+            where=str(folder),
+            do="make room, or choose another folder",
+        )

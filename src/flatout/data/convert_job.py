@@ -1,0 +1,269 @@
+"""What is to be converted: rows of a pipeline in their order, made by threads, piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
+from flatout.data.buffers import Buffers
+from flatout.data.form import Form, Leaf
+from flatout.data.order import batch_seed
+from flatout.data.origins import is_rows
+from flatout.data.passes import Piece, made
+from flatout.data.pipeline import Pipeline
+from flatout.data.planner import Options, build
+from flatout.data.randomness import seeded
+from flatout.data.samples import Costs, Samples
+from flatout.data.schema import Column, Schema
+from flatout.data.selection import labels_of
+from flatout.data.stages import Batch, Cache, Shard, Shuffle
+from flatout.errors import DataError
+
+T = TypeVar("T")
+
+# Rows that are made to learn dtypes, shapes and sizes.
+_PROBE = 256
+# Options of a source that say what its numbers mean; the others say how to read its files.
+_MEANINGS = ("classes", "categories")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rows to be converted.
+
+    Attributes:
+        samples: makes them.
+        numbers: which, in the order in which they are to be written.
+        schema: of them as they are to be written; its format means nothing.
+        names: what the samples call its columns.
+        probe: some of them.
+        settings: what decides their bytes.
+        origin: where they come from.
+        describe: the same for people.
+        alone: a function draws from the global generators: one thread makes all.
+    """
+
+    samples: Samples
+    numbers: Numbers
+    schema: Schema
+    names: dict[str, str]
+    probe: Block
+    settings: dict[str, Any]
+    origin: Any
+    describe: str
+    alone: bool
+
+    def notes(self) -> list[str]:
+        """What the source left out, by now."""
+        return list(getattr(self.origin, "notes", list)())
+
+    def make(self, pieces: Sequence[Piece], use: Callable[[Block], T]) -> Iterator[T]:
+        """What `use` makes of each piece, by threads, in the order of the pieces."""
+
+        def fit(block: Block) -> T:
+            return use(_fitted(block, self.schema, self.names, self.samples.where))
+
+        if not self.alone:
+            yield from made(self.samples, self.numbers, pieces, fit)
+            return
+        buffers = Buffers()
+        for piece in pieces:
+            numbers = self.numbers[piece.start : piece.stop]
+            with seeded(batch_seed(0, 0, piece.start)):
+                one = fit(self.samples.make(numbers, buffers, 0, Costs()))
+            yield one
+
+
+def job_of(pipeline: Pipeline, shuffle: int | None, balance: str | None) -> Job:
+    """The rows of a pipeline, shuffled and balanced as is wanted.
+
+    Raises:
+        DataError: a stage that makes no sense here, or rows that have no classes to balance.
+    """
+    for stage in pipeline.stages:
+        if isinstance(stage, Batch) or (isinstance(stage, Shard) and stage.by == "batch"):
+            raise DataError(
+                f"convert writes rows, and {type(stage).__name__.lower()} makes batches",
+                do="convert the pipeline as it is before batch and shard",
+            )
+    if shuffle is not None:
+        if any(isinstance(stage, Shuffle) for stage in pipeline.stages):
+            raise DataError("the pipeline shuffles already; found shuffle as well")
+        pipeline = pipeline.shuffle(seed=shuffle)
+    cached = any(isinstance(stage, Cache) for stage in pipeline.stages)
+    if balance is not None and not cached and not getattr(pipeline.origin, "random", True):
+        pipeline = pipeline.cache()
+    built = build(pipeline.origin, pipeline.stages, Options(), lambda line: None)  # type: ignore[arg-type]
+    samples, numbers = built.samples, np.asarray(built.cut.order(0), np.int64)
+    if balance is not None:
+        numbers = numbers[balanced(_labels(pipeline, samples, numbers))]
+    probe = _probe(samples, numbers)
+    names = _names(probe, samples.form, pipeline.origin)
+    schema = _schema(probe, names, samples.form, pipeline.origin)
+    settings = {
+        "source": samples.digest,
+        "rows": len(numbers),
+        "shuffle": shuffle,
+        "balance": balance,
+        "order": hashlib.sha256(numbers.tobytes()).hexdigest()[:16],
+    }
+    return Job(
+        samples=samples,
+        numbers=numbers,
+        schema=schema,
+        names=names,
+        probe=_fitted(probe, schema, names, samples.where),
+        settings=settings,
+        origin=pipeline.origin,
+        describe=pipeline.describe(),
+        alone=getattr(built.program, "in_this_thread", False),
+    )
+
+
+def balanced(labels: npt.NDArray[Any]) -> Numbers:
+    """An order in which every stretch of rows holds the classes in about their overall shares.
+
+    Row r of a class of n rows comes at place (r + 0.5) / n of the whole; rows of a class keep their
+    order.
+    """
+    _, own, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    by_class = np.argsort(own, kind="stable")
+    rank = np.empty(len(labels), np.int64)
+    rank[by_class] = np.arange(len(labels)) - np.repeat(offsets_of(counts)[:-1], counts)
+    return np.argsort((rank + 0.5) / counts[own], kind="stable").astype(np.int64)
+
+
+def _labels(pipeline: Pipeline, samples: Samples, numbers: Numbers) -> npt.NDArray[Any]:
+    known = pipeline.origin.targets() if is_rows(pipeline.origin) else None
+    if known is not None and not hasattr(samples, "inner"):
+        return known[numbers]
+    target = samples.form.targets
+    if not isinstance(target, Leaf):
+        raise DataError(
+            "balancing classes wants one target a row, found "
+            + ("none" if target is None else "several"),
+            do="give a schema in which one column has the role target",
+        )
+    values = samples.make(numbers[:1], Buffers(), 0, Costs()).columns[target.column]
+    if isinstance(values, Ragged) or values.size != 1 or values.dtype.kind not in "biu":
+        raise DataError(
+            f"balancing classes wants whole numbers as targets, found {target.column!r} of dtype "
+            f"{values.values.dtype if isinstance(values, Ragged) else values.dtype}",
+            do='give the target the dtype "int64" in the schema',
+        )
+    return labels_of(numbers, samples, None)
+
+
+def _probe(samples: Samples, numbers: Numbers) -> Block:
+    """Rows spread over all, or the first where others cost more."""
+    count = min(_PROBE, len(numbers))
+    places = np.linspace(0, len(numbers) - 1, count).astype(np.int64)
+    chosen = numbers[np.unique(places)] if samples.random else numbers[:count]
+    probe = samples.make(chosen, Buffers(), 0, Costs())
+    if not len(probe):
+        raise DataError(f"none of {len(chosen):,} rows could be read")
+    return probe
+
+
+def _names(probe: Block, form: Form, origin: Any) -> dict[str, str]:
+    """What columns are called where they are written, and what the samples call them.
+
+    A column of a dict is called by its key, so that it comes back in such a dict. The order is that
+    of the source's schema.
+    """
+    schema = getattr(origin, "schema", None)
+    written = [] if schema is None else [column.name for column in schema.columns]
+    ordered = dict.fromkeys([*(name for name in written if name in probe.columns), *probe.columns])
+    keys = {
+        leaf.column: key or leaf.column
+        for tree in form
+        for key, leaf in _leaves("", tree)
+        if not leaf.is_lengths
+    }
+    named = {column: keys.get(column, column) for column in ordered}
+    new = list(named.values())
+    if len(set(new)) < len(new):  # inputs and targets have a key in common
+        named = {column: column for column in ordered}
+    return {name: column for column, name in named.items()}
+
+
+def _schema(probe: Block, names: dict[str, str], form: Form, origin: Any) -> Schema:
+    """The columns as they are made, with the roles and the padding that the form knows."""
+    facts: dict[str, dict[str, Any]] = {}
+    for role, tree in zip(("input", "target", "weight"), form, strict=True):
+        for key, leaf in _leaves("", tree):
+            own = facts.setdefault(leaf.column, {"role": role})
+            own.update({"lengths": key} if leaf.is_lengths else {"pad": leaf.pad})
+    columns = []
+    for name, column in names.items():
+        values, known = probe.columns[column], facts.get(column, {"role": "unused"})
+        if isinstance(values, Ragged):
+            columns.append(_column(name, values.values.dtype, (), True, known))
+        else:
+            known = {"role": known["role"]}
+            columns.append(_column(name, values.dtype, values.shape[1:], False, known))
+    schema = getattr(origin, "schema", None)
+    options = {} if schema is None else schema.options
+    kept = {name: options[name] for name in _MEANINGS if name in options}
+    return Schema(format="converted", columns=tuple(columns), options=kept)
+
+
+def _column(
+    name: str, dtype: np.dtype[Any], shape: tuple[int, ...], ragged: bool, known: dict[str, Any]
+) -> Column:
+    try:
+        return Column(name=name, dtype=str(dtype), shape=shape, ragged=ragged, **known)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise DataError(
+            f"column {name!r} cannot be written: {dtype} of shape {shape}",
+            do="make it numbers of a usual dtype, such as float32 or int64",
+        ) from error
+
+
+def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Leaf]]:
+    if isinstance(tree, Leaf):
+        yield name, tree
+    elif isinstance(tree, dict):
+        for key, part in tree.items():
+            yield from _leaves(str(key), part)
+    elif tree is not None:
+        for part in tree:
+            yield from _leaves("", part)
+
+
+def _fitted(
+    block: Block, schema: Schema, names: dict[str, str], where: Callable[[int], str]
+) -> Block:
+    """The block with the columns that the schema says, in its order.
+
+    A user's function may make vectors of different lengths, which are equally long by chance.
+
+    Raises:
+        DataError: a column is of another dtype or shape than in the rows that were looked at.
+    """
+    columns: dict[str, Values] = {}
+    for column in schema.columns:
+        values = block.columns[names[column.name]]
+        if column.ragged and not isinstance(values, Ragged) and values.ndim == 2:
+            lengths = np.full(len(values), values.shape[1])
+            values = Ragged(values.reshape(-1), offsets_of(lengths))
+        if isinstance(values, Ragged):
+            found: Any = (values.values.dtype, (), True)
+        else:
+            found = (values.dtype, values.shape[1:], False)
+        if found != (column.numpy_dtype, column.shape, column.ragged):
+            raise DataError(
+                f"expected {column.words}, found {found[0]} of shape {found[1]}"
+                f"{', of different lengths' if found[2] else ''}",
+                where=where(int(block.numbers[0])) if len(block) else None,
+                do="let the function make samples of one dtype and shape; vectors may differ in "
+                "length, if they do so among the rows that are looked at first",
+            )
+        columns[column.name] = values
+    return Block(columns, block.numbers)

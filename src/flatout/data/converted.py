@@ -1,0 +1,150 @@
+"""What a conversion is asked for in files, and what it gives back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from flatout.data.row_folder import read_meta
+from flatout.data.shards import Manifest, Place
+from flatout.data.words import size_words
+from flatout.errors import DataError
+
+To = Literal["tfrecord", "parquet", "rows"]
+
+SHARD_BYTES = 128 << 20
+"""What a shard takes where nobody says otherwise."""
+
+
+class ShardSizes(NamedTuple):
+    """How a user wants shards; at most one of these.
+
+    Attributes:
+        shards: how many there are.
+        rows: the most rows in one.
+        bytes: about how large one is.
+    """
+
+    shards: int | None = None
+    rows: int | None = None
+    bytes: int | None = None
+
+    def check(self, kind: str) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            DataError: several are given, one is not positive, or the format has no shards.
+        """
+        names = ("shards", "rows_per_shard", "shard_bytes")
+        given = {name: value for name, value in zip(names, self, strict=True) if value is not None}
+        if len(given) > 1:
+            raise DataError(f"expected at most one of {', '.join(names)}; found {', '.join(given)}")
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise DataError(f"{name}: expected an int of at least 1, found {value!r}")
+            if kind == "rows":
+                raise DataError(f"a row cache is one folder, without shards; found {name}")
+
+    def counts(self, rows: int, row_bytes: float) -> list[int]:
+        """Rows of each shard.
+
+        Args:
+            rows: of all.
+            row_bytes: that a row takes, as far as is known.
+        """
+        if self.shards is not None:
+            count = self.shards
+        elif self.rows is not None:
+            count = -(-rows // self.rows)
+        else:
+            count = max(1, round(rows * row_bytes / (self.bytes or SHARD_BYTES)))
+            count = min(count, rows)
+        if count > rows:
+            raise DataError(f"{count:,} shards are more than there are rows: {rows:,}")
+        cuts = [rows * shard // count for shard in range(count + 1)]
+        return [stop - start for start, stop in pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written. Its text is for people.
+
+    Attributes:
+        to: the format.
+        files: the shards, or the folder.
+        rows: in all of them.
+        bytes: that they take.
+        found: rows that were there already, from a run that was stopped.
+        seconds: that it took.
+        schema: the path of the schema that reads them; None where they know it themselves.
+        read: a line of Python that reads them.
+        notes: what was left out.
+    """
+
+    to: str
+    files: list[str]
+    rows: int
+    bytes: int
+    found: int
+    seconds: float
+    schema: str | None
+    read: str
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_shards(cls, place: Place, manifest: Manifest, found: int, began: float) -> Converted:
+        """What the manifest tells."""
+        kind = place.suffix.removeprefix(".")
+        return cls(
+            to=kind,
+            files=[str(place.folder / shard.file) for shard in manifest.shards],
+            rows=sum(shard.rows for shard in manifest.shards),
+            bytes=sum(shard.bytes for shard in manifest.shards),
+            found=found,
+            seconds=time.monotonic() - began,
+            schema=str(place.schema),
+            read=f'flatout.data.{kind}("{place.pattern}", schema="{place.schema}")',
+            notes=manifest.notes,
+        )
+
+    @classmethod
+    def of_folder(cls, path: Path, rows: int, found: int, began: float) -> Converted:
+        """What the folder's meta.json tells."""
+        meta = read_meta(path)
+        return cls(
+            to="rows",
+            files=[str(path)],
+            rows=rows,
+            bytes=sum(file["size"] for file in meta["files"].values()),
+            found=found,
+            seconds=time.monotonic() - began,
+            schema=None,
+            read=f'flatout.data.rows("{path}")',
+            notes=list(meta.get("notes", [])),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.rows and self.found == self.rows:
+            first = f"{self.rows:,} rows were there already; their checksums are good"
+        else:
+            rate = (self.rows - self.found) / max(self.seconds, 1e-9)
+            first = f"{self.rows:,} rows in {self.seconds:.1f} s, {rate:,.0f} rows/s"
+            if self.found:
+                first += f"; {self.found:,} of them were there already"
+        files = self.files[0] if len(self.files) == 1 else f"{self.files[0]} … {self.files[-1]}"
+        count = "" if len(self.files) == 1 else f"{len(self.files):,} files, "
+        return "\n".join(
+            [
+                first,
+                f"{files}  {count}{size_words(self.bytes)}",
+                *self.notes,
+                f"read it: {self.read}",
+            ]
+        )

@@ -1,0 +1,276 @@
+"""Which format files are in, by their names or else by their first bytes; and opening them."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from flatout.data.faults import OnError
+from flatout.data.files import File, Paths, find
+from flatout.data.schema import Given, Schema
+from flatout.data.sources.tfrecord_schema import TARGETS
+from flatout.errors import DataError
+from flatout.kernels.example import masked_crc32c
+
+if TYPE_CHECKING:
+    from flatout.data.pipeline import Pipeline
+
+FORMATS = (
+    *("libsvm", "tfrecord", "criteo", "csv", "parquet", "arrow", "images", "rows"),
+    *("idx", "npy", "npz", "hdf5"),
+)
+# Formats whose sources can leave bad rows out.
+_SKIPPING = ("libsvm", "tfrecord", "criteo", "csv", "images")
+_TABLES = ("csv", "parquet", "arrow")
+
+_SUFFIXES = {
+    **dict.fromkeys((".svm", ".libsvm", ".svmlight"), "libsvm"),
+    **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrec"), "tfrecord"),
+    ".csv": "csv",
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".arrow", ".feather"), "arrow"),
+    **dict.fromkeys((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"), "images"),
+    ".rows": "rows",
+    ".npy": "npy",
+    ".npz": "npz",
+    **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
+}
+_PACKED = (".gz", ".bz2", ".xz", ".zst")
+_MAGIC = {
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    b"FEA1": "arrow",
+    b"\x93NUMPY": "npy",
+    b"PK\x03\x04": "npz",
+    b"\x89HDF\r\n\x1a\n": "hdf5",
+    b"\xff\xd8\xff": "images",
+    b"\x89PNG": "images",
+    b"GIF8": "images",
+}
+# Names of parts, such as those that other tools give: day.tfrecord-00003-of-00012.
+_PART = re.compile(r"-\d+-of-\d+$")
+_IDX = re.compile(rb"\0\0[\x08\x09\x0b-\x0e][\x01-\x04]")
+_NUMBER = rb"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
+_LIBSVM = re.compile(rb"[ \t]*%b([ \t]+qid:\d+)?([ \t]+\d+:%b)*[ \t]*(#.*)?" % (_NUMBER, _NUMBER))
+_CRITEO = re.compile(rb"([01]\t)?(-?\d*\t){13}([0-9a-f]{0,8}\t){25}[0-9a-f]{0,8}")
+_LOOKED_AT = 1 << 16
+_LINES = 20
+
+
+def guess(paths: Paths) -> str:
+    """The format of files, one of FORMATS.
+
+    What is on their names decides; where that says nothing, their first bytes or lines do.
+
+    Raises:
+        DataError: there are no such files, they are in several formats, or none that is known.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    found = [pair for one in given for pair in _formats(os.path.expanduser(os.fspath(one)))]
+    kinds = Counter(kind for _, kind in found)
+    if len(kinds) > 1:
+        first = {kind: name for name, kind in reversed(found)}
+        words = ", ".join(f"{first[kind]} is {kind}" for kind in kinds)
+        raise DataError(
+            f"the files are in different formats: {words}",
+            do="name the files of one of them, or say which format all of them have",
+        )
+    if not kinds:
+        raise DataError("expected at least one path, found an empty list")
+    return next(iter(kinds))
+
+
+def _formats(path: str) -> Iterator[tuple[str, str]]:
+    """Name and format of what a path means."""
+    if os.path.isdir(path):
+        if path.rstrip("/").endswith(".rows") or os.path.exists(os.path.join(path, "meta.json")):
+            yield path, "rows"
+            return
+        inside = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name[0] != "."]
+        if any(map(os.path.isdir, inside)) and not any(map(os.path.isfile, inside)):
+            yield path, "images"  # a folder for each class
+            return
+    elif os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
+        raise DataError(
+            "a pipe does not say what is in it, and looking would use it up",
+            where=path,
+            do="read it in Python: flatout.data.fifo(path, ...), which can be converted there",
+        )
+    by_name = _by_name(path)
+    if by_name is not None and not os.path.isdir(path) and not any(sign in path for sign in "*?["):
+        yield path, by_name
+        return
+    for file in find(path):
+        yield file.name, _by_name(file.name) or _by_content(file)
+
+
+def _by_name(name: str) -> str | None:
+    path = PurePosixPath(_PART.sub("", name.lower()))
+    while path.suffix in _PACKED:
+        path = path.with_suffix("")
+    if re.search(r"-(images|labels)[-.]idx[13]-ubyte$", path.name):
+        return "idx"
+    return _SUFFIXES.get(path.suffix)
+
+
+def _by_content(file: File) -> str:
+    try:
+        with open(file.path, "rb") as opened:
+            begin = opened.read(_LOOKED_AT)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=file.name) from error
+    if not begin:
+        raise DataError("the file is empty", where=file.name)
+    kind = format_of(begin)
+    if kind is None:
+        raise DataError(
+            f"no format that is known begins like this: {begin[:40]!r}",
+            where=file.name,
+            do=f"say which it is: one of {', '.join(FORMATS)}",
+        )
+    return kind
+
+
+def format_of(begin: bytes) -> str | None:
+    """The format of a file that begins with these bytes, or None."""
+    for magic, kind in _MAGIC.items():
+        if begin.startswith(magic):
+            return kind
+    if len(begin) >= 12 and masked_crc32c(begin[:8]) == struct.unpack_from("<I", begin, 8)[0]:
+        return "tfrecord"
+    if _IDX.match(begin):
+        return "idx"
+    return _text_format(begin)
+
+
+def _text_format(begin: bytes) -> str | None:
+    whole = begin if len(begin) < _LOOKED_AT else begin[: begin.rfind(b"\n") + 1]
+    lines = [line.rstrip(b"\r") for line in whole.split(b"\n")]
+    lines = [line for line in lines if line.strip()][:_LINES]
+    if not lines or b"\0" in whole:
+        return None
+    if all(map(_CRITEO.fullmatch, lines)):
+        return "criteo"
+    rows = [line for line in lines if not line.lstrip().startswith(b"#")]
+    # One bad row among them is for the reader to tell.
+    good = sum(_LIBSVM.fullmatch(line) is not None for line in rows)
+    if b":" in whole and good and good >= len(rows) - 1:
+        return "libsvm"
+    fields = {max(line.count(b","), line.count(b"\t")) for line in lines}
+    return "csv" if fields != {0} else None
+
+
+def schema_format(schema: Given | None) -> str | None:
+    """The format that a user's schema names, or None where there is none."""
+    if schema is None or isinstance(schema, Schema):
+        return None if schema is None else schema.format
+    if isinstance(schema, dict):
+        return schema.get("format")
+    try:
+        return tomllib.loads(Path(schema).read_text()).get("format")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DataError(f"the schema cannot be read: {error}", where=os.fspath(schema)) from error
+
+
+def open_files(
+    paths: Paths,
+    format: str | None = None,
+    *,
+    schema: Given | None = None,
+    on_error: OnError = "fail",
+    max_errors: int = 100,
+    without_text: bool = False,
+) -> Pipeline:
+    """A Pipeline over files of any format that numbers can be read from.
+
+    Without a schema, the target of a table is the column that is called label, target, y, class or
+    click, as in TFRecord files.
+
+    Args:
+        paths: as `files.find` takes them, or folders of images or rows.
+        format: one of FORMATS; None takes the schema's, or guesses.
+        schema: a Schema, the path of one in TOML, or a dict.
+        on_error: "fail", or "skip" rows that are not as they should be, where the format can.
+        max_errors: the most rows to skip.
+        without_text: leave out columns of tables that hold no numbers, instead of refusing them.
+
+    Raises:
+        DataError: the format is not known, cannot skip rows, or what its source raises.
+    """
+    import flatout.data as sources
+
+    kind = format or schema_format(schema) or guess(paths)
+    if kind not in FORMATS:
+        raise DataError(f"expected one of the formats {', '.join(FORMATS)}; found {kind!r}")
+    options: dict[str, Any] = {} if schema is None else {"schema": schema}
+    if kind in _SKIPPING:
+        options.update(on_error=on_error, max_errors=max_errors)
+    elif on_error != "fail":
+        raise DataError(f"rows of {kind} cannot be skipped: on_error is for {', '.join(_SKIPPING)}")
+    if kind in _TABLES:
+        return _open_table(kind, paths, options, without_text)
+    if kind in ("idx", "rows"):
+        return _open_folder(kind, paths, schema)
+    if kind in ("npz", "hdf5") and schema is not None:
+        options.update(_names_of(schema, kind))
+    source: Callable[..., Pipeline] = getattr(sources, kind)
+    return source(paths, **options)
+
+
+def _open_table(kind: str, paths: Paths, options: dict[str, Any], without_text: bool) -> Pipeline:
+    """A table, with the columns that hold no numbers left out, and the usual target."""
+    import flatout.data as sources
+
+    source: Callable[..., Pipeline] = getattr(sources, kind)
+    if "schema" in options:
+        return source(paths, **options)
+    if without_text:
+        from flatout.data.sources.optional import require
+
+        require("pyarrow", "tables", kind)
+        from flatout.data.table_columns import text_columns
+
+        options["unused"] = text_columns(kind, paths)
+    opened = source(paths, **options)
+    names = [column.name for column in opened.schema.columns]
+    targets = [name for name in names if name.lower() in TARGETS]
+    return source(paths, target=targets[0], **options) if len(targets) == 1 else opened
+
+
+def _open_folder(kind: str, paths: Paths, schema: Given | None) -> Pipeline:
+    """What one path names: a folder."""
+    from flatout.data.pipeline import Pipeline
+    from flatout.data.sources.idx import idx
+    from flatout.data.sources.rows import rows
+
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if kind == "idx":
+        if schema is not None:
+            raise DataError("IDX files say themselves what they hold; found a schema as well")
+        return Pipeline(idx(given[0] if len(given) == 1 else (given[0], given[1])))
+    if len(given) != 1:
+        raise DataError(
+            f"expected one folder of rows, found {len(given)}",
+            do="read several with flatout.data.mix",
+        )
+    return rows(os.path.expanduser(os.fspath(given[0])), schema=schema)
+
+
+def _names_of(given: Given, kind: str) -> dict[str, Any]:
+    """Which arrays a schema names for inputs, targets and weight."""
+    from flatout.data.schema import as_schema
+
+    schema = as_schema(given, kind)
+    weights = [column.name for column in schema.of_role("weight")]
+    return {
+        "inputs": [column.name for column in schema.of_role("input")],
+        "targets": [column.name for column in schema.of_role("target")] or None,
+        "weight": weights[0] if weights else None,
+    }

@@ -1,0 +1,247 @@
+"""A stream of bytes cut into records, in memory that is used again; and RecordIO's framing.
+
+RecordIO (dmlc-core, `recordio.h`): a magic number, a length, the data, zeros up to a multiple of
+four. The three highest bits of the length say whether it is a whole record or a part of one: data
+that hold the magic number at a multiple of four are parted there, without the number itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from flatout.data.block import Numbers
+from flatout.data.decoder import Bytes, Split
+from flatout.data.pipe import Pipe
+from flatout.errors import DataError
+
+PIECE = 1 << 20
+LONGEST_RECORD = 64 << 20
+
+_MAGIC = 0xCED7230A
+_MAGIC_BYTES = struct.pack("<I", _MAGIC)
+_HEAD = struct.Struct("<II")
+_LENGTH_BITS = 29
+_MOST = (1 << _LENGTH_BITS) - 1
+_WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
+# Of a record's framing, which does not count towards its size.
+_FRAMING = 1 << 12
+
+
+class Piece(NamedTuple):
+    """Whole records of a stream.
+
+    Attributes:
+        buffer: holds them until the next piece is asked for.
+        starts: where they begin in it, int64.
+        ends: where they end.
+        offset: bytes of the stream before the buffer.
+        lines: newlines of the stream before the buffer, where it is text.
+    """
+
+    buffer: Bytes
+    starts: Numbers
+    ends: Numbers
+    offset: int
+    lines: int
+
+    def where(self, name: str, byte: int, text: bool) -> str:
+        """File and line, or file and byte, of a byte of the buffer."""
+        place = f"byte {self.offset + byte:,}"
+        if not text:
+            return f"{name}: {place}"
+        line = self.lines + int(np.count_nonzero(self.buffer[:byte] == 10)) + 1
+        return f"{name}:{line} ({place})"
+
+
+def pieces(
+    pipe: Pipe,
+    split: Callable[[Bytes, bool], Split],
+    *,
+    text: bool,
+    longest: int = LONGEST_RECORD,
+) -> Iterator[Piece]:
+    """The records of a pipe, as many at a time as have come.
+
+    Args:
+        pipe: is open.
+        split: finds whole records in a writable buffer, as `Decoder.split` does.
+        text: whether records are lines.
+        longest: bytes that a record may have.
+
+    Raises:
+        DataError: the stream ends within a record, a record is longer than `longest`, or no record
+            can be found where one should be.
+    """
+    buffer = np.empty(2 * PIECE, np.uint8)
+    held = offset = lines = 0
+    while True:
+        # As much again as is held already, so that a long record is not searched over and over.
+        room = min(max(PIECE, held), longest + _FRAMING + PIECE - held)
+        if len(buffer) < held + room:
+            larger = np.empty(min(2 * (held + room), longest + _FRAMING + PIECE), np.uint8)
+            larger[:held] = buffer[:held]
+            buffer = larger
+        came = pipe.read_into(buffer.data[held : held + room])
+        if came == 0:
+            break
+        held += came
+        found = split(buffer[:held], False)
+        piece = Piece(buffer[:held], found.starts, found.ends, offset, lines)
+        _check_sizes(piece, pipe.name, text, longest)
+        if len(piece.starts):
+            yield piece
+        if found.problem:
+            raise DataError(found.problem, where=piece.where(pipe.name, found.consumed, text))
+        if held - found.consumed > longest + _FRAMING:
+            raise _too_long(piece.where(pipe.name, found.consumed, text), longest)
+        if text:
+            lines += int(np.count_nonzero(buffer[: found.consumed] == 10))
+        offset += found.consumed
+        rest = held - found.consumed
+        buffer[:rest] = buffer[found.consumed : held]
+        held = rest
+    if held:
+        found = split(buffer[:held], True)
+        piece = Piece(buffer[:held], found.starts, found.ends, offset, lines)
+        raise _cut_off(piece, found.problem, pipe.name, text)
+
+
+def _check_sizes(piece: Piece, name: str, text: bool, longest: int) -> None:
+    sizes = piece.ends - piece.starts
+    if len(sizes) and int(sizes.max()) > longest:
+        first = int(piece.starts[np.argmax(sizes > longest)])
+        raise _too_long(piece.where(name, first, text), longest)
+
+
+def _too_long(where: str, longest: int) -> DataError:
+    return DataError(
+        f"expected a record of at most {longest:,} bytes, found a longer one",
+        where=where,
+        do="check that the format is the right one, or raise max_record_bytes",
+    )
+
+
+def _cut_off(piece: Piece, problem: str, name: str, text: bool) -> DataError:
+    problem = problem or "expected a newline at the end of the row"
+    return DataError(
+        f"the stream ends within a record, of which {len(piece.buffer):,} bytes came: {problem}",
+        where=piece.where(name, 0, text),
+        do="look why the writer ended early"
+        + (", or end the last line of the text with a newline" if text else ""),
+    )
+
+
+def split_recordio(buffer: Bytes, final: bool) -> Split:
+    """The records of RecordIO; the parts of one are joined where they lie in the buffer.
+
+    So whole records are to be looked for once.
+
+    Args:
+        buffer: writable, and begins with a record.
+        final: whether no more bytes follow.
+    """
+    starts: list[int] = []
+    ends: list[int] = []
+    parts: list[tuple[int, int]] = []
+    view, size = buffer.data, len(buffer)
+    at = begin = expected = 0
+    problem = ""
+    while at < size:
+        expected = at + _HEAD.size
+        if expected > size:
+            break
+        magic, word = _HEAD.unpack_from(view, at)
+        problem = _head_problem(magic, word >> _LENGTH_BITS, bool(parts))
+        if problem:
+            return Split(_array(starts), _array(ends), at, problem)
+        start, end = expected, expected + (word & _MOST)
+        expected = start + (((word & _MOST) + 3) & ~3)
+        if expected > size:
+            break
+        parts.append((start, end))
+        at = expected
+        if word >> _LENGTH_BITS in (_WHOLE, _LAST):
+            starts.append(parts[0][0])
+            ends.append(end if len(parts) == 1 else _joined(buffer, parts))
+            parts = []
+            begin = at
+    if final and begin < size:
+        problem = (
+            f"a RecordIO record is cut off: expected at least {expected - begin:,} bytes, found "
+            f"{size - begin:,}"
+        )
+    return Split(_array(starts), _array(ends), begin, problem)
+
+
+def _head_problem(magic: int, flag: int, in_parts: bool) -> str:
+    if magic != _MAGIC:
+        return f"expected RecordIO's magic number {_MAGIC:08x}, found {magic:08x}"
+    if flag not in ((_MIDDLE, _LAST) if in_parts else (_WHOLE, _FIRST)):
+        expected = "another part of a record" if in_parts else "a record's begin"
+        return f"expected {expected}, found a RecordIO head with flag {flag}"
+    return ""
+
+
+def _joined(buffer: Bytes, parts: list[tuple[int, int]]) -> int:
+    """Move the parts of a record together, the magic number between them; returns the end."""
+    end = parts[0][1]
+    for start, stop in parts[1:]:
+        buffer[end : end + 4] = np.frombuffer(_MAGIC_BYTES, np.uint8)
+        buffer[end + 4 : end + 4 + stop - start] = buffer[start:stop]
+        end += 4 + stop - start
+    return end
+
+
+def rows_within(buffer: Bytes, outer: Split, inner: Callable[[Bytes, bool], Split]) -> Split:
+    """Rows of a format within the records that `split_recordio` has found, whole rows in each."""
+    starts, ends = [_array([])], [_array([])]
+    consumed, problem = outer.consumed, outer.problem
+    for start, end in zip(outer.starts.tolist(), outer.ends.tolist(), strict=True):
+        found = inner(buffer[start:end], True)
+        starts.append(found.starts + start)
+        ends.append(found.ends + start)
+        if found.problem:
+            consumed, problem = start + found.consumed, f"in a RecordIO record: {found.problem}"
+            break
+    return Split(np.concatenate(starts), np.concatenate(ends), consumed, problem)
+
+
+def write_recordio(file: IO[bytes], records: Iterable[bytes]) -> None:
+    """Write records as RecordIO.
+
+    Raises:
+        DataError: a record is longer than a RecordIO length can say (2**29 - 1 bytes).
+    """
+    for number, record in enumerate(records):
+        cuts = list(_magic_places(record))
+        flag = _FIRST if cuts else _WHOLE
+        start = 0
+        for cut in cuts:
+            _write_part(file, record[start:cut], flag, number)
+            start, flag = cut + 4, _MIDDLE
+        _write_part(file, record[start:], _LAST if cuts else _WHOLE, number)
+
+
+def _magic_places(record: bytes) -> Iterator[int]:
+    """Where a reader that searches for records would take data for a head."""
+    at = record.find(_MAGIC_BYTES)
+    while at >= 0:
+        if at % 4 == 0:
+            yield at
+        at = record.find(_MAGIC_BYTES, at + 1)
+
+
+def _write_part(file: IO[bytes], part: bytes, flag: int, number: int) -> None:
+    if len(part) > _MOST:
+        raise DataError(f"record {number}: RecordIO takes {_MOST:,} bytes, found {len(part):,}")
+    file.write(_HEAD.pack(_MAGIC, flag << _LENGTH_BITS | len(part)))
+    file.write(part)
+    file.write(bytes(-len(part) % 4))
+
+
+def _array(values: list[int]) -> Numbers:
+    return np.array(values, np.int64)

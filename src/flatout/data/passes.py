@@ -1,0 +1,68 @@
+"""All rows once, made by threads, handed out in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from flatout.data.block import Block, Numbers
+from flatout.data.buffers import Buffers
+from flatout.data.parallel import Ahead, Tuner
+from flatout.data.row_store import row_bytes
+from flatout.data.samples import Costs, Samples
+from flatout.measure import usable_cpus
+
+T = TypeVar("T")
+
+MOST_ROWS = 1 << 16
+"""In a piece, however small rows are."""
+
+
+class Piece(NamedTuple):
+    """Rows that are made at once.
+
+    Attributes:
+        part: of the whole, such as a shard.
+        start: where they begin in the order of all rows.
+        stop: where they end.
+    """
+
+    part: int
+    start: int
+    stop: int
+
+
+def pieces_of(sizes: Sequence[int], probe: Block, piece_bytes: int) -> list[Piece]:
+    """Parts of these sizes in pieces, those of one part of about the same size.
+
+    Args:
+        sizes: rows of each part.
+        probe: rows that tell how large they are.
+        piece_bytes: about what a piece takes decoded.
+    """
+    most = int(min(max(piece_bytes / row_bytes(probe), 1), MOST_ROWS))
+    pieces, start = [], 0
+    for part, size in enumerate(sizes):
+        count = -(-size // most)
+        cuts = [start + size * i // count for i in range(count + 1)]
+        pieces += [Piece(part, a, b) for a, b in pairwise(cuts)]
+        start += size
+    return pieces
+
+
+def made(
+    samples: Samples, numbers: Numbers, pieces: Sequence[Piece], use: Callable[[Block], T]
+) -> Iterator[T]:
+    """What `use` makes of the rows of each piece, in the order of the pieces."""
+    buffers = Buffers()
+
+    def one(at: int) -> T:
+        piece = pieces[at]
+        return use(samples.make(numbers[piece.start : piece.stop], buffers, 0, Costs()))
+
+    threads = usable_cpus()
+    tuner = Tuner(threads, threads=threads, depth=threads + 2)
+    with closing(iter(Ahead(one, 0, len(pieces), tuner))) as ahead:  # type: ignore[type-var]
+        yield from ahead

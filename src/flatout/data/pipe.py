@@ -1,0 +1,276 @@
+"""Pipes: opened without hanging, kept from a second reader, read in large pieces.
+
+A FIFO is opened without waiting for its writer, so that it can be said what is waited for. On Linux
+`poll` tells a FIFO that nobody has written to yet from one whose writers have gone (pipe(7)); a
+`read` of nothing tells neither.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from flatout.data.files import say_on_stderr
+from flatout.errors import DataError
+
+STANDARD_INPUT = "-"
+# What a pipe may hold, where Linux allows, so that its writer goes on while rows are decoded.
+CAPACITY = 1 << 20
+
+_SLICE_S = 0.1
+# Bytes that came are handed out after so long, however few they are.
+_MOMENT_S = 0.05
+_FIRST_WORD_S = 5.0
+_WORDS_GROW = 4
+
+# Standard input belongs to the process, and can be read once.
+_standard_input_was_read = threading.Event()
+
+
+class Pipe:
+    """One pass over a FIFO or over standard input. One thread reads; `stop` is for any.
+
+    Args:
+        path: a FIFO; "-" for standard input; or what the names of several begin with, one for each
+            pass: PATH_0, PATH_1, ...
+        turn: which pass it is, from 0.
+        timeout_s: the longest time without a byte; None waits for ever.
+        say: gets a line when something is waited for.
+
+    Attributes:
+        name: what was opened.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        turn: int = 0,
+        *,
+        timeout_s: float | None = None,
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
+        self.name = "standard input" if path == STANDARD_INPUT else path
+        self._path, self._turn = path, turn
+        self._timeout_s, self._say = timeout_s, say
+        self._stopped = threading.Event()
+        self._number: int | None = None
+        self._poll = select.poll()
+        self._never_blocks = False
+        self._begun = self._at_end = self._has_writer = False
+
+    def open(self) -> None:
+        """Open it and keep other readers away; waits for a FIFO that is not there yet.
+
+        Raises:
+            DataError: it is no FIFO, cannot be opened, somebody else reads it, standard input was
+                read already, or time is up.
+        """
+        if self._path == STANDARD_INPUT:
+            self._number = self._open_standard_input()
+        else:
+            self._number = self._open_fifo()
+        self._poll.register(self._number, select.POLLIN)
+        if stat.S_ISFIFO(os.fstat(self._number).st_mode):
+            self._lock(self._number)
+            # Beyond what the machine allows a user, the pipe stays as small as it is.
+            with suppress(OSError):
+                fcntl.fcntl(self._number, fcntl.F_SETPIPE_SZ, CAPACITY)
+
+    def read_into(self, room: memoryview) -> int:
+        """Fill `room`, or less of it where nothing more comes for a moment; 0 is the end.
+
+        Raises:
+            DataError: it cannot be read, was stopped, or time is up.
+        """
+        got, until = 0, 0.0
+        while got < len(room) and not self._at_end:
+            if got == 0:
+                count = self._first(room)
+                until = time.monotonic() + _MOMENT_S
+            else:
+                come = self._read(room[got:], max(0.0, until - time.monotonic()))
+                if come is None:
+                    break
+                count = come
+            if count == 0:
+                # At once, because a writer that follows must find no reader that is about to go.
+                self._at_end = True
+                self.close()
+            got += count
+        return got
+
+    def stop(self) -> None:
+        """Make the thread that reads give up, soon."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Let others read."""
+        number, self._number = self._number, None
+        if number is not None:
+            # A process that was forked meanwhile holds the lock as well, unless it is given back.
+            with suppress(OSError):
+                fcntl.flock(number, fcntl.LOCK_UN)
+            os.close(number)
+
+    # -- opening -----------------------------------------------------------------------------
+
+    def _open_standard_input(self) -> int:
+        if _standard_input_was_read.is_set():
+            raise DataError(
+                "standard input can be read once, and it was",
+                do="for several epochs write to a FIFO (mkfifo) once per epoch, or read files",
+            )
+        try:
+            if stat.S_ISFIFO(os.fstat(0).st_mode):
+                # A description of its own: processes that share number 0 would share its lock.
+                with suppress(OSError):
+                    number = os.open("/proc/self/fd/0", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                    self._never_blocks = True
+                    return number
+            return os.dup(0)
+        except OSError as error:
+            raise DataError(f"standard input cannot be read: {error.strerror}") from error
+        finally:
+            _standard_input_was_read.set()
+
+    def _open_fifo(self) -> int:
+        folder = os.path.dirname(self._path) or "."
+        if not os.path.isdir(folder):
+            raise DataError(f"there is no folder {folder!r}", where=self._path)
+        found: str | None = None
+
+        def is_there() -> bool:
+            nonlocal found
+            found = self._place()
+            return found is not None or self._stopped.wait(_SLICE_S)
+
+        self._wait(is_there, lambda: f"a FIFO {self._path} or {self._path}_{self._turn}")
+        assert found is not None
+        self.name = found
+        try:
+            number = os.open(found, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"cannot be opened: {error.strerror}", where=found) from error
+        self._never_blocks = True
+        return number
+
+    def _place(self) -> str | None:
+        """The FIFO of this pass, if it is there."""
+        other = None
+        for place in (self._path, f"{self._path}_{self._turn}"):
+            try:
+                mode = os.stat(place).st_mode
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise DataError(f"cannot be opened: {error.strerror}", where=place) from error
+            if stat.S_ISFIFO(mode):
+                return place
+            other = "folder" if stat.S_ISDIR(mode) else "file"
+        if other is not None:
+            raise DataError(
+                f"expected a FIFO, found a {other}",
+                where=self._path,
+                do="read files by their format, such as flatout.data.libsvm(path)",
+            )
+        return None
+
+    def _lock(self, number: int) -> None:
+        """Keep other readers away: two would each get some of the bytes, and both nonsense."""
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reader = _holder(number)
+            self._number = None
+            os.close(number)
+            raise DataError(
+                f"the pipe is being read already, by {reader}: two readers would tear its records "
+                "apart",
+                where=self.name,
+                do="give each worker a pipe of its own, or end the other reader",
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+
+    # -- waiting and reading -----------------------------------------------------------------
+
+    def _first(self, room: memoryview) -> int:
+        """Wait for bytes and read them; 0 at the end."""
+        come: int | None = None
+
+        def has_come() -> bool:
+            nonlocal come
+            come = self._read(room, _SLICE_S)
+            return come is not None
+
+        self._wait(has_come, self._what_is_missing)
+        assert come is not None
+        return come
+
+    def _read(self, room: memoryview, wait_s: float) -> int | None:
+        """How many bytes were read; 0 at the end; None where nothing has come in `wait_s`."""
+        assert self._number is not None
+        events = self._poll.poll(wait_s * 1000)
+        if not events and not self._never_blocks:
+            return None
+        try:
+            count = os.readv(self._number, [room])
+        except BlockingIOError:
+            self._has_writer = True
+            return None
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror}", where=self.name) from error
+        if count == 0 and not events and not self._begun:
+            return None  # nobody has opened it to write yet
+        self._begun = True
+        return count
+
+    def _what_is_missing(self) -> str:
+        if self._path == STANDARD_INPUT:
+            return "bytes on standard input"
+        if self._begun:
+            return f"more bytes: the writer of {self.name} is silent"
+        if self._has_writer:
+            return f"the first bytes: {self.name} has a writer, which is silent"
+        again = f" again, for pass {self._turn + 1}" if self._turn and not self._numbered else ""
+        return f"a writer: nobody has opened {self.name} to write{again}"
+
+    @property
+    def _numbered(self) -> bool:
+        return self.name != self._path
+
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Return once `ready`, which takes a moment to answer; say what is waited for."""
+        start, word_at = time.monotonic(), _FIRST_WORD_S
+        while not ready() or self._stopped.is_set():
+            waited = time.monotonic() - start
+            if self._stopped.is_set():
+                raise DataError("the pipe was closed while it was being read", where=self.name)
+            if self._timeout_s is not None and waited >= self._timeout_s:
+                raise DataError(
+                    f"nothing came in {self._timeout_s:g} s; waited for {what()}",
+                    where=self.name,
+                    do="start the writer, or raise timeout_s",
+                )
+            if waited >= word_at:
+                self._say(f"waiting since {waited:.0f} s for {what()}")
+                word_at *= _WORDS_GROW
+
+
+def _holder(number: int) -> str:
+    """Who holds the lock of a file, as far as /proc/locks tells."""
+    status = os.fstat(number)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with suppress(OSError), open("/proc/locks") as locks:
+        for line in locks:
+            fields = line.split()
+            if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == device:
+                own = " (this one)" if int(fields[4]) == os.getpid() else ""
+                return f"process {fields[4]}{own}"
+    return "another process"

@@ -1,0 +1,105 @@
+"""What a terminal shows while rows are gone through: nothing in the first second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+
+_QUIET_S = 1.0
+_DRAWINGS_PER_S = 4
+# Where there is no terminal.
+_LINE_EVERY_S = 60.0
+
+# Hears how many rows are done by now, and what else there is to say.
+Told: TypeAlias = Callable[[int, str], None]
+
+
+@contextmanager
+def progress(what: str, total: int | None, show: bool = True) -> Iterator[Told]:
+    """A live bar on a terminal, one line a minute elsewhere; both on standard error.
+
+    Args:
+        what: is being done, such as "converting".
+        total: rows that there are; None where nobody knows.
+        show: False says nothing.
+    """
+    if not show:
+        yield lambda done, words: None
+        return
+    shown = _Shown(what, total)
+    try:
+        yield shown.tell
+    finally:
+        shown.close()
+
+
+class _Shown:
+    def __init__(self, what: str, total: int | None) -> None:
+        self._what, self._total = what, total
+        self._out = Console(stderr=True, highlight=False)
+        self._began = time.monotonic()
+        self._first: int | None = None  # rows that were there already
+        quiet = _QUIET_S if self._out.is_interactive else _LINE_EVERY_S
+        self._draw_at = self._began + quiet
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def tell(self, done: int, words: str) -> None:
+        """Draw if it is time to."""
+        if self._first is None:
+            self._first = done
+        now = time.monotonic()
+        if now < self._draw_at:
+            return
+        figures = "  ".join(self._figures(done, now - self._began, words))
+        if not self._out.is_interactive:
+            self._draw_at = now + _LINE_EVERY_S
+            self._out.print(f"{self._what}  {figures}", markup=False, soft_wrap=True)
+            return
+        self._draw_at = now + 1 / _DRAWINGS_PER_S
+        if self._bar is None:
+            self._open()
+        assert self._bar is not None
+        self._bar.update(self._task, completed=done, figures=figures)
+        self._bar.refresh()
+
+    def _figures(self, done: int, seconds: float, words: str) -> Iterator[str]:
+        if self._total:
+            yield f"{done / self._total:.0%}"
+        yield f"{done:,} rows"
+        rate = (done - (self._first or 0)) / max(seconds, 1e-9)
+        yield f"{rate:,.0f} rows/s"
+        if self._total and rate:
+            yield f"ETA {_clock((self._total - done) / rate)}"
+        if words:
+            yield words
+
+    def _open(self) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6)),
+            TextColumn("{task.fields[figures]}"),
+            console=self._out,
+            expand=True,
+            transient=True,
+            auto_refresh=False,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(self._what, total=self._total, figures="")
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,429 @@
+"""Shards of a converted data set: each whole or absent, told in a manifest, gone on with after a
+kill.
+
+    train-00000-of-00012.tfrecord   a shard
+    _train.tfrecord.json            the manifest: what was converted how, and the shards that are
+                                    whole, with rows, bytes and CRC32C
+    _train.tfrecord.toml            the schema that reads them
+
+What is being written is hidden (`.train-00003-of-00012.tfrecord.part`), and so not found by whoever
+reads the folder, as neither are names that begin with an underscore.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol, TypeAlias
+
+from flatout.data.block import Block
+from flatout.data.passes import Piece
+from flatout.data.schema import Schema
+from flatout.data.words import size_words
+from flatout.errors import DataError
+from flatout.kernels.example import crc32c
+
+VERSION = 1
+_PIECE = 16 << 20
+
+
+class Sink(Protocol):
+    """A shard that is being written."""
+
+    def write(self, encoded: Any) -> None:
+        """Append what the writer has encoded."""
+        ...
+
+    def close(self) -> None:
+        """Write what stands at the end."""
+        ...
+
+
+class Writer(Protocol):
+    """A format of shards.
+
+    Attributes:
+        kind: the format's name, as in `flatout.data.formats.FORMATS`.
+        suffix: of the shards' names.
+        piece_bytes: decoded bytes to encode at once.
+        schema: that reads what is written.
+    """
+
+    kind: str
+    suffix: str
+    piece_bytes: int
+    schema: Schema
+
+    def encode(self, block: Block) -> Any:
+        """Rows as a sink takes them. Several threads may call at once."""
+        ...
+
+    def open(self, out: Out) -> Sink:
+        """Begin a shard."""
+        ...
+
+
+class Shard(NamedTuple):
+    """A shard that is whole.
+
+    Attributes:
+        file: its name.
+        rows: how many it holds.
+        bytes: its size.
+        crc32c: of all of them, as 8 hex digits.
+    """
+
+    file: str
+    rows: int
+    bytes: int
+    crc32c: str
+
+
+class Encoded(NamedTuple):
+    """Rows as a sink takes them: how many, and what the writer made of them."""
+
+    rows: int
+    data: Any
+
+
+# Hears how many rows are made by now, and what would survive a kill.
+Tell: TypeAlias = Callable[[int, str], None]
+
+
+class Out:
+    """A file that counts what is written to it. pyarrow writes to it as well.
+
+    Attributes:
+        bytes: so far.
+        crc: of all of them, so far.
+    """
+
+    def __init__(self, file: IO[bytes] | None) -> None:
+        self._file = file
+        self.bytes = 0
+        self.crc = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        """Append bytes; without a file, they are only counted."""
+        size = memoryview(data).nbytes
+        if self._file is not None:
+            self._file.write(data)
+            self.crc = crc32c(data, self.crc)
+        self.bytes += size
+        return size
+
+    def give_up(self) -> None:
+        """Only count from now on: what a sink writes when it is closed has no place any more."""
+        self._file = None
+
+    def flush(self) -> None:
+        """Nothing: the file is flushed as a whole."""
+
+    def close(self) -> None:
+        """Nothing: whoever opened the file closes it."""
+        self.closed = True
+
+
+@dataclass
+class Place:
+    """Where shards go, and what they are called there.
+
+    Attributes:
+        folder: that they are in.
+        stem: what their names begin with.
+        suffix: what their names end with.
+        count: how many there will be; None where nobody knows yet.
+    """
+
+    folder: Path
+    stem: str
+    suffix: str
+    count: int | None
+
+    def shard(self, number: int) -> str:
+        """The name of a shard."""
+        of = "" if self.count is None else f"-of-{self.count:05}"
+        return f"{self.stem}-{number:05}{of}{self.suffix}"
+
+    @property
+    def pattern(self) -> str:
+        """What names all shards, for a source."""
+        return str(self.folder / f"{self.stem}-*{self.suffix}")
+
+    @property
+    def manifest(self) -> Path:
+        """Where the manifest is."""
+        return self.folder / f"_{self.stem}{self.suffix}.json"
+
+    @property
+    def schema(self) -> Path:
+        """Where the schema is."""
+        return self.folder / f"_{self.stem}{self.suffix}.toml"
+
+    def done(self, manifest: Manifest) -> str:
+        """What of it is safe, in words."""
+        of = "" if self.count is None else f" of {self.count}"
+        return f"{len(manifest.shards)}{of} shards are done and stay"
+
+    def present(self) -> list[Path]:
+        """Files here that are called like shards of this stem, of any number of them."""
+        name = re.compile(re.escape(self.stem) + r"-\d{5,}(-of-\d{5,})?" + re.escape(self.suffix))
+        return sorted(one for one in self.folder.iterdir() if name.fullmatch(one.name))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """This process alone writes here."""
+        path = self.folder / f".{self.stem}{self.suffix}.lock"
+        with open(path, "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever had it before may just have deleted the file that is locked here.
+                mine = os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
+            except (BlockingIOError, FileNotFoundError):
+                mine = False
+            if not mine:
+                raise DataError(
+                    "another process is writing these shards",
+                    where=str(self.folder / (self.stem + self.suffix)),
+                    do="wait for it, or choose another target",
+                )
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    path.unlink()
+
+
+@dataclass
+class Manifest:
+    """What was converted how, and what of it is done.
+
+    Attributes:
+        settings: what decides the bytes of the shards.
+        schema: that reads them, as TOML.
+        rows: how many there will be; None where nobody knows yet.
+        complete: whether all shards are there.
+        shards: those that are whole, in their order.
+        notes: what was left out, such as bad rows.
+    """
+
+    settings: dict[str, Any]
+    schema: str
+    rows: int | None
+    complete: bool = False
+    shards: list[Shard] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write it: the old one, or this one, whole."""
+        words = {"version": VERSION, **asdict(self), "shards": [s._asdict() for s in self.shards]}
+        write_whole(path, json.dumps(words, indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Manifest | None:
+        """What is in a file, or None where there is none.
+
+        Raises:
+            DataError: it is damaged, or of another version.
+        """
+        try:
+            words = json.loads(path.read_text())
+            version = words.pop("version")
+            if version != VERSION:
+                raise DataError(
+                    f"expected a manifest of version {VERSION}, found {version}", where=str(path)
+                )
+            shards = [Shard(**one) for one in words.pop("shards")]
+            return cls(**words, shards=shards)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"the manifest cannot be read: {error}",
+                where=str(path),
+                do="delete it, or pass overwrite",
+            ) from error
+
+
+def begin(place: Place, wanted: Manifest, overwrite: bool) -> Manifest:
+    """The manifest to go on with, of what is there already or of nothing.
+
+    Shards that are not what the manifest says are left out of it: they are written anew.
+
+    Raises:
+        DataError: there are shards of another conversion, or of none, and they may not be
+            overwritten.
+    """
+    for part in place.folder.glob(f".{place.stem}-*{place.suffix}.part"):
+        part.unlink()
+    try:
+        found = Manifest.load(place.manifest)
+    except DataError:
+        if not overwrite:
+            raise
+        found = None
+    if found is not None and found.settings == wanted.settings:
+        found.shards = [shard for shard in found.shards if _is_whole(place.folder, shard)]
+        found.complete = found.complete and len(found.shards) == place.count
+        write_whole(place.schema, wanted.schema)
+        return found
+    present = place.present()
+    if not overwrite and (found is not None or present):
+        raise _refusal(place, found, wanted, present)
+    # The shards first: a manifest that names some that are gone does no harm.
+    for path in present:
+        path.unlink()
+    wanted.save(place.manifest)
+    write_whole(place.schema, wanted.schema)
+    return wanted
+
+
+def _refusal(
+    place: Place, found: Manifest | None, wanted: Manifest, present: Sequence[Path]
+) -> DataError:
+    if found is None:
+        what = f"{present[0].name} is there already, and no manifest tells how it was made"
+    else:
+        state = "is here already" if found.complete else "was begun here"
+        what = f"another conversion {state}: {differences(found.settings, wanted.settings)}"
+    return DataError(
+        what,
+        where=str(place.folder),
+        do="choose another target, convert with the same settings, or pass overwrite (--overwrite)",
+    )
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """How settings differ, in words."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if "source" in names:  # then the rest follows from it, or matters little
+        return "its source was another, or has changed since"
+    words = [f"{name} was {before.get(name)}, now {now.get(name)}" for name in names]
+    return ", ".join(words)
+
+
+def _is_whole(folder: Path, shard: Shard) -> bool:
+    crc, size = 0, 0
+    try:
+        with open(folder / shard.file, "rb") as file:
+            if os.fstat(file.fileno()).st_size != shard.bytes:
+                return False
+            while piece := file.read(_PIECE):
+                crc, size = crc32c(piece, crc), size + len(piece)
+    except OSError:
+        return False
+    return size == shard.bytes and f"{crc:08x}" == shard.crc32c
+
+
+@contextmanager
+def open_shard(place: Place, name: str) -> Iterator[Out]:
+    """A shard to write: whole under its name when the block ends well, else absent."""
+    part = place.folder / f".{name}.part"
+    try:
+        with open(part, "wb") as file:
+            out = Out(file)
+            try:
+                yield out
+            except BaseException:
+                out.give_up()
+                raise
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, place.folder / name)
+        flush_folder(place.folder)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def write_shards(
+    place: Place,
+    writer: Writer,
+    manifest: Manifest,
+    pieces: Sequence[Piece],
+    encoded: Callable[[Sequence[Piece]], Iterator[Encoded]],
+    tell: Tell,
+    notes: Callable[[], list[str]],
+) -> None:
+    """Write the shards that the manifest lacks, one after the other, and tell it of each.
+
+    Args:
+        place: where they go.
+        writer: of their format.
+        manifest: is saved after each shard.
+        pieces: all rows, shard by shard.
+        encoded: encodes some pieces, in their order.
+        tell: hears how far it is.
+        notes: what was left out, at the end.
+    """
+    done = {shard.file: shard for shard in manifest.shards}
+    missing = [piece for piece in pieces if place.shard(piece.part) not in done]
+    written = sum(shard.rows for shard in manifest.shards)
+    tell(written, f"{len(done)} of {place.count} shards done")
+    made = encoded(missing)
+    for number, own in groupby(missing, key=lambda piece: piece.part):
+        name, rows = place.shard(number), 0
+        with open_shard(place, name) as out:
+            sink = writer.open(out)
+            for _, part in zip(own, made, strict=False):
+                sink.write(part.data)
+                rows += part.rows
+                tell(written + rows, f"{len(done)} of {place.count} shards done")
+            sink.close()
+        done[name] = Shard(name, rows, out.bytes, f"{out.crc:08x}")
+        written += rows
+        manifest.shards = sorted(done.values())
+        manifest.save(place.manifest)
+        tell(written, f"{len(done)} of {place.count} shards done")
+    manifest.complete, manifest.notes = True, notes()
+    manifest.save(place.manifest)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file: the old one, or the new one, whole."""
+    beside = path.with_name(f".{path.name}.part")
+    with open(beside, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Make renames in it last through a power cut."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def disk(folder: Path, done: Callable[[], str]) -> Iterator[None]:
+    """A failure to write, told as one; `done` says what is safe."""
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot be written: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(folder).free
+            what = f"the disk is full: {size_words(free)} are free"
+        raise DataError(
+            f"{what}; {done()}",
+            where=str(folder),
+            do="make room, or choose another folder; the same command goes on where this one ended",
+        ) from error

@@ -1,0 +1,313 @@
+"""Pipes and standard input: rows that come one after the other, once a pass."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
+
+import numpy as np
+
+from flatout.data.block import Block
+from flatout.data.buffers import Buffers
+from flatout.data.faults import Faults, OnError
+from flatout.data.files import say_on_stderr
+from flatout.data.framing import LONGEST_RECORD, pieces
+from flatout.data.parallel import Ahead, Tuner
+from flatout.data.pipe import STANDARD_INPUT, Pipe
+from flatout.data.schema import Given, Schema
+from flatout.data.sources.fifo_formats import WORDS, Format, Wrap, decoder_of, stream_schema
+from flatout.errors import DataError
+
+if TYPE_CHECKING:
+    from flatout.data.pipeline import Pipeline
+
+Place: TypeAlias = "str | os.PathLike[str] | TextIO"
+
+# Rows of one pipe before it is the next one's turn: many enough to be decoded together, few enough
+# that a batch holds rows of all pipes.
+_TURN = 256
+# What is decoded at a time, in rows and in bytes: dense rows may be far larger than their text.
+_BLOCK_ROWS, _BLOCK_BYTES = 4096, 16 << 20
+
+
+class Part(NamedTuple):
+    """Rows of one pipe.
+
+    Attributes:
+        block: those that are good.
+        records: how many there were.
+        ends_turn: whether it is another pipe's turn.
+    """
+
+    block: Block
+    records: int
+    ends_turn: bool
+
+
+class FifoStream:
+    """Rows of pipes. Follows `flatout.data.rows.Stream`.
+
+    Args:
+        paths: as `Pipe` takes them.
+        schema: of the rows.
+        wrap: what frames them.
+        rows: how many come in a pass over all pipes, where that is known.
+        on_error: "fail" or "skip", for each pass.
+        max_errors: with "skip", the most rows of a pass that may be skipped.
+        timeout_s: the longest time without a byte.
+        longest: bytes that a record may have.
+        say: gets a line when something is waited for.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        schema: Schema,
+        wrap: Wrap | None = None,
+        *,
+        rows: int | None = None,
+        on_error: OnError = "fail",
+        max_errors: int = 100,
+        timeout_s: float | None = None,
+        longest: int = LONGEST_RECORD,
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
+        self.schema = schema
+        self.rows = rows
+        self._paths, self._wrap = list(paths), wrap
+        self._on_error, self._max_errors = on_error, max_errors
+        self._timeout_s, self._longest, self._say = timeout_s, longest, say
+        self._faults = Faults(on_error, max_errors)
+        self._block = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // max(1, _row_bytes(schema))))
+        self._passes = 0
+        self._open: list[Pipe] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": []}
+
+    @property
+    def digest(self) -> str:
+        """Over what is known of the rows before they come; not over the pipes' names."""
+        words = f"{len(self._paths)} {self._wrap} {self.rows}\n{self.schema.dumps()}"
+        return hashlib.sha256(words.encode()).hexdigest()[:16]
+
+    def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
+        """The rows of the next pass; `numbers` count from 0.
+
+        A pass opens each pipe again. Passes are counted from the first one of this process, not by
+        `epoch`: so does who makes a new FIFO for each.
+
+        Raises:
+            DataError: a pipe cannot be read to its end, or a row is not as it should be.
+        """
+        turn, self._passes = self._passes, self._passes + 1
+        faults = self._faults = Faults(self._on_error, self._max_errors)
+        pipes = self._open = [
+            Pipe(path, turn, timeout_s=self._timeout_s, say=self._say) for path in self._paths
+        ]
+        try:
+            # All before the first is read: a writer may wait for its reader in any of them.
+            for pipe in pipes:
+                pipe.open()
+            with closing(self._parts(pipes, faults, buffers)) as parts:
+                yield from self._numbered(parts)
+        finally:
+            for pipe in pipes:
+                pipe.stop()
+                pipe.close()
+
+    def _numbered(self, parts: Iterator[Part]) -> Iterator[Block]:
+        """Number the rows, and compare how many there are with what was said."""
+        records = good = 0
+        for part in parts:
+            records += part.records
+            if self.rows is not None and records > self.rows:
+                raise DataError(
+                    f"expected {self.rows:,} rows in a pass, found more",
+                    where=self._names,
+                    do="correct rows; or the writer of the next pass came before this one ended: "
+                    "give each pass a FIFO of its own (PATH_0, PATH_1, ...)",
+                )
+            if len(part.block):
+                yield Block(part.block.columns, np.arange(good, good + len(part.block)))
+                good += len(part.block)
+        if self.rows is not None and records < self.rows:
+            raise DataError(
+                f"expected {self.rows:,} rows in a pass, found {records:,}: the writer has gone",
+                where=self._names,
+                do="look why the writer ended early, or correct rows",
+            )
+        if records == 0:
+            raise DataError("expected rows, found the end of the stream", where=self._names)
+
+    def _parts(
+        self, pipes: Sequence[Pipe], faults: Faults, buffers: Buffers
+    ) -> Generator[Part, None, None]:
+        """The rows of all pipes. Whose turn it is depends on counts, not on who is first."""
+        if len(pipes) == 1:
+            yield from self._rows_of(pipes[0], faults, buffers)
+            return
+        readers = [_in_a_thread(self._rows_of(pipe, faults, buffers)) for pipe in pipes]
+        left = list(map(iter, readers))
+        try:
+            while left:
+                for reader in list(left):
+                    more = yield from _turn(reader)
+                    if not more:
+                        left.remove(reader)
+        finally:
+            for pipe, thread in zip(pipes, readers, strict=True):
+                pipe.stop()
+                thread.close()
+
+    def _rows_of(self, pipe: Pipe, faults: Faults, buffers: Buffers) -> Iterator[Part]:
+        """The rows of one pipe."""
+        decoder = decoder_of(self.schema, self._wrap, pipe.name)
+        text = getattr(decoder, "text", True)
+        # Who is alone has its turn all the time.
+        turn = left = _TURN if len(self._paths) > 1 else sys.maxsize
+        for piece in pieces(pipe, decoder.split, text=text, longest=self._longest):
+            at = 0
+            while at < len(piece.starts):
+                rows = slice(at, min(at + self._block, at + left, len(piece.starts)))
+                numbers = np.arange(rows.start, rows.stop)
+                block = decoder.decode(
+                    piece.buffer,
+                    piece.starts[rows],
+                    piece.ends[rows],
+                    numbers,
+                    None,
+                    buffers,
+                    faults,
+                    lambda row, byte, of=piece: of.where(pipe.name, byte, text),  # type: ignore[misc]
+                )
+                left -= len(numbers)
+                yield Part(block, len(numbers), left == 0)
+                left, at = left or turn, rows.stop
+
+    def close(self) -> None:
+        """End the pass that is being read, from any thread."""
+        for pipe in self._open:
+            pipe.stop()
+
+    @property
+    def _names(self) -> str:
+        names = ["standard input" if p == STANDARD_INPUT else p for p in self._paths]
+        return ", ".join(names)
+
+    def describe(self) -> str:
+        """Such as "LibSVM rows of train.fifo, 1,000 a pass"."""
+        count = "" if self.rows is None else f", {self.rows:,} a pass"
+        wrap = " in RecordIO" if self._wrap else ""
+        return f"{WORDS[self.schema.format]} rows{wrap} of {self._names}{count}"
+
+    def notes(self) -> list[str]:
+        """What was skipped in the latest pass."""
+        return self._faults.notes()
+
+
+def _row_bytes(schema: Schema) -> int:
+    """What the columns of a fixed width take for a row."""
+    return sum(
+        math.prod(column.shape) * column.numpy_dtype.itemsize
+        for column in schema.columns
+        if not column.ragged
+    )
+
+
+def _in_a_thread(parts: Iterator[Part]) -> Ahead[Part | None]:
+    """The same, read ahead by a thread; None at the end."""
+    return Ahead(lambda at: next(parts, None), 0, 2**62, Tuner(1, threads=1))
+
+
+def _turn(reader: Iterator[Part | None]) -> Generator[Part, None, bool]:
+    """Give a turn's rows of one pipe; whether more may follow."""
+    while (part := next(reader)) is not None:
+        yield part
+        if part.ends_turn:
+            return True
+    return False
+
+
+def fifo(
+    path: Place | Sequence[Place],
+    *,
+    format: Format = "libsvm",
+    schema: Given | None = None,
+    wrap: Wrap | None = None,
+    rows: int | None = None,
+    on_error: OnError = "fail",
+    max_errors: int = 100,
+    timeout_s: float | None = None,
+    max_record_bytes: int = LONGEST_RECORD,
+) -> Pipeline:
+    """Rows of a FIFO or of standard input, decoded as those of files are.
+
+    Each epoch reads to the end of the stream, and the next one opens the FIFO again and waits for
+    its writer. Where `path` is not there itself, passes read the FIFOs `path_0`, `path_1`, ..., as
+    Amazon SageMaker's Pipe mode makes them for a channel. Standard input can be read once.
+
+    A pipe has one reader: another one, in this process or elsewhere, is refused.
+
+    Args:
+        path: a FIFO, the begin of the names of several, or "-" or `sys.stdin` for standard input.
+            A list of pipes is read by a thread each, in turns of 256 rows: so the order does not
+            depend on which one is faster.
+        format: "libsvm", "tfrecord", "criteo", "csv", or "recordio" for SageMaker's Record messages
+            in RecordIO. Options of a format are those of its schema.
+        schema: a Schema, the path of one in TOML, or a dict; only Criteo goes without.
+        wrap: "recordio" where the rows come in RecordIO records, as by SageMaker's
+            RecordWrapperType: whole files, or one Example each.
+        rows: how many come in a pass, over all pipes. Fewer or more are then an error. Without it,
+            a writer that dies between two rows cannot be told from one that has finished.
+        on_error: "fail", or "skip" rows that are not as they should be, in each pass.
+        max_errors: the most rows to skip in a pass.
+        timeout_s: the longest time without a byte; None waits for ever. Either way it is said on
+            stderr what is waited for.
+        max_record_bytes: the longest record; memory for reading is bounded by it.
+
+    Raises:
+        DataError: here or while reading: pipe and line or byte of what is wrong, what was expected
+            and found. A stream that ends within a record is an error with any `on_error`.
+    """
+    from flatout.data.pipeline import Pipeline
+
+    several = isinstance(path, Sequence) and not isinstance(path, str)
+    paths = [_name_of(one) for one in (path if several else [path])]  # type: ignore[union-attr]
+    if not paths or len(set(paths)) < len(paths):
+        raise DataError(f"expected pipes that differ, found {paths}")
+    _check("rows", rows, int)
+    _check("timeout_s", timeout_s, (int, float))
+    _check("max_record_bytes", max_record_bytes, int)
+    return Pipeline(
+        FifoStream(
+            paths,
+            stream_schema(format, schema, wrap),
+            wrap,
+            rows=rows,
+            on_error=on_error,
+            max_errors=max_errors,
+            timeout_s=timeout_s,
+            longest=max_record_bytes,
+        )
+    )
+
+
+def _name_of(place: Any) -> str:
+    if place is sys.stdin:
+        return STANDARD_INPUT
+    if not isinstance(place, (str, os.PathLike)):
+        raise DataError(f'expected a path, "-" or sys.stdin, found {type(place).__name__}')
+    return os.fspath(place)
+
+
+def _check(name: str, value: Any, kind: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+        raise DataError(f"{name}: expected a number above 0, found {value!r}")

@@ -1,0 +1,204 @@
+"""The formats of a stream: decoders that learn from its first record what files tell beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from flatout.data.block import Block, Numbers
+from flatout.data.buffers import Buffers
+from flatout.data.decoder import Bytes, Split, Where
+from flatout.data.faults import Faults
+from flatout.data.framing import rows_within, split_recordio
+from flatout.data.recordio_protobuf import RecordioDecoder
+from flatout.data.schema import Given, Schema, as_schema
+from flatout.data.sources.criteo import CriteoDecoder, criteo_schema
+from flatout.data.sources.libsvm import LibsvmDecoder
+from flatout.data.sources.optional import require
+from flatout.data.sources.tfrecord import TfrecordDecoder
+from flatout.errors import DataError
+from flatout.kernels import example
+
+Format = Literal["libsvm", "tfrecord", "criteo", "csv", "recordio"]
+Wrap = Literal["recordio"]
+
+WORDS: Mapping[str, str] = {
+    "libsvm": "LibSVM",
+    "tfrecord": "TFRecord",
+    "criteo": "Criteo",
+    "csv": "CSV",
+    "recordio": "RecordIO",
+}
+# A TFRecord's length and its checksum.
+_TFRECORD_HEAD = 12
+
+
+class StreamDecoder(Protocol):
+    """What a stream wants of `flatout.data.decoder.Decoder`, with the same meaning."""
+
+    def split(self, buffer: Bytes, final: bool) -> Split:
+        """Find the rows in a buffer."""
+        ...
+
+    def decode(
+        self,
+        buffer: Bytes,
+        starts: Numbers,
+        ends: Numbers,
+        numbers: Numbers,
+        lengths: Mapping[str, Numbers] | None,
+        buffers: Buffers,
+        faults: Faults,
+        where: Where,
+    ) -> Block:
+        """Decode rows."""
+        ...
+
+
+def stream_schema(format: Format, given: Given | None, wrap: Wrap | None) -> Schema:
+    """The schema of a stream, whose rows cannot be looked at beforehand.
+
+    Raises:
+        DataError: there is none, it does not fit the format, or no such format or wrapping is
+            known.
+    """
+    if format not in WORDS:
+        raise DataError(f"format: expected one of {', '.join(WORDS)}, found {format!r}")
+    if wrap not in (None, "recordio") or (wrap and format == "recordio"):
+        raise DataError(
+            f"wrap: expected None, or 'recordio' around another format, found {wrap!r} around "
+            f"{format}"
+        )
+    if format == "csv":
+        require("pyarrow", "tables", "CSV")
+    if given is None and format == "criteo":
+        given = criteo_schema()
+    if given is None:
+        raise DataError(
+            f"a stream of {WORDS[format]} wants a schema: its rows cannot be looked at beforehand",
+            do="write one from a sample in a file, with its schema.dump(path); or take that of "
+            "other data: schema=other.schema",
+        )
+    schema = as_schema(given, format)
+    decoder_of(schema, wrap, "the schema")  # what does not fit is said before a pipe is opened
+    return schema
+
+
+def decoder_of(schema: Schema, wrap: Wrap | None, name: str) -> StreamDecoder:
+    """A decoder for one pass over a pipe called `name`."""
+    if schema.format == "tfrecord" and wrap:
+        return _Examples(schema)
+    if schema.format == "csv":
+        decoder: StreamDecoder = _Csv(schema, name, headers=wrap is not None)
+    elif schema.format == "recordio":
+        decoder = RecordioDecoder(schema)
+    else:
+        kinds: dict[str, Any] = {
+            "libsvm": LibsvmDecoder,
+            "tfrecord": TfrecordDecoder,
+            "criteo": CriteoDecoder,
+        }
+        decoder = kinds[schema.format](schema)
+    return _Wrapped(decoder) if wrap else decoder
+
+
+class _Wrapped:
+    """Rows of a format in RecordIO records, each of which holds whole rows, such as a file."""
+
+    text = False
+
+    def __init__(self, inner: StreamDecoder) -> None:
+        self._inner = inner
+        self.decode = inner.decode
+
+    def split(self, buffer: Bytes, final: bool) -> Split:
+        """Rows within records."""
+        return rows_within(buffer, split_recordio(buffer, final), self._inner.split)
+
+
+class _Examples:
+    """RecordIO records that hold an Example each, or a TFRecord file each: the first one tells."""
+
+    text = False
+
+    def __init__(self, schema: Schema) -> None:
+        self._framed = TfrecordDecoder(schema)
+        unchecked = schema.model_copy(update={"options": {**schema.options, "check": False}})
+        self._bare = TfrecordDecoder(unchecked)
+        self._inner: TfrecordDecoder | None = None
+
+    def split(self, buffer: Bytes, final: bool) -> Split:
+        """Records, or those within records."""
+        outer = split_recordio(buffer, final)
+        # An empty object, such as a store's marker of a folder, is no Example.
+        filled = outer.ends > outer.starts
+        outer = outer._replace(starts=outer.starts[filled], ends=outer.ends[filled])
+        if self._inner is None and len(outer.starts):
+            first = buffer[outer.starts[0] : outer.ends[0]][:_TFRECORD_HEAD]
+            # By chance, one Example in 2**32 begins like a length with its checksum.
+            framed = len(first) == _TFRECORD_HEAD and not example.scan(first, final=False).problem
+            self._inner = self._framed if framed else self._bare
+        if self._inner is self._framed:
+            return rows_within(buffer, outer, self._framed.split)
+        return outer
+
+    def decode(self, *args: Any) -> Block:
+        """Decode rows into arrays."""
+        assert self._inner is not None
+        return self._inner.decode(*args)
+
+
+class _Csv:
+    """CSV, of which the first row may name the columns.
+
+    Args:
+        schema: its option `header` says whether it does, or names them; True where it is left out.
+        name: of the stream, for messages.
+        headers: whether that row may come again at the begin of what is split.
+    """
+
+    text = True
+
+    def __init__(self, schema: Schema, name: str, headers: bool) -> None:
+        from flatout.data.sources.csv_split import MISSING, dialect_of
+
+        defaults = {"delimiter": ",", "quote": '"', "header": True, "missing": list(MISSING)}
+        options = {**defaults, **schema.options}
+        self._schema = schema.model_copy(update={"options": options})
+        self._dialect = dialect_of(options)
+        self._name, self._headers = name, headers
+        self._inner: StreamDecoder | None = None
+
+    def split(self, buffer: Bytes, final: bool) -> Split:
+        """Rows, without the header."""
+        from flatout.data.sources.csv_split import split_rows
+
+        if self._inner is not None:
+            return self._inner.split(buffer, final)
+        rows = split_rows(buffer, final, self._dialect)
+        if not len(rows.starts):
+            return rows
+        first, later = self._decoders(buffer, rows)
+        self._inner = first if self._headers else later
+        return first.split(buffer, final)
+
+    def _decoders(self, buffer: Bytes, rows: Split) -> tuple[StreamDecoder, StreamDecoder]:
+        """One that knows the header, and one to which it is a row like others."""
+        from flatout.data.files import File
+        from flatout.data.sources.csv_begin import Begin, shared_names
+        from flatout.data.sources.csv_decoder import CsvDecoder
+
+        first = buffer[rows.starts[0] : rows.ends[0]].tobytes()
+        begin = Begin(File("", self._name, 0, 0), buffer, rows, first)
+        header = self._schema.options["header"]
+        names = shared_names([begin], self._dialect, header)
+        headers = frozenset({first}) if header is True else frozenset()
+        return (
+            CsvDecoder(self._schema, names, headers),
+            CsvDecoder(self._schema, names, frozenset()),
+        )
+
+    def decode(self, *args: Any) -> Block:
+        """Decode rows into arrays."""
+        assert self._inner is not None
+        return self._inner.decode(*args)

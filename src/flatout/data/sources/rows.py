@@ -1,0 +1,174 @@
+"""Flatout's own format: decoded rows in a folder, which `flatout data convert` writes."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Block, Numbers
+from flatout.data.buffers import Buffers
+from flatout.data.row_folder import RowFolder
+from flatout.data.row_store import Field
+from flatout.data.samples import digest_of
+from flatout.data.schema import Given, Schema, as_schema
+from flatout.data.words import size_words
+from flatout.errors import DataError
+
+if TYPE_CHECKING:
+    from flatout.data.pipeline import Pipeline
+
+# A column is read from end to end only where that takes a moment.
+_QUICK = 1 << 30
+
+
+class FolderRows:
+    """Rows of a folder, mapped into memory. Follows `flatout.data.origins.Rows`.
+
+    Args:
+        path: of the folder.
+        schema: other roles, padding and names of lengths than those that were written; None for
+            those.
+
+    Raises:
+        DataError: there is no row cache, it is damaged, or the schema is not that of its columns.
+    """
+
+    random = True
+
+    def __init__(self, path: str | os.PathLike[str], schema: Given | None = None) -> None:
+        self.path = Path(path)
+        self._folder = RowFolder(self.path)
+        self.rows = self._folder.rows
+        self._fields = {field.name: field for field in self._folder.store.layout.fields}
+        self.schema = self._written() if schema is None else as_schema(schema, "rows")
+        self._check()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process maps for itself.
+        return {"path": self.path, "schema": self.schema}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _written(self) -> Schema:
+        text = self._folder.meta.get("schema")
+        if text is None:
+            raise DataError(
+                "the folder is the cache of a pipeline, which alone knows what is in it",
+                where=str(self.path),
+                do="make a folder to be read with flatout data convert",
+            )
+        try:
+            return as_schema(tomllib.loads(text), "rows")
+        except (tomllib.TOMLDecodeError, TypeError) as error:
+            raise DataError(
+                f"the schema in meta.json is no TOML: {error}", where=str(self.path)
+            ) from error
+
+    def _check(self) -> None:
+        for column in self.schema.columns:
+            field = self._fields.get(column.name)
+            found = None if field is None else (field.dtype, field.shape, field.ragged)
+            if found != (column.numpy_dtype, column.shape, column.ragged):
+                words = ", ".join(map(_words, self._fields.values()))
+                raise DataError(
+                    f"the schema has a column {column.words}, but the rows hold {words}",
+                    where=str(self.path),
+                    do="only roles, padding and names of lengths can be changed here; for other "
+                    "columns convert the data anew",
+                )
+
+    @cached_property
+    def digest(self) -> str:
+        """Over the checksums of all bytes, and the schema."""
+        return digest_of(repr(sorted(self._folder.meta["files"].items())), self.schema.dumps())
+
+    def take(self, numbers: Numbers, buffers: Buffers) -> Block:
+        """These rows, in this order."""
+        try:
+            return self._folder.take(numbers, buffers)
+        except (IndexError, ValueError, MemoryError) as error:
+            if len(numbers) and (numbers.min() < 0 or numbers.max() >= self.rows):
+                raise
+            # Sizes were checked when the folder was opened; places of ragged values never are.
+            raise DataError(
+                f"a row points to values that are not there: {error}",
+                where=str(self.path),
+                do="the folder is damaged: delete it and convert the data again",
+            ) from error
+
+    def targets(self) -> npt.NDArray[Any] | None:
+        """The target where it is one number a row, and read in a moment."""
+        columns = self.schema.of_role("target")
+        if len(columns) != 1 or columns[0].ragged or columns[0].shape:
+            return None
+        if self._folder.store.rows.nbytes > _QUICK:
+            return None
+        return self._column(self._fields[columns[0].name])[:, 0]
+
+    def lengths(self) -> Numbers | None:
+        """Of the longest ragged column."""
+        found = list(self._lengths())
+        return np.maximum.reduce(found) if found else None
+
+    def _lengths(self) -> Iterator[Numbers]:
+        for field in self._fields.values():
+            if field.ragged:  # the row holds where the values begin, and how many they are
+                yield self._column(field._replace(dtype=np.dtype(np.int64)))[:, 1]
+
+    def _column(self, field: Field) -> npt.NDArray[Any]:
+        """One column of all rows, in memory of its own, of shape (rows, values)."""
+        raw = self._folder.store.rows[:, field.offset : field.offset + field.width]
+        return np.ascontiguousarray(raw).view(field.dtype)
+
+    def where(self, number: int) -> str:
+        """Folder and row, counted from 0."""
+        return f"{self.path}: row {number:,}"
+
+    def describe(self) -> str:
+        """Such as "row cache train.rows, 3.3 MB, 6,513 rows"."""
+        size = sum(file["size"] for file in self._folder.meta["files"].values())
+        return f"row cache {self.path}, {size_words(size)}, {self.rows:,} rows"
+
+    def notes(self) -> list[str]:
+        """What was left out when the folder was written."""
+        return list(self._folder.meta.get("notes", []))
+
+    def verify(self) -> None:
+        """Compare all bytes with their checksums.
+
+        Raises:
+            DataError: naming the file and the first piece that differs.
+        """
+        self._folder.verify()
+
+
+def _words(field: Field) -> str:
+    shape = " ragged" if field.ragged else "".join(f" x{size}" for size in field.shape)
+    return f"{field.name} {field.dtype}{shape}"
+
+
+def rows(path: str | os.PathLike[str], *, schema: Given | None = None) -> Pipeline:
+    """Rows of a folder that `flatout data convert` has written.
+
+    They are as they came out of the source that was converted, bit by bit, and need no decoding: a
+    row is found by multiplying, in a file that is mapped into memory.
+
+    Args:
+        path: of the folder.
+        schema: a Schema, the path of one in TOML, or a dict, for other roles; None for those that
+            were written. `rows(path).schema.with_roles(clicks="target")` makes one.
+
+    Raises:
+        DataError: there is no row cache, it is damaged, or the schema is not that of its columns.
+    """
+    from flatout.data.pipeline import Pipeline
+
+    return Pipeline(FolderRows(path, schema))

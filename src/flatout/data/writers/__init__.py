@@ -1,0 +1,1 @@
+"""What `flatout data convert` writes: a file per target format."""

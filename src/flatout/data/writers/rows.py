@@ -1,0 +1,177 @@
+"""Flatout's row cache: a folder of decoded rows, filled in any order and named when it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.data.block import Block, take
+from flatout.data.passes import Piece
+from flatout.data.row_folder import Filling, RowFolder, read_meta
+from flatout.data.row_store import Layout
+from flatout.data.samples import digest_of
+from flatout.data.schema import Schema
+from flatout.data.shards import Tell, differences, flush_folder
+from flatout.errors import DataError
+
+PIECE_BYTES = 4 << 20
+
+
+def rows_schema(schema: Schema) -> Schema:
+    """The schema of the same columns in a folder of rows."""
+    return Schema(format="rows", columns=schema.columns, options=schema.options)
+
+
+def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
+    """Whether the folder is whole already, made by these settings; its bytes are checked.
+
+    Raises:
+        DataError: another folder is there or was begun, and it may not be overwritten.
+    """
+    if target.exists():
+        found = _settings(target)
+        if found == settings and _is_good(target):
+            return True
+        if not overwrite and found != settings:
+            raise _refusal(target, found, settings, "is here already")
+    begun = _begun(target)
+    if begun not in (None, settings) and not overwrite:
+        raise _refusal(target, begun, settings, "was begun here")
+    return False
+
+
+def _settings(target: Path) -> dict[str, Any] | None:
+    try:
+        found = read_meta(target).get("settings")
+    except DataError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _begun(target: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        found = json.loads(_begun_path(target).read_text())
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _begun_path(target: Path) -> Path:
+    return target.with_name(target.name + ".part") / "settings.json"
+
+
+def _is_good(target: Path) -> bool:
+    try:
+        RowFolder(target).verify()
+    except DataError:
+        return False
+    return True
+
+
+def _refusal(
+    target: Path, found: dict[str, Any] | None, settings: dict[str, Any], state: str
+) -> DataError:
+    what = f"something else {state}" if found is None else f"another conversion {state}: "
+    return DataError(
+        what if found is None else what + differences(found, settings),
+        where=str(target),
+        do="choose another target, convert with the same settings, or pass overwrite (--overwrite)",
+    )
+
+
+def write_rows(
+    target: Path,
+    layout: Layout,
+    schema: Schema,
+    settings: dict[str, Any],
+    pieces: Sequence[Piece],
+    blocks: Callable[[Sequence[Piece]], Iterator[Block]],
+    tell: Tell,
+    notes: Callable[[], list[str]],
+) -> int:
+    """Fill the folder, going on after what is in its log; returns how many rows were there.
+
+    Args:
+        target: the folder.
+        layout: of the rows.
+        schema: that reads them.
+        settings: what decides the bytes.
+        pieces: all rows.
+        blocks: makes some pieces, in their order.
+        tell: hears how far it is.
+        notes: what was left out, at the end.
+
+    Raises:
+        DataError: another process fills it, or a row cannot be made.
+    """
+    total = pieces[-1].stop
+    filling = _filling(target, layout, total, settings)
+    with closing(filling):
+        found = filling.found
+        missing = [piece for piece in pieces if not filling.filled[piece.start : piece.stop].all()]
+        made = found
+        for piece, block in zip(missing, blocks(missing), strict=True):
+            if len(block) < piece.stop - piece.start:
+                raise DataError(
+                    f"{piece.stop - piece.start - len(block):,} rows could not be made, and the "
+                    "places of rows in a row cache are counted beforehand",
+                    where=str(target),
+                    do="remove or mend these rows, or convert to TFRecord or Parquet",
+                )
+            slots = np.arange(piece.start, piece.stop)
+            new = np.flatnonzero(~filling.filled[slots])
+            filling.put(slots[new], dict(take(block, new).columns))
+            made += len(new)
+            tell(made, "safe every 5 s")
+        _make_room(target)
+        _begun_path(target).unlink()
+        filling.finish(None, {"schema": schema.dumps(), "settings": settings, "notes": notes()})
+    flush_folder(target.parent)
+    _remove(_old(target))
+    return found
+
+
+def _filling(target: Path, layout: Layout, total: int, settings: dict[str, Any]) -> Filling:
+    digest = digest_of(json.dumps(settings, sort_keys=True))
+    try:
+        filling = Filling(target, layout, total, digest)
+    except BlockingIOError as error:
+        raise DataError(
+            "another process is writing this folder",
+            where=str(target),
+            do="wait for it, or choose another target",
+        ) from error
+    try:
+        _begun_path(target).write_text(json.dumps(settings))
+        # The rows are written through mapped memory, where a full disk kills the process: so their
+        # place is taken now.
+        with open(filling.part / "rows.bin", "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, total * layout.stride)
+    except BaseException:
+        filling.close()
+        raise
+    return filling
+
+
+def _make_room(target: Path) -> None:
+    """Move a folder away that is to be overwritten; it is deleted once the new one is there."""
+    if target.exists():
+        _remove(_old(target))
+        os.rename(target, _old(target))
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

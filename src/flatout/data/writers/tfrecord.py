@@ -1,0 +1,96 @@
+"""Shards of tf.train.Example records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flatout.data.block import Block, Ragged, Values
+from flatout.data.schema import Column, Schema
+from flatout.data.shards import Out
+from flatout.errors import DataError
+from flatout.kernels import example
+
+# An Example holds int64, float32 and bytes; these become one of them without loss.
+_STORED = {
+    "bool": "int64",
+    "int8": "int64",
+    "int16": "int64",
+    "int32": "int64",
+    "int64": "int64",
+    "uint8": "uint8",
+    "float16": "float32",
+    "float32": "float32",
+}
+# Of these, what a schema can ask back.
+_READ = {**_STORED, "int32": "int32"}
+
+
+class TfrecordWriter:
+    """Follows `flatout.data.shards.Writer`.
+
+    uint8 vectors and arrays become the bytes of one value; single numbers of uint8, and all other
+    integers, become int64 lists; float16 becomes float32.
+
+    Args:
+        schema: of the blocks to come.
+
+    Raises:
+        DataError: a column holds what an Example cannot.
+    """
+
+    kind, suffix = "tfrecord", ".tfrecord"
+    piece_bytes = 4 << 20
+
+    def __init__(self, schema: Schema) -> None:
+        for column in schema.columns:
+            if column.dtype not in _STORED:
+                raise DataError(
+                    f"column {column.name!r}: Examples hold float32, and {column.dtype} would lose "
+                    "digits",
+                    do="read it as float32 (dtype in the schema), or convert to Parquet or rows",
+                )
+        self._stored = {column.name: _stored(column) for column in schema.columns}
+        columns = [column.model_copy(update={"dtype": _read(column)}) for column in schema.columns]
+        self.schema = Schema(format="tfrecord", columns=tuple(columns), options=schema.options)
+
+    def encode(self, block: Block) -> Any:
+        """Framed records, as bytes."""
+        columns = {name: _as(values, self._stored[name]) for name, values in block.columns.items()}
+        records, _ = example.encode(columns)
+        return records
+
+    def open(self, out: Out) -> TfrecordFile:
+        """Begin a shard."""
+        return TfrecordFile(out)
+
+
+class TfrecordFile:
+    """A shard that is being written."""
+
+    def __init__(self, out: Out) -> None:
+        self._out = out
+
+    def write(self, encoded: Any) -> None:
+        """Append what `encode` gave."""
+        self._out.write(encoded)
+
+    def close(self) -> None:
+        """Nothing follows the last record."""
+
+
+def _stored(column: Column) -> np.dtype[Any]:
+    is_number = column.shape == () and not column.ragged
+    return np.dtype("int64" if column.dtype == "uint8" and is_number else _STORED[column.dtype])
+
+
+def _read(column: Column) -> str:
+    is_number = column.shape == () and not column.ragged
+    return "int64" if column.dtype == "uint8" and is_number else _READ[column.dtype]
+
+
+def _as(values: Values, dtype: np.dtype[Any]) -> Values:
+    if isinstance(values, Ragged):
+        return Ragged(np.ascontiguousarray(values.values, dtype), values.offsets)
+    return np.ascontiguousarray(values, dtype)
