@@ -602,7 +602,7 @@ def driven(tmp_path, to, moments):
 MOMENTS = [0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.05, 0.04, 0.03]
 
 
-@pytest.mark.parametrize("to", ["tfrecord", "parquet"])
+@pytest.mark.parametrize("to", ["tfrecord", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_a_kill_loses_no_shard_that_was_reported(tmp_path, to):
     *kills, end = driven(tmp_path, to, MOMENTS)
     assert sum(kill["killed"] for kill in kills) >= 5
@@ -621,6 +621,75 @@ def test_a_kill_loses_no_row_that_was_reported(tmp_path):
     assert agree(ours, theirs)
     (one, other) = (contents(tmp_path / side)["a.rows/rows.bin"] for side in ("killed", "whole"))
     assert len(one) == len(other)
+
+
+STEPS = """
+import json, os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import flatout.data.convert as verb
+from data_made_up import COLUMNS, MadeUp
+from flatout.data import passes, row_folder, shards
+from flatout.data.pipeline import Pipeline
+
+folder, to, ragged = Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+columns = COLUMNS if ragged else COLUMNS[::2]
+passes.MOST_ROWS = 16
+row_folder._FLUSH_S = 0.0
+
+def run(target):
+    given = {} if to == "rows" else {"shards": 3}
+    source = Pipeline(MadeUp(60, columns=columns))
+    return verb.convert(source, target, shuffle=1, progress=False, **given)
+
+def dies_at(step):
+    seen = iter(range(step))
+    def dying(call):
+        def called(*given, **named):
+            if next(seen, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*given, **named)
+        return called
+    for name in ("replace", "rename", "unlink", "fsync", "truncate", "posix_fallocate"):
+        setattr(os, name, dying(getattr(os, name)))
+
+def files(target):
+    return {path.name: path.read_bytes() for path in sorted(target.parent.rglob("*"))
+            if path.is_file() and path.name not in ("lock", "begun.json", "filled.log")}
+
+run(folder / "whole" / f"a.{to}")
+step, before, again = 0, 0, True
+while again:
+    target = folder / f"{step}" / f"a.{to}"
+    child = os.fork()
+    if child == 0:
+        dies_at(step)
+        run(target)
+        os._exit(0)
+    again = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    left = {name for name in (os.listdir(target.parent) if target.parent.exists() else ())
+            if name[0] not in "._" and not name.endswith(".part")}
+    assert left <= {path.name for path in (folder / "whole").iterdir()}, left
+    found = run(target).found
+    assert found >= before or to == "rows", (step, found, before)
+    before = found
+    assert files(folder / "whole" / "a") == files(target), step
+    assert not list(target.parent.glob("*.part")) and not list(target.parent.glob(".*.part"))
+    step += 1
+print(step)
+"""
+
+
+@pytest.mark.parametrize(("to", "ragged"), [("tfrecord", True), ("rows", False)])
+def test_a_kill_at_every_step(tmp_path, to, ragged):
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, str(Path(__file__).parent), tmp_path, to, json.dumps(ragged)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10
 
 
 # ---- full disks ----
@@ -815,4 +884,4 @@ def test_bad_rows(tmp_path):
     assert done.rows == 19
     assert "a.svm:5" in done.notes[0]
     folder = convert(path, tmp_path / "a.rows", on_error="skip")
-    assert rows(folder.files[0]).notes()[0] == done.notes[0]
+    assert rows(folder.files[0]).notes()[0] == f"when it was converted: {done.notes[0]}"

@@ -172,6 +172,9 @@ def _file(records, tail=b""):
     return b"".join(map(_frame, records)) + tail, starts.astype(np.int64), ends
 
 
+_GOOD = _entry(b"i", "int64", [1, 2])
+_I = [Feature(b"i", "int64", 2, True)]
+
 # ---- calls ----
 
 _DTYPES = {"int64": np.int64, "float": np.float32, "bytes": np.uint8}
@@ -675,6 +678,27 @@ def test_padded_rows_are_filled_with_the_default():
         assert starts[2] < at[2] < ends[2]
 
 
+@pytest.mark.parametrize("size", [1, 4, 19, 20, 21, 39, 40, 41, 64, 100])
+def test_rows_with_room_for_more(size):
+    for value in (5, 300, 70_000, 2**27, 2**50, -1):
+        records = [_record(_entry(b"i", "int64", [value] * size))] * 3
+        buffer, starts, ends = _file(records, bytes(200))
+        for room in (size, size + 1, size + 5, size + 20, 2 * size):
+            for int32 in ((), (0,)) if value < 2**31 else ((),):
+                _, (found,), _, status, _, _ = _decode_both(
+                    buffer,
+                    starts,
+                    ends,
+                    [Feature(b"i", "int64", None, True)],
+                    [[room] * 3],
+                    [-7],
+                    int32=int32,
+                )
+                assert not status.any()
+                row = [value] * size + [-7] * (room - size)
+                assert found.reshape(3, room).tolist() == [row] * 3
+
+
 def test_missing_features_get_their_defaults():
     records = [_record(_entry(b"there", "int64", [5])), _record()]
     features = [
@@ -702,6 +726,20 @@ def test_bits_of_floats_stay_as_they_are():
     buffer, starts, ends = _file([record])
     _, (found,), *_ = _decode_both(buffer, starts, ends, [Feature(b"f", "float", 4, True)])
     assert found.view(np.uint32).tolist() == [bits.tolist()]
+
+
+@pytest.mark.parametrize("size", [2**7, 2**14, 2**21, 2**21 + 2**20])
+def test_lengths_of_every_size(size):
+    for near in (*range(size - 20, size + 2), size + 1000):
+        text = np.random.default_rng(near).bytes(near)
+        records = [_record(_entry(b"t", "bytes", [text])), _record(_GOOD)]
+        buffer, starts, ends = _file(records)
+        features = [Feature(b"t", "bytes", None, False)]
+        for tail in (b"", bytes(200)) if size < 2**20 else (bytes(200),):
+            _, lengths, status, _ = _measure(buffer + tail, starts, ends, features)
+            assert (lengths.tolist(), status.any()) == ([[near, 0]], False)
+            _, (found,), *_ = _decode(buffer + tail, starts, ends, features, lengths)
+            assert found.tobytes() == text
 
 
 def test_many_features_of_which_some_are_wanted():
@@ -748,9 +786,6 @@ def test_no_rows_at_all():
 
 
 # ---- records that are not ----
-
-_I = [Feature(b"i", "int64", 2, True)]
-_GOOD = _entry(b"i", "int64", [1, 2])
 
 
 def _feature_of(body, name=b"i"):

@@ -1,68 +1,226 @@
-"""`flatout data`: data sets in other formats."""
+"""`flatout data`: look at files, measure reading them, and write them in another format."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-data = typer.Typer(help="Data sets: convert them.", no_args_is_help=True, rich_markup_mode=None)
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+data = typer.Typer(
+    help="Look at input files, measure reading them, and write them in another format.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
-@data.callback()
-def _data() -> None:
-    """Data sets: convert them."""
+class Target(StrEnum):
+    """What `convert` writes."""
+
+    tfrecord = "tfrecord"
+    parquet = "parquet"
+    rows = "rows"
+
+
+class Balance(StrEnum):
+    """What `convert` spreads evenly."""
+
+    class_ = "class"
+
+
+class OnError(StrEnum):
+    """What becomes of bad rows."""
+
+    fail = "fail"
+    skip = "skip"
+
+
+Paths = Annotated[
+    list[str],
+    typer.Argument(metavar="PATHS...", help="Files, quoted patterns, folders or URLs."),
+]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        help="libsvm, tfrecord, criteo, csv, parquet, arrow, images, rows, idx, npy, npz or hdf5. "
+        "Default: by the names, or else the first bytes.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, progress to stderr.")]
+
+
+@data.command()
+def inspect(
+    paths: Paths,
+    format: Format = None,
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the schema to this TOML file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is in files: rows, classes, bad rows, a schema; and what to do about them."""
+    from flatout.data.inspect import inspect as look
+
+    report = look(paths, format)
+    if schema is not None:
+        report.write_schema(schema)
+    if as_json:
+        _print_json(report.as_dict())
+        return
+    out = _console()
+    written = "" if schema is None else f"   → {schema}"
+    out.print(report.headline() + ("" if report.bad_rows else written), soft_wrap=True)
+    if report.bad_rows:
+        out.print(report.bad_line() + written, soft_wrap=True)
+    for note in report.notes:
+        out.print(note)
+    if report.columns:
+        out.print(_table(("column", "values", "role", "range", "lengths"), report.table()))
+    if report.advice:
+        out.print(_pairs([(one.topic, one.words, one.do) for one in report.advice]))
 
 
 @data.command()
 def convert(
-    paths: Annotated[
-        list[str], typer.Argument(help="Files, patterns or folders, and at last the target.")
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE... TARGET",
+            help="Files, quoted patterns, folders or URLs; and at last what to write: "
+            "out/train.tfrecord, out/train.parquet or out/train.rows.",
+        ),
     ],
     to: Annotated[
-        str | None,
-        typer.Option(help="rows, tfrecord or parquet. Default: what the target's name says."),
+        Target | None,
+        typer.Option(help="Default: by the target's name.", show_default=False),
     ] = None,
+    format: Format = None,
     schema: Annotated[
-        str | None, typer.Option(help="The schema of the source, a TOML file.")
-    ] = None,
-    format: Annotated[
-        str | None, typer.Option(help="The format of the source, where its name does not tell.")
+        Path | None, typer.Option(metavar="FILE", help="Of the source, as inspect writes it.")
     ] = None,
     shuffle: Annotated[
-        int | None, typer.Option(help="Shuffle by this seed. Default: keep the order.")
+        int | None, typer.Option(metavar="SEED", help="Write the rows in a drawn order.")
     ] = None,
-    shards: Annotated[int | None, typer.Option(help="How many files to write.")] = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many files. Default: of about 128 MiB.", show_default=False),
+    ] = None,
+    rows_per_shard: Annotated[
+        int | None, typer.Option(min=1, help="The most rows in a file.", show_default=False)
+    ] = None,
+    shard_bytes: Annotated[
+        int | None, typer.Option(min=1, help="About how large files become.", show_default=False)
+    ] = None,
     balance: Annotated[
-        str | None, typer.Option(help="class: spread each class evenly over all files.")
+        Balance | None, typer.Option(help="Spread each class evenly.", show_default=False)
     ] = None,
-    on_error: Annotated[str, typer.Option(help="fail, or skip rows that are bad.")] = "fail",
-    max_errors: Annotated[int, typer.Option(help="The most rows to skip.")] = 100,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    on_error: Annotated[OnError, typer.Option(help="What becomes of bad rows.")] = OnError.fail,
+    max_errors: Annotated[
+        int, typer.Option(min=0, help="With --on-error skip, the most to skip.")
+    ] = 100,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what other settings or data have made.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write data in another format: TFRecord, Parquet, or rows that are mapped into memory.
+    """Write files in another format. A run that was stopped goes on where it was.
 
-    A run that was stopped goes on where it was. flatout data convert logs/*.svm day.rows
+    flatout data convert 'logs/2026-11-*.svm' november.rows
     """
-    if len(paths) < 2:
+    if len(source) < 2:
         raise typer.BadParameter("expected at least one source and a target")
-    import json
-    from dataclasses import asdict
-
     from flatout.data.convert import convert as write
 
     done = write(
-        paths[:-1],
-        paths[-1],
-        to=to,  # type: ignore[arg-type]
-        schema=schema,
+        source[:-1],
+        source[-1],
+        to=None if to is None else to.value,
         format=format,
+        schema=schema,
         shuffle=shuffle,
         shards=shards,
-        balance=balance,  # type: ignore[arg-type]
-        on_error=on_error,  # type: ignore[arg-type]
+        rows_per_shard=rows_per_shard,
+        shard_bytes=shard_bytes,
+        balance=None if balance is None else "class",
+        on_error=on_error.value,
         max_errors=max_errors,
         overwrite=overwrite,
     )
-    typer.echo(json.dumps(asdict(done), indent=2) if as_json else str(done))
+    if as_json:
+        _print_json(done.as_dict())
+    else:
+        typer.echo(str(done))
+
+
+@data.command()
+def bench(
+    paths: Paths,
+    format: Format = None,
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="As inspect writes it.")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Default: 4096, or less for small data.", show_default=False),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.05, help="For each way of reading.")] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the pipeline on files: one thread, all threads, and a row cache of a sample."""
+    from flatout.data.rate import bench as measure
+
+    found = measure(paths, format, schema=schema, batch_size=batch_size, seconds=seconds)
+    if as_json:
+        _print_json(found.as_dict())
+        return
+    out = _console()
+    out.print(found.headline())
+    for note in found.notes:
+        out.print(note)
+    out.print(_table(("read", "threads", "rows/s", "speed", "ms/batch of a thread"), found.table()))
+
+
+def _print_json(words: dict[str, Any]) -> None:
+    import json
+
+    typer.echo(json.dumps(words, indent=2))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False)
+
+
+def _table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    """A table without the columns that are empty in all rows."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    used = [at for at in range(len(headers)) if any(row[at] for row in rows)]
+    for at in used:
+        table.add_column(headers[at], overflow="fold")
+    for row in rows:
+        table.add_row(*(row[at] for at in used))
+    return table
+
+
+def _pairs(rows: list[tuple[str, str, bool]]) -> Table:
+    """Topics, and what is said of them; those where there is something to do stand out."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for topic, words, stands_out in rows:
+        table.add_row(Text(topic, style="bold" if stands_out else ""), Text(words))
+    return table

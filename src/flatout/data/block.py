@@ -70,12 +70,9 @@ def take_values(values: Values, index: Numbers) -> Values:
 
 def is_channels_last(values: npt.NDArray[Any]) -> bool:
     """Whether it is of shape (rows, channels, height, width), and in memory channels come last."""
-    flags = values.flags
-    return (
-        values.ndim == 4
-        and not flags.c_contiguous
-        and (values.transpose(0, 2, 3, 1).flags.c_contiguous)
-    )
+    if values.ndim != 4 or values.flags.c_contiguous:
+        return False
+    return values.transpose(0, 2, 3, 1).flags.c_contiguous
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Numbers:

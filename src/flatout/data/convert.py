@@ -30,6 +30,7 @@ from flatout.data.shards import (
     disk,
     write_shards,
 )
+from flatout.data.sources.image_bytes import ImageBytes
 from flatout.data.words import size_words
 from flatout.errors import DataError
 
@@ -142,8 +143,6 @@ def _opened(
 ) -> Pipeline:
     format = format or formats.schema_format(schema) or formats.guess(paths)
     if format == "images" and kind == "tfrecord" and schema is None:
-        from flatout.data.sources.image_bytes import ImageBytes
-
         return Pipeline(ImageBytes(paths, Faults(on_error, max_errors)))
     return formats.open_files(
         paths, format, schema=schema, on_error=on_error, max_errors=max_errors
@@ -200,7 +199,8 @@ def _to_shards(
                     tell,
                     job.notes,
                 )
-    return Converted.of_shards(place, manifest, found, began)
+    classes = job.origin.classes if isinstance(job.origin, ImageBytes) else None
+    return Converted.of_shards(place, manifest, found, began, classes)
 
 
 def _to_rows(job: Job, path: Path, overwrite: bool, progress: bool, began: float) -> Converted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ class Job:
         """What the source left out, by now."""
         return list(getattr(self.origin, "notes", list)())
 
-    def make(self, pieces: Sequence[Piece], use: Callable[[Block], T]) -> Iterator[T]:
+    def make(self, pieces: Sequence[Piece], use: Callable[[Block], T]) -> Generator[T, None, None]:
         """What `use` makes of each piece, by threads, in the order of the pieces."""
 
         def fit(block: Block) -> T:

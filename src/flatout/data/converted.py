@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,9 @@ from flatout.data.row_folder import read_meta
 from flatout.data.shards import Manifest, Place
 from flatout.data.words import size_words
 from flatout.errors import DataError
+
+# Classes that are named one by one.
+_TOLD = 8
 
 To = Literal["tfrecord", "parquet", "rows"]
 
@@ -95,9 +99,27 @@ class Converted:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of_shards(cls, place: Place, manifest: Manifest, found: int, began: float) -> Converted:
-        """What the manifest tells."""
+    def of_shards(
+        cls,
+        place: Place,
+        manifest: Manifest,
+        found: int,
+        began: float,
+        classes: Sequence[str] | None = None,
+    ) -> Converted:
+        """What the manifest tells.
+
+        Args:
+            place: where the shards are.
+            manifest: of them.
+            found: rows that were there already.
+            began: when it was, on the clock of `time.monotonic`.
+            classes: of image files as they are, () without labels; None of any other rows.
+        """
         kind = place.suffix.removeprefix(".")
+        read = f'flatout.data.{kind}("{place.pattern}", schema="{place.schema}")'
+        if classes is not None:
+            read = f'flatout.data.images("{place.pattern}", size=224{_classes_words(classes)})'
         return cls(
             to=kind,
             files=[str(place.folder / shard.file) for shard in manifest.shards],
@@ -106,7 +128,7 @@ class Converted:
             found=found,
             seconds=time.monotonic() - began,
             schema=str(place.schema),
-            read=f'flatout.data.{kind}("{place.pattern}", schema="{place.schema}")',
+            read=read,
             notes=manifest.notes,
         )
 
@@ -148,3 +170,9 @@ class Converted:
                 f"read it: {self.read}",
             ]
         )
+
+
+def _classes_words(classes: Sequence[str]) -> str:
+    if not classes:
+        return ", labels=False"
+    return f", classes={list(classes)}" if len(classes) <= _TOLD else ""

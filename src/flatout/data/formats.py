@@ -26,8 +26,10 @@ FORMATS = (
     *("libsvm", "tfrecord", "criteo", "csv", "parquet", "arrow", "images", "rows"),
     *("idx", "npy", "npz", "hdf5"),
 )
+# Of bad rows to skip, where all are to be counted.
+NO_LIMIT = 2**62
 # Formats whose sources can leave bad rows out.
-_SKIPPING = ("libsvm", "tfrecord", "criteo", "csv", "images")
+SKIPPING = ("libsvm", "tfrecord", "criteo", "csv", "images")
 _TABLES = ("csv", "parquet", "arrow")
 
 _SUFFIXES = {
@@ -210,10 +212,10 @@ def open_files(
     if kind not in FORMATS:
         raise DataError(f"expected one of the formats {', '.join(FORMATS)}; found {kind!r}")
     options: dict[str, Any] = {} if schema is None else {"schema": schema}
-    if kind in _SKIPPING:
+    if kind in SKIPPING:
         options.update(on_error=on_error, max_errors=max_errors)
     elif on_error != "fail":
-        raise DataError(f"rows of {kind} cannot be skipped: on_error is for {', '.join(_SKIPPING)}")
+        raise DataError(f"rows of {kind} cannot be skipped: on_error is for {', '.join(SKIPPING)}")
     if kind in _TABLES:
         return _open_table(kind, paths, options, without_text)
     if kind in ("idx", "rows"):

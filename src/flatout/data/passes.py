@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -54,7 +54,7 @@ def pieces_of(sizes: Sequence[int], probe: Block, piece_bytes: int) -> list[Piec
 
 def made(
     samples: Samples, numbers: Numbers, pieces: Sequence[Piece], use: Callable[[Block], T]
-) -> Iterator[T]:
+) -> Generator[T, None, None]:
     """What `use` makes of the rows of each piece, in the order of the pieces."""
     buffers = Buffers()
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
+from flatout.data.words import count_words
+
 _QUIET_S = 1.0
 _DRAWINGS_PER_S = 4
 # Where there is no terminal.
@@ -72,9 +74,9 @@ class _Shown:
     def _figures(self, done: int, seconds: float, words: str) -> Iterator[str]:
         if self._total:
             yield f"{done / self._total:.0%}"
-        yield f"{done:,} rows"
+        yield f"{count_words(done)} rows"
         rate = (done - (self._first or 0)) / max(seconds, 1e-9)
-        yield f"{rate:,.0f} rows/s"
+        yield f"{count_words(rate)} rows/s"
         if self._total and rate:
             yield f"ETA {_clock((self._total - done) / rate)}"
         if words:

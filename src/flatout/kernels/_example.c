@@ -214,7 +214,8 @@ static PyObject *scan(PyObject *module, PyObject *args)
         !check_apart(&held))
         goto done;
     if (start < 0 || start > views[0]->len) {
-        PyErr_Format(PyExc_ValueError, "start: expected 0 to %zd, found %lld", views[0]->len, start);
+        PyErr_Format(PyExc_ValueError, "start: expected 0 to %zd, found %lld", views[0]->len,
+                     start);
         goto done;
     }
     Frames frames = {.text = views[0]->buf, .at = start, .stop = views[0]->len};
@@ -269,8 +270,7 @@ static int read_feature(Plan *plan, int32_t i, PyObject *tuple)
 
 PyDoc_STRVAR(plan_doc,
 "plan(features)\n--\n\n"
-"What to look for in records: (name, kind, width or -1, required, whether values are at most int32)\n"
-"each.");
+"What to look for in records: (name, kind, width or -1, required, whether values are int32) each.");
 
 static PyObject *make_plan(PyObject *module, PyObject *features)
 {
@@ -536,7 +536,8 @@ static int read_column(Held *held, Column *column, Py_ssize_t i, int64_t rows, P
     }
     if (!PyArg_ParseTuple(tuple, "y#iOLO:column", &name, &bytes, &kind, &values, &width, &offsets))
         return 0;
-    if (kind < BYTES || kind > INTS || width < RAGGED || (width == RAGGED) != (offsets != Py_None)) {
+    if (kind < BYTES || kind > INTS || width < RAGGED ||
+        (width == RAGGED) != (offsets != Py_None)) {
         PyErr_Format(PyExc_ValueError, "column %zd: its kind, width or offsets do not fit", i);
         return 0;
     }

@@ -83,7 +83,7 @@ static ALWAYS_INLINE int measure_list(const Job *job, int64_t row, int64_t i,
     int64_t count = bytes;
     if (feature->kind == INTS) {
         Look look = look_at(packed, bytes, unfinished_plain);
-        count = (feature->is_int32 ? look.over_4 : look.over_8) == 0 ? look.count : -1;
+        count = (feature->is_int32 ? look.over_4 : look.over_10) == 0 ? look.count : -1;
     } else if (feature->kind == FLOATS) {
         count = bytes % 4 == 0 ? bytes >> 2 : -1;
     }
@@ -241,8 +241,10 @@ static ALWAYS_INLINE void fetch_ahead(const Job *job, int64_t row)
 {
     if (row % PAGES_AT_ONCE == 0) {
         int64_t last = row + ROWS_AHEAD + 2 * PAGES_AT_ONCE;
-        for (int64_t i = last - PAGES_AT_ONCE; i < last && i < job->rows; i++)
-            __builtin_prefetch((const void *)((uintptr_t)job->text + (uintptr_t)once(job->starts, i)));
+        for (int64_t i = last - PAGES_AT_ONCE; i < last && i < job->rows; i++) {
+            uintptr_t start = (uintptr_t)job->text + (uintptr_t)once(job->starts, i);
+            __builtin_prefetch((const void *)start);
+        }
     }
     if (row + ROWS_AHEAD < job->rows)
         fetch(job, row + ROWS_AHEAD);
@@ -299,7 +301,7 @@ static int is_wide(void)
 
 #endif
 
-/* Decodes or measures `rows` records, by the fastest way that this machine has. Returns how many are
+/* Decodes or measures all rows by the fastest way that this machine has. Returns how many are
    bad. */
 static int64_t (*example_decode)(const Job *job);
 

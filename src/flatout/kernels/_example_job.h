@@ -129,7 +129,7 @@ typedef struct {
     int64_t count, room;
 } Frames;
 
-/* Find records from `at` on, until an END_... is reached; `at` is then where the next frame begins. */
+/* Find records from `at` on, until an END_... is reached: the next frame then begins at `at`. */
 static int frames_scan(Frames *frames)
 {
     for (;;) {
@@ -255,7 +255,7 @@ static Plan *plan_new(int64_t count)
     return plan;
 }
 
-/* Give feature `i`, whose other fields are set, its name. 0 without memory, -1 if another has it. */
+/* Name feature `i`, whose other fields are set. 0 without memory, -1 if another has the name. */
 static int plan_name(Plan *plan, int32_t i, const uint8_t *name, int64_t bytes)
 {
     Feature *feature = &plan->features[i];
@@ -325,7 +325,8 @@ static void zero_row(const Job *job, int64_t row)
                 job->lengths[feature->ragged * job->rows + row] = 0;
         } else if (row_places(feature, &job->outputs[i], row, &first, &capacity) && capacity > 0) {
             size_t item = job->outputs[i].item;
-            memset((char *)job->outputs[i].values + (size_t)first * item, 0, (size_t)capacity * item);
+            char *values = (char *)job->outputs[i].values + (size_t)first * item;
+            memset(values, 0, (size_t)capacity * item);
         }
     }
     if (job->present != NULL)

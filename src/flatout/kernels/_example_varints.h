@@ -29,7 +29,7 @@ static ALWAYS_INLINE uint64_t unfinished_plain(const uint8_t *bytes)
 /* What a packed list of varints holds. */
 typedef struct {
     int64_t count; /* -1: the last varint has no end */
-    uint64_t over_3, over_4, over_8; /* not 0: there are varints of more bytes */
+    uint64_t over_3, over_4, over_10; /* not 0: there are varints of more bytes */
 } Look;
 
 static ALWAYS_INLINE Look look_at(const uint8_t *packed, int64_t bytes, Unfinished *unfinished)
@@ -41,12 +41,13 @@ static ALWAYS_INLINE Look look_at(const uint8_t *packed, int64_t bytes, Unfinish
         if (bytes - block < 64)
             one &= ((uint64_t)1 << (bytes - block)) - 1;
         look.count -= __builtin_popcountll(one);
-        /* Bits that end a run of two, three, four or eight, which may have begun in the last block. */
+        /* Bits that end a run of two, three, four, eight or ten, begun here or in the last block. */
         uint64_t two = one & (one << 1 | ones >> 63);
         uint64_t four = two & (two << 2 | twos >> 62);
         look.over_3 |= two & (one << 2 | ones >> 62);
         look.over_4 |= four;
-        look.over_8 |= four & (four << 4 | fours >> 60);
+        uint64_t eight = four & (four << 4 | fours >> 60);
+        look.over_10 |= eight & (two << 8 | twos >> 56);
         ones = one;
         twos = two;
         fours = four;
@@ -96,8 +97,8 @@ static ALWAYS_INLINE int64_t put_ints_plain(const uint8_t *packed, int64_t bytes
 
 #define WIDE __attribute__((target("avx2,bmi,bmi2,popcnt,sse4.2,pclmul")))
 
-/* Four varints of up to three bytes each are found in sixteen bytes by which of the first twelve are
-   unfinished: Plaisance, Kurz and Lemire, "Vectorized VByte decoding", 2015. */
+/* Four varints of up to three bytes each are found in sixteen bytes by which of the first twelve
+   are unfinished: Plaisance, Kurz and Lemire, "Vectorized VByte decoding", 2015. */
 #define STEP_BITS 12
 #define VALUES_AT_ONCE 20
 static uint16_t steps[1 << STEP_BITS]; /* places in `shuffles` */
@@ -145,14 +146,15 @@ WIDE static ALWAYS_INLINE __m128i four_ints(const uint8_t *packed, const uint8_t
 WIDE static ALWAYS_INLINE int put_ints_of_3(const uint8_t *packed, int64_t bytes, void *to,
                                             int64_t count, int is_int32)
 {
-    int64_t at = 0;
-    uint64_t too_long = 0;
-    for (int64_t done = 0; done < count && at < bytes; done += VALUES_AT_ONCE) {
+    int64_t at = 0, done = 0;
+    for (; done < count && at < bytes; done += VALUES_AT_ONCE) {
         int64_t left = count - done < VALUES_AT_ONCE ? count - done : VALUES_AT_ONCE;
-        uint64_t mask = unfinished_wide(packed + at), last = ~mask, runs = mask & mask >> 1 & mask >> 2;
-        too_long |= bytes - at < 64 ? _bzhi_u64(runs, (unsigned)(bytes - at)) : runs;
+        uint64_t mask = unfinished_wide(packed + at), last = ~mask;
+        uint64_t runs = mask & mask >> 1 & mask >> 2;
+        if ((bytes - at < 64 ? _bzhi_u64(runs, (unsigned)(bytes - at)) : runs) != 0)
+            return 0;
         for (int64_t i = 0, begin = 0; i < left; i += 4) {
-            /* Behind the fourth, eighth ... last byte of a varint: no step waits for another one. */
+            /* Behind the last byte of the fourth, eighth ...: no step waits for another one. */
             if (i > 0)
                 begin = (int64_t)_tzcnt_u64(_pdep_u64((uint64_t)1 << (i - 1), last)) + 1;
             unsigned next = (unsigned)(mask >> (begin & 63)) & ((1 << STEP_BITS) - 1);
@@ -165,12 +167,12 @@ WIDE static ALWAYS_INLINE int put_ints_of_3(const uint8_t *packed, int64_t bytes
         }
         at += (int64_t)_tzcnt_u64(_pdep_u64((uint64_t)1 << (left - 1), last)) + 1;
     }
-    return too_long == 0 && at == bytes;
+    return at == bytes && done >= count;
 }
 
-/* Varints of up to eight bytes. */
-WIDE static ALWAYS_INLINE int put_ints_of_8(const uint8_t *packed, int64_t bytes, void *to,
-                                            int64_t count, int is_int32)
+/* Exactly `count` varints; 0 if they are not. */
+WIDE static ALWAYS_INLINE int put_ints_of_10(const uint8_t *packed, int64_t bytes, void *to,
+                                             int64_t count, int is_int32)
 {
     int64_t begin = 0, done = 0;
     for (int64_t block = 0; block < bytes; block += 64) {
@@ -178,13 +180,17 @@ WIDE static ALWAYS_INLINE int put_ints_of_8(const uint8_t *packed, int64_t bytes
         if (bytes - block < 64)
             last = _bzhi_u64(last, (unsigned)(bytes - block));
         for (; last != 0 && done < count; last = _blsr_u64(last), done++) {
-            int64_t next = block + (int64_t)_tzcnt_u64(last) + 1;
+            int64_t next = block + (int64_t)_tzcnt_u64(last) + 1, length = next - begin;
             uint64_t value = _pext_u64(load_8(packed + begin), EACH_BYTE(0x7F));
-            value = _bzhi_u64(value, (unsigned)(7 * (next - begin)));
-            begin = next;
-            if (is_int32 && value > INT32_MAX)
+            value = _bzhi_u64(value, (unsigned)(7 * length));
+            if (length > 8)
+                value |= (uint64_t)(packed[begin + 8] & 127) << 56;
+            if (length > 9)
+                value |= (uint64_t)packed[begin + 9] << 63;
+            if (length > LONG_VARINT || (is_int32 && (int64_t)value != (int32_t)value))
                 return 0;
             put_number(to, done, value, is_int32);
+            begin = next;
         }
     }
     return done == count;
@@ -200,9 +206,7 @@ WIDE static __attribute__((noinline)) int64_t put_ints_looked_at(const uint8_t *
         return -1;
     if (look.over_3 == 0 && room - look.count >= 3)
         return put_ints_of_3(packed, bytes, to, look.count, is_int32) ? look.count : -1;
-    if (look.over_8 == 0)
-        return put_ints_of_8(packed, bytes, to, look.count, is_int32) ? look.count : -1;
-    return put_ints_plain(packed, bytes, to, capacity, room, is_int32);
+    return put_ints_of_10(packed, bytes, to, look.count, is_int32) ? look.count : -1;
 }
 
 WIDE static ALWAYS_INLINE int64_t put_ints_wide(const uint8_t *packed, int64_t bytes, void *to,

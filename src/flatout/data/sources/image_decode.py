@@ -1,4 +1,4 @@
-"""One image file's bytes as the pixels that were asked for.
+"""One image's bytes as the pixels that were asked for.
 
 JPEG through simplejpeg (libjpeg-turbo), all other formats and JPEG's rarer kinds through Pillow.
 Sizes are changed by a triangle filter, when shrinking as wide as two pixels of the result
@@ -71,12 +71,14 @@ def scratch_bytes(header: Header, look: Look) -> int:
     return math.prod(_decoded(header, look)[1]) * look.channels
 
 
-def decode(data: bytes, header: Header, look: Look, out: Pixels, scratch: Pixels) -> None:
+def decode(
+    data: bytes | memoryview, header: Header, look: Look, out: Pixels, scratch: Pixels
+) -> None:
     """Decode an image into `out`.
 
     Args:
-        data: the file.
-        header: the file's.
+        data: the image as it is stored.
+        header: its own.
         look: of the result.
         out: C-contiguous, of shape (height, width, channels).
         scratch: C-contiguous, at least `scratch_bytes` long; its content is lost.
@@ -148,7 +150,7 @@ def _frame(
 
 
 def _stored(
-    data: bytes,
+    data: bytes | memoryview,
     header: Header,
     times: int,
     shape: tuple[int, int],
@@ -177,7 +179,7 @@ def _stored(
     return pixels
 
 
-def _by_pillow(data: bytes, header: Header, times: int, channels: int) -> Pixels:
+def _by_pillow(data: bytes | memoryview, header: Header, times: int, channels: int) -> Pixels:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             height, width = _turned_size(header, (header.height, header.width))

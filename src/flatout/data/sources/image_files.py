@@ -28,7 +28,7 @@ _THREADS = 16
 # Headers that a thread reads in one go.
 _PIECE = 256
 # A million images are not unheard of, so their headers lie in an array.
-_HEADER = np.dtype(
+HEADER = np.dtype(
     [
         ("height", np.int32),
         ("width", np.int32),
@@ -223,7 +223,7 @@ def open_images(entries: list[Entry], faults: Faults) -> tuple[list[Entry], npt.
             where=short_name(entries[0].name),
         )
     kept = [entry for one, entry in zip(found, entries, strict=True) if not isinstance(one, str)]
-    return kept, np.array([one for one in found if not isinstance(one, str)], _HEADER)
+    return kept, np.array([one for one in found if not isinstance(one, str)], HEADER)
 
 
 def _header_or_problem(entry: Entry) -> Header | str:

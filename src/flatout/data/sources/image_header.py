@@ -6,12 +6,13 @@ all other formats through Pillow, which reads no pixels for that.
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import struct
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 try:
     from PIL import Image
@@ -38,14 +39,14 @@ class Damaged(Exception):
 
 
 class Header(NamedTuple):
-    """What is known of an image file without decoding it.
+    """What is known of an image without decoding it.
 
     Attributes:
         height: in pixels, once the image is upright.
         width: likewise.
         orientation: Exif's, 1 to 8: how the stored pixels are to be turned.
         plain_jpeg: a JPEG of one component (grey) or three.
-        bytes: size of the file.
+        bytes: its size as it is stored.
         check: CRC-32 of the first 4096 bytes.
     """
 
@@ -77,27 +78,54 @@ def read_header(path: str) -> Header:
         os.close(handle)
 
 
+def header_of(data: bytes | memoryview) -> Header:
+    """The header of an image in memory.
+
+    Raises:
+        Damaged: there are no bytes, too many to be an image, or as of a file.
+    """
+
+    def read(start: int, count: int) -> bytes:
+        return bytes(data[start : start + count])
+
+    _check_size(len(data))
+    return _header(read(0, _HEAD), read, len(data), lambda: io.BytesIO(data))
+
+
 def _read(handle: int, path: str) -> Header:
     status = os.fstat(handle)
-    size = status.st_size
     if not stat.S_ISREG(status.st_mode):
         raise Damaged("expected a file, found something else by that name")
-    if size == 0:
-        raise Damaged("0 bytes")
-    if size > _MOST_BYTES:
-        raise Damaged(f"expected an image of at most {_MOST_BYTES:,} bytes, found {size:,}")
+    _check_size(status.st_size)
     head = os.pread(handle, _HEAD, 0)
 
     def read(start: int, count: int) -> bytes:
         inside = start + count <= len(head)
         return head[start : start + count] if inside else os.pread(handle, count, start)
 
+    return _header(head, read, status.st_size, lambda: path)
+
+
+def _check_size(size: int) -> None:
+    if size == 0:
+        raise Damaged("0 bytes")
+    if size > _MOST_BYTES:
+        raise Damaged(f"expected an image of at most {_MOST_BYTES:,} bytes, found {size:,}")
+
+
+def _header(
+    head: bytes,
+    read: Callable[[int, int], bytes],
+    size: int,
+    whole: Callable[[], str | IO[bytes]],
+) -> Header:
+    """The header of an image, of which `read` gives any bytes, and Pillow opens the `whole`."""
     plain_jpeg = False
     if head.startswith(b"\xff\xd8"):
         height, width, components, orientation = _jpeg(read)
         plain_jpeg = components in (1, 3)
     else:
-        height, width, orientation = _other(path, head)
+        height, width, orientation = _other(whole(), head)
     if height < 1 or width < 1 or height * width > _MOST_PIXELS:
         raise Damaged(
             f"expected 1 to {_MOST_PIXELS:,} pixels, found {height:,} x {width:,} in the header"
@@ -162,10 +190,10 @@ def _known_orientation(value: object) -> int:
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def _other(path: str, head: bytes) -> tuple[int, int, int]:
+def _other(whole: str | IO[bytes], head: bytes) -> tuple[int, int, int]:
     """Height, width, orientation."""
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(whole, formats=FORMATS) as image:
             # A PNG without Exif data here may have some behind its pixels: they are not looked for.
             # A TIFF is turned by Pillow itself.
             silent = image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info)
@@ -177,7 +205,7 @@ def _other(path: str, head: bytes) -> tuple[int, int, int]:
         raise damage_of(error, head) from error
 
 
-def damage_of(error: Exception, data: bytes) -> Damaged:
+def damage_of(error: Exception, data: bytes | memoryview) -> Damaged:
     """What Pillow's error means for the reader of it."""
     if type(error).__name__ == "UnidentifiedImageError":
         begin = data[:8].hex(" ")

@@ -1,14 +1,13 @@
-"""An image file a row: found and looked at when it is opened, decoded when it is wanted."""
+"""Images by number, decoded when they are wanted, wherever they are stored."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,24 +15,14 @@ import numpy.typing as npt
 from flatout.data.block import Block, Numbers, Values
 from flatout.data.buffers import Buffers
 from flatout.data.faults import Faults
-from flatout.data.files import Paths
 from flatout.data.schema import Column, Role, Schema
 from flatout.data.sources.image_decode import (
     HAVE_SIMPLEJPEG,
     Look,
-    Pixels,
     Resize,
     decode,
     psnr,
     scratch_bytes,
-)
-from flatout.data.sources.image_files import (
-    Entry,
-    Found,
-    find_images,
-    open_images,
-    read_bytes,
-    short_name,
 )
 from flatout.data.sources.image_header import Damaged, Header
 from flatout.errors import DataError
@@ -51,7 +40,7 @@ class Wanted(NamedTuple):
         size: height and width, or None for that of the images.
         resize: how images come to that size; None: they must have it.
         reduced: decode JPEG reduced where that is enough.
-        classes: in the order of their numbers; None for the sorted names of the folders.
+        classes: in the order of their numbers; None for what the images' store calls them.
         image: the role of the column `image`.
         label: the role of the column `label`; None where there are no classes.
     """
@@ -65,13 +54,47 @@ class Wanted(NamedTuple):
     label: Role | None
 
 
+class Images(Protocol):
+    """Images as they are stored. Several threads may call at once.
+
+    Attributes:
+        headers: what is known of each, an array with the fields of `Header`.
+        labels: each one's class, int64 of shape (images,); None without labels.
+        classes: names of the classes, by number; () without labels.
+    """
+
+    headers: npt.NDArray[Any]
+    labels: npt.NDArray[np.int64] | None
+    classes: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Hex digits that differ for other images."""
+        ...
+
+    def contents(self, numbers: Numbers, buffers: Buffers) -> Callable[[int], bytes | memoryview]:
+        """What gives the bytes of an image by its place in `numbers`.
+
+        It raises `Damaged` for an image that has gone or changed.
+        """
+        ...
+
+    def where(self, number: int) -> str:
+        """Where an image is stored."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What was not read."""
+        ...
+
+
 class ImageRows:
-    """Images by number. Follows `flatout.data.rows.Rows`.
+    """Images by number. Follows `flatout.data.origins.Rows`.
 
     Args:
-        paths: as `flatout.data.images` takes them.
+        images: as they are stored.
         wanted: what to make of them.
-        faults: what to do about images that cannot be read.
+        faults: what to do about images that cannot be decoded.
 
     Attributes:
         classes: names of the classes, by number; () without labels.
@@ -82,40 +105,28 @@ class ImageRows:
 
     random = True
 
-    def __init__(self, paths: Paths, wanted: Wanted, faults: Faults) -> None:
-        found = find_images(paths)
-        self.classes = () if wanted.label is None else _classes(found, wanted.classes)
+    def __init__(self, images: Images, wanted: Wanted, faults: Faults) -> None:
+        self._images = images
         self._faults = faults
         self._bad: set[int] = set()
-        self._entries, self._headers = open_images(found.entries, faults)
-        self.rows = len(self._entries)
-        self._labels = None if wanted.label is None else _labels(self._entries, self.classes)
+        self.rows = len(images.headers)
+        self.classes = images.classes
         size = wanted.size
         if wanted.resize is None:
-            size = _one_size(self._entries, self._headers, wanted.size)
+            size = _one_size(images, wanted.size)
         assert size is not None
         self._look = Look(size, wanted.resize or "stretch", wanted.channels, wanted.reduced)
         self.schema = _schema(wanted, self._look, self.classes)
-        self._notes = [*self._file_notes(found.others), *self._reduction_notes()]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Another process counts for itself.
-        return {**self.__dict__, "_faults": (self._faults.skip, self._faults.max_errors)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        skip, max_errors = state["_faults"]
-        self.__dict__.update(state)
-        self._faults = Faults("skip" if skip else "fail", max_errors)
+        self._notes = [*images.notes(), *self._class_notes(), *self._decoder_notes()]
+        self._notes += self._reduction_notes()
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over the schema, and each image's key, label, size and first 4096 bytes."""
+        """16 hex digits over the schema, the stored images and their labels."""
         digest = hashlib.sha256(self.schema.dumps().encode())
-        for entry in self._entries:
-            digest.update(entry.key.encode(errors="surrogateescape") + b"\0")
-        known = [self._headers["bytes"], self._headers["check"], self._labels]
-        for numbers in known:
-            digest.update(b"" if numbers is None else numbers.tobytes())
+        digest.update(self._images.digest.encode())
+        if self._images.labels is not None:
+            digest.update(self._images.labels.tobytes())
         return digest.hexdigest()[:16]
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
@@ -126,42 +137,51 @@ class ImageRows:
             `label`, int64 of shape (rows,).
 
         Raises:
-            DataError: an image is damaged, or its file has changed or gone.
+            DataError: an image is damaged, or what it is stored in has changed or gone.
         """
         look = self._look
         headers = self._headers_of(numbers)
+        content = self._images.contents(numbers, buffers)
         pixels = buffers.empty((len(numbers), *look.size, look.channels), np.uint8)
         largest = max((scratch_bytes(header, look) for header in headers), default=0)
         scratch = buffers.empty(largest, np.uint8)
         kept: list[int] = []
-        for number, header in zip(numbers.tolist(), headers, strict=True):
-            if self._decode(number, header, pixels[len(kept)], scratch):
+        for place, number in enumerate(numbers.tolist()):
+            if number in self._bad:
+                continue
+            try:
+                decode(content(place), headers[place], look, pixels[len(kept)], scratch)
+            except Damaged as error:
+                self._faults.bad(str(error), self.where(number))
+                # Counted once, however many epochs meet it.
+                self._bad.add(number)
+            else:
                 kept.append(number)
         good = np.array(kept, np.int64)
         columns: dict[str, Values] = {"image": pixels[: len(kept)].transpose(0, 3, 1, 2)}
-        if self._labels is not None:
-            columns["label"] = self._labels[good]
+        if self._images.labels is not None:
+            columns["label"] = self._images.labels[good]
         return Block(columns, good)
 
     def targets(self) -> npt.NDArray[Any] | None:
         """The classes' numbers, int64 of shape (rows,); None without labels."""
-        return self._labels
+        return self._images.labels
 
     def lengths(self) -> Numbers | None:
         """None: all images are of one size."""
         return None
 
     def where(self, number: int) -> str:
-        """The image's file."""
-        return short_name(self._entries[number].name)
+        """Where the image is stored."""
+        return self._images.where(number)
 
     def describe(self) -> str:
         """Such as "83,484 images of 3x224x224, 4 classes (CNV 37,205 … NORMAL 26,315)"."""
         look = self._look
         words = f"{_count(self.rows, 'image')} of {look.channels}x{look.size[0]}x{look.size[1]}"
-        if self._labels is None:
+        if self._images.labels is None:
             return words
-        counts = np.bincount(self._labels, minlength=len(self.classes))
+        counts = np.bincount(self._images.labels, minlength=len(self.classes))
         each = [f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True)]
         listed = ", ".join(each) if len(each) <= _TOLD else f"{each[0]} … {each[-1]}"
         return f"{words}, {_count(len(each), 'class', 'classes')} ({listed})"
@@ -171,38 +191,22 @@ class ImageRows:
         return [*self._faults.notes(), *self._notes]
 
     def _headers_of(self, numbers: Numbers) -> list[Header]:
-        return [Header(*fields) for fields in self._headers[numbers].tolist()]
+        return [Header(*fields) for fields in self._images.headers[numbers].tolist()]
 
-    def _decode(self, number: int, header: Header, out: Pixels, scratch: Pixels) -> bool:
-        """Decode an image into `out`; False where it is bad, and to be skipped."""
-        if number in self._bad:
-            return False
-        try:
-            decode(read_bytes(self._entries[number], header), header, self._look, out, scratch)
-        except Damaged as error:
-            self._faults.bad(str(error), self.where(number))
-            # Counted once, however many epochs meet it.
-            self._bad.add(number)
-            return False
-        return True
+    def _class_notes(self) -> list[str]:
+        if self._images.labels is None:
+            return []
+        counts = np.bincount(self._images.labels, minlength=len(self.classes))
+        empty = [name for name, count in zip(self.classes, counts, strict=True) if not count]
+        return [f"classes without an image: {', '.join(empty)}"] if empty else []
 
-    def _file_notes(self, others: Sequence[str]) -> list[str]:
-        notes = []
-        if others:
-            more = ", …" if len(others) > _TOLD else ""
-            names = ", ".join(map(short_name, others[:_TOLD])) + more
-            notes.append(f"{_count(len(others), 'file')} not read, by name no image: {names}")
-        if self._labels is not None:
-            counts = np.bincount(self._labels, minlength=len(self.classes))
-            empty = [name for name, count in zip(self.classes, counts, strict=True) if not count]
-            if empty:
-                notes.append(f"no images are in the folders of {', '.join(empty)}")
-        if not HAVE_SIMPLEJPEG and self._headers["plain_jpeg"].any():
-            notes.append(
-                "simplejpeg is absent: Pillow decodes JPEG, more slowly, and notices only damage "
-                "that cuts a file short; pip install simplejpeg"
-            )
-        return notes
+    def _decoder_notes(self) -> list[str]:
+        if HAVE_SIMPLEJPEG or not self._images.headers["plain_jpeg"].any():
+            return []
+        return [
+            "simplejpeg is absent: Pillow decodes JPEG, more slowly, and notices only damage that "
+            "cuts a file short; pip install simplejpeg"
+        ]
 
     def _reduction_notes(self) -> list[str]:
         """What a reduced decode changes, measured on images spread over the data."""
@@ -223,11 +227,12 @@ class ImageRows:
         """PSNR of the reduced against the full decode, of those images that can be decoded."""
         full = replace(self._look, reduced=False)
         shape = (*full.size, full.channels)
-        for number, header in zip(numbers.tolist(), self._headers_of(numbers), strict=True):
+        content = self._images.contents(numbers, Buffers())
+        for place, header in enumerate(self._headers_of(numbers)):
             ours, reference = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
             scratch = np.empty(scratch_bytes(header, full), np.uint8)
             try:
-                data = read_bytes(self._entries[number], header)
+                data = content(place)
                 decode(data, header, self._look, ours, scratch)
                 decode(data, header, full, reference, scratch)
             except Damaged:
@@ -235,44 +240,17 @@ class ImageRows:
             yield psnr(ours, reference)
 
 
-def _classes(found: Found, given: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The classes' names by number, once every image has one."""
-    outside = next((entry for entry in found.entries if not entry.folder), None)
-    if outside is not None:
-        what = "is in no class folder" if found.folders else "and others are in no class folders"
-        raise DataError(
-            f"expected a folder for each class, but {os.path.basename(outside.name)} {what}",
-            where=short_name(os.path.dirname(outside.name)),
-            do="move images to a folder per class, or pass labels=False",
-        )
-    if given is None:
-        return tuple(found.folders)
-    strange = next((entry for entry in found.entries if entry.folder not in given), None)
-    if strange is not None:
-        raise DataError(
-            f"expected the classes {', '.join(given)}; found the folder {strange.folder!r}",
-            where=short_name(strange.name),
-        )
-    return given
-
-
-def _labels(entries: Sequence[Entry], classes: Sequence[str]) -> npt.NDArray[np.int64]:
-    numbers = {name: number for number, name in enumerate(classes)}
-    return np.array([numbers[entry.folder] for entry in entries], np.int64)
-
-
-def _one_size(
-    entries: Sequence[Entry], headers: npt.NDArray[Any], wanted: tuple[int, int] | None
-) -> tuple[int, int]:
+def _one_size(images: Images, wanted: tuple[int, int] | None) -> tuple[int, int]:
     """Height and width of all images."""
+    headers = images.headers
     height, width = wanted or (int(headers["height"][0]), int(headers["width"][0]))
     others = np.flatnonzero((headers["height"] != height) | (headers["width"] != width))
     if len(others):
-        other = headers[others[0]]
-        same = "the schema" if wanted else short_name(entries[0].name)
+        first = int(others[0])
+        same = "the schema" if wanted else images.where(0)
         raise DataError(
             f"expected images of one size: {height} x {width} in {same}, "
-            f"{other['height']} x {other['width']} in {short_name(entries[others[0]].name)}",
+            f"{headers['height'][first]} x {headers['width'][first]} in {images.where(first)}",
             do="pass size=, which resizes them",
         )
     return height, width

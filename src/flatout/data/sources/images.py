@@ -1,7 +1,8 @@
-"""Folders of images: JPEG, PNG and whatever else Pillow reads, the class from the folder."""
+"""Images in folders or TFRecord shards: JPEG, PNG and whatever else Pillow reads."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -9,7 +10,9 @@ from flatout.data.faults import Faults, OnError
 from flatout.data.files import Paths
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.data.sources.image_decode import HAVE_PILLOW, Resize
-from flatout.data.sources.image_rows import ImageRows, Wanted
+from flatout.data.sources.image_folders import ImageFolders
+from flatout.data.sources.image_records import ImageRecords
+from flatout.data.sources.image_rows import ImageRows, Images, Wanted
 from flatout.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ _DEFAULTS: dict[str, Any] = {
     "labels": True,
     "reduced": False,
 }
+_RECORDS = (".tfrecord", ".tfrecords", ".tfrec")
 
 
 def images(
@@ -34,11 +38,12 @@ def images(
     classes: Sequence[str] | None = None,
     labels: bool = True,
     reduced: bool = False,
+    records: bool | None = None,
     on_error: OnError = "fail",
     max_errors: int = 100,
     schema: Given | None = None,
 ) -> Pipeline:
-    """Images in files, with the class from the folder.
+    """Images in files, with the class from the folder; or such files packed into TFRecord shards.
 
     Images come as uint8 of shape (channels, height, width), a batch of them in channels_last
     memory: that is how they are decoded, and what convolutions like best. They are upright, by
@@ -46,13 +51,18 @@ def images(
     8, all as Pillow's `convert("RGB")` has it (of 16-bit grey, Pillow would cut the bright part
     off; here its upper 8 bits stay). Of an animation, the first image counts.
 
-    Every file's header is read at once, so that empty, foreign and damaged files are known before
+    Every image's header is read at once, so that empty, foreign and damaged files are known before
     training starts. Damage further inside is found when an image is decoded.
+
+    A record of a shard is a tf.train.Example of `image` (the bytes of an image file), `label` (one
+    int64) and, optionally, `path` (bytes, for messages): what `flatout data convert` makes of a
+    folder. Shards are read through once, when they are opened for the first time; what their
+    headers say is kept with the index in the cache folder.
 
     Args:
         paths: a folder, with a folder for each class in it; images may lie deeper. Or what
             `files.find` takes: patterns, URLs, or a list, where an image's class is the folder
-            that it is in.
+            that it is in. Or TFRecord files.
         size: height and width, or both in one number; None takes the images' own, which must then
             all be the same.
         resize: what to do about another aspect: "stretch" changes it, "crop" uses the middle of the
@@ -60,24 +70,27 @@ def images(
             antialiased when shrinking: Pillow's BILINEAR.
         channels: 3 for RGB, 1 for grey.
         classes: names of the folders in the order of the classes' numbers; None sorts them. Give
-            the same to training and validation data, or `schema=train.schema`.
+            the same to training and validation data, or `schema=train.schema`. Of records, names
+            of the labels 0, 1, ...; None calls them by their numbers.
         labels: whether there are classes; False takes images wherever they lie.
         reduced: decode large JPEGs at a half, quarter or eighth of their size where that still
             covers `size`. It is faster and changes pixels; the pipeline's notes say by how much,
             measured on some of the images.
+        records: whether the files are TFRecord shards; None means those whose names end in
+            .tfrecord, .tfrecords or .tfrec.
         on_error: "fail", or "skip" images that cannot be read.
-        max_errors: the most images to skip.
+        max_errors: the most images to skip; of records, when they are opened and again later.
         schema: a Schema, the path of one in TOML, or a dict, in place of all of the above except
-            `paths`, `on_error` and `max_errors`. Its options are `resize`, `reduced` and `classes`;
-            without `resize`, images must have the size of the column.
+            `paths`, `records`, `on_error` and `max_errors`. Its options are `resize`, `reduced` and
+            `classes`; without `resize`, images must have the size of the column.
 
     Returns:
         a Pipeline of `image` and `label` (int64).
 
     Raises:
         DataError: there are no images, or no class folders; images differ in size; a file is
-            empty, no image, damaged, or has gone or changed; an argument makes no sense. It names
-            the file.
+            empty, no image, damaged, or has gone or changed; a label is no class's number; an
+            argument makes no sense. It names the file, and the byte in a shard.
     """
     from flatout.data.pipeline import Pipeline
 
@@ -98,7 +111,27 @@ def images(
         if beside:
             raise DataError(f"{', '.join(beside)}: the schema says that already; found both")
         wanted = _of_schema(as_schema(schema, "images"))
-    return Pipeline(ImageRows(paths, wanted, Faults(on_error, max_errors)))
+    faults = Faults(on_error, max_errors)
+    labelled = wanted.label is not None
+    stored: Images
+    if _are_records(paths) if records is None else records:
+        # What was skipped when the index was built is told, and counted, with the index.
+        of_index = Faults(on_error, max_errors)
+        stored = ImageRecords(paths, labelled, wanted.classes, of_index)
+    else:
+        stored = ImageFolders(paths, labelled, wanted.classes, faults)
+    return Pipeline(ImageRows(stored, wanted, faults))
+
+
+def _are_records(paths: Paths) -> bool:
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    kinds = {os.fspath(path).lower().endswith(_RECORDS) for path in given}
+    if len(kinds) > 1:
+        raise DataError(
+            "expected TFRecord files or image files, found both",
+            do="read one and the other, and join them with flatout.data.mix",
+        )
+    return kinds == {True}
 
 
 def _of_arguments(
@@ -168,7 +201,7 @@ def _resize(resize: Any) -> Resize:
 def _names(classes: Any) -> tuple[str, ...]:
     names = tuple(classes) if isinstance(classes, (tuple, list)) else ()
     if not names or not all(isinstance(name, str) for name in names):
-        raise DataError(f"classes: expected names of folders, found {classes!r}")
+        raise DataError(f"classes: expected a list of names, found {classes!r}")
     if len(set(names)) < len(names):
         raise DataError(f"classes: expected different names, found {', '.join(names)}")
     return names

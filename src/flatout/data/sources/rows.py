@@ -139,7 +139,7 @@ class FolderRows:
 
     def notes(self) -> list[str]:
         """What was left out when the folder was written."""
-        return list(self._folder.meta.get("notes", []))
+        return [f"when it was converted: {note}" for note in self._folder.meta.get("notes", [])]
 
     def verify(self) -> None:
         """Compare all bytes with their checksums.

@@ -1,0 +1,53 @@
+"""What is to be said of a folder of images, without decoding all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flatout.data.faults import Faults, OnError
+from flatout.data.files import Paths
+from flatout.data.pipeline import Pipeline
+from flatout.data.sources.image_bytes import ImageBytes
+
+# What images of several sizes are resized to where nobody says otherwise.
+USUAL_SIZE = 224
+
+
+def open_images_of_any_size(paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
+    """Decoded images, with a label where there are class folders, resized where sizes differ."""
+    return open_found(ImageBytes(paths, Faults(on_error, max_errors)), paths, on_error, max_errors)
+
+
+def open_found(found: ImageBytes, paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
+    """The same, once the files were looked at."""
+    import flatout.data
+
+    return flatout.data.images(
+        paths,
+        size=USUAL_SIZE if len(sizes_of(found)) > 1 else None,
+        labels=bool(found.classes),
+        on_error=on_error,
+        max_errors=max_errors,
+    )
+
+
+def sizes_of(found: ImageBytes) -> dict[tuple[int, int], int]:
+    """How many images there are of each height and width, the most frequent first."""
+    pairs = np.stack([found.headers["height"], found.headers["width"]], axis=1)
+    sizes, counts = np.unique(pairs, axis=0, return_counts=True)
+    turn = np.argsort(-counts, kind="stable")
+    return {(int(h), int(w)): int(n) for (h, w), n in zip(sizes[turn], counts[turn], strict=True)}
+
+
+def size_note(found: ImageBytes) -> str:
+    """How large images are, in words."""
+    sizes = sizes_of(found)
+    (height, width), count = next(iter(sizes.items()))
+    if len(sizes) == 1:
+        return f"all images are {height}x{width}"
+    small, *_, large = sorted(sizes, key=lambda size: size[0] * size[1])
+    return (
+        f"{len(sizes):,} sizes of images, {small[0]}x{small[1]} to {large[0]}x{large[1]}, most "
+        f"often {height}x{width} ({count:,}); the schema resizes them to "
+        f"{USUAL_SIZE}x{USUAL_SIZE}, edit it or pass size="
+    )

@@ -1,0 +1,272 @@
+"""What is in files: formats, rows, classes, bad rows, a schema, and advice."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flatout.cache_folder import cache_folder
+from flatout.data.advice import Advice, Facts, advice
+from flatout.data.convert_job import Job, job_of
+from flatout.data.faults import Faults
+from flatout.data.files import File, Paths, find
+from flatout.data.form import Leaf
+from flatout.data.formats import NO_LIMIT, SKIPPING, guess, open_files
+from flatout.data.image_report import open_found, size_note
+from flatout.data.inspected import ColumnFacts, Report
+from flatout.data.order import order
+from flatout.data.passes import pieces_of
+from flatout.data.pipeline import Pipeline
+from flatout.data.progress import progress as showing
+from flatout.data.rate import opening_s, row_cache_of, rows_per_s
+from flatout.data.samples import Decoded
+from flatout.data.schema import Column, Schema
+from flatout.data.sources.image_bytes import ImageBytes
+from flatout.data.sources.rows import FolderRows
+from flatout.data.tally import Tally, count, percentiles
+from flatout.errors import DataError
+from flatout.measure import available_bytes
+
+# Where decoding costs much, so many rows stand for all.
+_FEW = 512
+_BLOCK_BYTES = 16 << 20
+_RATE_BATCH, _RATE_S = 1024, 0.3
+
+
+def inspect(paths: Paths, format: str | None = None, *, progress: bool = True) -> Report:
+    """Look at all rows of files, and say what is in them. Bad rows are counted, not raised.
+
+    Of images, all headers are read and some images are decoded. Where bad rows cannot be skipped,
+    as in Parquet, the report ends at the first.
+
+    Args:
+        paths: as `files.find` takes them, or folders of images or rows.
+        format: one of `formats.FORMATS`; None guesses.
+        progress: show on standard error how far it is, from the second second on.
+
+    Raises:
+        DataError: there are no such files, their format is not known, or no row is good.
+    """
+    kind = format or guess(paths)
+    images = None
+    if kind == "images":
+        images = ImageBytes(paths, Faults("skip", NO_LIMIT))
+        pipeline = open_found(images, paths, "skip", NO_LIMIT)
+    else:
+        on_error: Any = "skip" if kind in SKIPPING else "fail"
+        pipeline = open_files(
+            paths, kind, on_error=on_error, max_errors=NO_LIMIT, without_text=True
+        )
+    stored = _Stored.of(kind, paths, images)
+    tally, bad = Tally(), ""
+    advised: list[Advice] = []
+    schema: Schema | None = getattr(pipeline.origin, "schema", None)
+    columns = () if schema is None else schema.columns
+    try:
+        job = job_of(pipeline, None, None)
+        columns = columns or job.schema.columns
+        _count(job, images, tally, progress)
+    except DataError as error:
+        if kind in SKIPPING:
+            raise
+        bad = " ".join(str(error).split())
+    else:
+        advised = advice(_facts(kind, paths, stored, pipeline, job, tally))
+    return _report(kind, stored, pipeline, images, columns, tally, bad, advised)
+
+
+class _Stored(NamedTuple):
+    """Files as they are stored: paths that can be opened, sizes as stored and as read."""
+
+    paths: list[str]
+    sizes: list[int]
+    unpacked: list[int]
+    packed: int
+
+    @classmethod
+    def of(cls, kind: str, paths: Paths, images: ImageBytes | None) -> _Stored:
+        """What lies at some paths."""
+        if images is not None:
+            sizes = images.headers["bytes"].tolist()
+            return cls([entry.path for entry in images.entries], sizes, sizes, 0)
+        if kind == "rows":
+            given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+            inside = [entry for one in given for entry in os.scandir(os.path.expanduser(one))]
+            sizes = [entry.stat().st_size for entry in inside]
+            return cls([entry.path for entry in inside], sizes, sizes, 0)
+        files = find(paths)
+        sizes = [_stored_size(file) for file in files]
+        unpacked = [file.size for file in files]
+        packed = sum(a != b for a, b in zip(sizes, unpacked, strict=True))
+        return cls([file.path for file in files], sizes, unpacked, packed)
+
+
+def _stored_size(file: File) -> int:
+    """Of the file that the user named, which may be packed and lie unpacked in the cache."""
+    with suppress(OSError):
+        return os.stat(file.name).st_size
+    return file.size
+
+
+def _count(job: Job, images: ImageBytes | None, tally: Tally, progress: bool) -> None:
+    """Look at all rows; of images, at some, and at all labels."""
+    numbers = job.numbers
+    target = job.samples.form.targets
+    name = target.column if isinstance(target, Leaf) else None
+    if images is not None:
+        numbers = np.sort(order(len(numbers), 0, 0)[:_FEW])
+    pieces = pieces_of([len(numbers)], job.probe, _BLOCK_BYTES)
+    looking = replace(job, numbers=numbers).make(pieces, lambda block: count(block, name))
+    with showing("looking at rows", len(numbers), progress) as tell:
+        for counted in looking:
+            if counted is not None:
+                tally.add(counted)
+            tell(tally.rows, "")
+    if images is not None:
+        tally.only_labels(images.targets())
+
+
+def _facts(
+    kind: str, paths: Paths, stored: _Stored, pipeline: Pipeline, job: Job, tally: Tally
+) -> Facts:
+    """What advice rests on; the rates are measured here."""
+    numbers = order(len(job.numbers), 0, 0) if job.samples.random else job.numbers
+    with row_cache_of(job, _RATE_S) as sample:
+        cached = Decoded(FolderRows(sample.folder))
+        drawn = order(sample.rows, 0, 0)
+        cache_per_s = rows_per_s(cached, drawn, _RATE_BATCH, _RATE_S)
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    source = " ".join(shlex.quote(os.fspath(one)) for one in given[:2])
+    sizes = getattr(pipeline.origin, "sizes", None)
+    return Facts(
+        format=kind,
+        source=source + (" ..." if len(given) > 2 else ""),
+        files=len(stored.sizes),
+        bytes=sum(stored.unpacked),
+        largest=max(stored.unpacked),
+        rows=len(job.numbers),
+        opening_s=opening_s(stored.paths),
+        parts=None if sizes is None else len(sizes),
+        random=job.samples.random,
+        sorted_by_class=tally.sorted_by_class,
+        decoded=tally.bytes / tally.rows * len(job.numbers),
+        decode_per_s=rows_per_s(job.samples, numbers, _RATE_BATCH, _RATE_S),
+        cache_per_s=cache_per_s,
+        memory=available_bytes(),
+        disk=_free(cache_folder()),
+    )
+
+
+def _free(folder: Path) -> int:
+    """Bytes that are free where a folder is, or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _report(
+    kind: str,
+    stored: _Stored,
+    pipeline: Pipeline,
+    images: ImageBytes | None,
+    columns: Sequence[Column],
+    tally: Tally,
+    bad: str,
+    advised: list[Advice],
+) -> Report:
+    origin: Any = pipeline.origin
+    schema = getattr(origin, "schema", None)
+    found = [_column(column, tally) for column in columns]
+    targets = [column for column in columns if column.role == "target"]
+    index = getattr(origin, "index", None)
+    facts = {} if index is None else index.facts
+    skipped, notes = _skipped(
+        [*(images.notes() if images else ()), *getattr(origin, "notes", list)()]
+    )
+    if images is not None:
+        notes.append(size_note(images))
+    names = () if schema is None else schema.options.get("classes", ())
+    rows = pipeline.batch(1).samples
+    assert rows is not None
+    return Report(
+        format=kind,
+        files=len(stored.sizes),
+        bytes=sum(stored.sizes),
+        packed=stored.packed,
+        unpacked_bytes=sum(stored.unpacked),
+        rows=rows,
+        looked_at=tally.rows,
+        columns=found,
+        values_a_row=(int(facts["shortest"]), int(facts["longest"]))
+        if "shortest" in facts
+        else None,
+        max_id=int(facts["highest"]) if "highest" in facts else _max_id(found),
+        target=targets[0].name if len(targets) == 1 else None,
+        classes=_classes(tally, names) if targets else None,
+        target_mean=tally.mean if targets else None,
+        bad_rows=skipped.rows + bool(bad),
+        bad=bad or skipped.words,
+        schema=schema,
+        notes=notes,
+        advice=advised,
+    )
+
+
+class _Skipped(NamedTuple):
+    rows: int
+    words: str
+
+
+def _skipped(notes: Sequence[str]) -> tuple[_Skipped, list[str]]:
+    """How many bad rows the notes tell of, and the other notes."""
+    found = _Skipped(0, "")
+    others = []
+    for note in dict.fromkeys(notes):
+        told = re.fullmatch(r"([\d,]+) bad rows? skipped: (.*)", note, re.DOTALL)
+        if told is None:
+            others.append(note)
+        else:
+            found = _Skipped(int(told[1].replace(",", "")), told[2])
+    return found, others
+
+
+def _column(column: Column, tally: Tally) -> ColumnFacts:
+    part = tally.columns.get(column.name)
+    empty = part is None or part.low > part.high
+    lengths = percentiles(part.lengths) if part is not None and part.lengths else None
+    return ColumnFacts(
+        name=column.name,
+        kind=column.words.removeprefix(column.name + " "),
+        role=column.role,
+        low=None if empty or part is None else part.low,
+        high=None if empty or part is None else part.high,
+        lengths=lengths,
+    )
+
+
+def _max_id(columns: Sequence[ColumnFacts]) -> int | None:
+    """The largest value of inputs that are several whole numbers, as numbers of things are."""
+    highs = [
+        column.high
+        for column in columns
+        if column.role == "input" and column.kind.startswith("int64 ") and column.high is not None
+    ]
+    return int(max(highs)) if highs else None
+
+
+def _classes(tally: Tally, names: Sequence[str]) -> dict[str, int] | None:
+    classes = tally.classes
+    if classes is None:
+        return None
+    return {
+        names[label] if 0 <= label < len(names) else str(label): n for label, n in classes.items()
+    }

@@ -1,0 +1,175 @@
+"""What was found in files, as data and for people."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flatout.data.advice import Advice
+from flatout.data.schema import Schema
+from flatout.data.words import size_words
+from flatout.errors import DataError
+
+# Classes that are named one by one.
+_TOLD = 6
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """What is in a column.
+
+    Attributes:
+        name: of it.
+        kind: dtype and shape, in words.
+        role: what it is to the model.
+        low: the smallest value in it; None where it holds none.
+        high: the largest.
+        lengths: percentiles of the rows' lengths, where they are ragged.
+    """
+
+    name: str
+    kind: str
+    role: str
+    low: float | None
+    high: float | None
+    lengths: dict[int, int] | None
+
+    @property
+    def range(self) -> str:
+        """Such as "0 … 1"."""
+        if self.low is None or self.high is None:
+            return ""
+        return f"{_number(self.low)} … {_number(self.high)}"
+
+    @property
+    def spread(self) -> str:
+        """Of the lengths, such as "1 to 70 (50% ≤ 38, 90% ≤ 39, 99% ≤ 52)"."""
+        if self.lengths is None:
+            return ""
+        low, *middle, high = self.lengths.items()
+        inner = "".join(f"{share}% ≤ {length:,}, " for share, length in middle)
+        return f"{low[1]:,} to {high[1]:,} ({inner[:-2]})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is in files. Its text is for people.
+
+    Attributes:
+        format: one of `formats.FORMATS`.
+        files: how many.
+        bytes: of them, as they are stored.
+        packed: how many of them are packed by gzip or the like.
+        unpacked_bytes: of them all, as they are read.
+        rows: that are good.
+        looked_at: of these, how many were decoded for this report.
+        columns: what is in them.
+        values_a_row: fewest and most index:value pairs of a LibSVM row; else None.
+        max_id: the largest index of LibSVM, or id of an int64 column; None where there is none.
+        target: the target's name; None where there is none, or several.
+        classes: how many rows there are of each, by name or number; None where the target is no
+            class.
+        target_mean: of the target, where it is a number and no class.
+        bad_rows: how many rows were left out.
+        bad: the first of them, with file and line, in words.
+        schema: that reads the files.
+        notes: what else there is to know.
+        advice: what could be done.
+    """
+
+    format: str
+    files: int
+    bytes: int
+    packed: int
+    unpacked_bytes: int
+    rows: int
+    looked_at: int
+    columns: list[ColumnFacts]
+    values_a_row: tuple[int, int] | None
+    max_id: int | None
+    target: str | None
+    classes: dict[str, int] | None
+    target_mean: float | None
+    bad_rows: int
+    bad: str
+    schema: Schema | None
+    notes: list[str]
+    advice: list[Advice]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data; the schema as in TOML."""
+        words = {**asdict(self), "advice": [one._asdict() for one in self.advice]}
+        words["schema"] = None if self.schema is None else self.schema.model_dump(mode="json")
+        return words
+
+    def headline(self) -> str:
+        """Such as "19 files 18.4 GB 41.2M rows · clicks 3.1% · 39 fields · max id 1,048,570"."""
+        files = f"{self.files:,} file{'s' if self.files > 1 else ''}"
+        first = f"{files} {size_words(self.bytes)} {self.rows:,} rows"
+        if self.packed:
+            first += f" (unpacked {size_words(self.unpacked_bytes)})"
+        parts = [first, self._classes(), self._fields()]
+        if self.max_id is not None:
+            parts.append(f"max id {self.max_id:,}")
+        return " · ".join(part for part in parts if part)
+
+    def _classes(self) -> str:
+        if self.classes is None:
+            mean = self.target_mean
+            return "" if mean is None else f"{self.target} {mean:.4g} in the mean"
+        total = sum(self.classes.values())
+        if set(self.classes) == {"0", "1"}:
+            return f"{self.target} {self.classes['1'] / total:.1%}"
+        counts = sorted(self.classes.items(), key=lambda one: -one[1])
+        if len(counts) > _TOLD:
+            (most, many), (least, few) = counts[0], counts[-1]
+            return (
+                f"{len(counts):,} classes ({most} {many / total:.1%} … {least} {few / total:.2%})"
+            )
+        each = ", ".join(f"{name} {number / total:.1%}" for name, number in counts)
+        return f"{len(counts)} class{'es' if len(counts) > 1 else ''} ({each})"
+
+    def _fields(self) -> str:
+        if self.values_a_row is not None:
+            low, high = self.values_a_row
+            return f"{low}" + (f" to {high}" if high > low else "") + " fields"
+        inputs = [column for column in self.columns if column.role == "input"]
+        return f"{len(inputs):,} input column{'s' if len(inputs) != 1 else ''}"
+
+    def write_schema(self, path: str | os.PathLike[str]) -> None:
+        """Write the schema as a TOML file, to be read and edited.
+
+        Raises:
+            DataError: there is none, or the file cannot be written.
+        """
+        if self.schema is None:
+            raise DataError(f"files of {self.format} say themselves what they hold: no schema")
+        try:
+            self.schema.dump(path)
+        except OSError as error:
+            raise DataError(
+                f"the schema cannot be written: {error.strerror}", where=os.fspath(path)
+            ) from error
+
+    def bad_line(self) -> str:
+        """How many rows are bad, and the first of them; "" where none is."""
+        if not self.bad_rows:
+            return ""
+        if not self.looked_at:
+            return f"cannot be read: {self.bad}"
+        return f"{self.bad_rows:,} bad row{'s' if self.bad_rows > 1 else ''}: {self.bad}"
+
+    def table(self) -> list[tuple[str, str, str, str, str]]:
+        """Name, kind, role, range and lengths of each column."""
+        return [(c.name, c.kind, c.role, c.range, c.spread) for c in self.columns]
+
+    def __str__(self) -> str:
+        lines = [self.headline(), self.bad_line(), *self.notes]
+        lines += ["  ".join(filter(None, row)) for row in self.table()]
+        lines += [f"{one.topic}: {one.words}" for one in self.advice]
+        return "\n".join(line for line in lines if line)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"

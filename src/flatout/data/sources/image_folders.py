@@ -1,0 +1,110 @@
+"""Image files, whose folders are their classes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Numbers
+from flatout.data.buffers import Buffers
+from flatout.data.faults import Faults
+from flatout.data.files import Paths
+from flatout.data.sources.image_files import (
+    Entry,
+    Found,
+    find_images,
+    open_images,
+    read_bytes,
+    short_name,
+)
+from flatout.data.sources.image_header import Header
+from flatout.errors import DataError
+
+_TOLD = 3
+
+
+class ImageFolders:
+    """Image files by number. Follows `flatout.data.sources.image_rows.Images`.
+
+    Args:
+        paths: as `flatout.data.images` takes them.
+        labelled: whether there are classes.
+        classes: their names in the order of their numbers; None for the sorted names of the
+            folders.
+        faults: what to do about files that are no images.
+
+    Raises:
+        DataError: see `flatout.data.images`.
+    """
+
+    def __init__(
+        self, paths: Paths, labelled: bool, classes: tuple[str, ...] | None, faults: Faults
+    ) -> None:
+        found = find_images(paths)
+        self.classes = _classes(found, classes) if labelled else ()
+        self._entries, self.headers = open_images(found.entries, faults)
+        self.labels = _labels(self._entries, self.classes) if labelled else None
+        self._others = found.others
+
+    @property
+    def digest(self) -> str:
+        """Over each image's key, size and first 4096 bytes."""
+        digest = hashlib.sha256()
+        for entry in self._entries:
+            digest.update(entry.key.encode(errors="surrogateescape") + b"\0")
+        for field in ("bytes", "check"):
+            digest.update(self.headers[field].tobytes())
+        return digest.hexdigest()
+
+    def contents(self, numbers: Numbers, buffers: Buffers) -> Callable[[int], bytes]:
+        """What reads the files, each when it is asked for."""
+
+        def content(place: int) -> bytes:
+            number = numbers[place]
+            return read_bytes(self._entries[number], Header(*self.headers[number].tolist()))
+
+        return content
+
+    def where(self, number: int) -> str:
+        """The image's file."""
+        return short_name(self._entries[number].name)
+
+    def notes(self) -> list[str]:
+        """What was not read."""
+        count = len(self._others)
+        if not count:
+            return []
+        more = ", …" if count > _TOLD else ""
+        names = ", ".join(map(short_name, self._others[:_TOLD])) + more
+        files = "file" if count == 1 else "files"
+        return [f"{count:,} {files} not read, by name no image: {names}"]
+
+
+def _classes(found: Found, given: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The classes' names by number, once every image has one."""
+    outside = next((entry for entry in found.entries if not entry.folder), None)
+    if outside is not None:
+        what = "is in no class folder" if found.folders else "and others are in no class folders"
+        raise DataError(
+            f"expected a folder for each class, but {os.path.basename(outside.name)} {what}",
+            where=short_name(os.path.dirname(outside.name)),
+            do="move images to a folder per class, or pass labels=False",
+        )
+    if given is None:
+        return tuple(found.folders)
+    strange = next((entry for entry in found.entries if entry.folder not in given), None)
+    if strange is not None:
+        raise DataError(
+            f"expected the classes {', '.join(given)}; found the folder {strange.folder!r}",
+            where=short_name(strange.name),
+        )
+    return given
+
+
+def _labels(entries: Sequence[Entry], classes: Sequence[str]) -> npt.NDArray[np.int64]:
+    numbers = {name: number for number, name in enumerate(classes)}
+    return np.array([numbers[entry.folder] for entry in entries], np.int64)

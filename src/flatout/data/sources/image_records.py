@@ -1,0 +1,176 @@
+"""Image files in TFRecord shards, as `flatout data convert` packs them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Numbers, offsets_of
+from flatout.data.buffers import Buffers
+from flatout.data.decoder import Bytes, Survey, Where
+from flatout.data.faults import Faults
+from flatout.data.files import File, Paths, find
+from flatout.data.indexed import IndexedRows
+from flatout.data.schema import Column, Schema
+from flatout.data.sources.image_files import HEADER
+from flatout.data.sources.image_header import Damaged, header_of
+from flatout.data.sources.tfrecord import TfrecordDecoder
+from flatout.data.sources.tfrecord_schema import Seen, features_of
+from flatout.errors import DataError
+
+# Bytes of records that are looked at in one go.
+_PIECE = 16 << 20
+# What is above this is no class's number.
+_MOST_CLASSES = 1 << 20
+
+
+class ImageRecords:
+    """Images by number. Follows `flatout.data.sources.image_rows.Images`.
+
+    A record is an Example of `image` (the bytes of an image file), `label` (one int64) and, where
+    there is one, `path` (the bytes of the file's path, for messages). All headers are read once,
+    and kept in the files' index.
+
+    Args:
+        paths: as `files.find` takes them.
+        labelled: whether labels are read.
+        classes: their names in the order of their numbers; None names them by their numbers.
+        faults: what to do about records that are damaged, or hold no image.
+
+    Raises:
+        DataError: see `flatout.data.images`.
+    """
+
+    def __init__(
+        self, paths: Paths, labelled: bool, classes: tuple[str, ...] | None, faults: Faults
+    ) -> None:
+        files = find(paths)
+        _check_features(files[0], labelled)
+        decoder = _ImageDecoder(_schema(labelled))
+        self._records = IndexedRows(files, decoder, faults, "TFRecord")
+        known = self._records.index.lengths
+        self.headers = np.empty(self._records.rows, HEADER)
+        for name in HEADER.names or ():
+            self.headers[name] = known[name]
+        self.labels = known["label"] if labelled else None
+        self.classes = () if self.labels is None else self._classes(self.labels, classes)
+
+    def _classes(
+        self, labels: npt.NDArray[np.int64], given: tuple[str, ...] | None
+    ) -> tuple[str, ...]:
+        most = _MOST_CLASSES if given is None else len(given)
+        strange = np.flatnonzero((labels < 0) | (labels >= most))
+        if len(strange):
+            raise DataError(
+                f"label: expected the number of a class, 0 to {most - 1:,}; found "
+                f"{labels[strange[0]]:,}",
+                where=self.where(int(strange[0])),
+                do="number classes from 0, and let classes= name each of them",
+            )
+        return given or tuple(map(str, range(int(labels.max()) + 1)))
+
+    @property
+    def digest(self) -> str:
+        """Over the files' sizes, and their first and last bytes."""
+        return self._records.digest
+
+    def contents(self, numbers: Numbers, buffers: Buffers) -> Callable[[int], memoryview]:
+        """What gives the images, all of which are read at once."""
+        return _each(self._records.take(numbers, buffers).columns["image"])
+
+    def where(self, number: int) -> str:
+        """Such as "pets-00000.tfrecord: byte 1,024 (cat/7.jpg)"."""
+        place = self._records.where(number)
+        with suppress(DataError):
+            block = self._records.take(np.array([number], np.int64), Buffers())
+            place += _in_brackets(_each(block.columns["path"])(0))
+        return place
+
+    def notes(self) -> list[str]:
+        """What was skipped, and where the bytes are."""
+        return self._records.notes()
+
+
+class _ImageDecoder(TfrecordDecoder):
+    """Records of images. A survey tells their headers and labels as well, as if they were lengths:
+    so the index keeps them.
+    """
+
+    def survey(
+        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
+    ) -> Survey:
+        """Lengths, headers and labels; a record with a bad header is bad."""
+        found = super().survey(buffer, starts, ends, faults, where)
+        good = np.zeros(len(starts), np.bool_)
+        headers = np.zeros(len(starts), HEADER)
+        labels = np.zeros(len(starts), np.int64)
+        rows, buffers = np.flatnonzero(found.good), Buffers()
+        pieces = offsets_of(ends - starts)[rows] // _PIECE
+        for part in np.split(rows, np.flatnonzero(np.diff(pieces)) + 1):
+            lengths = {name: counts[part] for name, counts in found.lengths.items()}
+            block = self.decode(
+                buffer, starts[part], ends[part], part, lengths, buffers, faults,
+                lambda row, byte, part=part: where(int(part[row]), byte),  # type: ignore[misc]
+            )  # fmt: skip
+            image, path = _each(block.columns["image"]), _each(block.columns["path"])
+            for place, row in enumerate(block.numbers.tolist()):
+                try:
+                    headers[row] = header_of(image(place))
+                    good[row] = True
+                except Damaged as error:
+                    at = where(row, int(starts[row])) + _in_brackets(path(place))
+                    faults.bad(str(error), at)
+            if "label" in block.columns:
+                labels[block.numbers] = block.columns["label"]
+        known = {name: headers[name].astype(np.int64) for name in HEADER.names or ()}
+        return Survey(good, {**found.lengths, **known, "label": labels}, {})
+
+
+def _schema(labelled: bool) -> Schema:
+    columns = [Column(name="image", dtype="uint8", ragged=True)]
+    if labelled:
+        columns.append(Column(name="label", dtype="int64", role="target"))
+    columns.append(Column(name="path", dtype="uint8", ragged=True, role="unused", default=0))
+    return Schema(format="image_records", columns=tuple(columns))
+
+
+def _each(column: Any) -> Callable[[int], memoryview]:
+    """What gives a row's bytes."""
+    values, offsets = memoryview(column.values), column.offsets.tolist()
+    return lambda row: values[offsets[row] : offsets[row + 1]]
+
+
+def _in_brackets(path: memoryview) -> str:
+    return f" ({bytes(path).decode(errors='replace')})" if len(path) else ""
+
+
+def _check_features(file: File, labelled: bool) -> None:
+    """Raise if the first record is of another kind altogether."""
+    found = _first_features(file)
+    if found is None:
+        return
+    wanted = {"image": "bytes", **({"label": "int64"} if labelled else {})}
+    if any(name not in found or found[name].kind != kind for name, kind in wanted.items()):
+        listed = [", ".join(f"{name} ({kind})" for name, kind in wanted.items())]
+        listed += [", ".join(f"{name} ({seen.kind})" for name, seen in sorted(found.items()))]
+        raise DataError(
+            f"expected records with the features {listed[0]}; found {listed[1] or 'none'}",
+            where=file.name,
+            do="flatout data convert makes such files from folders of images; without classes, "
+            "pass labels=False",
+        )
+
+
+def _first_features(file: File) -> dict[str, Seen] | None:
+    """Those of the first record, or None where it is damaged: its index will say how."""
+    try:
+        with open(file.path, "rb") as opened:
+            (length,) = struct.unpack("<Q4x", opened.read(12))
+            return features_of(opened.read(length)) if length < file.size else None
+    except (OSError, struct.error, IndexError, ValueError):
+        return None
