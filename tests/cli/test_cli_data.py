@@ -8,14 +8,14 @@ from typer.testing import CliRunner
 
 import flatout
 from flatout.cli.main import app
-from flatout.data.convert import convert
+from flatout.data.conversion.convert import convert
 from flatout.data.schema import as_schema
 from flatout.errors import DataError
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr("flatout.data.inspect._RATE_S", 0.01)
+    monkeypatch.setattr("flatout.data.inspection.inspect._RATE_S", 0.01)
 
 
 def run(*arguments, code=0):

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from sklearn.datasets import dump_svmlight_file
 
 import flatout
-from flatout.data import convert as verb
-from flatout.data import passes
 from flatout.data.block import Block, Ragged, offsets_of
-from flatout.data.buffers import Buffers
-from flatout.data.convert import convert
-from flatout.data.convert_job import balanced
+from flatout.data.conversion import convert as verb
+from flatout.data.conversion import passes
+from flatout.data.conversion.convert import convert
+from flatout.data.conversion.job import balanced
 from flatout.data.order import order
 from flatout.data.pipeline import Pipeline, mix
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.rows import rows
 from flatout.errors import DataError
@@ -309,7 +309,9 @@ def test_the_same_data_give_the_same_bytes_with_any_number_of_threads(tmp_path, 
     source = svm(tmp_path / "a.svm", rows=300)
     monkeypatch.setattr(passes, "MOST_ROWS", 16)
     for threads in (1, 5):
-        monkeypatch.setattr("flatout.data.passes.usable_cpus", lambda count=threads: count)
+        monkeypatch.setattr(
+            "flatout.data.conversion.passes.usable_cpus", lambda count=threads: count
+        )
         given = {} if to == "rows" else {"shards": 3}
         pipeline = flatout.data.libsvm(source, layout="ragged")
         convert(pipeline, tmp_path / f"{threads}/a.{to}", shuffle=1, **given)
@@ -524,7 +526,7 @@ def test_a_damaged_row_cache_is_made_anew(tmp_path):
 
 
 def test_two_processes_do_not_write_the_same_shards(tmp_path):
-    from flatout.data.shards import Place
+    from flatout.data.conversion.shards import Place
 
     source = svm(tmp_path / "a.svm")
     with Place(tmp_path, "a", ".tfrecord", 1).locked(), pytest.raises(DataError, match="another"):
@@ -536,9 +538,10 @@ DRIVER = """
 import json, os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-import flatout.data.convert as verb
+import flatout.data.conversion.convert as verb
 from data_made_up import MadeUp
-from flatout.data import passes, row_folder, shards
+from flatout.data.conversion import passes, shards
+from flatout.data.running import row_folder
 from flatout.data.pipeline import Pipeline
 
 folder, to, moments = Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
@@ -627,9 +630,10 @@ STEPS = """
 import json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-import flatout.data.convert as verb
+import flatout.data.conversion.convert as verb
 from data_made_up import COLUMNS, MadeUp
-from flatout.data import passes, row_folder, shards
+from flatout.data.conversion import passes, shards
+from flatout.data.running import row_folder
 from flatout.data.pipeline import Pipeline
 
 folder, to, ragged = Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
@@ -757,7 +761,7 @@ def test_a_disk_that_becomes_full(tmp_path, to, layout, when, monkeypatch):
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
     monkeypatch.setattr(passes, "MOST_ROWS", 64)
-    monkeypatch.setattr("flatout.data.row_folder._FLUSH_S", 0.0)
+    monkeypatch.setattr("flatout.data.running.row_folder._FLUSH_S", 0.0)
     try:
         source = flatout.data.libsvm(svm(tmp_path / "a.svm", rows=2000), layout=layout)
         given = {} if to == "rows" else {"shards": 10}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from data_made_up import MadeUp, same
 
-from flatout.data.crew import refusal
 from flatout.data.pipeline import Pipeline
+from flatout.data.running.crew import refusal
 from flatout.errors import DataError
 
 

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout.data
-from flatout.data.buffers import Buffers
 from flatout.data.faults import Faults
 from flatout.data.files import find
+from flatout.data.running.buffers import Buffers
 from flatout.data.sources import csv_split
 from flatout.errors import DataError
 

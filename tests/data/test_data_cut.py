@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.data import cut as cuts
-from flatout.data.cut import Cut
+from flatout.data.running import cut as cuts
+from flatout.data.running.cut import Cut
 from flatout.errors import DataError
 
 

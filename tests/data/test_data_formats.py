@@ -8,7 +8,7 @@ import pytest
 from data_made_up import MadeUp, same
 
 import flatout
-from flatout.data.convert import convert
+from flatout.data.conversion.convert import convert
 from flatout.data.formats import FORMATS, format_of, guess, open_files
 from flatout.data.pipeline import Pipeline
 from flatout.data.sources import idx

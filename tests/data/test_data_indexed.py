@@ -6,11 +6,11 @@ import pytest
 from data_made_up import same
 
 from flatout.data import indexed
-from flatout.data.buffers import Buffers
 from flatout.data.faults import Faults
 from flatout.data.files import find
 from flatout.data.indexed import IndexedRows
 from flatout.data.pipeline import Pipeline
+from flatout.data.running.buffers import Buffers
 from flatout.data.sources.criteo import CriteoDecoder, criteo_schema
 from flatout.errors import DataError
 

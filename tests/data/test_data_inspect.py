@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from sklearn.datasets import dump_svmlight_file
 
 import flatout
-from flatout.data.advice import Facts, advice
 from flatout.data.block import Block, Ragged, offsets_of
-from flatout.data.convert import convert
-from flatout.data.inspect import inspect
+from flatout.data.conversion.convert import convert
+from flatout.data.inspection.advice import Facts, advice
+from flatout.data.inspection.inspect import inspect
+from flatout.data.inspection.tally import Tally, count, percentiles
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import as_schema
 from flatout.data.sources import idx
-from flatout.data.tally import Tally, count, percentiles
 from flatout.errors import DataError
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr("flatout.data.inspect._RATE_S", 0.01)
+    monkeypatch.setattr("flatout.data.inspection.inspect._RATE_S", 0.01)
 
 
 def clicks(path, rows=200, seed=0, features=3000, clicked=0.1):

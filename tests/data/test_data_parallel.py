@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from flatout.data.parallel import Ahead, Tuner
+from flatout.data.running.parallel import Ahead, Tuner
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -85,5 +85,5 @@ def test_a_thread_that_is_needed_comes_back():
 def test_a_fixed_number_stays():
     tuner = Tuner(8, threads=2)
     for _ in range(2000):
-        assert not tuner.consumed(1.0)
+        assert not tuner.consumed(1.0, 1)
     assert tuner.threads == 2

@@ -6,7 +6,7 @@ import torch
 from data_made_up import MadeUp, same
 
 from flatout.data.pipeline import Pipeline
-from flatout.data.prefetch import prefetch
+from flatout.data.running.prefetch import prefetch
 
 
 def batches(count=6):

@@ -7,10 +7,10 @@ import pytest
 from data_made_up import MadeUp, same
 
 import flatout
-from flatout.data.convert import convert
-from flatout.data.convert_job import job_of
+from flatout.data.conversion.convert import convert
+from flatout.data.conversion.job import job_of
+from flatout.data.inspection.rate import bench, opening_s, row_cache_of, rows_per_s
 from flatout.data.pipeline import Pipeline
-from flatout.data.rate import bench, opening_s, row_cache_of, rows_per_s
 from flatout.data.sources import idx
 from flatout.data.sources.rows import rows
 from flatout.errors import DataError
@@ -25,7 +25,7 @@ def text(tmp_path):
 
 
 def test_a_row_cache_of_a_sample(monkeypatch):
-    monkeypatch.setattr("flatout.data.rate._MAKING_ROWS", 8)
+    monkeypatch.setattr("flatout.data.inspection.rate._MAKING_ROWS", 8)
     source = MadeUp(100)
     job = job_of(Pipeline(source), None, None)
     source.taken.clear()

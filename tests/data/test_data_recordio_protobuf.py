@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.block import Ragged
-from flatout.data.buffers import Buffers
 from flatout.data.faults import Faults
 from flatout.data.framing import write_recordio
 from flatout.data.recordio_protobuf import RecordioDecoder, read_record
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Schema
 from flatout.errors import DataError
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from data_made_up import MadeUp, same
 
-from flatout.data.convert import convert
+from flatout.data.conversion.convert import convert
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Schema
 from flatout.data.sources.rows import FolderRows, rows
@@ -87,7 +87,7 @@ def test_other_roles(folder):
 
 
 def _sum(opened, numbers):
-    from flatout.data.buffers import Buffers
+    from flatout.data.running.buffers import Buffers
 
     return float(opened.take(numbers, Buffers()).columns["x"].sum())
 

@@ -28,7 +28,16 @@ LONG_PAGES = [
     DOCS / "keras.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
-SHORT = ("trainer", "loop", "checkpoints", "devices", "data/index", "data/images", "data/pipes")
+SHORT = (
+    "trainer",
+    "loop",
+    "checkpoints",
+    "devices",
+    "data/index",
+    "data/convert",
+    "data/images",
+    "data/pipes",
+)
 PAGES = [DOCS / f"{name}.md" for name in SHORT]
 # What measuring decides differs between machines, and so do the machines themselves.
 DIFFERS = ("flatout: auto:", "of it ", "ran ", "CPU ", "RAM ", "GPU ", "torch ")

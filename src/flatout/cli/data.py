@@ -66,7 +66,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Say what is in files: rows, classes, bad rows, a schema; and what to do about them."""
-    from flatout.data.inspect import inspect as look
+    from flatout.data.inspection.inspect import inspect as look
 
     report = look(paths, format)
     if schema is not None:
@@ -136,7 +136,7 @@ def convert(
     """
     if len(source) < 2:
         raise typer.BadParameter("expected at least one source and a target")
-    from flatout.data.convert import convert as write
+    from flatout.data.conversion.convert import convert as write
 
     done = write(
         source[:-1],
@@ -174,7 +174,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure the pipeline on files: one thread, all threads, and a row cache of a sample."""
-    from flatout.data.rate import bench as measure
+    from flatout.data.inspection.rate import bench as measure
 
     found = measure(paths, format, schema=schema, batch_size=batch_size, seconds=seconds)
     if as_json:

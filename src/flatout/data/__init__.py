@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flatout.data.batch import Batch
+    from flatout.data.conversion.convert import convert
+    from flatout.data.inspection.inspect import inspect
     from flatout.data.pipeline import Pipeline, mix
     from flatout.data.schema import Column, Schema
     from flatout.data.source import Source, as_source
@@ -41,6 +43,7 @@ _HOMES = {
     "arrays": "flatout.data.sources.arrays",
     "arrow": "flatout.data.sources.parquet",
     "as_source": "flatout.data.source",
+    "convert": "flatout.data.conversion.convert",
     "criteo": "flatout.data.sources.criteo",
     "csv": "flatout.data.sources.csv",
     "dataset": "flatout.data.sources.dataset",
@@ -51,6 +54,7 @@ _HOMES = {
     "idx": "flatout.data.sources.idx",
     "idx_split": "flatout.data.sources.idx",
     "images": "flatout.data.sources.images",
+    "inspect": "flatout.data.inspection.inspect",
     "iterable": "flatout.data.sources.iterable",
     "libsvm": "flatout.data.sources.libsvm",
     "mix": "flatout.data.pipeline",
@@ -72,6 +76,7 @@ __all__ = [
     "arrays",
     "arrow",
     "as_source",
+    "convert",
     "criteo",
     "csv",
     "dataset",
@@ -82,6 +87,7 @@ __all__ = [
     "idx",
     "idx_split",
     "images",
+    "inspect",
     "iterable",
     "libsvm",
     "mix",

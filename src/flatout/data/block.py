@@ -55,6 +55,19 @@ def take(block: Block, index: Numbers) -> Block:
     return Block(columns, block.numbers[index])
 
 
+def rows_between(block: Block, start: int, stop: int) -> Block:
+    """Rows `start` to `stop` of the block, without a copy."""
+    columns: dict[str, Values] = {}
+    for name, values in block.columns.items():
+        if isinstance(values, Ragged):
+            first, last = values.offsets[start], values.offsets[stop]
+            offsets = values.offsets[start : stop + 1] - first
+            columns[name] = Ragged(values.values[first:last], offsets)
+        else:
+            columns[name] = values[start:stop]
+    return Block(columns, block.numbers[start:stop])
+
+
 def take_values(values: Values, index: Numbers) -> Values:
     """Rows of one column, in the order of `index`."""
     if not isinstance(values, Ragged):

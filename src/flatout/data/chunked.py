@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of, take, take_values
-from flatout.data.buffers import Buffers
 from flatout.data.origins import Chunks
+from flatout.data.running.buffers import Buffers
 from flatout.errors import DataError
 
 

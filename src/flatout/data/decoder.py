@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values, take
-from flatout.data.buffers import Buffers
 from flatout.data.faults import Faults
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Schema
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]

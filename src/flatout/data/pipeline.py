@@ -12,22 +12,22 @@ import numpy as np
 import torch
 
 from flatout.data.batch import Batch
-from flatout.data.buffers import Buffers
-from flatout.data.cut import padding_share
 from flatout.data.explanation import Explanation
 from flatout.data.files import say_on_stderr
 from flatout.data.form import Leaf
 from flatout.data.origins import Chunks, Rows, Stream, is_rows, is_stream
 from flatout.data.planner import Built, Mixture, Options, build, check
-from flatout.data.prefetch import prefetch
-from flatout.data.samples import Costs, digest_of
+from flatout.data.running.buffers import Buffers
+from flatout.data.running.cut import padding_share
+from flatout.data.running.prefetch import prefetch
+from flatout.data.running.samples import Costs, digest_of
+from flatout.data.running.stream_program import StreamProgram
 from flatout.data.schema import Schema
 from flatout.data.sources.arrays import Arrays
 from flatout.data.sources.torch_dataset import DatasetRows
 from flatout.data.staged import Staged
 from flatout.data.stages import Batch as BatchStage
 from flatout.data.stages import Filter, Map, Prefetch, Repeat, Shuffle, Stage, words
-from flatout.data.stream_program import StreamProgram
 from flatout.errors import DataError
 
 

@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data import cut as cuts
-from flatout.data import selection
-from flatout.data.array_samples import ArraySamples
 from flatout.data.block import Numbers
-from flatout.data.cache import Cached
-from flatout.data.cut import Cut
 from flatout.data.order import order as drawn_order
 from flatout.data.origins import Chunks, Rows, is_chunks, is_rows
-from flatout.data.parallel import Tuner
 from flatout.data.plan import DEFAULT_BATCH_SIZE
-from flatout.data.program import Maker, Program
-from flatout.data.samples import Decoded, Fetched, Joined, Made, Mapped, Samples, name_of
+from flatout.data.running import cut as cuts
+from flatout.data.running import selection
+from flatout.data.running.array_samples import ArraySamples
+from flatout.data.running.cache import Cached
+from flatout.data.running.cut import Cut
+from flatout.data.running.parallel import Tuner
+from flatout.data.running.program import Maker, Program
+from flatout.data.running.samples import Decoded, Fetched, Joined, Made, Mapped, Samples, name_of
 from flatout.data.sources.arrays import Arrays, ArraySource
 from flatout.data.sources.torch_dataset import DatasetRows
 from flatout.data.stages import (

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
-from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Split, Where
 from flatout.data.faults import Faults
 from flatout.data.framing import split_recordio
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
 
 _FEATURES, _LABEL = 1, 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.data.cut import Last
 from flatout.data.plan import check_batch_size
+from flatout.data.running.cut import Last
 from flatout.data.stages import (
     Batch,
     Cache,
@@ -22,8 +22,8 @@ from flatout.data.stages import (
 from flatout.errors import DataError
 
 if TYPE_CHECKING:
-    from flatout.data.cache import Where
     from flatout.data.pipeline import Pipeline
+    from flatout.data.running.cache import Where
 
 _BY_LENGTH_WINDOW = 64
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from flatout.data.cut import Last
+from flatout.data.running.cut import Last
 
 if TYPE_CHECKING:
-    from flatout.data.cache import Where
+    from flatout.data.running.cache import Where
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch import nn
 
 from flatout.data.batch import Batch, split, to, to_memory_format
 from flatout.data.pipeline import Pipeline
-from flatout.data.prefetch import prefetch
+from flatout.data.running.prefetch import prefetch
 from flatout.data.source import Source
 from flatout.devices import find_ping_pong, place, process, resolve_device
 from flatout.errors import CheckpointError, FlatoutError, NumbersError

@@ -20,8 +20,8 @@ from flatout.errors import DataError
 from flatout.kernels import gather_rows
 
 if TYPE_CHECKING:
-    from flatout.data.cut import Cut
     from flatout.data.pipeline import Pipeline
+    from flatout.data.running.cut import Cut
 
 # Rows that the digest reads, spread evenly over the data.
 _DIGEST_ROWS = 64

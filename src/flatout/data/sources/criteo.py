@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.data.block import Block, Numbers, Values
-from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Split, Survey, Where, scratch, without_bad
 from flatout.data.faults import Faults, OnError
 from flatout.data.files import Paths
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Given, Schema, as_schema
 from flatout.data.text import split_lines
 from flatout.errors import DataError

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from flatout.data.block import Block, Numbers
-from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Split, Survey, Where
 from flatout.data.faults import Faults
 from flatout.data.files import File
 from flatout.data.indexed import IndexedRows
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.arrow_columns import BadValue, to_columns
 from flatout.data.sources.arrow_schema import (

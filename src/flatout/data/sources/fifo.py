@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 import numpy as np
 
 from flatout.data.block import Block
-from flatout.data.buffers import Buffers
 from flatout.data.faults import Faults, OnError
 from flatout.data.files import say_on_stderr
 from flatout.data.framing import LONGEST_RECORD, pieces
-from flatout.data.parallel import Ahead, Tuner
 from flatout.data.pipe import STANDARD_INPUT, Pipe
+from flatout.data.running.buffers import Buffers
+from flatout.data.running.parallel import Ahead, Tuner
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.fifo_formats import WORDS, Format, Wrap, decoder_of, stream_schema
 from flatout.errors import DataError

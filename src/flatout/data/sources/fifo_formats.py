@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from flatout.data.block import Block, Numbers
-from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Split, Where
 from flatout.data.faults import Faults
 from flatout.data.framing import rows_within, split_recordio
 from flatout.data.recordio_protobuf import RecordioDecoder
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.data.sources.criteo import CriteoDecoder, criteo_schema
 from flatout.data.sources.libsvm import LibsvmDecoder

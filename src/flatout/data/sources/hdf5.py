@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flatout.data.block import Block, Values, offsets_of
-from flatout.data.buffers import Buffers
 from flatout.data.files import File, Paths, find
 from flatout.data.indexed import content_words
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.arrays_in_files import (
     Names,

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, offsets_of
-from flatout.data.buffers import Buffers
 from flatout.data.faults import Faults
 from flatout.data.files import Paths
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.image_files import (
     Entry,

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Numbers
-from flatout.data.buffers import Buffers
 from flatout.data.faults import Faults
 from flatout.data.files import Paths
+from flatout.data.running.buffers import Buffers
 from flatout.data.sources.image_files import (
     Entry,
     Found,

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Numbers, offsets_of
-from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Survey, Where
 from flatout.data.faults import Faults
 from flatout.data.files import File, Paths, find
 from flatout.data.indexed import IndexedRows
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.image_files import HEADER
 from flatout.data.sources.image_header import Damaged, header_of

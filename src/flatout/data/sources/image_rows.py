@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values
-from flatout.data.buffers import Buffers
 from flatout.data.faults import Faults
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Role, Schema
 from flatout.data.sources.image_decode import (
     HAVE_SIMPLEJPEG,

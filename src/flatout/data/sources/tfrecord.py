@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
-from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Split, Survey, Where, report, scratch, without_bad
 from flatout.data.faults import Faults, OnError
 from flatout.data.files import Paths
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Given, Schema, as_schema
 from flatout.data.sources.tfrecord_schema import infer_schema
 from flatout.errors import DataError
@@ -98,7 +99,7 @@ class TfrecordDecoder:
                 flat = buffers.empty(int(offsets[-1]), column.numpy_dtype)
                 columns[column.name] = Ragged(flat, offsets)
             else:
-                width = int(np.prod(column.shape, dtype=np.int64))
+                width = math.prod(column.shape)
                 flat = buffers.empty((count, width), column.numpy_dtype)
                 columns[column.name] = flat.reshape(count, *column.shape)
             outputs.append(flat)
@@ -122,7 +123,7 @@ class TfrecordDecoder:
 
 
 def _feature(column: Column) -> Any:
-    width = None if column.ragged else int(np.prod(column.shape, dtype=np.int64))
+    width = None if column.ragged else math.prod(column.shape)
     kind = _KINDS[column.dtype]
     return kernel.Feature(column.name.encode(), kind, width, required=column.default is None)
 

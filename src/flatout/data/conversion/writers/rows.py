@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from flatout.data.block import Block, take
-from flatout.data.passes import Piece
-from flatout.data.row_folder import Filling, RowFolder, read_meta
-from flatout.data.row_store import Layout
-from flatout.data.samples import digest_of
+from flatout.data.conversion.passes import Piece
+from flatout.data.conversion.shards import Tell, differences, flush_folder
+from flatout.data.running.row_folder import Filling, RowFolder, read_meta
+from flatout.data.running.row_store import Layout
+from flatout.data.running.samples import digest_of
 from flatout.data.schema import Schema
-from flatout.data.shards import Tell, differences, flush_folder
 from flatout.errors import DataError
 
 PIECE_BYTES = 4 << 20

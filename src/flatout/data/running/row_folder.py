@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values
-from flatout.data.buffers import Buffers
 from flatout.data.form import Form, Leaf
-from flatout.data.row_store import Arena, Field, Layout, RowStore
+from flatout.data.running.buffers import Buffers
+from flatout.data.running.row_store import Arena, Field, Layout, RowStore
 from flatout.errors import DataError
 from flatout.kernels.example import crc32c
 

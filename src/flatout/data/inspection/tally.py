@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Ragged, Values
-from flatout.data.row_store import row_bytes
+from flatout.data.running.row_store import row_bytes
 
 # More different labels than this are no classes.
 _MOST_CLASSES = 10_000

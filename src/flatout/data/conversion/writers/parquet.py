@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flatout.data.block import Block, Ragged, Values
+from flatout.data.conversion.shards import Out
 from flatout.data.schema import Column, Schema
-from flatout.data.shards import Out
 
 
 class ParquetWriter:
-    """Follows `flatout.data.shards.Writer`. Values stay as they are.
+    """Follows `flatout.data.conversion.shards.Writer`. Values stay as they are.
 
     A piece becomes a row group: a reader decodes row groups whole, so they are kept small.
     Columns with a shape become lists of a fixed size, ragged ones lists.

@@ -15,24 +15,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatout.cache_folder import cache_folder
-from flatout.data.advice import Advice, Facts, advice
-from flatout.data.convert_job import Job, job_of
+from flatout.data.conversion.job import Job, job_of
+from flatout.data.conversion.passes import pieces_of
 from flatout.data.faults import Faults
 from flatout.data.files import File, Paths, find
 from flatout.data.form import Leaf
 from flatout.data.formats import NO_LIMIT, SKIPPING, guess, open_files
-from flatout.data.image_report import open_found, size_note
-from flatout.data.inspected import ColumnFacts, Report
+from flatout.data.inspection.advice import Advice, Facts, advice
+from flatout.data.inspection.image_report import open_found, size_note
+from flatout.data.inspection.inspected import ColumnFacts, Report
+from flatout.data.inspection.rate import opening_s, row_cache_of, rows_per_s
+from flatout.data.inspection.tally import Tally, count, percentiles
 from flatout.data.order import order
-from flatout.data.passes import pieces_of
 from flatout.data.pipeline import Pipeline
 from flatout.data.progress import progress as showing
-from flatout.data.rate import opening_s, row_cache_of, rows_per_s
-from flatout.data.samples import Decoded
+from flatout.data.running.samples import Decoded
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.image_bytes import ImageBytes
 from flatout.data.sources.rows import FolderRows
-from flatout.data.tally import Tally, count, percentiles
 from flatout.errors import DataError
 from flatout.measure import available_bytes
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flatout.data.batch import Batch, map_tensors, named_tensors
-from flatout.data.parallel import Ahead, Tuner
+from flatout.data.running.parallel import Ahead, Tuner
 
 
 class _Copied(NamedTuple):

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from flatout.data.block import Block, Numbers, join, offsets_of, take
-from flatout.data.buffers import Buffers
 from flatout.data.form import Form, columns_of, form_of
 from flatout.data.origins import Rows
 from flatout.data.randomness import random_state, set_random_state
+from flatout.data.running.buffers import Buffers
 from flatout.errors import DataError, FlatoutError
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flatout.data.advice import Advice
+from flatout.data.inspection.advice import Advice
 from flatout.data.schema import Schema
 from flatout.data.words import size_words
 from flatout.errors import DataError

@@ -10,13 +10,13 @@ import numpy as np
 
 from flatout.data.batch import Batch as Made
 from flatout.data.block import Block, Numbers, join, take
-from flatout.data.buffers import Buffers
 from flatout.data.form import Form, form_of
 from flatout.data.order import order
 from flatout.data.origins import Stream
-from flatout.data.parallel import Ahead, Tuner
-from flatout.data.program import Functions
-from flatout.data.samples import Costs, Mapped
+from flatout.data.running.buffers import Buffers
+from flatout.data.running.parallel import Ahead, Tuner
+from flatout.data.running.program import Functions
+from flatout.data.running.samples import Costs, Mapped
 from flatout.data.stages import (
     Batch,
     Cache,

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from flatout.data.batch import map_tensors, named_tensors
 from flatout.data.block import Block, Numbers, Values
-from flatout.data.buffers import Buffers
 from flatout.data.form import Form, Leaf
-from flatout.data.samples import Costs
+from flatout.data.running.buffers import Buffers
+from flatout.data.running.samples import Costs
 from flatout.data.sources.arrays import Arrays
 from flatout.errors import DataError
 from flatout.kernels import gather_rows
 
 
 class ArraySamples:
-    """Rows of `Arrays`. Follows `flatout.data.samples.Samples`."""
+    """Rows of `Arrays`. Follows `flatout.data.running.samples.Samples`."""
 
     random = True
     name = "gather"

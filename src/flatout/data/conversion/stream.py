@@ -8,13 +8,22 @@ from typing import Any
 import numpy as np
 
 from flatout.data.block import Block, take
-from flatout.data.buffers import Buffers
-from flatout.data.converted import SHARD_BYTES, Converted, ShardSizes
+from flatout.data.conversion.converted import SHARD_BYTES, Converted, ShardSizes
+from flatout.data.conversion.shards import (
+    Manifest,
+    Out,
+    Place,
+    Shard,
+    Writer,
+    begin,
+    disk,
+    open_shard,
+)
 from flatout.data.origins import Stream, is_stream
 from flatout.data.pipeline import Pipeline
 from flatout.data.progress import progress as showing
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Schema
-from flatout.data.shards import Manifest, Out, Place, Shard, Writer, begin, disk, open_shard
 from flatout.errors import DataError
 
 

@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from flatout.cache_folder import cache_folder
 from flatout.data.block import Block, Numbers, join, take
-from flatout.data.buffers import Buffers
 from flatout.data.form import Form
-from flatout.data.row_folder import Filling, RowFolder
-from flatout.data.row_store import MemoryArena, RowStore, layout_of, row_bytes
-from flatout.data.samples import Costs, Samples, digest_of
+from flatout.data.running.buffers import Buffers
+from flatout.data.running.row_folder import Filling, RowFolder
+from flatout.data.running.row_store import MemoryArena, RowStore, layout_of, row_bytes
+from flatout.data.running.samples import Costs, Samples, digest_of
 from flatout.errors import DataError
 from flatout.measure import available_bytes
 

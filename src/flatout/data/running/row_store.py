@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, is_channels_last, offsets_of
-from flatout.data.buffers import Buffers
+from flatout.data.running.buffers import Buffers
 from flatout.kernels import lines
 
 _PLACE = np.dtype([("start", np.int64), ("length", np.int64)])

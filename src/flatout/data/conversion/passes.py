@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from flatout.data.block import Block, Numbers
-from flatout.data.buffers import Buffers
-from flatout.data.parallel import Ahead, Tuner
-from flatout.data.row_store import row_bytes
-from flatout.data.samples import Costs, Samples
+from flatout.data.running.buffers import Buffers
+from flatout.data.running.parallel import Ahead, Tuner
+from flatout.data.running.row_store import row_bytes
+from flatout.data.running.samples import Costs, Samples
 from flatout.measure import usable_cpus
 
 T = TypeVar("T")
@@ -64,5 +64,5 @@ def made(
 
     threads = usable_cpus()
     tuner = Tuner(threads, threads=threads, depth=threads + 2)
-    with closing(iter(Ahead(one, 0, len(pieces), tuner))) as ahead:  # type: ignore[type-var]
+    with closing(iter(Ahead(one, 0, len(pieces), tuner))) as ahead:
         yield from ahead

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 from flatout.data.block import Block
-from flatout.data.passes import Piece
+from flatout.data.conversion.passes import Piece
 from flatout.data.schema import Schema
 from flatout.data.words import size_words
 from flatout.errors import DataError

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from flatout.data.block import Block, Ragged, Values
+from flatout.data.conversion.shards import Out
 from flatout.data.schema import Column, Schema
-from flatout.data.shards import Out
 from flatout.errors import DataError
 from flatout.kernels import example
 
@@ -28,7 +28,7 @@ _READ = {**_STORED, "int32": "int32"}
 
 
 class TfrecordWriter:
-    """Follows `flatout.data.shards.Writer`.
+    """Follows `flatout.data.conversion.shards.Writer`.
 
     uint8 vectors and arrays become the bytes of one value; single numbers of uint8, and all other
     integers, become int64 lists; float16 becomes float32.

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Numbers
-from flatout.data.buffers import Buffers
 from flatout.data.form import Leaf
 from flatout.data.order import order
-from flatout.data.samples import Costs, Samples, name_of
+from flatout.data.running.buffers import Buffers
+from flatout.data.running.samples import Costs, Samples, name_of
 from flatout.data.stages import Shard, Split
 from flatout.errors import DataError
 

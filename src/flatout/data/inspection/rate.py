@@ -16,21 +16,21 @@ import numpy as np
 
 from flatout.cache_folder import cache_folder
 from flatout.data.block import Block, Numbers
-from flatout.data.buffers import Buffers
-from flatout.data.convert_job import Job, job_of
+from flatout.data.conversion.job import Job, job_of
+from flatout.data.conversion.passes import Piece
+from flatout.data.conversion.writers.rows import rows_schema
 from flatout.data.files import Paths
 from flatout.data.formats import NO_LIMIT, SKIPPING, guess, open_files, schema_format
-from flatout.data.image_report import open_images_of_any_size
+from flatout.data.inspection.image_report import open_images_of_any_size
 from flatout.data.order import order
 from flatout.data.origins import is_chunks
-from flatout.data.passes import Piece
 from flatout.data.pipeline import Pipeline
-from flatout.data.row_folder import Filling
-from flatout.data.row_store import layout_of, row_bytes
-from flatout.data.samples import Costs, Samples
+from flatout.data.running.buffers import Buffers
+from flatout.data.running.row_folder import Filling
+from flatout.data.running.row_store import layout_of, row_bytes
+from flatout.data.running.samples import Costs, Samples
 from flatout.data.schema import Given
 from flatout.data.sources.rows import FolderRows
-from flatout.data.writers.rows import rows_schema
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
 

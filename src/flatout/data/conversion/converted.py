@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from flatout.data.row_folder import read_meta
-from flatout.data.shards import Manifest, Place
+from flatout.data.conversion.shards import Manifest, Place
+from flatout.data.running.row_folder import read_meta
 from flatout.data.words import size_words
 from flatout.errors import DataError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from time import perf_counter
 from typing import Generic, TypeVar
 
@@ -34,7 +34,7 @@ class Tuner:
     Attributes:
         threads: how many may work now.
         waited: share of the time that the consumer waited, in the latest window.
-        rate: items a second, in the latest window.
+        rate: batches a second, in the latest window.
         in_vain: whether another thread was tried and made nothing faster.
         judged: whether there was a window yet.
         trials: what was tried, and what came of it.
@@ -51,11 +51,16 @@ class Tuner:
         self.in_vain = False
         self.trials: list[str] = []
         self._start = perf_counter()
-        self._items = 0
+        self._items = self._batches = 0
         self._wait = 0.0
         self._before: tuple[int, float] | None = None  # threads and rate before the present trial
         self._rest = 0  # windows until the next trial
         self._patience = 1
+
+    @property
+    def given_depth(self) -> bool:
+        """Whether the user said how far ahead."""
+        return self._depth is not None
 
     @property
     def depth(self) -> int:
@@ -64,16 +69,18 @@ class Tuner:
 
     def restart(self) -> None:
         """Begin a window, such as at an epoch's start: what came before does not count."""
-        self._start, self._items, self._wait = perf_counter(), 0, 0.0
+        self._start, self._wait = perf_counter(), 0.0
+        self._items = self._batches = 0
 
-    def consumed(self, waited: float) -> bool:
-        """Count an item; True where the number of threads has changed."""
+    def consumed(self, waited: float, batches: int) -> bool:
+        """Count an item of some batches; True where the number of threads has changed."""
         self._items += 1
+        self._batches += batches
         self._wait += waited
         passed = perf_counter() - self._start
         if self._items < _ITEMS or passed < _SECONDS:
             return False
-        self.rate, self.waited = self._items / passed, self._wait / passed
+        self.rate, self.waited = self._batches / passed, self._wait / passed
         self.judged = True
         self.restart()
         return not self.fixed and self._judge(self.rate)
@@ -114,19 +121,31 @@ class Ahead(Generic[T]):
     """`make(first)`, ..., `make(last - 1)`, made by threads and given in that order.
 
     An error that `make` raises comes where its item would have come.
+
+    Args:
+        make: makes an item.
+        first: number of the first item.
+        last: number after that of the last one.
+        tuner: how many threads, and how far ahead.
+        batches: in an item.
     """
 
-    def __init__(self, make: Callable[[int], T], first: int, last: int, tuner: Tuner) -> None:
+    def __init__(
+        self, make: Callable[[int], T], first: int, last: int, tuner: Tuner, batches: int = 1
+    ) -> None:
         self._make = make
         self._next, self._last = first, last
         self._due = first
         self._tuner = tuner
+        self._batches = batches
         self._made: dict[int, tuple[T | None, BaseException | None]] = {}
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._ready = threading.Condition(lock)  # what is due was made; the consumer waits for it
+        self._room = threading.Condition(lock)  # there is something to make; threads wait for it
         self._stopped = False
         self._threads: list[threading.Thread] = []
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Generator[T, None, None]:
         """The items; what is left is given up where the loop is left."""
         self._tuner.restart()
         self._hire()
@@ -134,29 +153,29 @@ class Ahead(Generic[T]):
             while self._due < self._last:
                 item, waited = self._take()
                 yield item
-                if self._tuner.consumed(waited):
+                if self._tuner.consumed(waited, self._batches):
                     self._hire()
         finally:
             self.close()
 
     def _take(self) -> tuple[T, float]:
         waited = 0.0
-        with self._changed:
+        with self._ready:
             if self._due not in self._made:
                 start = perf_counter()
                 while self._due not in self._made:
-                    self._changed.wait()
+                    self._ready.wait()
                 waited = perf_counter() - start
             item, error = self._made.pop(self._due)
             self._due += 1
-            self._changed.notify_all()
+            self._room.notify()
         if error is not None:
             raise error
         return item, waited  # type: ignore[return-value]
 
     def _hire(self) -> None:
         """Start the threads that are missing; those too many end by themselves."""
-        with self._changed:
+        with self._room:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             while len(self._threads) < self._tuner.threads:
                 number = len(self._threads)
@@ -165,15 +184,15 @@ class Ahead(Generic[T]):
                 )
                 self._threads.append(thread)
                 thread.start()
-            self._changed.notify_all()
+            self._room.notify_all()
 
     def _work(self, number: int) -> None:
         while True:
-            with self._changed:
-                while not self._stopped and self._next >= self._due + self._tuner.depth:
-                    self._changed.wait()
-                done = self._stopped or self._next >= self._last
-                if done or number >= self._tuner.threads:
+            with self._room:
+                # One too many must not wait: it would take a notice that is for another thread.
+                while not self._over(number) and self._next >= self._due + self._tuner.depth:
+                    self._room.wait()
+                if self._over(number) or self._next >= self._last:
                     return
                 at = self._next
                 self._next += 1
@@ -182,16 +201,21 @@ class Ahead(Generic[T]):
                 made = self._make(at), None
             except BaseException as error:
                 made = None, error
-            with self._changed:
+            with self._ready:
                 self._made[at] = made
-                self._changed.notify_all()
+                if at == self._due:
+                    self._ready.notify()
             del made
+
+    def _over(self, number: int) -> bool:
+        """Whether a thread is to end."""
+        return self._stopped or number >= self._tuner.threads
 
     def close(self) -> None:
         """End the threads. One that waits for its source ends when that gives something."""
-        with self._changed:
+        with self._room:
             self._stopped = True
             self._made.clear()
-            self._changed.notify_all()
+            self._room.notify_all()
         for thread in self._threads:
             thread.join(_PATIENCE_S)

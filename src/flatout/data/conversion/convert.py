@@ -9,18 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flatout.data import formats
-from flatout.data.convert_job import Job, job_of
-from flatout.data.convert_stream import write_stream
-from flatout.data.converted import Converted, ShardSizes, To
-from flatout.data.faults import Faults, OnError
-from flatout.data.files import Paths
-from flatout.data.origins import is_stream
-from flatout.data.passes import pieces_of
-from flatout.data.pipeline import Pipeline
-from flatout.data.progress import progress as showing
-from flatout.data.row_store import layout_of
-from flatout.data.schema import Given
-from flatout.data.shards import (
+from flatout.data.conversion.converted import Converted, ShardSizes, To
+from flatout.data.conversion.job import Job, job_of
+from flatout.data.conversion.passes import pieces_of
+from flatout.data.conversion.shards import (
     Encoded,
     Manifest,
     Out,
@@ -30,6 +22,14 @@ from flatout.data.shards import (
     disk,
     write_shards,
 )
+from flatout.data.conversion.stream import write_stream
+from flatout.data.faults import Faults, OnError
+from flatout.data.files import Paths
+from flatout.data.origins import is_stream
+from flatout.data.pipeline import Pipeline
+from flatout.data.progress import progress as showing
+from flatout.data.running.row_store import layout_of
+from flatout.data.schema import Given
 from flatout.data.sources.image_bytes import ImageBytes
 from flatout.data.words import size_words
 from flatout.errors import DataError
@@ -152,13 +152,13 @@ def _opened(
 def _writer(kind: str) -> type[Any]:
     """What writes shards of a format, given a schema."""
     if kind == "tfrecord":
-        from flatout.data.writers.tfrecord import TfrecordWriter
+        from flatout.data.conversion.writers.tfrecord import TfrecordWriter
 
         return TfrecordWriter
     from flatout.data.sources.optional import require
 
     require("pyarrow", "tables", "Parquet")
-    from flatout.data.writers.parquet import ParquetWriter
+    from flatout.data.conversion.writers.parquet import ParquetWriter
 
     return ParquetWriter
 
@@ -204,7 +204,7 @@ def _to_shards(
 
 
 def _to_rows(job: Job, path: Path, overwrite: bool, progress: bool, began: float) -> Converted:
-    from flatout.data.writers import rows as folder
+    from flatout.data.conversion.writers import rows as folder
 
     schema = folder.rows_schema(job.schema)
     settings = {**job.settings, "version": _VERSION}

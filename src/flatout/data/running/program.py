@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import pairwise
 from time import perf_counter_ns as clock
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from flatout.data.batch import Batch
-from flatout.data.block import Numbers
-from flatout.data.buffers import Buffers
-from flatout.data.crew import Crew, refusal
-from flatout.data.cut import Cut
+from flatout.data.block import Block, Numbers, rows_between
 from flatout.data.order import batch_seed
-from flatout.data.parallel import Ahead, Tuner
 from flatout.data.randomness import seeded
-from flatout.data.samples import Costs, Samples, name_of, sample_rng, takes_rng
+from flatout.data.running.buffers import Buffers
+from flatout.data.running.crew import Crew, refusal
+from flatout.data.running.cut import Cut
+from flatout.data.running.parallel import Ahead, Tuner
+from flatout.data.running.samples import Costs, Samples, name_of, sample_rng, takes_rng
 from flatout.data.tensors import as_batch
-from flatout.errors import FlatoutError
+from flatout.errors import DataError, FlatoutError
 
 # A batch that is made quicker than this is made when it is asked for: handing it from one thread to
 # another would cost as much.
 _QUICK_NS = 100_000
+# Batches that cost less than this are made several at a time, as many as are made in this time:
+# Python's share of the work, which threads cannot divide, is then done once for all of them.
+_RUN_NS = 2_000_000
+_LONGEST_RUN = 16
+# So many batches tell, at most, what one costs.
+_FIRST = 5
 # From this share of a batch's time on, the user's Python is what threads cannot help with.
 _PYTHON = 0.5
 # How much faster processes must be than threads to be kept.
 _WORTH = 1.03
 
+# Rows of a batch, how many more of weight 0, epoch and step.
+Task: TypeAlias = tuple[Numbers, int, int, int]
+
 
 class Maker:
-    """Makes one batch. It can be sent to another process.
+    """Makes batches. It can be sent to another process.
 
     Args:
         samples: what the rows become.
@@ -53,13 +64,45 @@ class Maker:
         if padding:
             numbers = np.concatenate([numbers, np.resize(numbers, padding)])
         block = self.samples.make(numbers, self._buffers, epoch, self.costs)
+        return self._batch(block, padding, epoch, step)
+
+    def run(self, tasks: Sequence[Task]) -> list[Batch | Exception]:
+        """The batches of several tasks of an epoch, whose rows are read at once.
+
+        The error of a batch comes last, in the place of its batch.
+        """
+        made: list[Batch | Exception] = []
+        try:
+            blocks = self._blocks(tasks)
+            for at, (numbers, padding, epoch, step) in enumerate(tasks):
+                if blocks is None:
+                    made.append(self(numbers, padding, epoch, step))
+                else:
+                    made.append(self._batch(blocks[at], padding, epoch, step))
+        except Exception as error:
+            made.append(error)
+        return made
+
+    def _blocks(self, tasks: Sequence[Task]) -> list[Block] | None:
+        """The rows of each task; None where they are to be made one by one."""
+        if len(tasks) == 1 or any(padding for _, padding, _, _ in tasks):
+            return None
+        try:
+            block = self.samples.make(
+                np.concatenate([task[0] for task in tasks]), self._buffers, tasks[0][2], self.costs
+            )
+        except Exception:
+            return None  # one by one, it comes again, and in its batch
+        ends = _ends(block.numbers, [task[0] for task in tasks])
+        return [rows_between(block, start, stop) for start, stop in pairwise([0, *ends])]
+
+    def _batch(self, block: Block, padding: int, epoch: int, step: int) -> Batch:
         began = clock()
         batch = self.samples.form.batch(block, self._buffers)
-        if padding:
-            batch = batch._replace(weight=_weight(batch, padding))
         self.costs.add("batch", clock() - began)
         self.costs.batches += 1
-        return self.functions(batch, epoch, step, self.costs)
+        made = self.functions(batch, epoch, step, self.costs)
+        return _padded(made, batch.size, padding, epoch, step) if padding else made
 
     def seeded(self, numbers: Numbers, padding: int, epoch: int, step: int) -> Batch:
         """The same, with the global generators seeded from (seed, epoch, step) meanwhile."""
@@ -94,6 +137,7 @@ class Program:
         self.tuner = tuner
         self.in_this_thread = in_this_thread
         self.quick: bool | None = None
+        self._seen, self._cost = 0, 2**63
         self.crew: Crew | None = None
         self.notes: list[str] = []
         self._asked = processes is not None
@@ -112,7 +156,7 @@ class Program:
         order = self.cut.order(epoch)
         steps = self.cut.steps
 
-        def task(step: int) -> tuple[Numbers, int, int, int]:
+        def task(step: int) -> Task:
             start, stop = self.cut.bounds(step)
             return order[start:stop], self.cut.padding(step), epoch, step
 
@@ -120,23 +164,55 @@ class Program:
             return self.crew.batches(task, start_step, steps)
         if self.in_this_thread:
             return (self.maker.seeded(*task(step)) for step in range(start_step, steps))
-        return self._ahead(lambda step: self.maker(*task(step)), start_step, steps)
+        return self._ahead(task, start_step, steps)
 
-    def _ahead(self, make: Callable[[int], Batch], step: int, steps: int) -> Iterator[Batch]:
-        # The second batch tells what one costs: the first opens files and fills pools.
-        seen = 0
-        while step < steps and (self.quick or (self.quick is None and seen < 2)):
+    def _ahead(self, task: Callable[[int], Task], step: int, steps: int) -> Iterator[Batch]:
+        # What a batch costs decides how they are made. The first one opens files and fills pools,
+        # so the next ones tell; of those that cost much, one is enough.
+        while step < steps and (self.quick or self.quick is None):
             start = clock()
-            batch = make(step)
-            if self.quick is None and seen == 1:
-                self.quick = clock() - start < _QUICK_NS
-            seen += 1
+            batch = self.maker(*task(step))
+            if self.quick is None:
+                self._judge(clock() - start)
             step += 1
             yield batch
             del batch
         if step < steps:
-            yield from Ahead(make, step, steps, self.tuner)
+            yield from self._in_runs(task, step, steps)
             self._consider_processes()
+
+    def _judge(self, cost: int) -> None:
+        self._seen += 1
+        if self._seen > 1:
+            self._cost = min(self._cost, cost)
+            if self._seen == _FIRST or self._cost > _RUN_NS:
+                self.quick = self._cost < _QUICK_NS
+
+    def _in_runs(self, task: Callable[[int], Task], step: int, steps: int) -> Iterator[Batch]:
+        """Batches made by threads, several at a time where they cost little."""
+        size = self._at_once(steps - step)
+
+        def make(run: int) -> list[Batch | Exception]:
+            first = step + run * size
+            return self.maker.run([task(at) for at in range(first, min(first + size, steps))])
+
+        ahead = Ahead(make, 0, -(-(steps - step) // size), self.tuner, size)
+        with closing(iter(ahead)) as runs:
+            for run in runs:
+                run.reverse()
+                while run:
+                    made = run.pop()
+                    if isinstance(made, Exception):
+                        raise made
+                    yield made
+                    del made
+
+    def _at_once(self, steps: int) -> int:
+        """How many batches to make at a time; few enough for all threads to have work."""
+        if self.tuner.given_depth:
+            return 1
+        most = min(_LONGEST_RUN, steps // (4 * self.tuner.budget))
+        return max(1, min(most, _RUN_NS // self._cost))
 
     def _crew_is_worth_it(self) -> bool:
         """Whether processes that nobody asked for were faster than the threads before them."""
@@ -202,6 +278,19 @@ class Functions:
         return batch
 
 
+def _ends(found: Numbers, asked: Sequence[Numbers]) -> list[int]:
+    """Where in the rows found those end that each batch asked for; bad ones may be missing."""
+    ends: list[int] = np.cumsum([len(numbers) for numbers in asked]).tolist()
+    if ends[-1] == len(found):
+        return ends
+    ends, here = [], 0
+    for numbers in asked:
+        for number in numbers:
+            here += bool(here < len(found) and found[here] == number)
+        ends.append(here)
+    return ends
+
+
 def parts(batch: Batch) -> tuple[Any, ...]:
     """What a function of batches gets: inputs, or inputs and targets, or all three."""
     if batch.weight is not None:
@@ -209,8 +298,17 @@ def parts(batch: Batch) -> tuple[Any, ...]:
     return (batch.inputs,) if batch.targets is None else (batch.inputs, batch.targets)
 
 
-def _weight(batch: Batch, padding: int) -> torch.Tensor:
-    """The batch's weight, with nothing for the rows that only fill it up."""
+def _padded(batch: Batch, rows: int, padding: int, epoch: int, step: int) -> Batch:
+    """The batch with a weight of nothing for the rows that only fill it up.
+
+    Functions do not see this weight: the last batch would need another function than the others.
+    """
+    if batch.size != rows:
+        raise DataError(
+            f"batch {step:,} of epoch {epoch}: a function made {batch.size:,} rows of {rows:,}, of "
+            f"which {padding:,} only fill it up",
+            do='with batch(last="pad"), leave rows out by .filter(f) in front of .batch',
+        )
     weight = torch.ones(batch.size) if batch.weight is None else batch.weight.clone()
     weight[batch.size - padding :] = 0
-    return weight
+    return batch._replace(weight=weight)

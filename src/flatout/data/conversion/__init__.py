@@ -1,0 +1,1 @@
+"""Writing files in another format: whole or absent, restarted where they were, with checksums."""

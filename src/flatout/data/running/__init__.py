@@ -1,0 +1,1 @@
+"""What runs: which rows form which batch, what they become, who makes them, where they are kept."""
