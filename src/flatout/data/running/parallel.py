@@ -29,7 +29,7 @@ class Tuner:
     Args:
         budget: the most threads.
         threads: a fixed number instead of searching for one.
-        depth: the most items made ahead; None means two a thread.
+        depth: the most items made ahead; None means one or two a thread.
 
     Attributes:
         threads: how many may work now.
@@ -62,10 +62,12 @@ class Tuner:
         """Whether the user said how far ahead."""
         return self._depth is not None
 
-    @property
-    def depth(self) -> int:
-        """The most items made ahead of need."""
-        return self._depth or 2 * self.threads + 1
+    def depth(self, batches: int) -> int:
+        """The most items made ahead of need, where each is of some batches.
+
+        Fewer where they are larger: what was just made is still in the processor's caches.
+        """
+        return self._depth or (2 if batches == 1 else 1) * self.threads + 1
 
     def restart(self) -> None:
         """Begin a window, such as at an epoch's start: what came before does not count."""
@@ -190,7 +192,8 @@ class Ahead(Generic[T]):
         while True:
             with self._room:
                 # One too many must not wait: it would take a notice that is for another thread.
-                while not self._over(number) and self._next >= self._due + self._tuner.depth:
+                depth = self._tuner.depth
+                while not self._over(number) and self._next >= self._due + depth(self._batches):
                     self._room.wait()
                 if self._over(number) or self._next >= self._last:
                     return

@@ -18,6 +18,7 @@ from flatout.data.randomness import seeded
 from flatout.data.running.buffers import Buffers
 from flatout.data.running.crew import Crew, refusal
 from flatout.data.running.cut import Cut
+from flatout.data.running.orders import Orders
 from flatout.data.running.parallel import Ahead, Tuner
 from flatout.data.running.samples import Costs, Samples, name_of, sample_rng, takes_rng
 from flatout.data.tensors import as_batch
@@ -28,7 +29,7 @@ from flatout.errors import DataError, FlatoutError
 _QUICK_NS = 100_000
 # Batches that cost less than this are made several at a time, as many as are made in this time:
 # Python's share of the work, which threads cannot divide, is then done once for all of them.
-_RUN_NS = 2_000_000
+_RUN_NS = 4_000_000
 _LONGEST_RUN = 16
 # So many batches tell, at most, what one costs.
 _FIRST = 5
@@ -136,6 +137,7 @@ class Program:
         self.cut = cut
         self.tuner = tuner
         self.in_this_thread = in_this_thread
+        self._orders = Orders(cut)
         self.quick: bool | None = None
         self._seen, self._cost = 0, 2**63
         self.crew: Crew | None = None
@@ -153,10 +155,13 @@ class Program:
     def batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
         """The batches of an epoch from `start_step` on."""
         self.cut.first(start_step)
-        order = self.cut.order(epoch)
+        order = self._orders.of(epoch)
         steps = self.cut.steps
+        middle = (start_step + steps) // 2
 
         def task(step: int) -> Task:
+            if step == middle:
+                self._orders.prepare(epoch + 1)
             start, stop = self.cut.bounds(step)
             return order[start:stop], self.cut.padding(step), epoch, step
 
@@ -185,7 +190,8 @@ class Program:
         self._seen += 1
         if self._seen > 1:
             self._cost = min(self._cost, cost)
-            if self._seen == _FIRST or self._cost > _RUN_NS:
+            # Where a batch costs much, two tell: one alone may have met the garbage collector.
+            if self._seen == _FIRST or (self._seen > 2 and self._cost > _RUN_NS):
                 self.quick = self._cost < _QUICK_NS
 
     def _in_runs(self, task: Callable[[int], Task], step: int, steps: int) -> Iterator[Batch]:
@@ -212,7 +218,8 @@ class Program:
         if self.tuner.given_depth:
             return 1
         most = min(_LONGEST_RUN, steps // (4 * self.tuner.budget))
-        return max(1, min(most, _RUN_NS // self._cost))
+        cost = min(self._cost, sum(self.costs.ns.values()) // max(1, self.costs.batches))
+        return max(1, min(most, _RUN_NS // max(1, cost)))
 
     def _crew_is_worth_it(self) -> bool:
         """Whether processes that nobody asked for were faster than the threads before them."""

@@ -1,0 +1,68 @@
+"""The next epoch's order, made while this one runs, is the order that it would have had."""
+
+import numpy as np
+import pytest
+
+from flatout.data.running import orders
+from flatout.data.running.cut import Cut, in_order, shuffled
+from flatout.data.running.orders import Orders
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Epochs in the order in which somebody asked for their order."""
+    monkeypatch.setattr(orders, "_MANY", 10)
+    monkeypatch.setattr(orders, "usable_cpus", lambda: 2)
+    asked = []
+
+    def order(epoch):
+        asked.append(epoch)
+        return plain(epoch)
+
+    plain = shuffled(np.arange(100), 5)
+    return Orders(Cut(100, 8, order)), asked, plain
+
+
+def test_it_is_made_once(made):
+    ahead, asked, plain = made
+    assert np.array_equal(ahead.of(0), plain(0))
+    ahead.prepare(1)
+    ahead.prepare(1)
+    assert np.array_equal(ahead.of(1), plain(1))
+    assert asked == [0, 1]
+
+
+def test_another_epoch_than_the_expected_one_has_its_own(made):
+    ahead, asked, plain = made
+    ahead.prepare(1)
+    assert np.array_equal(ahead.of(7), plain(7))
+    assert np.array_equal(ahead.of(1), plain(1))
+    assert asked == [1, 7, 1]
+
+
+def test_an_error_comes_where_the_order_is_wanted(monkeypatch):
+    monkeypatch.setattr(orders, "_MANY", 10)
+    monkeypatch.setattr(orders, "usable_cpus", lambda: 2)
+
+    def broken(epoch):
+        raise MemoryError(f"epoch {epoch}")
+
+    ahead = Orders(Cut(100, 8, broken))
+    ahead.prepare(1)
+    with pytest.raises(MemoryError, match="epoch 1"):
+        ahead.of(1)
+
+
+def test_what_costs_nothing_or_too_much_is_not_made_ahead(monkeypatch, made):
+    ahead, asked, _ = made
+    monkeypatch.setattr(orders, "available_bytes", lambda: 1000)
+    ahead.prepare(1)
+    monkeypatch.setattr(orders, "_MANY", 101)
+    ahead.prepare(1)
+    monkeypatch.setattr(orders, "usable_cpus", lambda: 1)
+    ahead.prepare(1)
+    numbers = np.arange(100)
+    given = Orders(Cut(100, 8, in_order(numbers), shuffle=False))
+    given.prepare(1)
+    assert asked == []
+    assert given.of(1) is numbers
