@@ -87,3 +87,25 @@ def test_a_fixed_number_stays():
     for _ in range(2000):
         assert not tuner.consumed(1.0, 1)
     assert tuner.threads == 2
+
+
+def test_a_notice_for_a_thread_that_ends_goes_to_another():
+    """Another loop over the same pipeline may have changed the number of threads meanwhile."""
+    for _ in range(5):
+        tuner = Tuner(2, threads=2, depth=1)
+        ahead = iter(Ahead(lambda at: at, 0, 50, tuner))
+        assert next(ahead) == 0
+        time.sleep(0.05)  # both threads wait for room
+        tuner.threads = 1
+        rest = []
+        taking = threading.Thread(target=lambda to=rest, of=ahead: to.extend(of), daemon=True)
+        taking.start()
+        taking.join(20)
+        assert rest == list(range(1, 50))
+
+
+def test_a_loop_may_be_closed_by_one_of_its_own_threads():
+    ahead = Ahead(lambda at: ahead.close() if at == 5 else at, 0, 50, Tuner(2, threads=2))
+    loop = iter(ahead)
+    assert [next(loop) for _ in range(4)] == [0, 1, 2, 3]
+    loop.close()

@@ -11,7 +11,15 @@ from flatout.errors import DataError
 
 
 def numbers(pipeline, epoch=0, start=0):
-    return [batch.indices.tolist() for batch in pipeline.batches(epoch, start)]
+    """The rows of each batch that weigh something."""
+    return [
+        [
+            number
+            for at, number in enumerate(batch.indices.tolist())
+            if batch.weight is None or batch.weight[at]
+        ]
+        for batch in pipeline.batches(epoch, start)
+    ]
 
 
 def flat(lists):
@@ -299,7 +307,7 @@ def test_samples_sorted_by_class_are_noticed():
         (lambda p: p.map(3), "map wants a function, found int"),
         (lambda p: p.cache("tape"), "cache: expected"),
         (lambda p: p.shuffle(1, window=1), "at least 2 rows"),
-        (lambda p: p.options(threads=0), "threads is at least 1, found 0"),
+        (lambda p: p.options(threads=0), "threads is an int of at least 1, found 0"),
         (lambda p: list(p.batches(0)), "makes no batches"),
         (lambda p: list(p.batch(4).batches(0, 99)), "no step 99"),
     ],

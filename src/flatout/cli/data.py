@@ -76,9 +76,9 @@ def inspect(
         return
     out = _console()
     written = "" if schema is None else f"   → {schema}"
-    out.print(report.headline() + ("" if report.bad_rows else written), soft_wrap=True)
+    out.print(report.headline() + ("" if report.bad_rows else written))
     if report.bad_rows:
-        out.print(report.bad_line() + written, soft_wrap=True)
+        out.print(report.bad_line() + written)
     for note in report.notes:
         out.print(note)
     if report.columns:

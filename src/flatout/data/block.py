@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from flatout.errors import DataError
+
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -53,6 +55,16 @@ def take(block: Block, index: Numbers) -> Block:
     """The rows at the positions `index` of the block, in that order."""
     columns = {name: take_values(values, index) for name, values in block.columns.items()}
     return Block(columns, block.numbers[index])
+
+
+def as_ragged(values: Values) -> Ragged:
+    """Rows of one length, of shape (rows, length), as rows that may differ in length."""
+    if isinstance(values, Ragged):
+        return values
+    if values.ndim != 2:
+        raise DataError(f"expected vectors as in other samples, found shape {values.shape[1:]}")
+    rows, length = values.shape
+    return Ragged(values.reshape(-1), np.arange(rows + 1, dtype=np.int64) * length)
 
 
 def rows_between(block: Block, start: int, stop: int) -> Block:
@@ -107,7 +119,10 @@ def join(blocks: Sequence[Block]) -> Block:
 
 
 def _join_values(parts: Sequence[Any]) -> Values:
-    if not isinstance(parts[0], Ragged):
+    vectors = all(isinstance(part, Ragged) or part.ndim == 2 for part in parts)
+    widths = {None if isinstance(part, Ragged) else part.shape[1:] for part in parts}
+    if not vectors or (len(widths) == 1 and None not in widths):
         return np.concatenate(parts)
+    parts = [as_ragged(part) for part in parts]
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
     return Ragged(np.concatenate([part.values for part in parts]), offsets_of(lengths))

@@ -49,6 +49,7 @@ class Explanation:
         tuner = getattr(program, "tuner", None)
         crew = getattr(program, "crew", None)
         here = getattr(program, "in_this_thread", False) or getattr(program, "quick", False)
+        waited = None if tuner is None else tuner.waited_so_far
         return cls(
             written,
             runs,
@@ -56,7 +57,7 @@ class Explanation:
             {} if costs is None else costs.ms_per_batch(),
             0 if here or tuner is None or crew is not None else tuner.threads,
             [] if tuner is None else list(tuner.trials),
-            None if tuner is None or not tuner.judged else tuner.waited,
+            waited,
             padding,
             0 if crew is None else crew.count,
         )
@@ -70,7 +71,7 @@ class Explanation:
         """What bounds the rate of steps, in words."""
         if self.processes:
             return f"not known: {self.processes} processes make the batches, each counts for itself"
-        if self.threads == 0 and self.stages:
+        if self.threads == 0:
             return "batches are made when they are asked for, in the thread that asks"
         if self.waited is None:
             return "not known yet: loop over some batches first"

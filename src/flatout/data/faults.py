@@ -60,9 +60,10 @@ class Faults:
             if len(self._told) < _TOLD:
                 self._told.append(f"{where} {what}")
             if self.count > self.max_errors:
+                first = f"; the first: {self._told[0]}" if self.count > 1 else ""
                 raise DataError(
-                    f"{self.count:,} rows are bad, and max_errors is {self.max_errors:,}; "
-                    f"the first: {self._told[0]}; the last: {what}",
+                    f"{self.count:,} {'rows are' if self.count > 1 else 'row is'} bad, and "
+                    f"max_errors is {self.max_errors:,}{first}; the last: {what}",
                     where=where,
                     do="look at these rows, correct the schema, or raise max_errors",
                 )

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,9 +99,14 @@ def find(
         DataError: nothing is there, a pattern matches nothing, a folder is empty, a file cannot be
             read or is damaged, or there is no room for a copy.
     """
+    if not isinstance(paths, (str, os.PathLike, Iterable)):
+        raise DataError(f"expected a path or a list of paths, found {type(paths).__name__}")
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
         raise DataError("expected at least one path, found an empty list")
+    for one in given:
+        if not isinstance(one, (str, os.PathLike)) or not os.fspath(one):
+            raise DataError(f"expected a path, found {one!r}")
     return [
         _here(fs, place, name, unpack, say)
         for one in given

@@ -49,12 +49,17 @@ class Form(NamedTuple):
     targets: Tree
     weight: Leaf | None
 
+    def describe(self) -> str:
+        """In words, such as "inputs (ids, values), targets label"."""
+        trees = zip(("inputs", "targets", "weight"), self, strict=True)
+        return ", ".join(f"{name} {_words(tree)}" for name, tree in trees if tree is not None)
+
     def batch(self, block: Block, buffers: Buffers) -> Batch:
         """The block as tensors that share its memory; ragged columns are padded."""
         inputs, targets, weight = (
             _map(lambda leaf: _tensor(leaf, block, buffers), tree) for tree in self
         )
-        return Batch(inputs, targets, weight, torch.from_numpy(block.numbers), len(block))
+        return Batch(inputs, targets, weight, torch.from_numpy(block.numbers.copy()), len(block))
 
     def sample(self, block: Block, row: int) -> tuple[Any, ...]:
         """One row as a user's function gets it: (inputs,), or (inputs, targets[, weight])."""
@@ -108,6 +113,8 @@ def columns_of(made: Sequence[Any], function: str) -> tuple[dict[str, Values], F
         DataError: the samples differ in structure, dtype or shape (except for the length of
             vectors, which become ragged), or hold something else than numbers.
     """
+    if any(value is None for value in made):
+        raise DataError(f"{function} gives None: expected x, (x, y) or (x, y, weight); return it")
     parts = [parts_of(value, function) for value in made]
     columns: dict[str, Values] = {}
     trees = []
@@ -170,6 +177,13 @@ def _stack(name: str, arrays: Sequence[npt.NDArray[Any]], function: str) -> Valu
             do="give all samples one shape; only vectors may differ in length",
         )
     return Ragged(np.concatenate(arrays), offsets_of([len(array) for array in arrays]))
+
+
+def _words(tree: Tree) -> str:
+    if isinstance(tree, Leaf):
+        return tree.column
+    parts = tree.values() if isinstance(tree, dict) else tree or ()
+    return f"({', '.join(map(_words, parts))})"
 
 
 def _tensor(leaf: Leaf, block: Block, buffers: Buffers) -> Tensor:

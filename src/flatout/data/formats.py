@@ -178,7 +178,8 @@ def schema_format(schema: Given | None) -> str | None:
     try:
         return tomllib.loads(Path(schema).read_text()).get("format")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"the schema cannot be read: {error}", where=os.fspath(schema)) from error
+        words = getattr(error, "strerror", None) or error
+        raise DataError(f"the schema cannot be read: {words}", where=os.fspath(schema)) from error
 
 
 def open_files(

@@ -99,7 +99,7 @@ class IndexedRows:
         self.index = index_of(self._bytes, decoder, faults, look, say)
         self.rows = len(self.index.starts)
         if self.rows == 0:
-            raise DataError("the files hold no rows", where=_names(self.files))
+            raise DataError("the files hold no rows", where=names_of(self.files))
 
     @cached_property
     def digest(self) -> str:
@@ -487,7 +487,8 @@ def _save(index: Index, path: Path) -> None:
                 beside.unlink()
 
 
-def _names(files: Sequence[File]) -> str:
+def names_of(files: Sequence[File]) -> str:
+    """The names of some files, for people."""
     more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
     return ", ".join(file.name for file in files[:3]) + more
 

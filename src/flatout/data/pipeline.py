@@ -19,8 +19,9 @@ from flatout.data.origins import Chunks, Rows, Stream, is_rows, is_stream
 from flatout.data.planner import Built, Mixture, Options, build, check
 from flatout.data.running.buffers import Buffers
 from flatout.data.running.cut import padding_share
+from flatout.data.running.digests import digest_of
 from flatout.data.running.prefetch import prefetch
-from flatout.data.running.samples import Costs, digest_of
+from flatout.data.running.samples import Costs
 from flatout.data.running.stream_program import StreamProgram
 from flatout.data.schema import Schema
 from flatout.data.sources.arrays import Arrays
@@ -82,8 +83,8 @@ class Pipeline(Staged):
         """
         given = {"threads": threads, "processes": processes, "depth": depth, "memory": memory}
         for name, value in given.items():
-            if value is not None and value < 1:
-                raise DataError(f"options: {name} is at least 1, found {value}")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise DataError(f"options: {name} is an int of at least 1, found {value!r}")
         options = replace(self._options, **{k: v for k, v in given.items() if v is not None})
         return Pipeline(self.origin, self.stages, options, self._say)
 
@@ -316,6 +317,7 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
     """
     if len(pipelines) < 2:
         raise DataError(f"mix wants at least two pipelines, found {len(pipelines)}")
+    pipelines = tuple(one if isinstance(one, Pipeline) else Pipeline(one) for one in pipelines)
     for pipeline in pipelines:
         if pipeline.in_batches or is_stream(pipeline.origin):
             raise DataError(

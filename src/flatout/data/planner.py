@@ -23,6 +23,7 @@ from flatout.data.block import Numbers
 from flatout.data.order import order as drawn_order
 from flatout.data.origins import Chunks, Rows, is_chunks, is_rows
 from flatout.data.plan import DEFAULT_BATCH_SIZE
+from flatout.data.randomness import random_state, same_state, set_random_state
 from flatout.data.running import cut as cuts
 from flatout.data.running import selection
 from flatout.data.running.array_samples import ArraySamples
@@ -30,7 +31,7 @@ from flatout.data.running.cache import Cached
 from flatout.data.running.cut import Cut
 from flatout.data.running.parallel import Tuner
 from flatout.data.running.program import Maker, Program
-from flatout.data.running.samples import Decoded, Fetched, Joined, Made, Mapped, Samples, name_of
+from flatout.data.running.samples import Costs, Decoded, Fetched, Joined, Mapped, Samples, name_of
 from flatout.data.sources.arrays import Arrays, ArraySource
 from flatout.data.sources.torch_dataset import DatasetRows
 from flatout.data.stages import (
@@ -121,6 +122,8 @@ def build(
     check(stages)
     base, base_order = _base(origin, options, say)
     numbers, everywhere = _select(base, origin, stages, options, say)
+    if not len(numbers):
+        raise DataError("no sample is left for this rank", do="use fewer ranks, or more data")
     moved: list[str] = []
     caches: list[Cached] = []
     samples, runs = _chain(base, numbers, stages, options, say, moved, caches)
@@ -135,10 +138,11 @@ def build(
     if isinstance(base, ArraySamples) and samples is base and not functions and _plain(cut):
         source = ArraySource(base.data, cut)
         return Built(source, samples, numbers, cut, names, moved, caches)
-    draws = _draws(samples)
     tuner = Tuner(max(1, usable_cpus()), options.threads, options.depth)
+    maker = Maker(samples, functions, _seed(stages, options))
+    draws = samples.draws or (bool(functions) and _functions_draw(maker, cut))
     program = Program(
-        Maker(samples, functions, _seed(stages, options)),
+        maker,
         cut,
         tuner,
         processes=options.processes,
@@ -166,7 +170,7 @@ def _base(
     origin: Rows | Chunks | Arrays | DatasetRows | Mixture,
     options: Options,
     say: Callable[[str], None],
-) -> tuple[Samples, cuts.Order | None]:
+) -> tuple[Decoded | Fetched | ArraySamples | Joined, cuts.Order | None]:
     """Where samples begin, and their own order where the origin has one."""
     if isinstance(origin, Arrays):
         return ArraySamples(origin), None
@@ -184,9 +188,13 @@ def _base(
 
 def _mixture(
     origin: Mixture, options: Options, say: Callable[[str], None]
-) -> tuple[Samples, cuts.Order]:
+) -> tuple[Joined, cuts.Order]:
+    for part in origin.parts:
+        for stage in part.stages:
+            if isinstance(stage, Shard) and stage.by == "batch":
+                raise DataError("shard stands before mix", do="put shard behind mix")
     parts = [build(part.origin, part.stages, options, say) for part in origin.parts]
-    joined = Joined([part.samples for part in parts])
+    joined = Joined([part.samples for part in parts], [part.numbers for part in parts])
     orders: list[cuts.Order] = []
     for part, start in zip(parts, joined.starts, strict=False):
         orders.append(lambda epoch, own=part.cut.order, at=int(start): own(epoch) + at)  # type: ignore[misc]
@@ -202,15 +210,15 @@ def _mixture(
 
 
 def _select(
-    base: Samples,
+    base: Decoded | Fetched | ArraySamples | Joined,
     origin: Any,
     stages: Sequence[Stage],
     options: Options,
     say: Callable[[str], None],
 ) -> tuple[Numbers, int]:
     """The rows that take part, in ascending order, and how many there are on all ranks."""
-    numbers = np.arange(base.rows, dtype=np.int64)
-    samples = base
+    numbers = base.numbers if isinstance(base, Joined) else np.arange(base.rows, dtype=np.int64)
+    samples: Samples = base
     everywhere = None
     batch_at = _batch_at(stages)
     for at, stage in enumerate(stages):
@@ -229,10 +237,16 @@ def _select(
         elif isinstance(stage, Shard) and stage.by != "batch" and not stage.presharded:
             everywhere = len(numbers)
             numbers = selection.shard(numbers, stage, getattr(origin, "file_rows", None))
+        if not isinstance(base, Joined) and len(numbers):
+            base.first = int(numbers[0])
     return numbers, len(numbers) if everywhere is None else everywhere
 
 
 def _check_behind_mix(stage: Stage) -> None:
+    if isinstance(stage, Shuffle) and stage.window is not None:
+        raise DataError(
+            "shuffle(window=...) stands behind mix", do="shuffle each source before mix"
+        )
     chooses = isinstance(stage, (Filter, Split)) or (
         isinstance(stage, Shard) and stage.by != "batch"
     )
@@ -369,15 +383,16 @@ def _plain(cut: Cut) -> bool:
     return cut.world_size == 1 and cut.even_steps is None and cut.last != "pad"
 
 
-def _draws(samples: Any) -> bool:
-    """Whether one of the user's functions was seen to draw from a global generator."""
-    found = False
-    while samples is not None:
-        if isinstance(samples, Made):
-            _ = samples.form  # makes one sample, and looks whether that drew
-            found = found or samples.draws
-        samples = getattr(samples, "inner", None)
-    return found
+def _functions_draw(maker: Maker, cut: Cut) -> bool:
+    """Whether a user's function of whole batches draws from a global generator, by trying it."""
+    start, stop = cut.bounds(0)
+    before = random_state()
+    try:
+        maker(cut.order(0)[start:stop], cut.padding(0), 0, 0)
+        return not same_state(before, random_state())
+    finally:
+        set_random_state(before)
+        maker.costs = Costs()
 
 
 def _seed(stages: Sequence[Stage], options: Options) -> int:

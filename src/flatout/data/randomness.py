@@ -48,3 +48,16 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         set_random_state(before)
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Whether two states are equal."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return bool(np.array_equal(a, b))
+    if isinstance(a, dict):
+        return all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return all(same_state(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)

@@ -145,8 +145,17 @@ class Schema(BaseModel):
         return tomli_w.dumps(ordered)
 
     def dump(self, path: str | os.PathLike[str]) -> None:
-        """Write it as a TOML file."""
-        Path(path).write_text(self.dumps())
+        """Write it as a TOML file.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        try:
+            Path(path).write_text(self.dumps())
+        except OSError as error:
+            raise DataError(
+                f"the schema cannot be written: {error.strerror}", where=os.fspath(path)
+            ) from error
 
 
 def as_schema(given: Given, format: str) -> Schema:
@@ -170,7 +179,8 @@ def _read(given: str | os.PathLike[str] | dict[str, Any], format: str) -> Schema
         try:
             content = tomllib.loads(Path(given).read_text())
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read the schema: {error}", where=where) from error
+            words = getattr(error, "strerror", None) or error
+            raise DataError(f"cannot read the schema: {words}", where=where) from error
         except tomllib.TOMLDecodeError as error:
             raise DataError(f"the schema is no TOML: {error}", where=where) from error
     try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from flatout.data.plan import check_batch_size
 from flatout.data.running.cut import Last
@@ -42,6 +45,10 @@ class Staged:
             window: shuffle only among so many neighbours, for streams and for files that do not fit
                 in memory; None shuffles all.
         """
+        try:
+            seed = operator.index(seed)
+        except TypeError:
+            raise DataError(f"shuffle: expected an int as seed, found {seed!r}") from None
         if window is not None and window < 2:
             raise DataError(f"shuffle: a window has at least 2 rows, found {window}")
         return self._with(Shuffle(seed, window))
@@ -92,7 +99,7 @@ class Staged:
 
     def repeat(self, times: int) -> Pipeline:
         """Several passes as one epoch, each in an order of its own."""
-        return self._with(Repeat(check_batch_size(times)))
+        return self._with(Repeat(_at_least_one("repeat: times", times)))
 
     def split(
         self,
@@ -114,8 +121,8 @@ class Staged:
         Raises:
             DataError: the fraction is not between 0 and 1, or stratify goes with by="order".
         """
-        if not 0 < fraction < 1:
-            raise DataError(f"split: expected a fraction between 0 and 1, found {fraction}")
+        if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
+            raise DataError(f"split: expected a fraction between 0 and 1, found {fraction!r}")
         if by not in ("random", "order"):
             raise DataError(f"split: by is 'random' or 'order', found {by!r}")
         if stratify and by == "order":
@@ -134,7 +141,8 @@ class Staged:
             device: as torch names it.
             depth: batches on their way at once; 2 is double buffering.
         """
-        return self._with(Prefetch(device, check_batch_size(depth)))
+        _check_device(device)
+        return self._with(Prefetch(device, _at_least_one("prefetch: depth", depth)))
 
     def shard(
         self,
@@ -166,6 +174,24 @@ class Staged:
                 do="pass steps=, the same on every rank: samples of all ranks / batch size",
             )
         return self._with(Shard(rank, world_size, by, presharded, steps))
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DataError(f"{name}: expected an int of at least 1, found {value!r}")
+    return value
+
+
+def _check_device(device: str) -> None:
+    """Refuse what torch has no name for, or cannot use here."""
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise DataError(
+            f"prefetch: expected a device such as 'cuda' or 'cuda:1', found {device!r}"
+        ) from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise DataError("prefetch: there is no CUDA device that this torch can use")
 
 
 def _callable(stage: str, function: Any) -> Callable[..., Any]:

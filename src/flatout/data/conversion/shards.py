@@ -308,6 +308,8 @@ def _refusal(
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """How settings differ, in words."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if len(names) > 1 and "order" in names:
+        names.remove("order")  # it follows from the others, and is no word for people
     if "source" in names:  # then the rest follows from it, or matters little
         return "its source was another, or has changed since"
     words = [f"{name} was {before.get(name)}, now {now.get(name)}" for name in names]
@@ -418,12 +420,13 @@ def disk(folder: Path, done: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
+        what, do = f"cannot be written: {error.strerror or error}", "choose another folder"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(folder).free
+            free = shutil.disk_usage(folder).free if folder.exists() else 0
             what = f"the disk is full: {size_words(free)} are free"
+            do = "make room, or choose another folder"
         raise DataError(
             f"{what}; {done()}",
             where=str(folder),
-            do="make room, or choose another folder; the same command goes on where this one ended",
+            do=f"{do}; the same command goes on where this one ended",
         ) from error

@@ -13,6 +13,7 @@ from flatout.data.batch import map_tensors, named_tensors
 from flatout.data.block import Block, Numbers, Values
 from flatout.data.form import Form, Leaf
 from flatout.data.running.buffers import Buffers
+from flatout.data.running.digests import digest_of, tensors_name
 from flatout.data.running.samples import Costs
 from flatout.data.sources.arrays import Arrays
 from flatout.errors import DataError
@@ -24,14 +25,11 @@ class ArraySamples:
 
     random = True
     name = "gather"
+    draws = False
 
     def __init__(self, data: Arrays) -> None:
-        if data.device.type != "cpu":
-            raise DataError(
-                f"the data are on {data.device}: only shuffle, split and batch work there",
-                do="hand over data that are on the CPU",
-            )
         self.data = data
+        self.first = 0
         self.rows = data.samples
         self._columns: dict[str, Tensor] = {}
         trees = {"inputs": data.inputs, "targets": data.targets, "weight": data.weight}
@@ -49,12 +47,35 @@ class ArraySamples:
         """The data's own."""
         return self.data.digest
 
+    @property
+    def probe(self) -> int:
+        """The first that takes part."""
+        return self.first
+
+    def content(self) -> str | None:
+        """Over all bytes of the data."""
+        return digest_of(self.digest, tensors_name(self._columns))
+
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """These rows, in this order."""
         start = clock()
+        self._check()
         columns = {n: self._take(n, t, numbers, buffers) for n, t in self._columns.items()}
         costs.add(self.name, clock() - start)
         return Block(columns, numbers)
+
+    def _check(self) -> None:
+        if self.data.device.type != "cpu":
+            raise DataError(
+                f"the data are on {self.data.device}: only shuffle, split and batch work there",
+                do="hand over data that are on the CPU",
+            )
+        for name, tensor in self._columns.items():
+            if tensor.dtype == torch.bfloat16:
+                raise DataError(
+                    f"{name}: numpy has no bfloat16, so only shuffle, split and batch take it",
+                    do="hand over float32; the model's own precision is up to the Recipe",
+                )
 
     def _take(self, name: str, tensor: Tensor, numbers: Numbers, buffers: Buffers) -> Values:
         array: Any = tensor.detach().numpy()

@@ -12,10 +12,19 @@ import numpy.typing as npt
 
 # Below this, malloc serves from its free lists and reuse gains nothing.
 _SMALLEST = 1 << 16
-# References that stay when all users are gone: the list's, the loop's name and getrefcount's own.
-_IDLE = 3
 # Python without the global lock counts references elsewhere, so that a count proves nothing.
 _COUNTS = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+def _references_when_idle() -> int:
+    """Those of the list, the loop and getrefcount; newer versions of Python borrow some."""
+    arrays = [np.empty(1)]
+    for array in arrays:
+        return sys.getrefcount(array)
+    raise AssertionError
+
+
+_IDLE = _references_when_idle()
 
 
 class Buffers:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import atexit
+import os
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
@@ -14,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.cache_folder import cache_folder
-from flatout.data.block import Block, Numbers, join, take
+from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, take
 from flatout.data.form import Form
+from flatout.data.order import batch_seed
+from flatout.data.randomness import seeded
 from flatout.data.running.buffers import Buffers
+from flatout.data.running.digests import digest_of
 from flatout.data.running.row_folder import Filling, RowFolder
 from flatout.data.running.row_store import MemoryArena, RowStore, layout_of, row_bytes
-from flatout.data.running.samples import Costs, Samples, digest_of
+from flatout.data.running.samples import Costs, Samples
 from flatout.errors import DataError
 from flatout.measure import available_bytes
 
@@ -60,6 +65,8 @@ class Cached:
         self.rows = inner.rows
         self.random = True
         self.name = "cache"
+        self.probe = inner.probe
+        self.draws = inner.draws
         self._numbers = numbers
         self._whole = len(numbers) == inner.rows
         self._lock = Lock()
@@ -67,9 +74,12 @@ class Cached:
         self._filled = np.zeros(len(numbers), bool)
         self._missing = len(numbers)
         self._store: RowStore | None = None
-        probe = inner.make(numbers[: min(_PROBE, len(numbers))], Buffers(), 0, Costs())
+        self._name: str | None = None
+        self.reason = ""
+        probe = self._made(numbers[: min(_PROBE, len(numbers))], Buffers(), Costs())
         self.bytes = int(row_bytes(probe) * len(numbers))
-        self.where_kept, self.reason = self._choose(where, budget, folder)
+        self.where_kept, reason = self._choose(where, budget, folder)
+        self.reason = reason + self.reason
         self._open(probe, folder, say)
 
     def _choose(self, where: Where, budget: int | None, folder: Path | None) -> tuple[Where, str]:
@@ -94,9 +104,18 @@ class Cached:
         )
 
     def _on_disk(self, folder: Path | None) -> Path:
-        chosen = "" if self._whole else hashlib.sha256(self._numbers.tobytes()).hexdigest()
+        """Where it is, or will be. What has no name is for this process alone, and goes with it."""
         base = cache_folder() / "rows" if folder is None else folder
-        return base / digest_of(self.inner.digest, chosen)
+        if self._name is None:
+            self._name = self.inner.content()
+            if self._name is None:
+                self._name = f"{os.getpid()}-{uuid.uuid4().hex[:16]}"
+                atexit.register(shutil.rmtree, base / self._name, ignore_errors=True)
+                atexit.register(shutil.rmtree, base / f"{self._name}.part", ignore_errors=True)
+                self.reason += "; other jobs cannot find it: nothing names these samples exactly"
+            elif not self._whole:
+                self._name = digest_of(self._name, self._numbers.tobytes().hex())
+        return base / self._name
 
     def _open(self, probe: Block, folder: Path | None, say: Callable[[str], None]) -> None:
         layout = layout_of(probe.columns)
@@ -135,6 +154,10 @@ class Cached:
         """The inner one's: the samples are the same."""
         return self.inner.digest
 
+    def content(self) -> str | None:
+        """The inner one's."""
+        return self.inner.content()
+
     @property
     def filled(self) -> float:
         """Which part of the samples is kept by now."""
@@ -143,8 +166,10 @@ class Cached:
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """These samples: those that were never made before are, as in epoch 0, and then kept."""
         if self._store is None:
-            return self.inner.make(numbers, buffers, 0, costs)
+            return self._made(numbers, buffers, costs)
         slots = numbers if self._whole else np.searchsorted(self._numbers, numbers)
+        if not self._whole and not self._are_mine(slots, numbers):
+            return self._made(numbers, buffers, costs)
         if self._missing:
             there = self._filled[slots]
             if not there.all():
@@ -153,6 +178,20 @@ class Cached:
         columns = self._store.get(slots, buffers)
         costs.add(self.name, clock() - start)
         return Block(columns, numbers)
+
+    def _are_mine(self, slots: Numbers, numbers: Numbers) -> bool:
+        within = np.minimum(slots, len(self._numbers) - 1)
+        return bool((self._numbers[within] == numbers).all())
+
+    def _made(self, numbers: Numbers, buffers: Buffers, costs: Costs) -> Block:
+        """New samples. Those that draw do so from (number) alone, whatever batch they come in."""
+        if not self.draws:
+            return self.inner.make(numbers, buffers, 0, costs)
+        blocks = []
+        for at in range(len(numbers)):
+            with seeded(batch_seed(0, 0, int(numbers[at]))):
+                blocks.append(self.inner.make(numbers[at : at + 1], buffers, 0, costs))
+        return join([block for block in blocks if len(block)] or blocks[:1])
 
     def _fill(
         self,
@@ -163,7 +202,10 @@ class Cached:
         costs: Costs,
     ) -> Block:
         assert self._store is not None
-        made = self.inner.make(numbers[~there], buffers, 0, costs)
+        made = self._made(numbers[~there], buffers, costs)
+        if not len(made) and not there.any():
+            return made
+        made = self._laid_out(made)
         start = clock()
         own = made.numbers if self._whole else np.searchsorted(self._numbers, made.numbers)
         with self._lock:
@@ -185,6 +227,25 @@ class Cached:
             made = take(both, np.argsort(places, kind="stable"))
         costs.add(self.name, clock() - start)
         return made
+
+    def _laid_out(self, block: Block) -> Block:
+        """The block with vectors as the store has them."""
+        assert self._store is not None
+        columns = dict(block.columns)
+        for field in self._store.layout.fields:
+            values = columns.get(field.name)
+            if values is None:
+                continue
+            if field.ragged:
+                columns[field.name] = as_ragged(values)
+            elif isinstance(values, Ragged):
+                raise DataError(
+                    f"{field.name}: the samples to cache differ in length, and the first "
+                    f"{_PROBE} did not: each had {field.shape[0]:,} values",
+                    where=self.where(int(block.numbers[0])),
+                    do="cache before the function that makes them, or make all of one length",
+                )
+        return Block(columns, block.numbers)
 
     def _keep(self, slots: Numbers, block: Block) -> None:
         if self._filling is not None:

@@ -62,7 +62,8 @@ class Cut:
     def bounds(self, step: int) -> tuple[int, int]:
         """Where in the order this rank's part of batch `step` begins and ends.
 
-        A batch of fewer rows than ranks goes whole to every rank, so that none is left without.
+        A batch of fewer rows than ranks goes whole to every rank, so that none is left without;
+        where it is filled up, some ranks have filling alone.
         """
         if self.even_steps is not None:
             return (
@@ -71,7 +72,7 @@ class Cut:
             )
         start = step * self.batch_size
         size = min(self.batch_size, self.used - start)
-        if size < self.world_size:
+        if size < self.world_size and self.last != "pad":
             return start, start + size
         return (
             start + size * self.rank // self.world_size,
@@ -81,7 +82,7 @@ class Cut:
     def padding(self, step: int) -> int:
         """How many rows fill up this rank's part of the batch, where `last` is "pad"."""
         if self.last != "pad" or self.even_steps is not None:
-            return 0
+            return 0  # of an empty part, whoever makes the batch takes care
         start, stop = self.bounds(step)
         full = self.batch_size * (self.rank + 1) // self.world_size
         full -= self.batch_size * self.rank // self.world_size

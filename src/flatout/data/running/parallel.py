@@ -13,6 +13,8 @@ T = TypeVar("T")
 _WORTH = 1.03
 # A window that is judged: at least so many items and so many seconds.
 _ITEMS, _SECONDS = 16, 0.25
+# Less than this tells nothing about waiting.
+_TOO_LITTLE_S = 0.02
 # Of the time that the consumer may wait for input before more threads are tried.
 _WAIT = 0.03
 # For a thread that waits for a pipe when the loop is left.
@@ -53,6 +55,7 @@ class Tuner:
         self._start = perf_counter()
         self._items = self._batches = 0
         self._wait = 0.0
+        self._span = self._spans = self._waits = 0.0  # of this window, and of all before it
         self._before: tuple[int, float] | None = None  # threads and rate before the present trial
         self._rest = 0  # windows until the next trial
         self._patience = 1
@@ -69,9 +72,22 @@ class Tuner:
         """
         return self._depth or (2 if batches == 1 else 1) * self.threads + 1
 
+    @property
+    def waited_so_far(self) -> float | None:
+        """Share of the time that the consumer waited: in the latest window, or in all before it.
+
+        None where there was too little to tell.
+        """
+        if self.judged:
+            return self.waited
+        passed = self._spans + self._span
+        return (self._waits + self._wait) / passed if passed > _TOO_LITTLE_S else None
+
     def restart(self) -> None:
         """Begin a window, such as at an epoch's start: what came before does not count."""
-        self._start, self._wait = perf_counter(), 0.0
+        self._spans += self._span
+        self._waits += self._wait
+        self._start, self._wait, self._span = perf_counter(), 0.0, 0.0
         self._items = self._batches = 0
 
     def consumed(self, waited: float, batches: int) -> bool:
@@ -79,7 +95,7 @@ class Tuner:
         self._items += 1
         self._batches += batches
         self._wait += waited
-        passed = perf_counter() - self._start
+        self._span = passed = perf_counter() - self._start
         if self._items < _ITEMS or passed < _SECONDS:
             return False
         self.rate, self.waited = self._batches / passed, self._wait / passed
@@ -196,6 +212,7 @@ class Ahead(Generic[T]):
                 while not self._over(number) and self._next >= self._due + depth(self._batches):
                     self._room.wait()
                 if self._over(number) or self._next >= self._last:
+                    self._room.notify()  # the notice may have been for another thread
                     return
                 at = self._next
                 self._next += 1
@@ -221,4 +238,6 @@ class Ahead(Generic[T]):
             self._made.clear()
             self._room.notify_all()
         for thread in self._threads:
-            thread.join(_PATIENCE_S)
+            # The garbage collector may close it in one of its own threads.
+            if thread is not threading.current_thread():
+                thread.join(_PATIENCE_S)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flatout.data.batch import Batch
-from flatout.data.block import Block, Numbers, rows_between
+from flatout.data.block import Block, Numbers, rows_between, take
 from flatout.data.order import batch_seed
 from flatout.data.randomness import seeded
 from flatout.data.running.buffers import Buffers
@@ -62,8 +62,6 @@ class Maker:
 
     def __call__(self, numbers: Numbers, padding: int, epoch: int, step: int) -> Batch:
         """The batch of these rows, and of `padding` more that weigh nothing."""
-        if padding:
-            numbers = np.concatenate([numbers, np.resize(numbers, padding)])
         block = self.samples.make(numbers, self._buffers, epoch, self.costs)
         return self._batch(block, padding, epoch, step)
 
@@ -86,7 +84,7 @@ class Maker:
 
     def _blocks(self, tasks: Sequence[Task]) -> list[Block] | None:
         """The rows of each task; None where they are to be made one by one."""
-        if len(tasks) == 1 or any(padding for _, padding, _, _ in tasks):
+        if len(tasks) == 1:
             return None
         try:
             block = self.samples.make(
@@ -99,11 +97,26 @@ class Maker:
 
     def _batch(self, block: Block, padding: int, epoch: int, step: int) -> Batch:
         began = clock()
+        if not len(block):
+            # All of its rows are bad, or other ranks have them: there are as many batches anyway.
+            block = self._filler(epoch, step)
+            padding = max(1, padding)
+            block = take(block, np.zeros(padding, np.int64))
+        elif padding:
+            block = take(block, np.arange(len(block) + padding) % len(block))
         batch = self.samples.form.batch(block, self._buffers)
         self.costs.add("batch", clock() - began)
         self.costs.batches += 1
         made = self.functions(batch, epoch, step, self.costs)
         return _padded(made, batch.size, padding, epoch, step) if padding else made
+
+    def _filler(self, epoch: int, step: int) -> Block:
+        """A row to fill up a batch that has none."""
+        probe = np.array([self.samples.probe], np.int64)
+        block = self.samples.make(probe, self._buffers, epoch, self.costs)
+        if not len(block):
+            raise DataError(f"batch {step:,} of epoch {epoch}: all of its rows are bad")
+        return block
 
     def seeded(self, numbers: Numbers, padding: int, epoch: int, step: int) -> Batch:
         """The same, with the global generators seeded from (seed, epoch, step) meanwhile."""
@@ -145,6 +158,8 @@ class Program:
         self._asked = processes is not None
         self._tried = self._asked
         if processes:
+            if reason := refusal(maker):
+                raise DataError(f"options(processes={processes}): {reason}")
             self.crew = Crew(maker, processes)
 
     @property

@@ -280,6 +280,8 @@ def read_meta(path: Path) -> dict[str, Any]:
             where=str(path),
             do="make one with flatout data convert",
         ) from error
+    except NotADirectoryError as error:
+        raise DataError("expected a folder of rows, found a file", where=str(path)) from error
     except (OSError, ValueError) as error:
         raise DataError(f"meta.json cannot be read: {error}", where=str(path)) from error
     if meta.get("version") != VERSION:

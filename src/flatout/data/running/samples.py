@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
+import os
 from collections.abc import Callable
 from threading import Lock
 from time import perf_counter_ns as clock
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from flatout.data.block import Block, Numbers, join, offsets_of, take
+from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, offsets_of, take
 from flatout.data.form import Form, columns_of, form_of
 from flatout.data.origins import Rows
-from flatout.data.randomness import random_state, set_random_state
+from flatout.data.randomness import random_state, same_state, set_random_state
 from flatout.data.running.buffers import Buffers
+from flatout.data.running.digests import Nameless, digest_of, function_digest, function_name
 from flatout.errors import DataError, FlatoutError
 
 
@@ -34,6 +34,19 @@ class Samples(Protocol):
     name: str
 
     @property
+    def probe(self) -> int:
+        """A number that takes part, to learn from what samples look like."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether a user's code was seen to draw from a global generator.
+
+        Then it may only run in the thread that iterates, with the generators seeded.
+        """
+        ...
+
+    @property
     def form(self) -> Form:
         """Where inputs, targets and weights are."""
         ...
@@ -41,6 +54,13 @@ class Samples(Protocol):
     @property
     def digest(self) -> str:
         """16 hex digits that differ for other data."""
+        ...
+
+    def content(self) -> str | None:
+        """16 hex digits that differ for samples that differ in anything; None without such a name.
+
+        It may read all of the data. Caches on the disk are found by it.
+        """
         ...
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
@@ -80,11 +100,14 @@ class Costs:
 class Decoded:
     """The rows of a format, decoded."""
 
+    draws = False
+
     def __init__(self, source: Rows) -> None:
         self.source = source
         self.rows = source.rows
         self.random = source.random
         self.name = "decode"
+        self.first = 0
         self._form = form_of(source.schema)
 
     @property
@@ -96,6 +119,16 @@ class Decoded:
     def digest(self) -> str:
         """The source's own."""
         return self.source.digest
+
+    @property
+    def probe(self) -> int:
+        """The first that takes part."""
+        return self.first
+
+    def content(self) -> str | None:
+        """The digest, and when its files were last written."""
+        files = getattr(self.source, "files", ())
+        return digest_of(self.digest, *(str(os.stat(file.path).st_mtime_ns) for file in files))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """Decode these rows."""
@@ -110,19 +143,16 @@ class Decoded:
 
 
 class Made:
-    """Samples that a user's code makes, one by one. The base of Mapped and Fetched.
-
-    Attributes:
-        draws: whether the code was seen to draw from a global generator. Then it may only run in
-            the thread that iterates, with the generators seeded for each batch.
-    """
+    """Samples that a user's code makes, one by one. The base of Mapped and Fetched."""
 
     name: str
     rows: int
 
     def __init__(self) -> None:
-        self.draws = False
         self._form: Form | None = None
+        self._draws: bool | None = None
+        # Columns of vectors that were seen to differ in length.
+        self._ragged: set[str] = set()
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,15 +163,33 @@ class Made:
         self._lock = Lock()
 
     @property
+    def probe(self) -> int:
+        """A number that takes part."""
+        raise NotImplementedError
+
+    @property
     def form(self) -> Form:
         """Known once a sample has been made."""
         if self._form is None:
-            before = random_state()
-            self.make(np.zeros(1, np.int64), Buffers(), 0, Costs())
-            self.draws = not _same_state(before, random_state())
-            set_random_state(before)
+            self._look()
         assert self._form is not None
         return self._form
+
+    @property
+    def draws(self) -> bool:
+        """Whether the code, or an inner one's, was seen to draw from a global generator."""
+        if self._draws is None:
+            self._look()
+        return bool(self._draws)
+
+    def _look(self) -> None:
+        """Make a sample, and see what it is and whether that draws."""
+        before = random_state()
+        try:
+            self.make(np.array([self.probe], np.int64), Buffers(), 0, Costs())
+            self._draws = not same_state(before, random_state())
+        finally:
+            set_random_state(before)
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """These samples."""
@@ -152,10 +200,15 @@ class Made:
         raise NotImplementedError
 
     def _block(self, made: list[Any], numbers: Numbers) -> Block:
+        if not made:  # all of them were left out
+            return Block({}, numbers)
         columns, found = columns_of(made, self.name)
         with self._lock:
             if self._form is None:
                 self._form = found
+            self._ragged |= {name for name, one in columns.items() if isinstance(one, Ragged)}
+        for name in self._ragged & columns.keys():
+            columns[name] = as_ragged(columns[name])
         if found != self._form:
             raise DataError(
                 f"{self.name} makes samples of different structures",
@@ -175,6 +228,16 @@ class Fetched(Made):
         self.rows = len(dataset)
         self.name = f"fetch {type(dataset).__name__}"
         self.digest = digest
+        self.first = 0
+
+    @property
+    def probe(self) -> int:
+        """The first that takes part."""
+        return self.first
+
+    def content(self) -> str | None:
+        """None: only reading all samples would tell one Dataset from another of its kind."""
+        return None
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """These samples of the Dataset."""
@@ -217,6 +280,22 @@ class Mapped(Made):
         """The inner one's and the function's code."""
         return digest_of(self.inner.digest, "map", function_digest(self.function))
 
+    @property
+    def probe(self) -> int:
+        """The inner one's."""
+        return self.inner.probe
+
+    def content(self) -> str | None:
+        """The inner one's and the function's."""
+        inner = self.inner.content()
+        if inner is None:
+            return None
+        try:
+            own = function_name(self.function)
+        except Nameless:
+            return None
+        return digest_of(inner, "map", own, str(self.seed) if self.wants_rng else "")
+
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """The function's results for these rows."""
         block = self.inner.make(numbers, buffers, epoch, costs)
@@ -249,20 +328,43 @@ class Mapped(Made):
 
 
 class Joined:
-    """The rows of several sources, numbered one after the other."""
+    """The rows of several sources, numbered one after the other.
 
-    def __init__(self, parts: list[Samples]) -> None:
+    Args:
+        parts: the sources.
+        chosen: which rows of each take part.
+
+    Attributes:
+        numbers: which rows of all take part, ascending.
+    """
+
+    def __init__(self, parts: list[Samples], chosen: list[Numbers]) -> None:
         self.parts = parts
         self.starts = offsets_of([part.rows for part in parts])
         self.rows = int(self.starts[-1])
         self.random = all(part.random for part in parts)
         self.name = "mix"
+        self.probe = parts[0].probe
+        each = zip(chosen, self.starts, strict=False)
+        self.numbers = np.concatenate([own + start for own, start in each])
+        first = _kinds(parts[0])
         for part in parts[1:]:
-            if part.form != parts[0].form:
+            if part.form != parts[0].form or _kinds(part) != first:
+                words = [f"{p.form.describe()}: {', '.join(_kinds(p).values())}" for p in parts]
                 raise DataError(
-                    f"the sources to mix have different columns: {parts[0].form} and {part.form}",
+                    f"the sources to mix have different columns: {'; and '.join(words)}",
                     do="give them the same schema, or map both to the same structure first",
                 )
+
+    @property
+    def draws(self) -> bool:
+        """Whether one of them does."""
+        return any(part.draws for part in self.parts)
+
+    def content(self) -> str | None:
+        """Of all parts."""
+        found = [part.content() for part in self.parts]
+        return None if None in found else digest_of("mix", *map(str, found))
 
     @property
     def form(self) -> Form:
@@ -300,6 +402,20 @@ class Joined:
         return self.parts[at].where(number - int(self.starts[at]))
 
 
+def _kinds(samples: Samples) -> dict[str, str]:
+    """What a row of each column is, in words. Vectors may differ in length."""
+    block = samples.make(np.array([samples.probe], np.int64), Buffers(), 0, Costs())
+    kinds = {}
+    for name, values in block.columns.items():
+        if isinstance(values, Ragged):
+            kinds[name] = f"{values.values.dtype} vectors"
+        elif values.ndim == 2 and isinstance(samples, Made):
+            kinds[name] = f"{values.dtype} vectors"
+        else:
+            kinds[name] = f"{values.dtype} of shape {values.shape[1:]}"
+    return kinds
+
+
 def sample_rng(seed: int, epoch: int, number: int) -> np.random.Generator:
     """A generator that depends on (seed, epoch, sample) alone; of Philox, as `order` is."""
     key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
@@ -322,42 +438,3 @@ def name_of(function: Any) -> str:
     if "<lambda>" in name and code is not None:
         return f"lambda, line {code.co_firstlineno}"
     return str(name).rpartition("<locals>.")[2]
-
-
-def digest_of(*parts: str) -> str:
-    """16 hex digits over texts."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def function_digest(function: Any) -> str:
-    """16 hex digits over a function's code, constants, defaults and what it has closed over.
-
-    Values that it reads from global names are not looked at.
-    """
-    code = getattr(function, "__code__", None)
-    if code is None:
-        call = type(function).__call__
-        state = repr(sorted(getattr(function, "__dict__", {}).items(), key=str))
-        code = getattr(call, "__code__", None)
-        return digest_of(type(function).__qualname__, _code_words(code), state)
-    cells = [repr(cell.cell_contents) for cell in function.__closure__ or ()]
-    return digest_of(_code_words(code), repr(function.__defaults__), *cells)
-
-
-def _code_words(code: Any) -> str:
-    if code is None:
-        return ""
-    inner = [_code_words(c) if hasattr(c, "co_code") else repr(c) for c in code.co_consts]
-    return " ".join([code.co_code.hex(), repr(code.co_names), *inner])
-
-
-def _same_state(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return bool(np.array_equal(a, b))
-    if isinstance(a, dict):
-        return all(_same_state(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)):
-        return all(_same_state(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)

@@ -84,10 +84,10 @@ def labels_of(
     """The targets of rows, to split by class.
 
     Raises:
-        DataError: the target is not one number a row.
+        DataError: the target is not one number a row, or no class.
     """
     if known is not None:
-        return known[numbers]
+        return _classes(known[numbers])
     found = []
     buffers, costs = Buffers(), Costs()
     for start in range(0, len(numbers), _CHUNK):
@@ -100,7 +100,19 @@ def labels_of(
                 f"found {target if values is None else np.shape(values)}"
             )
         found.append(values.reshape(-1).copy())
-    return np.concatenate(found)
+    return _classes(np.concatenate(found))
+
+
+def _classes(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same, unless about every row has a target of its own: those are no classes."""
+    different = len(np.unique(labels))
+    if labels.dtype.kind == "f" and 2 * different > len(labels) > 2:
+        raise DataError(
+            f"split(stratify=True) shares out classes; found {different:,} different targets in "
+            f"{len(labels):,} samples",
+            do="leave stratify out for targets that are numbers",
+        )
+    return labels
 
 
 def shard(numbers: Numbers, stage: Shard, file_rows: Numbers | None) -> Numbers:

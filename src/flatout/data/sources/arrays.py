@@ -194,6 +194,8 @@ class ArraySource:
         """
         first = self.plan.first(start_step)
         order = torch.from_numpy(self.plan.order(epoch))
+        if not self.plan.shuffle:
+            order = order.clone()  # batches give out views of it, and whoever has one may write
         if self.plan.shuffle or self._scaled or self._pin:
             return self._gathered(order, first)
         return self._viewed(order, first)

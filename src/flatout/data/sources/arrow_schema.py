@@ -23,6 +23,8 @@ Defaults: TypeAlias = "int | float | Mapping[str, int | float] | None"
 
 # The one input that several columns are put into.
 STACKED = "inputs"
+# Columns that a message names, and letters of a name.
+_TOLD, _LONGEST = 8, 40
 _DTYPES = {
     "bool": "bool",
     "uint8": "uint8",
@@ -129,8 +131,8 @@ def infer_schema(
             columns.append(column)
         elif roles[name] != "unused":
             problems.append((name, type))
-    if problems:
-        raise _no_numbers(problems)
+    if problems or not columns:
+        raise _no_numbers(problems or list(fields.items()))
     kept = dict(options)
     if wanted.categories:
         kept["categories"] = {name: list(values) for name, values in wanted.categories.items()}
@@ -189,16 +191,21 @@ def _stacked(columns: list[Column], wanted: Wanted) -> tuple[list[Column], list[
 
 def _no_numbers(problems: Sequence[tuple[str, pa.DataType]]) -> DataError:
     words = ", ".join(
-        f"{name!r} ({'missing values alone' if pa.types.is_null(type) else type})"
-        for name, type in problems
-    )
-    names = [name for name, _ in problems]
+        f"{_short(name)!r} ({'missing values alone' if pa.types.is_null(type) else type})"
+        for name, type in problems[:_TOLD]
+    ) + (f" and {len(problems) - _TOLD} more" if len(problems) > _TOLD else "")
+    names = [_short(name) for name, _ in problems[:_TOLD]]
     first = names[0]
     return DataError(
         f"expected columns of numbers, found {words}",
         do=f"leave out what is no input: unused={names!r}; or give strings a number each: "
         f'categories={{{first!r}: ["a", "b", ...]}}',
     )
+
+
+def _short(name: str) -> str:
+    """What is taken for a column's name may be a whole line of a file of another format."""
+    return name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
 
 
 def _kind(type: pa.DataType) -> _Kind:

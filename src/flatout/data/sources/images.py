@@ -107,10 +107,11 @@ def images(
     if schema is None:
         wanted = _of_arguments(**given)
     else:
+        read = as_schema(schema, "images")
         beside = [name for name, value in given.items() if value != _DEFAULTS[name]]
         if beside:
             raise DataError(f"{', '.join(beside)}: the schema says that already; found both")
-        wanted = _of_schema(as_schema(schema, "images"))
+        wanted = _of_schema(read)
     faults = Faults(on_error, max_errors)
     labelled = wanted.label is not None
     stored: Images

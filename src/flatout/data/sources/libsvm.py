@@ -232,7 +232,7 @@ def libsvm(
         DataError: file and line of what is wrong, what was expected and found.
     """
     from flatout.data.files import find
-    from flatout.data.indexed import IndexedRows, survey_files
+    from flatout.data.indexed import IndexedRows, names_of, survey_files
     from flatout.data.pipeline import Pipeline
 
     found = find(paths)
@@ -240,6 +240,8 @@ def libsvm(
         # Bad rows are counted when the index is built, once.
         looking = Faults(on_error, max_errors)
         survey = survey_files(found, LibsvmDecoder(_any_schema()), looking)
+        if not len(survey.starts):
+            raise DataError("the files hold no rows that can be read", where=names_of(found))
         decoder = LibsvmDecoder(infer_schema(survey.facts, layout, base))
     else:
         decoder = LibsvmDecoder(as_schema(schema, "libsvm"))

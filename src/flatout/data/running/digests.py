@@ -1,0 +1,131 @@
+"""Names for what data and functions are: what was made of others is not taken for theirs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+# Values of global names that are looked at; a module is what it is, whoever uses it.
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+
+
+class Nameless(Exception):
+    """There is something whose content cannot be put into words."""
+
+
+def digest_of(*parts: str) -> str:
+    """16 hex digits over texts."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def function_digest(function: Any) -> str:
+    """16 hex digits over a function's code and what it has at hand, as far as that has a name."""
+    try:
+        return function_name(function)
+    except Nameless:
+        return digest_of(_kind(function), _code_words(getattr(function, "__code__", None)))
+
+
+def function_name(function: Any) -> str:
+    """16 hex digits that differ for any other function, as far as its own values go.
+
+    Looked at are its code, constants, defaults, what it has closed over, the object that it is a
+    method of, and the functions and plain values that it reads from global names.
+
+    Raises:
+        Nameless: one of these values cannot be pickled.
+    """
+    return digest_of(*_words(function, set()))
+
+
+def tensors_name(tensors: Mapping[str, torch.Tensor]) -> str:
+    """16 hex digits over all bytes of some tensors on the CPU."""
+    digest = hashlib.blake2b()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_bytes_of(tensor))
+    return digest.hexdigest()[:16]
+
+
+def _words(value: Any, seen: set[int]) -> Iterator[str]:
+    """What tells a value from all others, piece by piece."""
+    if id(value) in seen:
+        yield "again"
+        return
+    yield _kind(value)
+    if isinstance(value, torch.Tensor):
+        yield tensors_name({"": value.detach().cpu()})
+    elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        yield f"{value.dtype} {value.shape} {hashlib.blake2b(value.tobytes()).hexdigest()}"
+    elif isinstance(value, (tuple, list)):
+        yield str(len(value))
+        for part in value:
+            yield from _words(part, seen)
+    elif isinstance(value, dict):
+        yield str(len(value))
+        for key, part in value.items():
+            yield from _words(key, seen)
+            yield from _words(part, seen)
+    elif callable(value):
+        yield from _callable_words(value, seen | {id(value)})
+    else:
+        yield _pickled(value)
+
+
+def _callable_words(function: Callable[..., Any], seen: set[int]) -> Iterator[str]:
+    if isinstance(function, functools.partial):
+        yield from _words((function.func, function.args, function.keywords), seen)
+    elif inspect.ismethod(function):
+        yield from _words(function.__func__, seen)
+        yield from _words(function.__self__, seen)
+    elif inspect.isfunction(function):
+        yield _code_words(function.__code__)
+        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        yield from _words((function.__defaults__, function.__kwdefaults__, cells), seen)
+        yield from _global_words(function, seen)
+    elif inspect.isbuiltin(function) or inspect.isclass(function):
+        yield f"{function.__module__}.{function.__qualname__}"
+    elif type(function).__module__ in ("builtins", "numpy", "torch"):
+        yield str(getattr(function, "__name__", repr(function)))
+    else:  # an object that is called
+        yield _code_words(getattr(type(function).__call__, "__code__", None))
+        yield from _words(getattr(function, "__dict__", None) or {}, seen)
+        yield _pickled(function)
+
+
+def _global_words(function: Any, seen: set[int]) -> Iterator[str]:
+    for name in function.__code__.co_names:
+        found = function.__globals__.get(name)
+        if inspect.isfunction(found) or isinstance(found, _PLAIN):
+            yield name
+            yield from _words(found, seen)
+
+
+def _pickled(value: Any) -> str:
+    try:
+        return hashlib.blake2b(pickle.dumps(value, protocol=4)).hexdigest()
+    except Exception as error:  # whatever an object's own pickling raises
+        raise Nameless(f"{_kind(value)}: {error}") from error
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _code_words(code: Any) -> str:
+    if code is None:
+        return ""
+    inner = [_code_words(c) if hasattr(c, "co_code") else repr(c) for c in code.co_consts]
+    return " ".join([code.co_code.hex(), repr(code.co_names), *inner])

@@ -1,0 +1,271 @@
+"""Stages in odd combinations: each row is itself, whatever stands around it."""
+
+import functools
+import operator
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import flatout
+from flatout.data.running.digests import Nameless, function_name
+from flatout.errors import DataError
+
+X = np.arange(40, dtype=np.float32)
+
+
+def rows(count=40):
+    return flatout.data.arrays(X[:count, None], X[:count])
+
+
+def pairs(pipeline, epoch=0):
+    """What each row is, by its number."""
+    found = []
+    for batch in pipeline.batches(epoch):
+        values = batch.inputs.reshape(batch.size, -1)[:, 0].tolist()
+        found += zip(batch.indices.tolist(), values, strict=True)
+    return found
+
+
+def same(x, y):
+    return x, y
+
+
+# -- what samples look like is learnt from a row that takes part ----------------------------------
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda data: data.filter(lambda x, y: x[0] >= 10),
+        lambda data: data.split(0.5, by="order")[1],
+        lambda data: data.shard(1, 2, by="rows"),
+    ],
+)
+def test_a_cache_of_some_rows_keeps_those(chosen, where, tmp_path):
+    data = chosen(rows().map(same)).cache(where, folder=str(tmp_path)).map(same).batch(8)
+    for epoch in range(2):
+        assert all(number == value for number, value in pairs(data, epoch))
+
+
+def test_a_cache_of_a_mixture_of_parts():
+    first = rows().map(same).split(0.1, by="order")[0].cache("memory")
+    data = flatout.data.mix(first, rows()).cache("memory").batch(4)
+    for epoch in range(2):
+        assert sorted(value for _, value in pairs(data, epoch)) == sorted([*X, *X[:4]])
+
+
+def test_a_function_sees_no_row_that_was_left_out():
+    def root(x, y):
+        assert x[0] >= 5
+        return x, y
+
+    data = rows().filter(lambda x, y: x[0] >= 5).map(root).batch(4)
+    assert len(pairs(data)) == 35
+
+
+# -- a cache on the disk is found by what is in it ------------------------------------------------
+
+
+def times(x, y, factor):
+    return factor * x, y
+
+
+class Times:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def method(self, x, y):
+        return self.factor * x, y
+
+    def __call__(self, x, y):
+        return self.factor * x, y
+
+
+def closed_over(values):
+    return lambda x, y: (x + values[1000], y)
+
+
+def by_keyword(factor):
+    def function(x, y, *, factor=factor):
+        return factor * x, y
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (functools.partial(times, factor=2), functools.partial(times, factor=3)),
+        (Times(2).method, Times(3).method),
+        (Times(2), Times(3)),
+        (by_keyword(2), by_keyword(3)),
+        (closed_over(torch.zeros(2000)), closed_over(torch.arange(2000.0))),
+        (lambda x, y: (torch.sin(x), y), lambda x, y: (torch.cos(x), y)),
+    ],
+)
+def test_other_functions_have_other_caches(one, other, tmp_path):
+    for function in (one, other):
+        made = rows().map(function).cache("disk", folder=str(tmp_path)).batch(8)
+        kept = torch.cat([batch.inputs for batch in made.batches(0)])
+        wanted = [function(x, None)[0] for x in torch.tensor(X[:, None])]
+        assert torch.equal(kept, torch.stack(wanted))
+    assert function_name(one) == function_name(one) != function_name(other)
+
+
+def test_functions_without_code_have_names():
+    assert function_name(torch.sin) != function_name(torch.cos)
+    assert function_name(operator.itemgetter(0)) != function_name(operator.itemgetter(1))
+    with pytest.raises(Nameless):
+        function_name(Times(threading.Lock()))
+
+
+def test_other_data_have_other_caches(tmp_path):
+    many = np.zeros((10_000, 1), np.float32)
+    for change in (0.0, 1.0):
+        many[5003] = change
+        data = flatout.data.arrays(many).map(twice).cache("disk", folder=str(tmp_path)).batch(500)
+        assert sum(float(batch.inputs.sum()) for batch in data.batches(0)) == 2 * change
+
+
+def twice(x):
+    return 2 * x
+
+
+def test_what_draws_by_another_seed_has_another_cache(tmp_path):
+    def drawn(x, y, rng):
+        return x + rng.random(), y
+
+    found = []
+    for seed in (1, 2):
+        data = rows().map(drawn).cache("disk", folder=str(tmp_path)).shuffle(seed).batch(40)
+        found.append(dict(pairs(data)))
+    assert found[0] != found[1]
+
+
+def test_a_dataset_without_a_name_shares_no_cache(tmp_path):
+    for factor in (1, 2):
+        dataset = torch.utils.data.TensorDataset(torch.tensor(X) * factor)
+        data = flatout.data.torch_dataset(dataset).cache("disk", folder=str(tmp_path)).batch(8)
+        kept = torch.cat([batch.inputs for batch in data.batches(0)])
+        assert torch.equal(kept.reshape(-1), torch.tensor(X) * factor)
+
+
+# -- functions that draw from the global generators ----------------------------------------------
+
+
+def noisy(x, y):
+    return x + torch.rand(1), y
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [
+        lambda: rows().map(noisy).cache("memory").batch(8),
+        lambda: flatout.data.mix(rows().map(noisy), rows().map(noisy)).batch(8),
+        lambda: rows().batch(8).map(lambda x, y: (x + torch.rand(len(x), 1), y)),
+    ],
+)
+def test_what_draws_is_the_same_in_every_run(drawing):
+    found = []
+    for threads in (1, 3):
+        torch.rand(threads)  # the state of the process does not matter
+        data = drawing().options(threads=threads)
+        found.append([pairs(data, 0), pairs(data, 1)])
+    assert found[0] == found[1]
+
+
+def test_a_cached_draw_depends_on_the_sample_alone():
+    kept = []
+    for size in (8, 40):
+        kept.append(dict(pairs(rows().map(noisy).cache("memory").shuffle(size).batch(size))))
+    assert kept[0] == kept[1]
+
+
+# -- batches are their owner's ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("long_way", [False, True])
+def test_writing_into_a_batch_changes_no_other(long_way):
+    data = rows().map(same).batch(8) if long_way else rows().batch(8)
+    for batch in data.batches(0):
+        batch.indices.fill_(0)
+    assert [number for number, _ in pairs(data, 1)] == list(range(40))
+
+
+def test_sources_of_different_dtypes_do_not_mix():
+    other = flatout.data.arrays(X[:, None].astype(np.float64), X)
+    with pytest.raises(DataError, match=r"float32 of shape .* float64 of shape"):
+        flatout.data.mix(rows(), other).batch(4).peek(1)
+
+
+# -- vectors of different lengths -----------------------------------------------------------------
+
+
+def upto(x):
+    return torch.arange(int(x) % 4 + 1)
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_vectors_of_different_lengths_are_kept(where, tmp_path):
+    data = flatout.data.arrays(X).map(upto).cache(where, folder=str(tmp_path)).shuffle(1).batch(2)
+    for epoch in range(2):
+        for batch in data.batches(epoch):
+            for number, row in zip(batch.indices.tolist(), batch.inputs.tolist(), strict=True):
+                assert row[: number % 4 + 1] == list(range(number % 4 + 1))
+
+
+def test_vectors_that_differ_late_are_refused_by_a_cache():
+    many = flatout.data.arrays(np.arange(200)).map(lambda x: torch.zeros(3 + (int(x) > 150)))
+    with pytest.raises(DataError, match="differ in length, and the first 64 did not"):
+        list(many.cache("memory").batch(10).batches(0))
+
+
+def test_vectors_of_different_lengths_may_be_mixed():
+    data = flatout.data.mix(
+        flatout.data.arrays(X).map(upto), flatout.data.arrays(X).map(lambda x: torch.arange(3))
+    )
+    assert sum(batch.size for batch in data.batch(4).batches(0)) == 80
+
+
+# -- ranks with fewer rows than steps --------------------------------------------------------------
+
+
+def test_a_rank_without_a_row_for_a_batch_gets_one_that_weighs_nothing():
+    for rank in range(8):
+        data = flatout.data.arrays(X[:10], X[:10]).shard(rank, 8, by="rows").batch(2)
+        batches = list(data.map(lambda x, y: (x + 1, y)).batches(0))
+        assert len(batches) == 5
+        assert all(batch.size for batch in batches)
+        weights = [1.0 if b.weight is None else float(b.weight.sum()) for b in batches]
+        assert sum(weights) == 10 * (rank + 1) // 8 - 10 * rank // 8
+    with pytest.raises(DataError, match="no sample is left for this rank"):
+        flatout.data.arrays(X[:3]).shard(0, 8, by="rows").batch(2).peek(1)
+
+
+def test_a_short_batch_that_is_filled_up_counts_each_row_once():
+    total = 0.0
+    for rank in range(4):
+        data = flatout.data.arrays(X[:21], X[:21]).batch(5, last="pad").shard(rank, 4)
+        sizes = []
+        for batch in data.batches(0):
+            sizes.append(batch.size)
+            total += batch.size if batch.weight is None else float(batch.weight.sum())
+        assert len(set(sizes)) == 1
+    assert total == 21
+
+
+# -- refusals -----------------------------------------------------------------
+
+
+def test_what_cannot_be_done_is_said():
+    with pytest.raises(DataError, match=r"options\(processes=1\)"):
+        rows().map(lambda x, y: (x, y)).options(processes=1).batch(4).peek(1)
+    with pytest.raises(DataError, match="bfloat16"):
+        flatout.data.arrays(torch.zeros(9, dtype=torch.bfloat16)).batch(2, last="pad").peek(1)
+    with pytest.raises(DataError, match="put shard behind mix"):
+        flatout.data.mix(rows().shard(0, 2), rows().shard(0, 2)).batch(2).peek(1)
+    with pytest.raises(DataError, match="stands behind mix"):
+        flatout.data.mix(rows(), rows()).shuffle(1, window=4).batch(2).peek(1)
