@@ -343,6 +343,7 @@ def make_data(data: Path, wanted: Iterable[Peer], counts: Mapping[str, int]) -> 
     for kind in dict.fromkeys(peer.name.split("-", 1)[0] for peer in wanted if not absence(peer)):
         tell(f"making {counts[kind]:,} rows of {kind}")
         input_data.make(kind, data / kind, counts[kind])
+    os.sync()  # what is still being written to the disk would take a CPU from the first peers
 
 
 def main() -> int:

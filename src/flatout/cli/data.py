@@ -76,9 +76,11 @@ def inspect(
         return
     out = _console()
     written = "" if schema is None else f"   → {schema}"
-    out.print(report.headline() + ("" if report.bad_rows else written))
+    # A terminal breaks lines between words; in a file a line stays one.
+    whole = not out.is_terminal
+    out.print(report.headline() + ("" if report.bad_rows else written), soft_wrap=whole)
     if report.bad_rows:
-        out.print(report.bad_line() + written)
+        out.print(report.bad_line() + written, soft_wrap=whole)
     for note in report.notes:
         out.print(note)
     if report.columns:

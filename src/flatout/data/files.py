@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -107,6 +108,11 @@ def find(
     for one in given:
         if not isinstance(one, (str, os.PathLike)) or not os.fspath(one):
             raise DataError(f"expected a path, found {one!r}")
+        if os.fspath(one) == "-":
+            raise DataError(
+                "'-' is standard input, which is read once and has no row numbers",
+                do="read it with flatout.data.fifo('-', ...), or write it into a file first",
+            )
     return [
         _here(fs, place, name, unpack, say)
         for one in given
@@ -248,8 +254,41 @@ def _unpacked(original: IO[bytes], name: str) -> IO[bytes]:
             raise DataError(
                 "the file is packed by zstandard", where=name, do="pip install zstandard"
             ) from error
-        return zstandard.ZstdDecompressor().stream_reader(original)
+        return _Zstandard(original, zstandard)  # type: ignore[return-value]
     return original
+
+
+class _Zstandard:
+    """Reads frames of zstandard, and notices where one is cut off, as the library does not."""
+
+    def __init__(self, packed: IO[bytes], zstandard: Any) -> None:
+        self._packed, self._zstandard = packed, zstandard
+        self._frame: Any = None
+
+    def read(self, size: int) -> bytes:
+        """Some more bytes, b"" at the end.
+
+        Raises:
+            EOFError: a frame is not whole.
+            OSError: the bytes are not what was packed.
+        """
+        while True:
+            begin = b"" if self._frame is None else self._frame.unused_data
+            if self._frame is not None and self._frame.eof:
+                self._frame = None
+            piece = begin or self._packed.read(size)
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError
+                return b""
+            if self._frame is None:
+                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+            try:
+                unpacked: bytes = self._frame.decompress(piece)
+            except self._zstandard.ZstdError as error:
+                raise OSError(f"the packed bytes are damaged: {error}") from error
+            if unpacked:
+                return unpacked
 
 
 @contextmanager
@@ -259,6 +298,6 @@ def _reading(name: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, lzma.LZMAError) as error:
+    except (OSError, lzma.LZMAError, zlib.error) as error:
         words = getattr(error, "strerror", None) or str(error)
         raise DataError(f"the file cannot be read or copied: {words}", where=name) from error

@@ -7,12 +7,13 @@ otherwise the rows wanted are read from the files, neighbours together.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import resource
 import time
 import uuid
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -38,7 +39,7 @@ from flatout.measure import available_bytes, usable_cpus
 _VERSION = 1
 _PIECE = 64 << 20
 # A row of which so many bytes were read, and no end found, is taken for damage.
-_LONGEST_ROW = 1 << 30
+_LONGEST_ROW = 1 << 28
 _ENDS = 1 << 16
 _SURVEYED = 1 << 15
 _QUIET_S = 1.0
@@ -232,13 +233,19 @@ class _FileBytes:
             except (EOFError, OSError) as error:
                 self.files[at].check_unchanged()
                 raise DataError(f"cannot be read: {error}", where=self.files[at].name) from error
+            self._check_what_was_read(int(at))
         return out, places[:-1] + margins[0]
+
+    def _check_what_was_read(self, at: int) -> None:
+        file, now = self.files[at], os.fstat(self._numbers[at])
+        if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+            file.check_unchanged()
 
     def _open(self, at: int) -> int:
         with self._lock:
             if at not in self._numbers:
                 try:
-                    self._numbers[at] = os.open(self.files[at].path, os.O_RDONLY | os.O_CLOEXEC)
+                    self._numbers[at] = _open_one_more(self.files[at].path)
                 except OSError as error:
                     raise DataError(
                         f"cannot be opened: {error.strerror}", where=self.files[at].name
@@ -317,6 +324,18 @@ class _FileBytes:
         ]
 
 
+def _open_one_more(path: str) -> int:
+    """Open a file; where there are too many, ask for the most that the system allows."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
 def _read_piece(file: File, whole: Bytes, start: int) -> None:
     try:
         with open(file.path, "rb", buffering=0) as opened:
@@ -354,8 +373,12 @@ def index_of(
     ]
     digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:24]
     path = cache_folder() / "index" / f"{digest}.npz"
-    with suppress(OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError):
-        return _load(path)
+    # Whatever is wrong with it, it is made again.
+    with suppress(Exception):
+        loaded = _load(path)
+        ends = loaded.starts + loaded.sizes
+        if not len(ends) or (loaded.starts.min() >= 0 and ends.max() <= held.size):
+            return loaded
     index = _build(held, decoder, faults, look, say)
     _save(index, path)
     return index

@@ -184,7 +184,7 @@ def _to_shards(
     settings = {**job.settings, "to": kind, "shards": len(counts), "version": _VERSION}
     manifest = Manifest(settings, writer.schema.dumps(), len(job.numbers))
     pieces = pieces_of(counts, job.probe, writer.piece_bytes)
-    with place.locked(), disk(place.folder, lambda: place.done(manifest)):
+    with disk(place.folder, lambda: place.done(manifest)), place.locked():
         manifest = begin(place, manifest, overwrite)
         found = sum(shard.rows for shard in manifest.shards)
         if not manifest.complete:

@@ -107,7 +107,7 @@ def job_of(pipeline: Pipeline, shuffle: int | None, balance: str | None) -> Job:
     names = _names(probe, samples.form, pipeline.origin)
     schema = _schema(probe, names, samples.form, pipeline.origin)
     settings = {
-        "source": samples.digest,
+        "source": samples.content() or samples.digest,
         "rows": len(numbers),
         "shuffle": shuffle,
         "balance": balance,

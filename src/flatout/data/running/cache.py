@@ -6,7 +6,8 @@ import atexit
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from time import perf_counter_ns as clock
@@ -84,14 +85,15 @@ class Cached:
 
     def _choose(self, where: Where, budget: int | None, folder: Path | None) -> tuple[Where, str]:
         room = int(available_bytes() * _SHARE) if budget is None else budget
-        base = folder or cache_folder()
-        base.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(base).free
         size = f"{len(self._numbers):,} decoded samples take {_gb(self.bytes)}"
         if where == "memory" and budget is None:
             room = available_bytes()
         if where != "disk" and self.bytes <= room:
             return "memory", f"{size}, memory has {_gb(room)} for them"
+        base = folder or cache_folder()
+        with _told(base):
+            base.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(base).free
         if where != "memory" and self._on_disk(folder).exists():
             return "disk", f"{size}, on the disk already"
         if where != "memory" and self.bytes <= free:
@@ -131,7 +133,8 @@ class Cached:
             self._missing = 0
             return
         try:
-            self._filling = Filling(target, layout, len(self._numbers), self.inner.digest)
+            with _told(target):
+                self._filling = Filling(target, layout, len(self._numbers), self.inner.digest)
         except BlockingIOError:
             # Another process fills it; this one makes its samples as if there were no cache.
             self.reason += "; another process is filling it, so this one does without"
@@ -249,7 +252,8 @@ class Cached:
 
     def _keep(self, slots: Numbers, block: Block) -> None:
         if self._filling is not None:
-            self._filling.put(slots, dict(block.columns))
+            with _told(self._filling.part):
+                self._filling.put(slots, dict(block.columns))
         else:
             assert self._store is not None
             self._store.put(slots, block.columns)
@@ -260,7 +264,8 @@ class Cached:
 
     def _finish(self) -> None:
         assert self._filling is not None
-        target = self._filling.finish(self.inner.form, {})
+        with _told(self._filling.part):
+            target = self._filling.finish(self.inner.form, {})
         self._filling.close()
         self._filling = None
         self._store = RowFolder(target).store
@@ -269,11 +274,27 @@ class Cached:
         """Make what is kept by now last, such as at an epoch's end."""
         with self._lock:
             if self._filling is not None:
-                self._filling.flush()
+                with _told(self._filling.part):
+                    self._filling.flush()
 
     def where(self, number: int) -> str:
         """Where the sample comes from."""
         return self.inner.where(number)
+
+
+@contextmanager
+def _told(place: Path) -> Iterator[None]:
+    """A disk that cannot be written, told as one."""
+    try:
+        yield
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise DataError(
+            f"the cache cannot be written: {error.strerror or error}",
+            where=str(place),
+            do='make room, set FLATOUT_CACHE to another folder, or cache("memory")',
+        ) from error
 
 
 def _gb(size: float) -> str:

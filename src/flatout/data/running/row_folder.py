@@ -91,6 +91,9 @@ class Filling:
         begun = {"version": VERSION, "rows": rows, "digest": digest, **_layout_words(layout)}
         self._begin(begun)
         self._rows_file = open(self.part / "rows.bin", "r+b", buffering=0)  # noqa: SIM115
+        # The rows are written through mapped memory, where a full disk kills the process: so their
+        # place is taken now.
+        os.posix_fallocate(self._rows_file.fileno(), 0, rows * layout.stride)
         mapped = mmap.mmap(self._rows_file.fileno(), rows * layout.stride)
         matrix = np.frombuffer(mapped, np.uint8).reshape(rows, layout.stride)
         self._mapped = mapped
@@ -186,12 +189,14 @@ class Filling:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, self.part / "meta.json")
-        for name in ("begun.json", "filled.log"):
-            (self.part / name).unlink()
         if self.target.exists():  # another process was quicker
             shutil.rmtree(self.part)
-        else:
-            os.rename(self.part, self.target)
+            return self.target
+        os.rename(self.part, self.target)
+        _sync_folder(self.target.parent)
+        # Only now: whoever is killed before goes on with them.
+        for name in ("begun.json", "filled.log"):
+            (self.target / name).unlink(missing_ok=True)
         return self.target
 
     def close(self) -> None:
@@ -214,6 +219,18 @@ class RowFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.meta = read_meta(self.path)
+        try:
+            self._open()
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"the folder is damaged: {type(error).__name__}: {error}",
+                where=str(self.path / "meta.json"),
+                do="delete it and make it again",
+            ) from error
+
+    def _open(self) -> None:
         layout = _layout_of(self.meta)
         self.rows = int(self.meta["rows"])
         for name, found in self.meta["files"].items():
@@ -231,12 +248,24 @@ class RowFolder:
             _ReadArena(self.path / f"ragged-{i}.bin", field.dtype) for i, field in enumerate(ragged)
         ]
         self.store = RowStore(layout, mapped.reshape(self.rows, layout.stride), arenas)
+        self._seen = {name: _state(self.path / name) for name in self.meta["files"]}
+        self.store.check = self._check_unchanged
         form = self.meta["form"]
         self.form = None if form is None else Form(*(_tree_of(tree) for tree in form))
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Rows by number."""
         return Block(self.store.get(numbers, buffers), numbers)
+
+    def _check_unchanged(self) -> None:
+        """Before mapped memory is touched: where its file has shrunk, the process would end."""
+        for name, seen in self._seen.items():
+            if _state(self.path / name) != seen:
+                raise DataError(
+                    "the file has changed while it was being read",
+                    where=str(self.path / name),
+                    do="delete the folder and make it again; nothing else may write to it",
+                )
 
     def verify(self) -> None:
         """Compare all bytes with their checksums.
@@ -284,6 +313,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise DataError("expected a folder of rows, found a file", where=str(path)) from error
     except (OSError, ValueError) as error:
         raise DataError(f"meta.json cannot be read: {error}", where=str(path)) from error
+    if not isinstance(meta, dict):
+        raise DataError("meta.json is damaged: it holds no object", where=str(path))
     if meta.get("version") != VERSION:
         raise DataError(
             f"expected a row cache of version {VERSION}, found {meta.get('version')}",
@@ -297,6 +328,23 @@ def _mapped(number: int, size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     if size == 0:
         return np.empty(0, dtype)
     return np.frombuffer(mmap.mmap(number, size, prot=mmap.PROT_READ), dtype)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Size, and when it was last written; of a file that has gone (-1, -1)."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+def _sync_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _size(path: Path) -> int:

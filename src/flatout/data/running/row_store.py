@@ -7,7 +7,7 @@ column. Ragged values lie in an arena of their own; the row holds their place an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
@@ -124,6 +124,7 @@ class RowStore:
         self.layout = layout
         self.rows = rows
         self.arenas = arenas
+        self.check: Callable[[], None] | None = None  # before rows are read
         self._lock = Lock()
 
     def put(self, slots: Numbers, columns: Mapping[str, Values]) -> npt.NDArray[np.uint8]:
@@ -144,6 +145,8 @@ class RowStore:
 
     def get(self, slots: Numbers, buffers: Buffers) -> dict[str, Values]:
         """The rows of these slots, in this order."""
+        if self.check is not None:
+            self.check()
         outs = {field.name: _room(field, len(slots), buffers) for field in self.layout.fields}
         pieces = [(field.offset, field.width, outs[field.name]) for field in self.layout.fields]
         lines.split_rows(self.rows, np.ascontiguousarray(slots, np.int64), pieces)

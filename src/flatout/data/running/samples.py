@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable
 from threading import Lock
 from time import perf_counter_ns as clock
@@ -128,7 +127,7 @@ class Decoded:
     def content(self) -> str | None:
         """The digest, and when its files were last written."""
         files = getattr(self.source, "files", ())
-        return digest_of(self.digest, *(str(os.stat(file.path).st_mtime_ns) for file in files))
+        return digest_of(self.digest, *(str(file.mtime_ns) for file in files))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """Decode these rows."""
@@ -249,6 +248,9 @@ class Fetched(Made):
     def _fetch(self, number: int) -> Any:
         try:
             return self.dataset[number]
+        except StopIteration as error:  # which would end the loop as if nothing were wrong
+            what = f"{self.name} raised StopIteration"
+            raise DataError(what, where=self.where(number)) from error
         except Exception as error:
             error.add_note(f"in {self.name}, {self.where(number)}")
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.decoder import Bytes, Split, Survey, Where, report, scratch, without_bad
 from flatout.data.faults import Faults, OnError
-from flatout.data.files import Paths
+from flatout.data.files import File, Paths
 from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Given, Schema, as_schema
 from flatout.data.sources.tfrecord_schema import infer_schema
@@ -134,6 +134,7 @@ def _words(code: int) -> str:
 
 # Records that a schema is inferred from, where none is given.
 _LOOKED_AT = 1000
+_PIECE = 8 << 20
 
 
 def tfrecord(
@@ -167,7 +168,8 @@ def tfrecord(
 
     found = find(paths)
     if schema is None:
-        given = infer_schema(_first_records(found[0].path, found[0].name), found[0].name)
+        looking = Faults(on_error, max_errors)
+        given = infer_schema(_first_records(found, looking, check), found[0].name)
         if target is not None:
             given = given.with_target(target)
     else:
@@ -178,11 +180,32 @@ def tfrecord(
     return Pipeline(IndexedRows(found, decoder, Faults(on_error, max_errors), "TFRecord"))
 
 
-def _first_records(path: str, name: str) -> list[bytes]:
-    with open(path, "rb") as file:
-        begin = np.frombuffer(file.read(64 << 20), np.uint8)
-    found = kernel.scan(begin, final=False)
-    if found.problem:
-        raise DataError(found.problem, where=f"{name}: byte {found.consumed:,}")
-    pairs = zip(found.starts[:_LOOKED_AT], found.ends[:_LOOKED_AT], strict=True)
-    return [begin[start:end].tobytes() for start, end in pairs]
+def _first_records(files: Sequence[File], faults: Faults, check: bool) -> list[bytes]:
+    """The first records that are good, of the first file that has any."""
+    for file in files:
+        records = []
+        for start, record, crc in _records(file):
+            if check and kernel.masked_crc32c(record) != crc:
+                faults.bad(_words(kernel.Bad.DATA_CRC), f"{file.name}: byte {start:,}")
+            else:
+                records.append(record)
+            if len(records) == _LOOKED_AT:
+                break
+        if records:
+            return records
+    raise DataError("the files hold no records", where=", ".join(file.name for file in files[:3]))
+
+
+def _records(file: File) -> Iterator[tuple[int, bytes, int]]:
+    """Where each record of a file begins, the record, and its checksum as it stands there."""
+    with open(file.path, "rb") as opened:
+        place, rest = 0, b""
+        while piece := opened.read(_PIECE):
+            rest += piece
+            found = kernel.scan(rest, final=opened.tell() >= file.size)
+            for start, end in zip(found.starts.tolist(), found.ends.tolist(), strict=True):
+                crc = int.from_bytes(rest[end : end + 4], "little")
+                yield place + start, rest[start:end], crc
+            place, rest = place + found.consumed, rest[found.consumed :]
+            if found.problem:
+                raise DataError(found.problem, where=f"{file.name}: byte {place:,}")

@@ -149,10 +149,6 @@ def _filling(target: Path, layout: Layout, total: int, settings: dict[str, Any])
         ) from error
     try:
         _begun_path(target).write_text(json.dumps(settings))
-        # The rows are written through mapped memory, where a full disk kills the process: so their
-        # place is taken now.
-        with open(filling.part / "rows.bin", "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, total * layout.stride)
     except BaseException:
         filling.close()
         raise
