@@ -50,3 +50,7 @@ class NumbersError(FlatoutError, ArithmeticError):
 
 class OutOfMemory(FlatoutError, MemoryError):
     """A step does not fit in memory even at the smallest micro-batch allowed."""
+
+
+class WorldError(FlatoutError, RuntimeError):
+    """The ranks of a job cannot find each other, disagree, or one of them is gone."""

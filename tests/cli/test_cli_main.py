@@ -55,17 +55,16 @@ def test_wrong_usage_exits_with_2_and_says_how(words) -> None:
 
 
 def test_an_error_for_people_has_no_traceback() -> None:
-    done = flatout("run", "--devices", "2", __file__)
+    done = flatout("run", "--nodes", "2", __file__)
     assert done.returncode == 1
     assert done.stderr == (
-        "error: --devices 2, but this version trains on one device\n"
-        "  do: drop --devices; --set world.device=cuda:1 chooses which GPU it is\n"
+        "error: --nodes 2, but not which of them this is\n  do: pass --node-rank, from 0\n"
     )
     assert done.stdout == ""
 
 
 def test_a_traceback_comes_on_demand() -> None:
-    done = flatout("run", "--devices", "2", __file__, FLATOUT_DEBUG="1")
+    done = flatout("run", "--nodes", "2", __file__, FLATOUT_DEBUG="1")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert "DeviceError: --devices 2" in done.stderr
+    assert "WorldError: --nodes 2" in done.stderr

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.errors import DeviceError
-
 if TYPE_CHECKING:
     from flatout.recipe import Recipe
+    from flatout.world.nodes import Nodes
 
 
 def run(
@@ -40,8 +39,38 @@ def run(
         ),
     ] = None,
     devices: Annotated[
-        int, typer.Option(min=1, help="How many devices to train on: 1 in this version.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--devices",
+            "--nproc-per-node",
+            min=1,
+            help="Ranks on this node: one for each GPU, or parts of the CPU. Default: what the "
+            "cluster says, or 1.",
+            show_default=False,
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", "--nnodes", min=1, help="How many nodes.", show_default=False),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="Which node this is, from 0.", show_default=False),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(
+            "--rendezvous",
+            "--rdzv-endpoint",
+            metavar="HOST:PORT",
+            help="Where the nodes meet: a free port on the first of them.",
+            show_default=False,
+        ),
+    ] = None,
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, help="How often ranks start again after one of them was killed."),
+    ] = 3,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")
     ] = False,
@@ -51,14 +80,13 @@ def run(
     Arguments, standard input, exit code and signals pass through. A Trainer or Loop in the script
     takes the Recipe; what must be there before Python starts is set for any script.
     """
-    if devices > 1:
-        raise DeviceError(
-            f"--devices {devices}, but this version trains on one device",
-            do="drop --devices; --set world.device=cuda:1 chooses which GPU it is",
-        )
+    from flatout.world.nodes import asked_for
+
+    where = asked_for(devices, nodes, node_rank, rendezvous)
     if not is_module and not Path(script).exists():
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
-    start = [sys.executable, *(["-m"] if is_module else []), script, *(args or [])]
+    begin = [sys.executable, *(["-m", "flatout.world.start"] if where.is_world else [])]
+    start = [*begin, *(["-m"] if is_module else []), script, *(args or [])]
     variables = {"FLATOUT_RUN": "1"} | ({} if is_module else _keras_backend(Path(script)))
     if recipe is not None:
         variables["FLATOUT_RECIPE"] = os.path.abspath(recipe)
@@ -67,7 +95,7 @@ def run(
     os.environ.update(variables)
     # Without a Recipe the script starts at once and as it is: no setting is a default unmeasured.
     if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
-        _start(start, variables, (), dry_run)
+        _start(start, variables, (), dry_run, where, restarts)
         return
     from flatout.devices.process import environment
     from flatout.devices.threads import set_affinity
@@ -77,7 +105,7 @@ def run(
     if cpus:
         set_affinity(cpus)
     _say_applied(asked, recipe is not None, bool(settings))
-    _start(start, variables | environment(asked), cpus, dry_run)
+    _start(start, variables | environment(asked), cpus, dry_run, where, restarts)
 
 
 def _keras_backend(script: Path) -> dict[str, str]:
@@ -167,12 +195,26 @@ def _say(line: str) -> None:
 
 
 def _start(
-    start: list[str], variables: dict[str, str], cpus: tuple[int, ...], dry_run: bool
+    start: list[str],
+    variables: dict[str, str],
+    cpus: tuple[int, ...],
+    dry_run: bool,
+    where: Nodes,
+    restarts: int,
 ) -> None:
-    """Becomes the script: the same process, so signals, exit code and terminal are its own."""
+    """Becomes the script: the same process, so signals, exit code and terminal are its own.
+
+    Several ranks are processes of their own, started and watched by this one.
+    """
     if dry_run:
         added = [f"{name}={value}" for name, value in variables.items()]
         bound = ["taskset", "-c", ",".join(map(str, cpus))] if cpus else []
-        typer.echo(shlex.join(["env", *added, *bound, *start]))
+        ranks = f" # {where}" if where.is_world else ""
+        typer.echo(shlex.join(["env", *added, *bound, *start]) + ranks)
         return
+    if where.is_world:
+        from flatout.world.launch import launch
+
+        os.environ.update(variables)
+        raise typer.Exit(launch(start, where, restarts))
     os.execve(sys.executable, start, {**os.environ, **variables})

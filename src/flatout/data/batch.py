@@ -23,6 +23,8 @@ class Batch(NamedTuple):
         indices: number of each sample in the data, int64 of shape (size,) on the CPU; None where
             the source does not know it.
         size: how many samples.
+        copies: how many ranks have this very batch; 1 where each has samples of its own.
+        is_copy: of such a batch, whether another rank's counts.
     """
 
     inputs: Tensors
@@ -30,6 +32,8 @@ class Batch(NamedTuple):
     weight: Tensor | None
     indices: Tensor | None
     size: int
+    copies: int = 1
+    is_copy: bool = False
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -76,7 +80,8 @@ def split(batch: Batch, n: int) -> list[Batch]:
 def rows(batch: Batch, start: int, stop: int) -> Batch:
     """Samples `start` to `stop` of the batch, as views."""
     inputs, targets, weight, indices = map_tensors(lambda tensor: tensor[start:stop], batch[:4])
-    return Batch(inputs, targets, weight, indices, min(stop, batch.size) - start)
+    size = min(stop, batch.size) - start
+    return Batch(inputs, targets, weight, indices, size, batch.copies, batch.is_copy)
 
 
 def to(batch: Batch, device: torch.device, non_blocking: bool = False) -> Batch:

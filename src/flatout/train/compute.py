@@ -55,7 +55,7 @@ def build_compute(
             if isinstance(error, FlatoutError) or is_out_of_memory(error):
                 raise
             raise loss_misfit(error, loss, output, batch) from error
-        if metrics:
+        if metrics and not batch.is_copy:
             _feed(metrics, output, batch)
         return value
 

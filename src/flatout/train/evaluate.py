@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from flatout.data.ranked import ranked
 from flatout.data.source import Source
 from flatout.train import guard
-from flatout.train.tally import Tally
+from flatout.train.tally import Tally, mean_of
 
 if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
@@ -35,13 +36,16 @@ def evaluate(
     """
     guard.check_state(trainer.model, "evaluation")
     trainer.be_ready()
+    world = trainer.world()
     job = trainer.job()
     tally = Tally()
     with evaluating(trainer.model), trainer.autocast():
-        for batch in source.batches(0, 0):
+        for batch in ranked(source, world.rank, world.size).batches(0, 0):
             batch = trainer.ready(batch)
             value = job.compute(batch)
-            if isinstance(value, tuple):
+            if batch.is_copy:
+                pass  # another rank counts it
+            elif isinstance(value, tuple):
                 total, weight = value
                 # Where nothing is counted, nothing is added.
                 safe = torch.as_tensor(weight, dtype=total.dtype).clamp_min(1e-12)
@@ -50,7 +54,8 @@ def evaluate(
                 tally.add(value, batch.size)
             if stopped():
                 return None
-        return {"loss": tally.mean(), **job.results()}
+        loss = mean_of(world.gather(tally.state_dict()))
+        return {"loss": loss, **job.results(world)}
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.errors import CheckpointError, NumbersError
 from flatout.recipe import dump
+from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, JsonLines, Progress
 from flatout.train.history import History
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
@@ -62,7 +63,8 @@ class Fit:
         history = History(batch_size=batch_size, timeline=self.loop.timeline)
         self.state = FitState(trainer, history, epochs, steps, batch_size)
         self.state._read_loss = self.loop.mean_loss
-        self.callbacks = callbacks if progress is False else [*callbacks, Progress()]
+        shows = progress is not False and self.loop.world.is_first
+        self.callbacks = [*callbacks, Progress()] if shows else callbacks
         self.signals = StopSignals()
         self._asked: list[float | None] = []
         self._path: str | None = None
@@ -176,6 +178,8 @@ class Fit:
         """Write down what runs, and begin the log."""
         if self.loop.run is None or "://" in self.loop.run:
             return
+        if not self.loop.world.is_first:
+            return
         folder = Path(self.loop.run)
         assert self.loop.resolved is not None
         dump(self.loop.resolved, folder / "recipe.toml")
@@ -226,7 +230,7 @@ class Fit:
             self._end_epoch(began)
 
     def _steps(self) -> None:
-        state, loop, signals = self.state, self.loop, self.signals
+        state, loop = self.state, self.loop
         watching = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
         save_every = loop.requested.save.every if loop.run is not None else None
         schedule = self._per_step_scheduler()
@@ -240,8 +244,8 @@ class Fit:
                     callback.on_step(state)
             if self._asked or (save_every and not state.step % save_every):
                 self._checkpoint()
-            if signals.received is not None:
-                self._interrupt(signals.received)
+            if (signum := self._asked_to_stop()) is not None:
+                self._interrupt(signum)
             if state.stop_reason is not None:
                 return
 
@@ -250,6 +254,7 @@ class Fit:
         loop, compute = self.loop, self.compute
         batches = loop.batches(self.source)
         while (batch := self._next(batches)) is not None:
+            loop.stepper.wants_to_stop = self.signals.received is not None
             if loop.step(compute, batch):
                 yield
         if loop.flush(compute):
@@ -267,7 +272,8 @@ class Fit:
     def _end_epoch(self, began: float) -> None:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
-        logs = {"loss": loop.mean_loss(), **self.job.results()}
+        check_replicas(self.trainer.model, loop.world, f"after epoch {state.epoch + 1}")
+        logs = {"loss": loop.mean_loss(), **self._results()}
         self._check_loss(logs["loss"])
         state.logs = logs
         if self.validation is not None and self.trainer.validates(state.epoch):
@@ -282,8 +288,12 @@ class Fit:
         self.job.reset()
         if self._asked or (loop.run is not None and not loop.requested.save.every):
             self._checkpoint()
-        if self.signals.received is not None:
-            self._interrupt(self.signals.received)
+        if (signum := self._asked_to_stop()) is not None:
+            self._interrupt(signum)
+
+    def _results(self) -> dict[str, float]:
+        """The metrics over what all ranks have trained on."""
+        return self.job.results(self.loop.world)
 
     def _check_loss(self, loss: float) -> None:
         if math.isfinite(loss) or not self.loop.step_in_epoch:
@@ -301,7 +311,9 @@ class Fit:
         """Add the `val_` figures; a stop signal ends it, and a resume begins it anew."""
         start = time.perf_counter_ns()
         before = random_state()
-        found = self.trainer.evaluation(source, lambda: self.signals.received is not None)
+        # Of several ranks none may leave the others: they agree after the next step.
+        alone = self.loop.world.size == 1
+        found = self.trainer.evaluation(source, lambda: alone and self.signals.received is not None)
         self.loop.timeline.add("evaluation", time.perf_counter_ns() - start)
         if found is None:
             assert self.signals.received is not None
@@ -336,15 +348,26 @@ class Fit:
             callback.on_checkpoint(self.state, self._path)
         return self._path
 
+    def _asked_to_stop(self) -> int | None:
+        """The signal that stops training now, on all ranks after the same step."""
+        if self.loop.world.size == 1:
+            return self.signals.received
+        if not self.loop.stepper.stopping:
+            return None
+        received = self.loop.world.gather(self.signals.received)
+        return next((signum for signum in received if signum is not None), None)
+
     def _interrupt(self, signum: int) -> NoReturn:
         """Write a checkpoint, say where it lies, and leave."""
         loop = self.loop
         if loop.run is None:
-            loop.run = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}"
+            name = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}"
+            loop.run = loop.world.from_first(name)
         with suppress(CheckpointError):
             loop.checkpoints.wait()  # what failed before is no reason not to try again
         path = self._path if self._path and loop.is_saved else self._checkpoint()
         loop.checkpoints.wait()
+        loop.world.wait()  # nobody leaves before it is written
         name = "^C" if signum == signal.SIGINT else signal.Signals(signum).name
         prompt = signum == signal.SIGINT and is_interactive()
         loop.say(

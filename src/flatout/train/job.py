@@ -10,6 +10,7 @@ from flatout.data.batch import Batch
 from flatout.train.compute import build_compute
 from flatout.train.losses import Loss, Value
 from flatout.train.metrics import Metric
+from flatout.world import ONE, World
 
 
 class Job(Protocol):
@@ -19,8 +20,8 @@ class Job(Protocol):
         """The batch's loss; its outputs go to the metrics, and nothing is read from the device."""
         ...
 
-    def results(self) -> dict[str, float]:
-        """The metrics over all batches since `reset`, by name."""
+    def results(self, world: World = ONE) -> dict[str, float]:
+        """The metrics over all batches of all ranks since `reset`, by name."""
         ...
 
     def reset(self) -> None:
@@ -52,9 +53,15 @@ class TorchJob:
         self._metrics = metrics
         self.compute = build_compute(model, loss, metrics.values(), unweighted=unweighted)
 
-    def results(self) -> dict[str, float]:
-        """The metrics over all batches since `reset`, by name."""
-        return {name: metric.compute() for name, metric in self._metrics.items()}
+    def results(self, world: World = ONE) -> dict[str, float]:
+        """The metrics over all batches of all ranks since `reset`, by name."""
+        if world.size == 1:
+            return {name: metric.compute() for name, metric in self._metrics.items()}
+        states = world.gather(self.state_dict())
+        return {
+            name: metric.compute([state[name] for state in states])
+            for name, metric in self._metrics.items()
+        }
 
     def reset(self) -> None:
         """Forget all batches."""

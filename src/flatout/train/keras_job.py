@@ -13,6 +13,7 @@ from flatout.data.sources.keras_data import WEIGHTS
 from flatout.models.keras_rewrites import training_step
 from flatout.train.keras_slow_metrics import SlowMetrics
 from flatout.train.losses import Value
+from flatout.world import ONE, World
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -60,7 +61,7 @@ class KerasJob:
         elif model._compile_metrics is not None:
             model._compile_metrics.update_state(y, y_pred, weight)
 
-    def results(self) -> dict[str, float]:
+    def results(self, world: World = ONE) -> dict[str, float]:
         """The metrics over all batches since `reset`, by Keras' names; without the loss."""
         if self._slow is not None:
             self._slow.flush()

@@ -28,6 +28,7 @@ from flatout.train.loop import Loop
 from flatout.train.predict import predict
 from flatout.train.trainer import Trainer
 from flatout.train.warm_start import warm_start as start_warm
+from flatout.world import place
 
 # Of a compiled model these are its own.
 _COMPILED = ("loss", "optimizer", "lr", "metrics", "scheduler", "schedule_every", "clip_norm")
@@ -59,6 +60,12 @@ class KerasTrainer(Trainer):
 
     def __init__(self, model: Any, **arguments: Any) -> None:
         keras_model.check_trainable(model)
+        here = place()
+        if here.world_size > 1:
+            raise ModelError(
+                f"a compiled Keras model trains on one rank, and this is {here}",
+                do="leave model.compile out, and give loss, optimizer and metrics to the Trainer",
+            )
         own = [name for name in (*_COMPILED, *_COMPILED_TOO) if name in arguments]
         if own:
             raise ModelError(

@@ -15,7 +15,6 @@ weight).
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -29,18 +28,21 @@ from torch import nn
 
 from flatout.data.batch import Batch, split, to, to_memory_format
 from flatout.data.pipeline import Pipeline
+from flatout.data.ranked import ranked
 from flatout.data.running.prefetch import prefetch
 from flatout.data.source import Source
 from flatout.devices import find_ping_pong, place, process, resolve_device
-from flatout.errors import CheckpointError, FlatoutError, NumbersError
+from flatout.errors import CheckpointError, DeviceError, FlatoutError, NumbersError
 from flatout.measure import Timeline, fingerprint
 from flatout.models import facts_of, weights_of
 from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, effective, from_file, loads
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
 from flatout.save.storage import Folder
+from flatout.strategies import check_replicas
 from flatout.train import auto, guard
 from flatout.train.checks import check_first_batch
 from flatout.train.micro_batch import estimate_pieces, pieces_for
+from flatout.train.ranks import check_ranks
 from flatout.train.resume import (
     check_same_data,
     check_same_job,
@@ -52,6 +54,9 @@ from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import set_random_state, untouched
 from flatout.train.step import Compute, Stepper
 from flatout.train.tally import Tally
+from flatout.world import ONE, World, join, restarts
+from flatout.world import place as place_here
+from flatout.world.cpus import share_cpus
 
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
 
@@ -129,7 +134,8 @@ class Loop:
         self.first_batch_size: int | None = None
         self.restored_extra: Any = None
         self._clip = (clip_norm, clip_value)
-        self._resume = resume
+        # After a rank was killed all start again, and go on where the last checkpoint was.
+        self._resume = resume or (run is not None and restarts() > 0)
         self._resumed: dict[str, Any] | None = None
         self._kept: ResolvedRecipe | None = None
         self._taken = 0
@@ -139,6 +145,12 @@ class Loop:
         self._checkpoints: Checkpoints | None = None
         self._saved: tuple[int, int] | None = None
         self._undo = ExitStack()
+        self._world: World | None = None
+
+    @property
+    def world(self) -> World:
+        """The ranks that train together."""
+        return self.join()
 
     def _effective(self, recipe: Recipe | ResolvedRecipe | None) -> Recipe:
         """`--set` over code over `--recipe`; what another machine measured is decided anew."""
@@ -187,7 +199,7 @@ class Loop:
             CheckpointError: for a run folder that cannot be written or holds another fit, and a
                 checkpoint that is damaged or of another job.
         """
-        _refuse_many_ranks()
+        self.join()
         for line in self._first_words:
             self.say(line)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
@@ -197,24 +209,64 @@ class Loop:
         if loaded is not None:
             check_same_job(loaded, self, model, optimizer, scheduler)
             self._take_recipe(loaded)
-        if self.run is not None:
+        if self.run is not None and self.world.is_first:
             self.checkpoints.check_writable()
         for line in process.apply(self.requested.process):
             self.say(line)
         self._place(model)
+        check_ranks(model, data, self.world)
+        if data is not None:
+            data = ranked(data, self.world.rank, self.world.size)
         first = data.peek(2) if compute is not None and data is not None else []
         if first and data is not None:
-            self.first_samples, self.first_batch_size = first_samples(first), first[0].size
+            # The first rank's part begins with the same samples on any World.
+            self.first_samples = first_samples(first) if self.world.is_first else None
+            self.first_batch_size = first[0].size
             if loaded is not None:
                 check_same_data(data, loaded.state, self.first_samples)
         self._decide(compute, [to(batch, self.device) for batch in first], steps)
         if loaded is not None:
             self._restore(loaded)
+        check_replicas(model, self.world, "at the start")
         return model, optimizer
+
+    def join(self) -> World:
+        """Meet the ranks that were started beside this one; from now on the first speaks for all.
+
+        Raises:
+            WorldError: they do not come.
+        """
+        if self._world is not None:
+            return self._world
+        if place_here().world_size == 1:
+            self._world = ONE
+            return ONE
+        device = self._device_here()[0].type
+        self._world = join(device)
+        if not self._world.is_first:
+            self.say = lambda line: None
+        if device == "cpu":
+            share_cpus(self._world, self.requested.process)
+        return self._world
+
+    def _device_here(self) -> tuple[torch.device, str]:
+        """The device of this rank, and why: ranks of a node take its GPUs in order."""
+        asked, here = self.requested.world, place_here()
+        name = asked.device
+        if here.local_world_size > 1 and name in ("auto", "cuda"):
+            count = torch.cuda.device_count()
+            if count >= here.local_world_size:
+                name = f"cuda:{here.local_rank}"
+            elif name == "cuda" or count:
+                raise DeviceError(
+                    f"{here.local_world_size} ranks on this node, but {count} GPUs",
+                    do="start as many ranks as there are GPUs, or --set world.device=cpu",
+                )
+        return resolve_device(name, asked.placement == "strict")
 
     def _place(self, model: nn.Module) -> None:
         asked = self.requested.world
-        self.device, reason = resolve_device(asked.device, asked.placement == "strict")
+        self.device, reason = self._device_here()
         if asked.device not in ("auto", str(self.device), self.device.type):
             self.say(f"running on {self.device} {reason}")
         self.placement = place(model, self.device)
@@ -248,6 +300,11 @@ class Loop:
             self.resolved = auto.resolve(
                 self.requested, self.stepper, compute, first, facts, self.allow, steps, self.say
             )
+        if self.world.size > 1:
+            # Each rank has measured, all at the same time; what the first found holds for all.
+            self.resolved = self.world.from_first(self.resolved)
+            self.stepper.world = self.world
+            self.stepper.samples = float(max(1, sum(self.world.gather(_samples_of(first)))))
         self.stepper.use(Settings.of(self.resolved))
         self._reads_are_free = self.device.type == "cpu"
         self._channels_last = self.resolved.compute.memory_format == "channels_last"
@@ -334,9 +391,10 @@ class Loop:
             check_same_data(source, resumed, None)
             source.load_state_dict(resumed["source"]["state"])
             # Once more, because callbacks may have drawn since the checkpoint was loaded.
-            set_random_state(resumed["random"])
+            set_random_state(self._own_random(resumed))
         self._taken = self.batch_in_epoch
-        batches = source.batches(self.epoch, self.batch_in_epoch)
+        own = ranked(source, self.world.rank, self.world.size)
+        batches = own.batches(self.epoch, self.batch_in_epoch)
         if isinstance(source, Pipeline) and source.prefetches is None and self.device.type != "cpu":
             return prefetch(batches, self.device)
         return batches
@@ -429,7 +487,8 @@ class Loop:
         source = self.source
         if source is None or not source.seekable:
             return []
-        again = source.batches(flag.epoch, flag.first_batch)
+        own = ranked(source, self.world.rank, self.world.size)
+        again = own.batches(flag.epoch, flag.first_batch)
         return [to(batch, self.device) for batch in islice(again, flag.batches)]
 
     def _explain(
@@ -505,9 +564,14 @@ class Loop:
         guard.check_state(self.model, "saving")
         meta = {"recipe": dumps(self.resolved)}
         state = state_of(self, extra)
-        name = self.checkpoints.save(self.step_count, weights_of(self.model), state, meta, score)
+        path = self.next_checkpoint()
+        if self.world.is_first:
+            # The same name: nobody else writes into a run folder.
+            weights = weights_of(self.model)
+            name = self.checkpoints.save(self.step_count, weights, state, meta, score)
+            path = f"{self._checkpoint_folder}/{name}"
         self._saved = (self.epoch, self.step_count)
-        return f"{self._checkpoint_folder}/{name}"
+        return path
 
     @property
     def is_saved(self) -> bool:
@@ -520,17 +584,21 @@ class Loop:
         Raises:
             CheckpointError: if the Loop has no `run` folder.
         """
-        folder = Folder(self._checkpoint_folder)
-        name = f"step-{self.step_count:09d}"
-        names = chain([name], (f"{name}.{again}" for again in count(1)))
-        return f"{self._checkpoint_folder}/{next(n for n in names if not folder.exists(n))}"
+        path = None
+        if self.world.is_first:
+            folder = Folder(self._checkpoint_folder)
+            name = f"step-{self.step_count:09d}"
+            names = chain([name], (f"{name}.{again}" for again in count(1)))
+            path = f"{self._checkpoint_folder}/{next(n for n in names if not folder.exists(n))}"
+        return str(self.world.from_first(path))
 
     def _find_checkpoint(self) -> LoadedCheckpoint | None:
         if isinstance(self._resume, str):
             return self.checkpoints.load(self._resume)
         if not self._resume and self.run is None:
             return None
-        name = self.checkpoints.latest()
+        # One rank looks, so that all find the same.
+        name = self.world.from_first(self.checkpoints.latest() if self.world.is_first else None)
         if name is None:
             return None
         if not self._resume:
@@ -564,12 +632,17 @@ class Loop:
 
     def _restore(self, loaded: LoadedCheckpoint) -> None:
         put_back(self, loaded, same_machine=self._kept is not None)
-        set_random_state(loaded.state["random"])
+        set_random_state(self._own_random(loaded.state))
         self._resumed = loaded.state
         self._saved = (self.epoch, self.step_count)
         self.say(
             f"resumed step {self.step_count:,} from {loaded.name}, 0 samples repeated, 0 skipped"
         )
+
+    def _own_random(self, state: dict[str, Any]) -> Any:
+        """The generators' states of this rank; on another World, those of the first."""
+        states = state["random"]
+        return states[self.world.rank if len(states) == self.world.size else 0]
 
     def close(self) -> None:
         """Take code changes off the model, put torch's settings back, and end the saving.
@@ -578,6 +651,8 @@ class Loop:
             CheckpointError: if the last checkpoint could not be written.
         """
         self.timeline.stop()
+        if hasattr(self, "stepper"):
+            self.stepper.close()
         self._undo.close()
         if self._checkpoints is not None:
             self._checkpoints.wait()
@@ -588,14 +663,6 @@ def _is_finite(value: Any) -> bool:
     return bool(torch.isfinite(loss).all())
 
 
-# How torchrun, Open MPI and MPICH say how many processes they have started.
-_WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
-
-def _refuse_many_ranks() -> None:
-    for name in _WORLD_SIZES:
-        if int(os.environ.get(name, "1")) > 1:
-            raise FlatoutError(
-                f"this release trains on one rank, but {name} is {os.environ[name]}",
-                do="start the script without torchrun or mpirun",
-            )
+def _samples_of(batches: Sequence[Batch]) -> float:
+    """About how many samples a batch has, as a share of a copy where several ranks have it."""
+    return batches[0].size / batches[0].copies if batches else 0.0

@@ -6,7 +6,7 @@ the samples or, as losses do, (sum, weight).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from flatout.data.batch import Batch
 from flatout.errors import ModelError
 from flatout.train.losses import in_shape_of
-from flatout.train.tally import Tally
+from flatout.train.tally import Tally, mean_of
 
 Given = str | Callable[[Any, Any], Any]
 
@@ -25,8 +25,12 @@ class Metric(Protocol):
     def update(self, output: Any, batch: Batch) -> None:
         """Take one batch's outputs; must not read from the device."""
 
-    def compute(self) -> float:
-        """The value over all batches since `reset`; NaN without any."""
+    def compute(self, states: Sequence[Any] | None = None) -> float:
+        """The value over all batches since `reset`; NaN without any.
+
+        Args:
+            states: of the same metric on all ranks, to be taken together; None means this one's.
+        """
 
     def reset(self) -> None:
         """Forget all batches."""
@@ -55,9 +59,9 @@ class MeanOf:
         safe = weight.clamp_min(1e-12) if torch.is_tensor(weight) else max(weight, 1e-12)
         self._tally.add(torch.as_tensor(total).detach() / safe, weight)
 
-    def compute(self) -> float:
-        """The mean so far."""
-        return self._tally.mean()
+    def compute(self, states: Sequence[Any] | None = None) -> float:
+        """The mean so far, or that over what the states hold."""
+        return self._tally.mean() if states is None else mean_of(states)
 
     def reset(self) -> None:
         """Forget all batches."""
@@ -86,17 +90,39 @@ class FromTorchmetrics:
         self._any = True
         self._metric.update(output, batch.targets)
 
-    def compute(self) -> float:
-        """The metric's value; it must be one number."""
-        if not self._any:
+    def compute(self, states: Sequence[Any] | None = None) -> float:
+        """The metric's value, of its own state or over what the states hold; one number."""
+        metric = self._metric if states is None else self._merged(states)
+        if metric is None or not (self._any or states):
             return float("nan")
-        value = self._metric.compute()
+        value = metric.compute()
         if not torch.is_tensor(value) or value.numel() != 1:
             raise ModelError(
                 f"the metric {type(self._metric).__name__} gives {value!r}, not one number",
                 do="choose an average, as in average='macro'",
             )
         return float(value)
+
+    def _merged(self, states: Sequence[Any]) -> Any:
+        """A metric that has seen what the states hold, reduced as torchmetrics does for ranks."""
+        states = [state for state in states if state["any"]]
+        if not states:
+            return None
+        metric = self._metric.clone()
+        # Ranks were merged here already.
+        metric._to_sync = False
+        metric._update_count = sum(state["count"] for state in states)
+        for name, reduction in self._metric._reductions.items():
+            values = [_copied(state["state"][name], metric.device) for state in states]
+            if isinstance(values[0], list):
+                merged: Any = [part for value in values for part in value]
+            elif len(values) == 1:
+                merged = values[0]
+            else:
+                merged = torch.stack(values)
+                merged = reduction(merged) if callable(reduction) else merged
+            setattr(metric, name, merged)
+        return metric
 
     def reset(self) -> None:
         """Forget all batches."""
@@ -149,13 +175,16 @@ class Auc:
         self._scores.append(score.float().flatten().clone())
         self._targets.append(batch.targets.float().flatten().clone())
 
-    def compute(self) -> float:
-        """The area; NaN where only one class was seen."""
+    def compute(self, states: Sequence[Any] | None = None) -> float:
+        """The area so far, or that over what the states hold; NaN where one class is missing."""
         from sklearn.metrics import roc_auc_score
 
-        if not self._scores:
+        states = [self.state_dict()] if states is None else states
+        kept = [part for state in states for part in state["scores"]]
+        if not kept:
             return float("nan")
-        targets, scores = _joined(self._targets) > 0.5, _joined(self._scores)
+        scores = _joined(kept)
+        targets = _joined([part for state in states for part in state["targets"]]) > 0.5
         if bool(targets.all()) or not bool(targets.any()):
             return float("nan")
         return float(roc_auc_score(targets.numpy(), scores.numpy()))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.data.batch import map_tensors
+from flatout.data.ranked import ranked
 from flatout.data.source import Source
 from flatout.errors import ModelError
 from flatout.train import guard
@@ -20,20 +21,26 @@ if TYPE_CHECKING:
 def predict(trainer: Trainer, source: Source) -> Any:
     """Outputs of all batches joined along the first dimension, on the CPU, in fp32 where bf16 ran.
 
+    Of several ranks each computes its part of every batch, and all get the whole.
+
     Raises:
         NumbersError: if a weight or buffer is not finite.
         ModelError: if an output has no row for each sample, or is no tensor.
     """
     guard.check_state(trainer.model, "prediction")
     trainer.be_ready()
+    world = trainer.world()
     outputs = []
     with evaluating(trainer.model), trainer.autocast():
-        for batch in source.batches(0, 0):
+        for batch in ranked(source, world.rank, world.size).batches(0, 0):
             batch = trainer.ready(batch)
             output = trainer.output(batch.inputs)
             _check(output)
-            outputs.append(map_tensors(partial(_to_host, batch.size), output))
-    return _joined(outputs)
+            kept = map_tensors(partial(_to_host, batch.size), output)
+            outputs.append(None if batch.is_copy else [kept])
+    # Batch by batch, and in each the ranks in turn: the order of the samples.
+    by_batch = zip(*world.gather(outputs), strict=True)
+    return _joined([kept for ranks in by_batch for part in ranks for kept in part or ()])
 
 
 def _check(output: Any) -> None:

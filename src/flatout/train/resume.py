@@ -40,7 +40,7 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scheduler_kind": None if scheduler is None else type(scheduler).__qualname__,
         "scaler": None if scaler is None else scaler.state_dict(),
-        "random": random_state(),
+        "random": loop.world.gather(random_state()),
         "loss": loop.tally.state_dict(),
         "source": None if loop.source is None else source_state(loop.source),
         "first_samples": loop.first_samples,
@@ -129,10 +129,12 @@ def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] |
             where=f"then: {_words(saved)}\n  now: {_words(now)}",
             do=f"resume with the same data and batch size, {_ANEW}",
         )
-    if None not in (first, state["first_samples"]) and first != state["first_samples"]:
+    then = state["first_samples"]
+    # On more ranks a part has fewer samples.
+    if then and first and any(a != b for a, b in zip(then, first, strict=False)):
         raise DataError(
             "the samples come in another order than those of the checkpoint",
-            where=f"an epoch began with samples {state['first_samples']}, now with {first}",
+            where=f"an epoch began with samples {then}, now with {first}",
             do=f"resume with the same seed and shuffle, {_ANEW}",
         )
 

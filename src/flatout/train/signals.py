@@ -1,4 +1,4 @@
-"""Stop requests: Ctrl-C and SIGTERM are noted, and obeyed at the next step boundary."""
+"""Stop requests: Ctrl-C, SIGTERM and SIGUSR1 are noted, and obeyed at the next step boundary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Interrupted(SystemExit):
 
 
 class StopSignals:
-    """While entered, the first SIGINT or SIGTERM is only noted in `received`.
+    """While entered, the first SIGINT, SIGTERM or SIGUSR1 is only noted in `received`.
 
     A second SIGINT raises KeyboardInterrupt at once, for people in a hurry. Outside the main
     thread, where Python allows no handlers, nothing is changed.
@@ -34,7 +34,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 # A handler that was not set from Python (None) could not be put back.
                 if signal.getsignal(signum) not in (None, signal.SIG_IGN):
                     self._before[signum] = signal.signal(signum, self._note)

@@ -2,6 +2,7 @@
 
     forward      compute(batch) under autocast, a mean or (sum, weight)
     backward     of the loss; of each micro-batch where the batch is split
+    sums         of gradients and losses over all ranks              (strategies/)
     update       clip, check, optimiser, gradients to None        (optim/update.py)
 
 A batch that does not fit in memory is taken again in smaller pieces.
@@ -18,10 +19,12 @@ import torch
 from flatout.data.batch import Batch, split
 from flatout.errors import OutOfMemory
 from flatout.optim import Update
+from flatout.strategies import Ddp
 from flatout.train.losses import Value
 from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import untouched
+from flatout.world import ONE, World
 
 Compute = Callable[[Batch], Value]
 # Mean loss, its weight, and the times of forward and backward in ns; the gradients are in place.
@@ -48,6 +51,12 @@ class Stepper:
         clip_norm: largest total gradient norm, or None.
         clip_value: largest absolute gradient element, or None.
         micro_batch: "auto" (split only when memory runs out), "whole", or samples per micro-batch.
+        world: the ranks that train together, each on its part of the batch.
+
+    Attributes:
+        wants_to_stop: whether this rank asks all to stop after the next step.
+        stopping: whether any rank has asked so; the same on all ranks.
+        samples: about how many samples of all ranks make a step: only a scale, the same on all.
     """
 
     def __init__(
@@ -57,8 +66,13 @@ class Stepper:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         micro_batch: str | int = "whole",
+        world: World = ONE,
     ) -> None:
         self.switch = switch
+        self.world = world
+        self.wants_to_stop = self.stopping = False
+        self.samples = 1.0
+        self._ddp: Ddp | None = None
         self.update = Update(switch.optimizer, clip_norm=clip_norm, clip_value=clip_value)
         self.micro_batch = micro_batch
         self.pieces = 1
@@ -102,6 +116,8 @@ class Stepper:
         return Done(*found, clock() - start)
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
+        if self.world.size > 1:
+            return self._with_others(compute, batches)
         if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
             try:
                 return self._whole(compute, batches[0])
@@ -121,6 +137,54 @@ class Stepper:
         middle = clock()
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), weight, middle - start, clock() - middle
+
+    def _with_others(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
+        """This rank's part: only the last piece's backward tells its gradients to other ranks."""
+        ddp = self._strategy()
+        pieces = [
+            piece
+            for batch in batches
+            for piece in split(batch, pieces_for(batch.size, self.micro_batch) * self.pieces)
+        ]
+        total: torch.Tensor | float = 0.0
+        weight: torch.Tensor | float = 0.0
+        forward = backward = 0
+        for number, piece in enumerate(pieces):
+            start = clock()
+            with self.switch.autocast():
+                part, part_weight = _sum(compute(piece), piece.size)
+            # What several ranks have computed counts once.
+            scaled = part / (self.samples * piece.copies)
+            middle = clock()
+            if self._scaler is not None:
+                scaled = self._scaler.scale(scaled)
+            if number + 1 == len(pieces):
+                ddp.arm()
+            scaled.backward()  # type: ignore[no-untyped-call]
+            total = total + part.detach() / piece.copies
+            weight = weight + part_weight / piece.copies
+            forward += middle - start
+            backward += clock() - middle
+        start = clock()
+        sums = ddp.finish(total, weight, self.wants_to_stop)
+        self.stopping = bool(sums.votes)
+        self._divide(self.samples, sums.weight)
+        assert torch.is_tensor(total)
+        loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(total.dtype)
+        return loss, sums.weight, forward, backward + clock() - start
+
+    def _strategy(self) -> Ddp:
+        if self._ddp is None or not self._ddp.is_of(self.update.parameters):
+            if self._ddp is not None:
+                self._ddp.close()
+            self._ddp = Ddp(self.world, self.update.parameters)
+        return self._ddp
+
+    def close(self) -> None:
+        """Take off what was put on the model's parameters."""
+        if self._ddp is not None:
+            self._ddp.close()
+            self._ddp = None
 
     def _in_pieces_that_fit(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         if self.micro_batch != "auto":

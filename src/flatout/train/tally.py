@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +28,7 @@ class Tally:
 
     def mean(self) -> float:
         """The weighted mean so far; waits for the device. NaN where nothing was counted."""
-        self._fold()
-        weight = float(self._weight)
-        return float(self._total) / weight if weight else float("nan")
+        return mean_of([self.state_dict()])
 
     def reset(self) -> None:
         """Begin anew."""
@@ -57,6 +56,12 @@ class Tally:
         self._weight = self._weight + weights.sum()
         self._values.clear()
         self._weights.clear()
+
+
+def mean_of(states: Sequence[Mapping[str, float]]) -> float:
+    """The weighted mean of what several tallies have counted; NaN where that is nothing."""
+    weight = sum(state["weight"] for state in states)
+    return sum(state["total"] for state in states) / weight if weight else float("nan")
 
 
 def _column(numbers: list[Any], device: torch.device) -> torch.Tensor:

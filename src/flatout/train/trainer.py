@@ -33,6 +33,7 @@ from flatout.train.losses import Loss, as_loss
 from flatout.train.metrics import Given, as_metrics
 from flatout.train.predict import predict
 from flatout.train.warm_start import warm_start as start_warm
+from flatout.world import World
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -231,7 +232,10 @@ class Trainer:
             CheckpointError: if it cannot be written; an older file is then still whole.
         """
         guard.check_state(self.model, "saving")
-        save_model(str(path), self.model.state_dict(), None)
+        world = self.world()
+        if world.is_first:
+            save_model(str(path), self.model.state_dict(), None)
+        world.wait()  # so that whoever comes back from here finds the file
         return Path(path)
 
     def load(self, path: str | Path) -> None:
@@ -310,6 +314,10 @@ class Trainer:
     def output(self, inputs: Any) -> Any:
         """What the model gives for a batch's inputs, in evaluation."""
         return call(self.model, inputs)
+
+    def world(self) -> World:
+        """The ranks that this job runs on; joins them where fit has not done so."""
+        return self.loop.join()
 
     def be_ready(self) -> None:
         """Place a model that has not been fitted yet."""

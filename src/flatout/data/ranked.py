@@ -1,0 +1,64 @@
+"""One rank's part of a source's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.data.batch import Batch, rows
+from flatout.data.pipeline import Pipeline
+from flatout.data.source import Source
+
+
+def ranked(source: Source, rank: int, world_size: int) -> Source:
+    """The source for one rank of several: each global batch is cut in parts, one for each rank.
+
+    A batch of fewer samples than ranks goes whole to every rank; `Batch.copies` tells how many.
+    """
+    return source if world_size == 1 else _Ranked(source, rank, world_size)
+
+
+class _Ranked:
+    """Follows `flatout.data.source.Source`. Its numbers are those of all ranks together."""
+
+    def __init__(self, source: Source, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._whole = source
+        # A Pipeline makes only the rows of its own rank; of any other source each rank cuts what
+        # it has read.
+        self._own = source.shard(rank, world_size) if isinstance(source, Pipeline) else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """This rank's parts of the batches of an epoch, from `start_step` on."""
+        if self._own is None:
+            return map(self._part, self._whole.batches(epoch, start_step))
+        made = self._own.batches(epoch, start_step)
+        return (self._counted(batch, step) for step, batch in enumerate(made, start_step))
+
+    def peek(self, count: int) -> list[Batch]:
+        """This rank's parts of the first batches."""
+        if self._own is None:
+            return [self._part(batch) for batch in self._whole.peek(count)]
+        return [self._counted(batch, step) for step, batch in enumerate(self._own.peek(count))]
+
+    def _part(self, batch: Batch) -> Batch:
+        if batch.size < self._world_size:
+            return self._copy(batch)
+        start = batch.size * self._rank // self._world_size
+        return rows(batch, start, batch.size * (self._rank + 1) // self._world_size)
+
+    def _counted(self, batch: Batch, step: int) -> Batch:
+        size, samples = self._whole.batch_size, self._whole.samples
+        if size is None or samples is None:
+            return batch
+        if min(size, samples - step * size) >= self._world_size:
+            return batch
+        return self._copy(batch)
+
+    def _copy(self, batch: Batch) -> Batch:
+        return batch._replace(copies=self._world_size, is_copy=self._rank > 0)

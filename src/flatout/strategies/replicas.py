@@ -1,0 +1,55 @@
+"""Whether all ranks have the same model."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from flatout.errors import WorldError
+from flatout.world import World
+
+
+def check_replicas(model: nn.Module, world: World, when: str) -> None:
+    """Compare the weights and buffers of all ranks, bit for bit.
+
+    Args:
+        model: of this rank.
+        world: of this rank.
+        when: for the message, such as "at the start".
+
+    Raises:
+        WorldError: on every rank, naming the first tensor that differs and the ranks.
+    """
+    if world.size == 1:
+        return
+    own = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
+    found = world.gather(own)
+    names = [set(digests) for digests in found]
+    for rank, theirs in enumerate(names):
+        if theirs != names[0]:
+            odd = sorted(theirs ^ names[0])[0]
+            raise WorldError(
+                f"the models of ranks 0 and {rank} are not the same: {odd} is only in one of them",
+                do="build the same model on every rank",
+            )
+    for name in own:
+        digests = [theirs[name] for theirs in found]
+        if len(set(digests)) > 1:
+            first = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            raise WorldError(
+                f"the replicas differ {when}: {name} of rank {first} is not that of rank 0",
+                do="call torch.manual_seed(...) with the same number on every rank before the "
+                "model is made"
+                if when == "at the start"
+                else "look for code that changes weights on one rank alone; go on from the last "
+                "checkpoint",
+            )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    kept = tensor.detach().cpu().contiguous()
+    words = f"{kept.dtype} {tuple(kept.shape)}".encode()
+    flat = kept.reshape(-1).view(torch.uint8) if kept.numel() else kept.reshape(-1)
+    return hashlib.blake2b(words + flat.numpy().tobytes(), digest_size=12).hexdigest()

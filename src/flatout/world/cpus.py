@@ -1,0 +1,39 @@
+"""The CPUs of one rank among those of its node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatout.devices.threads import affinity, set_affinity, set_threads
+from flatout.recipe.sections import Process
+from flatout.world.world import World
+
+
+def own_cpus(cpus: Sequence[int], rank: int, ranks: int) -> list[int]:
+    """A rank's part of some CPUs: disjoint, and of about equal size; of too few, one CPU each.
+
+    Args:
+        cpus: of the node, in order, so that neighbours share caches.
+        rank: on this node, from 0.
+        ranks: on this node.
+    """
+    if ranks > len(cpus):
+        return [cpus[rank % len(cpus)]]
+    return list(cpus[len(cpus) * rank // ranks : len(cpus) * (rank + 1) // ranks])
+
+
+def share_cpus(world: World, process: Process) -> None:
+    """Bind this rank to its part of the node's CPUs, with as many threads, unless told otherwise.
+
+    Ranks that their launcher has bound to CPUs of their own keep them.
+    """
+    here = world.place
+    if here.local_world_size == 1 or process.affinity != "auto":
+        return
+    mine = sorted(affinity())
+    beside = [cpus for node, cpus in world.gather((here.node, mine)) if node == here.node]
+    if all(cpus == mine for cpus in beside):
+        mine = own_cpus(mine, here.local_rank, here.local_world_size)
+        set_affinity(mine)
+    if process.threads == "auto":
+        set_threads(len(mine))

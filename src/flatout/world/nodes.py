@@ -1,0 +1,173 @@
+"""Which node this is of how many, for starting ranks on it: from the command, or a cluster's words.
+
+Kubeflow's trainer sets PET_NNODES and its like, SageMaker SM_HOSTS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flatout.errors import WorldError
+
+_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where the ranks of a job are started.
+
+    Attributes:
+        count: how many nodes there are.
+        rank: of this one, from 0.
+        rendezvous: "host:port" where the nodes meet, on the first of them; "" on one node alone.
+        ranks: how many ranks each node has; None where nobody has said.
+        origin: what has said so, for people.
+    """
+
+    count: int = 1
+    rank: int = 0
+    rendezvous: str = ""
+    ranks: int | None = None
+    origin: str = ""
+
+    @property
+    def is_world(self) -> bool:
+        """Whether there are several ranks."""
+        return self.count > 1 or (self.ranks or 1) > 1
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks or 1} ranks on this node"
+        return f"{ranks}, node {self.rank} of {self.count}" if self.count > 1 else ranks
+
+
+def asked_for(
+    ranks: int | None, count: int | None, rank: int | None, rendezvous: str | None
+) -> Nodes:
+    """What a command asks for; what it leaves out, the cluster may have said.
+
+    Args:
+        ranks: on each node.
+        count: how many nodes.
+        rank: which of them this is.
+        rendezvous: where they meet.
+
+    Raises:
+        WorldError: it makes no sense, or there are fewer devices than ranks.
+    """
+    found = nodes()
+    found = Nodes(
+        count=found.count if count is None else count,
+        rank=found.rank if rank is None else rank,
+        rendezvous=found.rendezvous if rendezvous is None else rendezvous,
+        ranks=found.ranks if ranks is None else ranks,
+        origin=found.origin or "--nodes, --node-rank",
+    )
+    if found.count > 1 and rank is None and count is not None:
+        raise WorldError(
+            f"--nodes {count}, but not which of them this is", do="pass --node-rank, from 0"
+        )
+    _check_devices(found.ranks or 1)
+    return checked(found)
+
+
+def _check_devices(ranks: int) -> None:
+    """More ranks than devices would share one, which is slower than fewer ranks."""
+    if ranks == 1:
+        return
+    from flatout.devices.inventory import inventory
+    from flatout.measure.cgroup import usable_cpus
+
+    gpus = len(inventory().cuda)
+    have, kind = (gpus, "GPUs") if gpus else (usable_cpus(), "CPUs and no GPU")
+    if ranks > have:
+        raise WorldError(
+            f"{ranks} ranks were asked for, but this node has {have} {kind}",
+            do=f"pass --devices {have} or less",
+        )
+
+
+def nodes(environ: Mapping[str, str] | None = None) -> Nodes:
+    """What a cluster has set for this node; one node alone where it has set nothing.
+
+    Raises:
+        WorldError: the variables are incomplete, or contradict each other.
+    """
+    env = os.environ if environ is None else environ
+    if "PET_NNODES" in env:
+        return checked(_kubeflow(env))
+    if "SM_HOSTS" in env:
+        return checked(_sagemaker(env))
+    return Nodes()
+
+
+def _kubeflow(env: Mapping[str, str]) -> Nodes:
+    """https://www.kubeflow.org/docs/components/trainer/user-guides/pytorch/."""
+    count = _number(env, "PET_NNODES", 1)
+    each = env.get("PET_NPROC_PER_NODE", "")
+    address = env.get("PET_MASTER_ADDR", "")
+    if count > 1 and not address:
+        raise WorldError(f"PET_NNODES is {count}, but PET_MASTER_ADDR is not set")
+    port = _number(env, "PET_MASTER_PORT", _PORT)
+    return Nodes(
+        count=count,
+        rank=_number(env, "PET_NODE_RANK", 0),
+        rendezvous=f"{address}:{port}" if count > 1 else "",
+        ranks=int(each) if each.isdigit() else None,
+        origin="PET_NNODES",
+    )
+
+
+def _sagemaker(env: Mapping[str, str]) -> Nodes:
+    """https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md."""
+    try:
+        hosts = sorted(json.loads(env["SM_HOSTS"]))
+    except (ValueError, TypeError):
+        raise WorldError(
+            f"expected a JSON list of hosts, found {env['SM_HOSTS']!r}", where="SM_HOSTS"
+        ) from None
+    own = env.get("SM_CURRENT_HOST", "")
+    if own not in hosts:
+        raise WorldError(f"SM_CURRENT_HOST is {own!r}, which is none of SM_HOSTS: {hosts}")
+    gpus = _number(env, "SM_NUM_GPUS", 0)
+    return Nodes(
+        count=len(hosts),
+        rank=hosts.index(own),
+        rendezvous=f"{hosts[0]}:{_PORT}" if len(hosts) > 1 else "",
+        ranks=gpus or None,
+        origin="SM_HOSTS",
+    )
+
+
+def checked(found: Nodes) -> Nodes:
+    """Refuse what makes no sense.
+
+    Raises:
+        WorldError: with what was expected and found.
+    """
+    if found.count < 1 or not 0 <= found.rank < found.count:
+        raise WorldError(
+            f"expected a node from 0 to {max(0, found.count - 1)}, found node {found.rank} of "
+            f"{found.count}",
+            where=found.origin,
+        )
+    host, colon, port = found.rendezvous.rpartition(":")
+    if found.count > 1 and not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+        raise WorldError(
+            f"expected the first node's host and a port, such as host1:29500, for {found.count} "
+            f"nodes to meet; found {found.rendezvous!r}",
+            do="pass --rendezvous host1:29500, the same on every node",
+        )
+    return found
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise WorldError(f"expected a whole number in {name}, found {text!r}") from None

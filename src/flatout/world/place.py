@@ -1,0 +1,268 @@
+"""Which rank this process is, from the environment that a launcher gave it.
+
+Known are torchrun (and whatever sets its variables, as Kubeflow's PyTorchJob does), Open MPI's and
+MPICH's mpirun, and SLURM's srun.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+
+from flatout.errors import WorldError
+
+# Where rank 0 listens if nobody says, plus what tells jobs on one machine apart.
+_FIRST_PORT, _PORTS = 20_000, 10_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in its job. All numbers are from 0.
+
+    Attributes:
+        rank: of this process, in the whole job.
+        world_size: how many ranks there are.
+        local_rank: of this process, on its node.
+        local_world_size: how many ranks its node has.
+        node: which node it is.
+        nodes: how many there are.
+        address: where rank 0 listens.
+        port: on which it does.
+        launcher: what started the ranks, for people.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    launcher: str = ""
+
+    def __str__(self) -> str:
+        if self.world_size == 1:
+            return "one rank"
+        where = f", node {self.node} of {self.nodes}" if self.nodes > 1 else ""
+        return f"rank {self.rank} of {self.world_size}{where}, started by {self.launcher}"
+
+
+ALONE = Place()
+
+
+def place(environ: Mapping[str, str] | None = None) -> Place:
+    """Find out which rank this process is.
+
+    Args:
+        environ: None means that of the process.
+
+    Returns:
+        Its place, or `ALONE` where no launcher has set one.
+
+    Raises:
+        WorldError: the variables are incomplete, or contradict each other.
+    """
+    env = os.environ if environ is None else environ
+    for known in (_torchrun, _open_mpi, _slurm, _mpich):
+        found = known(env)
+        if found is not None:
+            return _checked(found)
+    return ALONE
+
+
+def restarts(environ: Mapping[str, str] | None = None) -> int:
+    """How often the ranks of this job were started again, after one of them was killed."""
+    env = os.environ if environ is None else environ
+    return _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def _torchrun(env: Mapping[str, str]) -> Place | None:
+    """https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables."""
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return None
+    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if world == 1:
+        return None if rank == 0 else Place(rank, world, launcher="torchrun")
+    local = _number(env, "LOCAL_RANK", rank if "LOCAL_WORLD_SIZE" not in env else None)
+    size = _number(env, "LOCAL_WORLD_SIZE", world if local == rank else None)
+    return Place(
+        rank=rank,
+        world_size=world,
+        local_rank=local,
+        local_world_size=size,
+        node=_number(env, "GROUP_RANK", rank // size if size else 0),
+        nodes=_number(env, "GROUP_WORLD_SIZE", -(-world // size) if size else 1),
+        address=_text(env, "MASTER_ADDR"),
+        port=_number(env, "MASTER_PORT"),
+        launcher="torchrun",
+    )
+
+
+def _open_mpi(env: Mapping[str, str]) -> Place | None:
+    """https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html."""
+    if "OMPI_COMM_WORLD_RANK" not in env:
+        return None
+    world = _number(env, "OMPI_COMM_WORLD_SIZE")
+    local = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if world > local and "MASTER_ADDR" not in env:
+        raise WorldError(
+            f"mpirun has started {world} ranks on several nodes, and does not tell where rank 0 is",
+            do="name it: mpirun -x MASTER_ADDR=<host of rank 0> ...",
+        )
+    job = env.get("PMIX_NAMESPACE", "") or env.get("OMPI_MCA_ess_base_jobid", "")
+    return Place(
+        rank=_number(env, "OMPI_COMM_WORLD_RANK"),
+        world_size=world,
+        local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_world_size=local,
+        # Ranks are laid out node after node, unless mpirun was told otherwise.
+        node=_number(env, "OMPI_COMM_WORLD_RANK") // local if local else 0,
+        nodes=-(-world // local) if local else 1,
+        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        port=_number(env, "MASTER_PORT", _port_of(job)),
+        launcher="mpirun",
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Place | None:
+    """https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES."""
+    # The batch script itself and a shell of salloc have a job, but are no step of srun.
+    if "SLURM_PROCID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
+        return None
+    if env.get("SLURM_STEP_ID", "").startswith("batch") or "SLURM_STEP_NODELIST" not in env:
+        return None
+    world = _number(env, "SLURM_STEP_NUM_TASKS")
+    node = _number(env, "SLURM_NODEID")
+    counts = tasks_per_node(_text(env, "SLURM_STEP_TASKS_PER_NODE"))
+    if node >= len(counts):
+        raise WorldError(
+            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE tells of {len(counts)} nodes"
+        )
+    job = env.get("SLURM_JOB_ID", "") + "." + env.get("SLURM_STEP_ID", "")
+    return Place(
+        rank=_number(env, "SLURM_PROCID"),
+        world_size=world,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_world_size=counts[node],
+        node=node,
+        nodes=len(counts),
+        address=env.get("MASTER_ADDR", first_host(_text(env, "SLURM_STEP_NODELIST"))),
+        port=_number(env, "MASTER_PORT", _port_of(job)),
+        launcher="srun",
+    )
+
+
+def _mpich(env: Mapping[str, str]) -> Place | None:
+    """MPICH's and Intel MPI's mpirun, by its process manager Hydra."""
+    if "PMI_RANK" not in env and "PMI_SIZE" not in env:
+        return None
+    world, rank = _number(env, "PMI_SIZE"), _number(env, "PMI_RANK")
+    if world == 1:
+        return None
+    local = _number(env, "MPI_LOCALNRANKS", world)
+    if world > local and "MASTER_ADDR" not in env:
+        raise WorldError(
+            f"mpirun has started {world} ranks on several nodes, and does not tell where rank 0 is",
+            do="name it: mpirun -genv MASTER_ADDR <host of rank 0> ...",
+        )
+    return Place(
+        rank=rank,
+        world_size=world,
+        local_rank=_number(env, "MPI_LOCALRANKID", rank),
+        local_world_size=local,
+        node=rank // local if local else 0,
+        nodes=-(-world // local) if local else 1,
+        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        # On one node all ranks have the same parent.
+        port=_number(env, "MASTER_PORT", _port_of(str(os.getppid()) if world == local else "")),
+        launcher="mpirun",
+    )
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's short form of ranks per node: "2(x3),1" is [2, 2, 2, 1].
+
+    Raises:
+        WorldError: it is none.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise WorldError(
+                f"expected ranks per node such as 2(x3),1; found {text!r}",
+                where="SLURM_STEP_TASKS_PER_NODE",
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def first_host(text: str) -> str:
+    """The first host of SLURM's short form of a list: that of "n[07-12,20],m1" is n07.
+
+    Raises:
+        WorldError: it is none.
+    """
+    head = "".join(takewhile(lambda letter: letter not in ",[", text))
+    inside = re.match(re.escape(head) + r"\[(\d+)[^\]]*\]([^,\[]*)", text)
+    if inside is not None:
+        return f"{head}{inside[1]}{inside[2]}"
+    if not head or text[len(head) :].startswith("["):
+        raise WorldError(
+            f"expected a list of hosts such as n[1-4]; found {text!r}", where="SLURM_STEP_NODELIST"
+        )
+    return head
+
+
+def _port_of(job: str) -> int:
+    """A port that all ranks of a job compute alike, and other jobs on the node likely not."""
+    number = 0
+    for letter in job.encode():
+        number = (number * 131 + letter) % _PORTS
+    return _FIRST_PORT + number
+
+
+def _checked(found: Place) -> Place:
+    wrong = ""
+    if found.world_size < 1:
+        wrong = f"a world of {found.world_size} ranks"
+    elif not 0 <= found.rank < found.world_size:
+        wrong = f"rank {found.rank} of {found.world_size}"
+    elif not 0 <= found.local_rank < found.local_world_size <= found.world_size:
+        wrong = (
+            f"local rank {found.local_rank} of {found.local_world_size} on this node, in a world "
+            f"of {found.world_size}"
+        )
+    elif not 0 <= found.node < found.nodes:
+        wrong = f"node {found.node} of {found.nodes}"
+    if wrong:
+        raise WorldError(
+            f"expected ranks and nodes counted from 0; found {wrong}",
+            where=f"the variables that {found.launcher} sets",
+            do="start the ranks with flatout run --devices N, torchrun, mpirun or srun",
+        )
+    return found
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    if not env.get(name):
+        raise WorldError(
+            f"expected the environment variable {name} beside those of other ranks' launchers; it "
+            "is not set",
+            do="start the ranks with flatout run --devices N, torchrun, mpirun or srun",
+        )
+    return env[name]
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and not env.get(name):
+        return default
+    text = _text(env, name)
+    try:
+        return int(text)
+    except ValueError:
+        raise WorldError(f"expected a whole number in {name}, found {text!r}") from None

@@ -1,0 +1,68 @@
+"""Runs a script as one rank: `python -m flatout.world.start script.py args`.
+
+What is added to the script: an optimiser that steps in a script whose ranks never met is stopped,
+and of several ranks only the one that failed tells its story.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from flatout.errors import WorldError
+from flatout.world.place import place
+
+# A rank that has lost another one lets that one speak first.
+_POLITE_S = 2.0
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script, or after -m a module, as `python` would."""
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else arguments
+    if place().world_size > 1:
+        _watch_optimisers()
+        sys.excepthook = _tell
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    from pathlib import Path
+
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _watch_optimisers() -> None:
+    """Before its first step, see that this rank has joined the others."""
+    import torch.distributed as dist
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        if not dist.is_initialized():
+            raise WorldError(
+                f"{place()}, but the script never joined the others: each would train a model of "
+                "its own",
+                do="train with flatout.Trainer or flatout.Loop, call "
+                "torch.distributed.init_process_group, or run it on one device",
+            )
+
+    handle = register_optimizer_step_pre_hook(look)
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    from flatout.world.world import LostRank
+
+    if not isinstance(error, LostRank):
+        print(f"flatout: {place()} has failed:", file=sys.stderr)
+        sys.__excepthook__(kind, error, trace)
+        return
+    time.sleep(_POLITE_S)
+    print(f"flatout: rank {place().rank}: {error.what}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

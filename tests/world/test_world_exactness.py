@@ -1,0 +1,151 @@
+"""One rank, two and three give the same gradients, losses, metrics, weights and predictions."""
+
+import pytest
+import torch
+from world_ranks import run
+
+JOB = '''
+    import sys
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    from torchmetrics.classification import MulticlassF1Score
+
+    import flatout
+    from flatout.world import place
+
+    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(101, 20)).astype(np.float32)
+    y = rng.integers(0, 5, 101)
+    weights = rng.random(101).astype(np.float32)
+    words, tags = rng.integers(0, 30, (47, 9)), rng.integers(0, 4, (47, 9))
+    tags[rng.random((47, 9)) < 0.4] = -100  # ignored, and not equally many in each part
+    text = folder / "rows.svm"
+    if not text.exists():
+        pairs = [" ".join(f"{i + 1}:{v:.4f}" for i, v in enumerate(row)) for row in x]
+        lines = [f"{label} {row}" for label, row in zip(y, pairs)]
+        own = folder / f"rows.{size}.{place().rank}"
+        own.write_text("\\n".join(lines) + "\\n")
+        own.rename(text)
+
+
+    def layers(last=nn.Identity, middle=nn.ReLU):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(20, 32), middle(), nn.Linear(32, 5), last())
+
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.tags = nn.Embedding(30, 16), nn.Linear(16, 4)
+
+        def forward(self, words):
+            return self.tags(self.words(words)).transpose(1, 2)
+
+
+    class Branches(nn.Module):
+        """Which parameters are used depends on the samples, so on the rank too."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other, self.never = nn.Linear(20, 5), nn.Linear(20, 5), nn.Linear(20, 5)
+
+        def forward(self, x):
+            out = self.one(x)
+            rows = x[:, 0] > 1
+            if rows.any():
+                out = out.masked_scatter(rows[:, None], out[rows] + self.other(x[rows]))
+            return out
+
+
+    def job(model, data, batch_size=10, metrics=("accuracy",), epochs=2, **given):
+        trainer = flatout.Trainer(model, metrics=metrics, lr=0.01, allow="exact", **given)
+        history = trainer.fit(data, batch_size=batch_size, epochs=epochs, progress=False)
+        figures = [{k: v for k, v in epoch.items() if k != "seconds"} for epoch in history.epochs]
+        return trainer, figures
+
+
+    def everything(name, trainer, figures, inputs=x, targets=y):
+        found[name] = {
+            "weights": {k: v.clone() for k, v in trainer.model.state_dict().items()},
+            "history": figures,
+            "evaluation": trainer.evaluate(inputs, targets),
+            "prediction": trainer.predict(inputs),
+        }
+
+
+    found = {}
+    everything("plain", *job(layers(), (x, y)))
+    everything("batches smaller than the world", *job(layers(), (x, y), batch_size=2, epochs=1))
+    everything("accumulated and clipped", *job(layers(), (x, y), accumulate=3, clip_norm=0.1))
+    everything("weighted", *job(layers(), (x, y, weights)))
+    everything("ignored targets", *job(Tagger(), (words, tags)), words, tags)
+    everything("branches", *job(Branches(), (x, y), batch_size=7))
+    half = flatout.Recipe().replace({"compute.precision": "bf16"})
+    everything("bf16", *job(layers(), (x, y), recipe=half))
+    pieces = flatout.Recipe().replace({"memory.micro_batch": 3})
+    everything("micro-batches", *job(layers(), (x, y), recipe=pieces))
+    scores = [MulticlassF1Score(num_classes=5, average="macro"), "accuracy"]
+    everything("torchmetrics", *job(layers(), (x, y), metrics=scores))
+    two = (x[:, :1], (y > 2).astype(np.float32)[:, None])
+    torch.manual_seed(0)
+    given = {"loss": "binary_cross_entropy", "metrics": ["auc"]}
+    everything("auc", *job(nn.Linear(1, 1), two, **given), *two)
+    loader = DataLoader(TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=10)
+    everything("loader", *job(layers(), loader, batch_size=None))
+    rows = flatout.data.libsvm(text).map(lambda i, t: (i.float(), t)).shuffle(seed=4).batch(10)
+    everything("pipeline", *job(layers(), rows, batch_size=None))
+    torch.save(found, folder / f"found-{size}-{place().rank}.pt")
+'''
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    for size in (1, 2, 3):
+        run(JOB, size, folder)
+    return {
+        (size, rank): torch.load(folder / f"found-{size}-{rank}.pt")
+        for size in (1, 2, 3)
+        for rank in range(size)
+    }
+
+
+CASES = (
+    "plain",
+    "batches smaller than the world",
+    "accumulated and clipped",
+    "weighted",
+    "ignored targets",
+    "branches",
+    "bf16",
+    "micro-batches",
+    "torchmetrics",
+    "auc",
+    "loader",
+    "pipeline",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_on_any_world(found, case):
+    alone = found[1, 0][case]
+    close = {"rtol": 2e-2, "atol": 2e-2} if case == "bf16" else {"rtol": 1e-4, "atol": 2e-6}
+    for size, rank in ((2, 0), (2, 1), (3, 0), (3, 1), (3, 2)):
+        one = found[size, rank][case]
+        for key in ("weights", "history", "evaluation", "prediction"):
+            torch.testing.assert_close(one[key], alone[key], **close)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_have_the_same_bits(found, case):
+    for size, rank in ((2, 1), (3, 1), (3, 2)):
+        one, first = found[size, rank][case], found[size, 0][case]
+        for key in ("weights", "history", "evaluation", "prediction"):
+            torch.testing.assert_close(one[key], first[key], rtol=0, atol=0)

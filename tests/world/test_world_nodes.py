@@ -1,0 +1,81 @@
+"""Which node this is: from the command, or what a cluster has set."""
+
+import json
+
+import pytest
+
+from flatout.errors import WorldError
+from flatout.world.cpus import own_cpus
+from flatout.world.nodes import Nodes, asked_for, checked, nodes
+
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+SAGEMAKER = {
+    "SM_HOSTS": json.dumps(["algo-2", "algo-1"]),
+    "SM_CURRENT_HOST": "algo-2",
+    "SM_NUM_GPUS": "8",
+}
+
+
+def test_one_node_alone():
+    assert nodes({}) == Nodes()
+    assert not Nodes().is_world
+    assert str(Nodes(ranks=2)) == "2 ranks on this node"
+
+
+def test_kubeflow():
+    found = nodes(KUBEFLOW)
+    assert (found.count, found.rank, found.ranks) == (2, 1, 4)
+    assert found.rendezvous == "job-node-0-0.job:29400"
+    assert str(found) == "4 ranks on this node, node 1 of 2"
+    assert nodes({**KUBEFLOW, "PET_NPROC_PER_NODE": "auto"}).ranks is None
+    with pytest.raises(WorldError, match="PET_MASTER_ADDR is not set"):
+        nodes({"PET_NNODES": "2"})
+
+
+def test_sagemaker():
+    found = nodes(SAGEMAKER)
+    assert (found.count, found.rank, found.ranks) == (2, 1, 8)
+    assert found.rendezvous == "algo-1:29500"
+    assert nodes({**SAGEMAKER, "SM_NUM_GPUS": "0"}).ranks is None
+    with pytest.raises(WorldError, match="none of SM_HOSTS"):
+        nodes({**SAGEMAKER, "SM_CURRENT_HOST": "algo-9"})
+    with pytest.raises(WorldError, match="a JSON list"):
+        nodes({**SAGEMAKER, "SM_HOSTS": "algo-1"})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Nodes(count=2, rank=2, rendezvous="host1:29500"),
+        Nodes(count=2, rank=-1, rendezvous="host1:29500"),
+        Nodes(count=2, rank=0, rendezvous="host1"),
+        Nodes(count=2, rank=0, rendezvous=":29500"),
+        Nodes(count=2, rank=0, rendezvous="host1:99999"),
+        Nodes(count=2, rank=0),
+    ],
+)
+def test_what_makes_no_sense(wrong):
+    with pytest.raises(WorldError, match="expected"):
+        checked(wrong)
+
+
+def test_a_command_says_which_node_it_is():
+    with pytest.raises(WorldError, match="pass --node-rank"):
+        asked_for(1, 2, None, "host1:29500")
+    found = asked_for(None, 2, 1, "host1:29500")
+    assert (found.count, found.rank, found.ranks) == (2, 1, None)
+    assert found.is_world
+
+
+def test_cpus_are_shared_out():
+    cpus = [0, 1, 2, 3, 8, 9, 10]
+    parts = [own_cpus(cpus, rank, 3) for rank in range(3)]
+    assert [cpu for part in parts for cpu in part] == cpus
+    assert {len(part) for part in parts} == {2, 3}
+    assert [own_cpus([4, 5], rank, 3) for rank in range(3)] == [[4], [5], [4]]

@@ -1,0 +1,60 @@
+"""Runs a script as the ranks of one job, each a process of its own, as torchrun would."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+PATIENCE_S = 120
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def environment(rank, size, port):
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def start(script, size, folder, *arguments):
+    """Start the ranks; with one, no launcher is there."""
+    path = folder / f"job{size}.py"
+    path.write_text(textwrap.dedent(script))
+    port = free_port()
+    ranks = []
+    for rank in range(size):
+        own = environment(rank, size, port) if size > 1 else {}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(path), str(folder), str(size), *map(str, arguments)],
+                env={**os.environ, **own, "FLATOUT_CACHE": str(folder / "cache")},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=folder,
+            )
+        )
+    return ranks
+
+
+def run(script, size, folder, *arguments):
+    """What each rank printed; all must end well."""
+    ranks = start(script, size, folder, *arguments)
+    try:
+        said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (out, error) in zip(ranks, said, strict=True):
+        assert rank.returncode == 0, f"{out}\n{error}"
+    return said
