@@ -43,7 +43,7 @@ def test_split_into_one_is_the_batch_itself():
 
 def test_split_keeps_what_is_not_there():
     batch = Batch(torch.arange(4), None, None, None, 4)
-    assert [piece[1:] for piece in split(batch, 2)] == [(None, None, None, 2)] * 2
+    assert [piece[1:5] for piece in split(batch, 2)] == [(None, None, None, 2)] * 2
 
 
 def test_to_is_nothing_where_the_batch_already_is():

@@ -105,7 +105,20 @@ def test_a_notice_for_a_thread_that_ends_goes_to_another():
 
 
 def test_a_loop_may_be_closed_by_one_of_its_own_threads():
-    ahead = Ahead(lambda at: ahead.close() if at == 5 else at, 0, 50, Tuner(2, threads=2))
+    """As the garbage collector may do, once nobody takes items any more."""
+    gone, closed = threading.Event(), threading.Event()
+
+    def make(at):
+        if at == 2:
+            gone.wait(20)
+            ahead.close()
+            closed.set()
+        return at
+
+    ahead = Ahead(make, 0, 50, Tuner(2, threads=2))
     loop = iter(ahead)
-    assert [next(loop) for _ in range(4)] == [0, 1, 2, 3]
-    loop.close()
+    assert next(loop) == 0
+    gone.set()
+    assert closed.wait(20)
+    with pytest.raises(RuntimeError, match="closed"):
+        list(loop)

@@ -182,6 +182,8 @@ class Ahead(Generic[T]):
             if self._due not in self._made:
                 start = perf_counter()
                 while self._due not in self._made:
+                    if self._stopped:
+                        raise RuntimeError("the loop over these batches was closed")
                     self._ready.wait()
                 waited = perf_counter() - start
             item, error = self._made.pop(self._due)
@@ -237,6 +239,7 @@ class Ahead(Generic[T]):
             self._stopped = True
             self._made.clear()
             self._room.notify_all()
+            self._ready.notify_all()
         for thread in self._threads:
             # The garbage collector may close it in one of its own threads.
             if thread is not threading.current_thread():
