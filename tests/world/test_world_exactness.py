@@ -33,9 +33,32 @@ JOB = '''
         own.rename(text)
 
 
-    def layers(last=nn.Identity, middle=nn.ReLU):
+    def layers():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(20, 32), middle(), nn.Linear(32, 5), last())
+        return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5))
+
+
+    def normed(momentum=0.1):
+        torch.manual_seed(0)
+        # A bias before it has no gradient but rounding, of which Adam would make steps.
+        norm = nn.BatchNorm1d(32, momentum=momentum)
+        return nn.Sequential(nn.Linear(20, 32, bias=False), norm, nn.ReLU(), nn.Linear(32, 5))
+
+
+    class Pixels(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Sequential(
+                nn.Conv2d(1, 4, 3, bias=False),
+                nn.BatchNorm2d(4),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(24, 5),
+            )
+
+        def forward(self, x):
+            return self.inner(x.reshape(-1, 1, 4, 5))
 
 
     class Tagger(nn.Module):
@@ -101,6 +124,10 @@ JOB = '''
     everything("loader", *job(layers(), loader, batch_size=None))
     rows = flatout.data.libsvm(text).map(lambda i, t: (i.float(), t)).shuffle(seed=4).batch(10)
     everything("pipeline", *job(layers(), rows, batch_size=None))
+    even = (x[:100], y[:100])  # the last batch has two samples: one for each rank, or too few
+    everything("batch norm", *job(normed(), even, batch_size=7), *even)
+    everything("batch norm, all batches alike", *job(normed(None), even, batch_size=7), *even)
+    everything("batch norm of images", *job(Pixels(), (x, y)))
     torch.save(found, folder / f"found-{size}-{place().rank}.pt")
 '''
 
@@ -130,6 +157,9 @@ CASES = (
     "auc",
     "loader",
     "pipeline",
+    "batch norm",
+    "batch norm, all batches alike",
+    "batch norm of images",
 )
 
 

@@ -2,5 +2,6 @@
 
 from flatout.strategies.ddp import Ddp
 from flatout.strategies.replicas import check_replicas
+from flatout.strategies.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["Ddp", "check_replicas"]
+__all__ = ["Ddp", "SyncBatchNorm", "check_replicas"]

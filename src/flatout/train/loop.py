@@ -303,8 +303,7 @@ class Loop:
         if self.world.size > 1:
             # Each rank has measured, all at the same time; what the first found holds for all.
             self.resolved = self.world.from_first(self.resolved)
-            self.stepper.world = self.world
-            self.stepper.samples = float(max(1, sum(self.world.gather(_samples_of(first)))))
+            self.stepper.train_with(self.world, sum(self.world.gather(_samples_of(first))))
         self.stepper.use(Settings.of(self.resolved))
         self._reads_are_free = self.device.type == "cpu"
         self._channels_last = self.resolved.compute.memory_format == "channels_last"

@@ -24,8 +24,7 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
             raise ModelError(
                 f"{name} ({type(module).__name__}) takes its statistics over each rank's part of "
                 "the batch, so several ranks would learn something else than one",
-                do="use torch.nn.SyncBatchNorm on GPUs, GroupNorm or LayerNorm anywhere, put the "
-                "layer into evaluation mode for good, or train on one rank",
+                do="use GroupNormalization or LayerNormalization, or train on one rank",
             )
     if data is None:
         return
@@ -41,10 +40,8 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
 
 
 def _takes_own_statistics(module: nn.Module) -> bool:
-    if isinstance(module, nn.SyncBatchNorm):
-        return False
-    is_norm = isinstance(module, _BatchNorm) or type(module).__name__ == "BatchNormalization"
-    return is_norm and (module.training or getattr(module, "running_mean", 0) is None)
+    """Keras' own; those of torch are synchronised."""
+    return type(module).__name__ == "BatchNormalization" and not isinstance(module, _BatchNorm)
 
 
 def _words(own: tuple[object, ...]) -> str:

@@ -19,7 +19,7 @@ import torch
 from flatout.data.batch import Batch, split
 from flatout.errors import OutOfMemory
 from flatout.optim import Update
-from flatout.strategies import Ddp
+from flatout.strategies import Ddp, SyncBatchNorm
 from flatout.train.losses import Value
 from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch
@@ -73,6 +73,7 @@ class Stepper:
         self.wants_to_stop = self.stopping = False
         self.samples = 1.0
         self._ddp: Ddp | None = None
+        self._norms: SyncBatchNorm | None = None
         self.update = Update(switch.optimizer, clip_norm=clip_norm, clip_value=clip_value)
         self.micro_batch = micro_batch
         self.pieces = 1
@@ -150,6 +151,8 @@ class Stepper:
         weight: torch.Tensor | float = 0.0
         forward = backward = 0
         for number, piece in enumerate(pieces):
+            if self._norms is not None:
+                self._norms.copies = piece.copies
             start = clock()
             with self.switch.autocast():
                 part, part_weight = _sum(compute(piece), piece.size)
@@ -173,6 +176,16 @@ class Stepper:
         loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(total.dtype)
         return loss, sums.weight, forward, backward + clock() - start
 
+    def train_with(self, world: World, samples: float) -> None:
+        """From now on each step is one of all ranks.
+
+        Args:
+            world: of this rank.
+            samples: about how many samples of all ranks make a step: only a scale.
+        """
+        self.world, self.samples = world, max(1.0, samples)
+        self._norms = SyncBatchNorm(self.switch.model, world)
+
     def _strategy(self) -> Ddp:
         if self._ddp is None or not self._ddp.is_of(self.update.parameters):
             if self._ddp is not None:
@@ -185,6 +198,9 @@ class Stepper:
         if self._ddp is not None:
             self._ddp.close()
             self._ddp = None
+        if self._norms is not None:
+            self._norms.close()
+            self._norms = None
 
     def _in_pieces_that_fit(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         if self.micro_batch != "auto":

@@ -1,0 +1,141 @@
+"""BatchNorm over the whole batch, whatever number of ranks it is spread over. On CPUs too.
+
+Each rank tells the others mean, squared deviations and count of its part of the batch in one
+collective, and they are put together by the formulas of Chan, Golub and LeVeque ("Updating Formulae
+and a Pairwise Algorithm for Computing Sample Variances", 1979). Backward needs one collective more,
+for the two sums over the batch in the gradient (Ioffe and Szegedy, "Batch Normalization", 2015).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flatout.world import World
+
+
+class SyncBatchNorm:
+    """Makes a model's BatchNorm layers take their statistics over all ranks, until `close`.
+
+    Modules, parameters and the keys of the state dict stay.
+
+    Args:
+        model: of this rank; the same on all.
+        world: of this rank.
+
+    Attributes:
+        copies: how many ranks compute the present batch; 1 where each has a part of its own.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.world = world
+        self.copies = 1
+        self.layers = [
+            layer
+            for layer in model.modules()
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+        ]
+        for layer in self.layers:
+            layer.forward = _forward(self, layer)  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Give the layers their own forward back."""
+        for layer in self.layers:
+            del layer.forward
+
+
+def _forward(sync: SyncBatchNorm, layer: _BatchNorm) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        # With running statistics there is nothing to share.
+        if not layer.training and layer.running_mean is not None:
+            return type(layer).forward(layer, x)
+        layer._check_input_dim(x)  # type: ignore[no-untyped-call]
+        return _Normalised.apply(x, layer.weight, layer.bias, layer, sync)  # type: ignore[no-any-return, no-untyped-call]
+
+    return forward
+
+
+class _Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        layer: _BatchNorm,
+        sync: SyncBatchNorm,
+    ) -> torch.Tensor:
+        values = x.double() if x.dtype == torch.float64 else x.float()
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        count = x.numel() / x.size(1)
+        variance, mean = torch.var_mean(values, dims, correction=0)
+        mean, variance, total = _over_all(sync.world, mean, variance, count)
+        _keep(layer, mean, variance, total / sync.copies)
+        scale = torch.rsqrt(variance + layer.eps)
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.sync, ctx.dims, ctx.total = sync, dims, total
+        ctx.has_bias = bias is not None
+        factor = scale if weight is None else scale * weight
+        shift = -mean * factor if bias is None else bias - mean * factor
+        return (values * _spread(factor, x) + _spread(shift, x)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight, mean, scale = ctx.saved_tensors
+        gradient = gradients[0].to(mean.dtype)
+        normal = (x.to(mean.dtype) - _spread(mean, x)) * _spread(scale, x)
+        of_bias = gradient.sum(ctx.dims)
+        of_weight = (gradient * normal).sum(ctx.dims)
+        both = torch.cat([of_bias, of_weight])
+        ctx.sync.world.sum(both)
+        sums = both.view(2, -1) / ctx.total
+        factor = scale if weight is None else scale * weight
+        inner = gradient - _spread(sums[0], x) - normal * _spread(sums[1], x)
+        # The parameters' own gradients are this rank's part, and are added up with all others.
+        return (
+            (inner * _spread(factor, x)).to(x.dtype),
+            None if weight is None else of_weight.to(weight.dtype),
+            of_bias.to(mean.dtype) if ctx.has_bias else None,
+            None,
+            None,
+        )
+
+
+def _over_all(
+    world: World, mean: torch.Tensor, variance: torch.Tensor, count: float
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Mean, variance and count of all ranks' parts, from those of each."""
+    channels = len(mean)
+    table = torch.zeros(world.size, 2 * channels + 1, dtype=torch.float64, device=mean.device)
+    table[world.rank, :channels] = mean
+    table[world.rank, channels:-1] = variance
+    table[world.rank, -1] = count
+    world.sum(table)
+    means, variances, counts = table[:, :channels], table[:, channels:-1], table[:, -1:]
+    total = counts.sum()
+    whole = (means * counts).sum(0) / total
+    spread = ((variances + (means - whole) ** 2) * counts).sum(0) / total
+    return whole.to(mean.dtype), spread.to(mean.dtype), float(total)
+
+
+@torch.no_grad()
+def _keep(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
+    """Move the running statistics on, as BatchNorm does."""
+    if layer.running_mean is None or layer.running_var is None or not layer.training:
+        return
+    assert layer.num_batches_tracked is not None
+    layer.num_batches_tracked.add_(1)
+    share = layer.momentum
+    if share is None:  # the mean over all batches so far
+        share = 1 / float(layer.num_batches_tracked)
+    unbiased = variance * (count / max(1.0, count - 1))
+    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
+    layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), share)
+
+
+def _spread(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Of each channel, in a shape to be combined with `like`."""
+    return values.view(1, -1, *[1] * (like.dim() - 2))
