@@ -14,18 +14,29 @@ from typing import Any
 
 from flatout.errors import WorldError
 from flatout.world.place import place
+from flatout.world.world import LostRank
 
-# A rank that has lost another one lets that one speak first.
-_POLITE_S = 2.0
+# A rank that has lost another one lets that one speak and leave first: then whoever has started the
+# ranks ends this one.
+_POLITE_S = 20.0
 
 
 def main(arguments: list[str]) -> None:
     """Run a script, or after -m a module, as `python` would."""
-    is_module = arguments[0] == "-m"
-    sys.argv = arguments[1:] if is_module else arguments
     if place().world_size > 1:
         _watch_optimisers()
         sys.excepthook = _tell
+    try:
+        _run(arguments)
+    except LostRank as lost:
+        time.sleep(_POLITE_S)
+        print(f"flatout: rank {place().rank}: {lost.what}", file=sys.stderr)
+        raise
+
+
+def _run(arguments: list[str]) -> None:
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else arguments
     if is_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
@@ -54,14 +65,8 @@ def _watch_optimisers() -> None:
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    from flatout.world.world import LostRank
-
-    if not isinstance(error, LostRank):
-        print(f"flatout: {place()} has failed:", file=sys.stderr)
-        sys.__excepthook__(kind, error, trace)
-        return
-    time.sleep(_POLITE_S)
-    print(f"flatout: rank {place().rank}: {error.what}", file=sys.stderr)
+    print(f"flatout: {place()} has failed:", file=sys.stderr)
+    sys.__excepthook__(kind, error, trace)
 
 
 if __name__ == "__main__":
