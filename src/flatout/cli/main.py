@@ -14,6 +14,7 @@ from flatout.cli.demo import demo
 from flatout.cli.devices import devices
 from flatout.cli.export import export
 from flatout.cli.run import run
+from flatout.cli.scaling import scaling
 from flatout.errors import FlatoutError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app.command()(demo)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(export)
 app.command()(devices)
+app.command()(scaling)
 app.add_typer(data, name="data")
 
 

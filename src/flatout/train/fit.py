@@ -19,12 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import psutil
 import torch
 
 from flatout.data.batch import Batch
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
-from flatout.errors import CheckpointError, NumbersError
+from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import dump
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, JsonLines, Progress
@@ -143,6 +144,9 @@ class Fit:
         if loop.restored_extra is not None:
             self._load_state_dict(loop.restored_extra)
         self._open_run()
+        place = loop.world.place
+        state.history.world_size, state.history.nodes = place.world_size, place.nodes
+        state.history.startup_s = time.time() - psutil.Process().create_time()
         loop.timeline.reset()
         loop.timeline.start()
 
@@ -185,6 +189,15 @@ class Fit:
         dump(self.loop.resolved, folder / "recipe.toml")
         self.callbacks.append(JsonLines(folder / "log.jsonl"))
 
+    def _close_run(self) -> None:
+        """Leave the figures for a report."""
+        if self.loop.run is None or "://" in self.loop.run or not self.loop.world.is_first:
+            return
+        try:
+            self.state.history.save(Path(self.loop.run) / "history.json")
+        except FlatoutError as error:  # no reason to lose what was trained
+            self.loop.say(str(error))
+
     # -- epochs ------------------------------------------------------------------------------
 
     def _train(self) -> None:
@@ -193,11 +206,13 @@ class Fit:
             self._call("on_fit_start")
             self._epochs()
             state.history.stop_reason = state.stop_reason
+            state.history.lanes_by_rank = loop.world.gather(loop.timeline.lanes())
             if loop.run is not None:
                 if not loop.is_saved:
                     self._checkpoint()
                 loop.checkpoints.wait()
             self._tell_of_waiting()
+            self._close_run()
             self._call("on_fit_end")
             if self._asked:
                 self._checkpoint()

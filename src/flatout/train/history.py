@@ -35,6 +35,10 @@ class History:
         recipe: how the steps ran; None before it was decided.
         notes: what was said while training, such as a step repeated in smaller parts.
         stop_reason: why training ended early; None where it did not.
+        world_size: how many ranks trained together.
+        nodes: on how many nodes.
+        startup_s: from the start of this process to its first step, in seconds; None before it.
+        lanes_by_rank: milliseconds per step by lane of each rank, when training has ended.
     """
 
     batch_size: int
@@ -43,6 +47,10 @@ class History:
     recipe: ResolvedRecipe | None = field(default=None, repr=False)
     notes: list[str] = field(default_factory=list)
     stop_reason: str | None = None
+    world_size: int = 1
+    nodes: int = 1
+    startup_s: float | None = None
+    lanes_by_rank: list[dict[str, float]] = field(default_factory=list, repr=False)
 
     @property
     def history(self) -> dict[str, list[float]]:
@@ -99,6 +107,10 @@ class History:
             "samples_per_s": self.throughput,
             "step_percentiles_s": {f"p{q:g}": value for q, value in self.percentiles().items()},
             "lanes_ms": self.lanes(),
+            "world_size": self.world_size,
+            "nodes": self.nodes,
+            "startup_s": self.startup_s,
+            "lanes_by_rank_ms": self.lanes_by_rank,
             "epochs": [dict(logs) for logs in self.epochs],
             "recipe": recipe and {"summary": recipe.summary(), "values": recipe.request().named()},
             "notes": list(self.notes),

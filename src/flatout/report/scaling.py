@@ -1,0 +1,291 @@
+"""What more ranks gave: runs of one job on 1 to N ranks beside one another.
+
+    Scaling.of(["runs/one", "runs/two"])
+
+Every step is measured against the smallest run's: with its speed on each rank, a step of so many
+samples would take the ideal time. What it takes beyond that is split up by cause:
+
+- sync: adding up gradients, without waiting for slower ranks
+- imbalance: the time that the slowest rank needs more than the mean of all
+- input, evaluation, saving: more of it than the ideal
+- compute: the rest, such as parts of a batch that are too small for the device, or shared CPUs
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flatout.errors import FlatoutError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CAUSES = ("sync", "imbalance", "input", "evaluation", "saving", "compute")
+# What a rank does for itself in a step: all lanes but waiting for others, and what lies between.
+_OWN = ("input", "copy", "forward", "backward", "optimiser", "host", "gc")
+# Accuracy stands first where there is one; the loss is always there.
+_FIGURES = ("val_accuracy", "accuracy", "val_loss", "loss")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's figures, as `History.save` wrote them.
+
+    Attributes:
+        name: the file's, or its folder's.
+        world_size: how many ranks trained.
+        batch_size: samples per step, of all ranks.
+        step_ms: what a step takes on the average, with what lies between two steps.
+        lanes: milliseconds per step of each rank, by lane.
+        startup_s: from the start of the process to the first step; None where it is not known.
+        figures: of the last epoch.
+    """
+
+    name: str
+    world_size: int
+    batch_size: int
+    step_ms: float
+    lanes: Sequence[Mapping[str, float]]
+    startup_s: float | None
+    figures: Mapping[str, float | None]
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all ranks together, evaluation and saving included."""
+        return self.batch_size / self.step_ms * 1e3
+
+    def lane(self, name: str) -> float:
+        """Milliseconds per step, the mean of all ranks."""
+        return mean(lanes[name] for lanes in self.lanes)
+
+    @property
+    def imbalance_ms(self) -> float:
+        """What the slowest rank needs more than the mean of all."""
+        own = [sum(lanes[name] for name in _OWN) for lanes in self.lanes]
+        return max(own) - mean(own)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Runs by their number of ranks, the smallest first."""
+
+    runs: Sequence[Run]
+
+    @classmethod
+    def of(cls, paths: Sequence[str | os.PathLike[str]]) -> Scaling:
+        """Read runs.
+
+        Args:
+            paths: run folders, or files that `History.save` wrote.
+
+        Raises:
+            FlatoutError: a file is missing, or is none of these; or there is no run.
+        """
+        if not paths:
+            raise FlatoutError("no run was named", do="name the folders of runs to compare")
+        runs = [_read(Path(path)) for path in paths]
+        return cls(sorted(runs, key=lambda run: (run.world_size, run.name)))
+
+    def speedup(self, run: Run) -> float:
+        """Samples per second as a multiple of the smallest run's."""
+        return run.samples_per_s / self.runs[0].samples_per_s
+
+    def efficiency(self, run: Run) -> float:
+        """The speed-up as a share of what as many more ranks could give."""
+        return self.speedup(run) * self.runs[0].world_size / run.world_size
+
+    def lost_ms(self, run: Run) -> dict[str, float]:
+        """By cause, what a step takes beyond the ideal; negative where it takes less."""
+        first = self.runs[0]
+        share = run.batch_size / first.batch_size * first.world_size / run.world_size
+
+        def more(name: str) -> float:
+            return run.lane(name) - share * first.lane(name)
+
+        lost = {name: more(name) for name in ("input", "evaluation", "saving")}
+        lost["imbalance"] = run.imbalance_ms - share * first.imbalance_ms
+        lost["sync"] = more("sync") - lost["imbalance"]
+        lost["compute"] = run.step_ms - share * first.step_ms - sum(lost.values())
+        return {cause: lost[cause] for cause in CAUSES}
+
+    @property
+    def figure(self) -> str | None:
+        """The name of the figure that all runs have, accuracy before loss."""
+        return next(
+            (name for name in _FIGURES if all(name in run.figures for run in self.runs)), None
+        )
+
+    def words(self) -> list[str]:
+        """What held each larger run back, in plain words."""
+        lines = []
+        for run in self.runs[1:]:
+            lost = self.lost_ms(run)
+            total = sum(lost.values())
+            line = f"{run.name}: a step takes {run.step_ms:.3g} ms, ideal were "
+            line += f"{run.step_ms - total:.3g}"
+            named = [
+                f"{cause} {ms:.2g}"
+                for cause, ms in sorted(lost.items(), key=lambda one: -one[1])
+                if ms > 0.02 * run.step_ms
+            ]
+            lines.append(f"{line}; lost to {', '.join(named)}" if named else line)
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: a row for each run."""
+        return {
+            "runs": [
+                {
+                    "name": run.name,
+                    "world_size": run.world_size,
+                    "batch_size": run.batch_size,
+                    "samples_per_s": run.samples_per_s,
+                    "speedup": self.speedup(run),
+                    "efficiency": self.efficiency(run),
+                    "step_ms": run.step_ms,
+                    "lost_ms": self.lost_ms(run),
+                    "startup_s": run.startup_s,
+                    "figures": dict(run.figures),
+                }
+                for run in self.runs
+            ]
+        }
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("run", no_wrap=True)
+        headers = ["ranks", "samples/s", "speed", "efficiency", "ms/step", "start"]
+        for header in [*headers, self.figure or ""]:
+            table.add_column(header, justify="right", no_wrap=True)
+        for run in self.runs:
+            figure = run.figures[self.figure] if self.figure else None
+            table.add_row(
+                Text(run.name),
+                str(run.world_size),
+                f"{run.samples_per_s:,.0f}",
+                Text(f"{self.speedup(run):.2f}x", style="bold"),
+                f"{self.efficiency(run):.0%}",
+                f"{run.step_ms:.3g}",
+                "" if run.startup_s is None else f"{run.startup_s:.1f} s",
+                "" if figure is None else f"{figure:.4g}",
+            )
+        yield table
+        for line in self.words():
+            yield Text(line)
+
+    def plot(self, path: str | os.PathLike[str]) -> Figure:
+        """Draw throughput, what a step's time was lost to, and accuracy, into an image file.
+
+        Args:
+            path: by its ending .png, .svg or .pdf.
+
+        Raises:
+            FlatoutError: matplotlib is missing, or the file cannot be written.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise FlatoutError(
+                "plotting needs matplotlib", do="pip install 'flatout[plot]'"
+            ) from error
+        figure = Figure(figsize=(12, 4), layout="constrained")
+        speed, step, learned = figure.subplots(1, 3)
+        self._plot_speed(speed)
+        self._plot_steps(step)
+        self._plot_figure(learned)
+        try:
+            figure.savefig(path, dpi=120)
+        except (OSError, ValueError) as error:
+            raise FlatoutError(f"cannot draw: {error}", where=str(path)) from error
+        return figure
+
+    def _plot_speed(self, axes: Axes) -> None:
+        sizes = [run.world_size for run in self.runs]
+        each = self.runs[0].samples_per_s / sizes[0]
+        axes.plot(sizes, [each * size for size in sizes], ":", color="0.5", label="ideal")
+        axes.plot(sizes, [run.samples_per_s for run in self.runs], "o-", label="measured")
+        for run in self.runs:
+            at = (run.world_size, run.samples_per_s)
+            axes.annotate(f"{self.efficiency(run):.0%}", at, (5, -12), textcoords="offset points")
+        axes.set(title="throughput", xlabel="ranks", ylabel="samples/s", ylim=(0, None))
+        axes.set_xticks(sizes)
+        axes.legend()
+
+    def _plot_steps(self, axes: Axes) -> None:
+        names = [f"{run.name}\n{run.world_size}" for run in self.runs]
+        lost = [self.lost_ms(run) for run in self.runs]
+        bottom = [
+            run.step_ms - sum(max(0.0, ms) for ms in of.values())
+            for run, of in zip(self.runs, lost, strict=True)
+        ]
+        axes.bar(names, bottom, color="0.8", label="ideal")
+        for cause in CAUSES:
+            heights = [max(0.0, of[cause]) for of in lost]
+            if max(heights) < 0.01:
+                continue
+            axes.bar(names, heights, bottom=bottom, label=cause)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        axes.set(title="a step's time, and what was lost", ylabel="ms")
+        axes.legend(loc="upper right")
+
+    def _plot_figure(self, axes: Axes) -> None:
+        if self.figure is None:
+            axes.set_axis_off()
+            return
+        # What is not finite was written as null.
+        values = [run.figures[self.figure] for run in self.runs]
+        heights = [math.nan if value is None else value for value in values]
+        axes.plot([run.world_size for run in self.runs], heights, "o-")
+        axes.set(title=f"{self.figure} after the last epoch", xlabel="ranks")
+        axes.set_xticks([run.world_size for run in self.runs])
+        axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _read(path: Path) -> Run:
+    file = path / "history.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text())
+        lanes = found["lanes_by_rank_ms"]
+        run = Run(
+            name=path.name if path.is_dir() else path.stem,
+            world_size=found["world_size"],
+            batch_size=found["batch_size"],
+            step_ms=max(sum(of.values()) for of in lanes) if lanes else 0.0,
+            lanes=lanes,
+            startup_s=found["startup_s"],
+            figures=found["epochs"][-1] if found["epochs"] else {},
+        )
+    except OSError as error:
+        raise FlatoutError(
+            f"cannot read a run's figures: {error.strerror}",
+            where=str(file),
+            do="name the run folder of a fit that has ended, or a file of History.save",
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FlatoutError(
+            f"expected the figures of a fit, found something else ({error!r})",
+            where=str(file),
+            do="name the run folder of a fit that has ended, or a file of History.save",
+        ) from error
+    if run.step_ms <= 0 or len(lanes) != run.world_size:
+        raise FlatoutError(
+            "the run has no figures of all its ranks: it has not trained to its end",
+            where=str(file),
+            do="train it again, or leave it out",
+        )
+    return run

@@ -1,0 +1,143 @@
+"""Runs on 1 to N ranks beside one another."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from flatout.errors import FlatoutError
+from flatout.measure.timeline import LANES
+from flatout.report import Scaling
+
+FLATOUT = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
+SCRIPT = """
+    import sys
+
+    import torch
+    from torch import nn
+
+    import flatout
+
+    torch.manual_seed(0)
+    x = torch.randn(640, 20)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3))
+    trainer = flatout.Trainer(
+        model, loss="cross_entropy", optimizer="sgd", lr=0.1, metrics=["accuracy"],
+        run=sys.argv[1],
+    )
+    trainer.fit(x, x[:, :3].argmax(1), batch_size=64, epochs=2, progress=False)
+"""
+
+
+def lanes(**ms):
+    return {lane: float(ms.get(lane, 0.0)) for lane in LANES}
+
+
+def write(folder, name, ranks, *, batch_size=64, accuracy=0.9):
+    run = folder / name
+    run.mkdir()
+    found = {
+        "batch_size": batch_size,
+        "world_size": len(ranks),
+        "lanes_by_rank_ms": ranks,
+        "startup_s": 2.5,
+        "epochs": [{"loss": 2.0, "accuracy": 0.1}, {"loss": 1.0, "accuracy": accuracy}],
+    }
+    (run / "history.json").write_text(json.dumps(found))
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    one = write(tmp_path, "one", [lanes(input=2, forward=4, backward=8, idle=2)])
+    # Ideal is 8 ms. Rank 1 reads 3 ms longer than rank 0, which waits for it.
+    two = write(
+        tmp_path,
+        "two",
+        [
+            lanes(input=1, forward=2, backward=4, sync=5, idle=1),
+            lanes(input=4, forward=2, backward=4, sync=2, idle=1),
+        ],
+    )
+    return [two, one]
+
+
+def test_speed_efficiency_and_what_was_lost(runs):
+    scaling = Scaling.of(runs)
+    assert [run.world_size for run in scaling.runs] == [1, 2]
+    two = scaling.runs[1]
+    assert two.samples_per_s == pytest.approx(64 / 0.013)
+    assert scaling.speedup(two) == pytest.approx(16 / 13)
+    assert scaling.efficiency(two) == pytest.approx(8 / 13)
+    lost = scaling.lost_ms(two)
+    assert lost["imbalance"] == pytest.approx(1.5)  # the slowest against the mean
+    assert lost["sync"] == pytest.approx(2.0)
+    assert lost["input"] == pytest.approx(1.5)
+    assert lost["compute"] == pytest.approx(0.0)
+    assert sum(lost.values()) == pytest.approx(13 - 8)
+    assert scaling.words() == [
+        "two: a step takes 13 ms, ideal were 8; lost to sync 2, imbalance 1.5, input 1.5"
+    ]
+
+
+def test_another_batch_size_is_compared_by_the_sample(tmp_path):
+    one = write(tmp_path, "one", [lanes(forward=10)])
+    two = write(tmp_path, "two", [lanes(forward=10, sync=1)] * 2, batch_size=128)
+    scaling = Scaling.of([one, two])
+    assert scaling.speedup(scaling.runs[1]) == pytest.approx(20 / 11)
+    assert scaling.lost_ms(scaling.runs[1])["sync"] == pytest.approx(1.0)
+
+
+def test_the_table_has_a_row_for_each_run(runs):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(Scaling.of(runs))
+    text = console.export_text()
+    assert all(word in text for word in ("62%", "1.23x", "2.5 s", "0.9"))
+
+
+def test_a_picture_is_drawn(runs, tmp_path):
+    Scaling.of(runs).plot(tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '{"lanes_by_rank_ms": 3}', '{"lanes_by_rank_ms": [{"input": "x"}]}']
+)
+def test_what_is_no_run_is_named(tmp_path, content):
+    file = tmp_path / "history.json"
+    file.write_text(content)
+    with pytest.raises(FlatoutError, match="expected the figures of a fit") as caught:
+        Scaling.of([tmp_path])
+    assert "history.json" in str(caught.value)
+
+
+def test_a_missing_run_is_named(tmp_path):
+    with pytest.raises(FlatoutError, match="cannot read"):
+        Scaling.of([tmp_path / "absent"])
+
+
+def test_a_run_without_all_its_ranks_is_refused(tmp_path):
+    run = write(tmp_path, "one", [])
+    with pytest.raises(FlatoutError, match="not trained to its end"):
+        Scaling.of([run])
+
+
+@pytest.mark.slow
+def test_runs_on_one_rank_and_on_two(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(line.removeprefix("    ") for line in SCRIPT.split("\n")))
+    for ranks in (1, 2):
+        command = [*FLATOUT, "run", "--devices", str(ranks), script, tmp_path / f"runs-{ranks}"]
+        subprocess.run(command, check=True, timeout=120)
+    shown = subprocess.run(
+        [*FLATOUT, "scaling", "--json", tmp_path / "runs-1", "runs-2"],
+        cwd=tmp_path, check=True, timeout=60, capture_output=True, text=True,
+    )  # fmt: skip
+    one, two = json.loads(shown.stdout)["runs"]
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert one["figures"]["loss"] == pytest.approx(two["figures"]["loss"], rel=1e-4)
+    assert one["startup_s"] > 0
+    assert sum(two["lost_ms"].values()) == pytest.approx(two["step_ms"] - one["step_ms"] / 2)
