@@ -39,13 +39,13 @@ def run(
         ),
     ] = None,
     devices: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--devices",
             "--nproc-per-node",
-            min=1,
-            help="Ranks on this node: one for each GPU, or parts of the CPU. Default: what the "
-            "cluster says, or 1.",
+            metavar="N|auto",
+            help="Ranks on this node: one for each GPU, or parts of the CPU; auto measures how "
+            "many are fastest. Default: what the cluster says, or 1.",
             show_default=False,
         ),
     ] = None,
@@ -82,17 +82,19 @@ def run(
     """
     from flatout.world.nodes import asked_for
 
-    where = asked_for(devices, nodes, node_rank, rendezvous)
+    where = asked_for(_count(devices), nodes, node_rank, rendezvous)
     if not is_module and not Path(script).exists():
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
-    begin = [sys.executable, *(["-m", "flatout.world.start"] if where.is_world else [])]
-    start = [*begin, *(["-m"] if is_module else []), script, *(args or [])]
     variables = {"FLATOUT_RUN": "1"} | ({} if is_module else _keras_backend(Path(script)))
     if recipe is not None:
         variables["FLATOUT_RECIPE"] = os.path.abspath(recipe)
     if settings:
         variables["FLATOUT_SET"] = _after_inherited(settings)
     os.environ.update(variables)
+    what = [*(["-m"] if is_module else []), script, *(args or [])]
+    if devices == "auto":
+        where = asked_for(_measured(what, where, dry_run), nodes, node_rank, rendezvous)
+    start = [sys.executable, *(["-m", "flatout.world.start"] if where.is_world else []), *what]
     # Without a Recipe the script starts at once and as it is: no setting is a default unmeasured.
     if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
         _start(start, variables, (), dry_run, where, restarts)
@@ -106,6 +108,30 @@ def run(
         set_affinity(cpus)
     _say_applied(asked, recipe is not None, bool(settings))
     _start(start, variables | environment(asked), cpus, dry_run, where, restarts)
+
+
+def _count(devices: str | None) -> int | None:
+    """Returns how many ranks are asked for; None where that is open."""
+    if devices is None or devices == "auto":
+        return None
+    if not (devices.isascii() and devices.isdigit() and int(devices) > 0):
+        raise typer.BadParameter(f"expected a whole number above 0, or auto; found {devices!r}")
+    return int(devices)
+
+
+def _measured(what: list[str], where: Nodes, dry_run: bool) -> int:
+    """Returns how many ranks of this node the script is fastest on."""
+    if where.count > 1:
+        raise typer.BadParameter("--devices auto measures one node alone: say how many ranks here")
+    if dry_run:
+        raise typer.BadParameter("--dry-run runs nothing, so nothing is measured: say --devices N")
+    from flatout.world.choose import choose, say
+
+    def command(ranks: int) -> list[str]:
+        itself = [sys.executable, "-c", "from flatout.cli.main import main; main()", "run"]
+        return [*itself, "--restarts", "0", "--devices", str(ranks), *what]
+
+    return choose(command, None if what[0] == "-m" else Path(what[0]), say)
 
 
 def _keras_backend(script: Path) -> dict[str, str]:

@@ -42,6 +42,7 @@ from flatout.strategies import check_replicas
 from flatout.train import auto, guard
 from flatout.train.checks import check_first_batch
 from flatout.train.micro_batch import estimate_pieces, pieces_for
+from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.ranks import check_ranks
 from flatout.train.resume import (
     check_same_data,
@@ -121,7 +122,7 @@ class Loop:
         self.allow = Parity.from_name(allow)
         self.seed = seed
         self.accumulate = accumulate
-        self.run = None if run is None else str(run).rstrip("/")
+        self.run = None if run is None or is_trial() else str(run).rstrip("/")
         self.timeline = Timeline()
         self.tally = Tally()
         self.epoch = 0
@@ -135,7 +136,7 @@ class Loop:
         self.restored_extra: Any = None
         self._clip = (clip_norm, clip_value)
         # After a rank was killed all start again, and go on where the last checkpoint was.
-        self._resume = resume or (run is not None and restarts() > 0)
+        self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
         self._resumed: dict[str, Any] | None = None
         self._kept: ResolvedRecipe | None = None
         self._taken = 0
@@ -146,6 +147,7 @@ class Loop:
         self._saved: tuple[int, int] | None = None
         self._undo = ExitStack()
         self._world: World | None = None
+        self._trial: RankTrial | None = None
 
     @property
     def world(self) -> World:
@@ -228,6 +230,8 @@ class Loop:
         if loaded is not None:
             self._restore(loaded)
         check_replicas(model, self.world, "at the start")
+        if is_trial():
+            self._trial = RankTrial(lambda: self.step_count, self.world.is_first)
         return model, optimizer
 
     def join(self) -> World:
@@ -649,6 +653,8 @@ class Loop:
         Raises:
             CheckpointError: if the last checkpoint could not be written.
         """
+        if self._trial is not None and sys.exc_info()[0] is None:
+            self._trial.end()
         self.timeline.stop()
         if hasattr(self, "stepper"):
             self.stepper.close()

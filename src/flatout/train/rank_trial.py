@@ -1,0 +1,71 @@
+"""A fit that is run only to see how fast it is on so many ranks: `flatout run --devices auto`.
+
+The command starts the script several times and ends it inside its first fit, so nothing is written
+to the run folder, and nothing behind that fit runs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+# Set to a file by the command that measures; the first rank writes its steps per second there.
+FILE = "FLATOUT_RANK_TRIAL"
+_WARM_S, _WARM_STEPS, _MEASURE_S = 1.0, 3, 4.0
+_LOOK_EVERY_S = 0.005
+
+
+def is_trial() -> bool:
+    """Whether this process trains only to be measured."""
+    return FILE in os.environ
+
+
+class RankTrial:
+    """Watches how many steps a second are made, from a thread of its own.
+
+    Args:
+        steps: tells how many were made so far.
+        is_first: whether this rank is the one that reports.
+    """
+
+    def __init__(self, steps: Callable[[], int], is_first: bool) -> None:
+        self._steps = steps
+        self._is_first = is_first
+        self._ended = threading.Event()
+        # When the first steps were done and when the last, with their numbers.
+        self._seen: list[tuple[float, int]] = []
+        threading.Thread(target=self._watch, name="flatout-rank-trial", daemon=True).start()
+
+    def end(self) -> None:
+        """Training is over before the trial was: report what there is, and wait to be ended."""
+        self._seen.append((time.perf_counter(), self._steps()))
+        self._ended.set()
+        time.sleep(60)
+        os._exit(0)
+
+    def _watch(self) -> None:
+        began = self._steps()
+        while self._steps() == began and not self._ended.wait(_LOOK_EVERY_S):
+            pass
+        first = time.perf_counter()
+        self._seen.insert(0, (first, self._steps()))
+        while self._steps() < began + _WARM_STEPS or time.perf_counter() < first + _WARM_S:
+            if self._ended.wait(_LOOK_EVERY_S):
+                break
+        else:
+            self._seen[0] = (time.perf_counter(), self._steps())
+            self._ended.wait(_MEASURE_S)
+        if not self._ended.is_set():
+            self._seen.append((time.perf_counter(), self._steps()))
+        if self._is_first:
+            self._report()
+
+    def _report(self) -> None:
+        (start, before), (stop, after) = self._seen[0], self._seen[-1]
+        rate = (after - before) / (stop - start) if after > before else 0.0
+        file = os.environ[FILE]
+        with open(f"{file}.new", "w") as out:
+            out.write(repr(rate))
+        os.replace(f"{file}.new", file)

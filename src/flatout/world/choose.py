@@ -1,0 +1,180 @@
+"""How many ranks a script is fastest on, measured: `flatout run --devices auto`.
+
+The script is started on each number of ranks twice, in the one order and then in the other, and
+ended inside its first fit. More ranks are chosen only where they are faster beyond what two equal
+measurements differ by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from flatout.cache_folder import cache_folder
+from flatout.errors import WorldError
+from flatout.measure.fingerprint import fingerprint
+
+_TRIAL = "FLATOUT_RANK_TRIAL"
+# A script may load its data first, and decide its settings by measuring.
+_PATIENCE_S = 300.0
+_LOOK_EVERY_S = 0.05
+# What no two machines can be told apart by.
+_FLOOR = 1.03
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Steps a second on a number of ranks, measured twice."""
+
+    ranks: int
+    first: float
+    second: float
+
+    @property
+    def mean(self) -> float:
+        """Of both measurements."""
+        return (self.first + self.second) / 2
+
+    @property
+    def noise(self) -> float:
+        """By which factor the two differ."""
+        low, high = sorted((self.first, self.second))
+        return high / low
+
+
+def candidates() -> list[int]:
+    """Numbers of ranks worth trying here: the powers of two, and one for each device."""
+    from flatout.devices.inventory import inventory
+    from flatout.measure.cgroup import usable_cpus
+
+    most = len(inventory().cuda) or usable_cpus()
+    return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
+
+
+def choose(
+    command: Callable[[int], Sequence[str]], script: Path | None, say: Callable[[str], None]
+) -> int:
+    """The number of ranks that a script trains fastest on, on this node.
+
+    Args:
+        command: what starts it on a number of ranks.
+        script: its file, whose text tells whether an earlier answer still holds; None for a module.
+        say: tells the user what was found.
+
+    Raises:
+        WorldError: the script fails, or does not train.
+    """
+    tried = candidates()
+    if len(tried) == 1:
+        return 1
+    kept = _kept_under(command(0), script)
+    with suppress(OSError, ValueError):
+        ranks = int(json.loads(kept.read_text())["ranks"])
+        say(f"{_ranks(ranks)}, as measured before ({kept})")
+        return ranks
+    say(f"measuring {', '.join(map(str, tried))} ranks, each twice; the script is ended in its fit")
+    there = [_measure(command(ranks), ranks) for ranks in tried]
+    back = [_measure(command(ranks), ranks) for ranks in reversed(tried)][::-1]
+    speeds = [Speed(*found) for found in zip(tried, there, back, strict=True)]
+    chosen = fastest(speeds)
+    cpus = fingerprint().cpus
+    for speed in speeds:
+        share = f" x {cpus / speed.ranks:.3g} CPU" if not fingerprint().gpus else ""
+        mark = "  <- chosen" if speed is chosen else ""
+        ratio = speed.mean / speeds[0].mean
+        say(
+            f"{_ranks(speed.ranks)}{share}: {speed.mean:,.4g} steps/s, {ratio:.2f}x, "
+            f"noise {speed.noise - 1:.0%}{mark}"
+        )
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({"ranks": chosen.ranks}))
+    return chosen.ranks
+
+
+def fastest(speeds: Sequence[Speed]) -> Speed:
+    """The fastest, where it beats fewer ranks by more than equal measurements differ by."""
+    floor = max(_FLOOR, *(speed.noise for speed in speeds))
+    chosen = speeds[0]
+    for speed in speeds[1:]:
+        if speed.mean > chosen.mean * floor:
+            chosen = speed
+    return chosen
+
+
+def _measure(command: Sequence[str], ranks: int) -> float:
+    """Steps a second of a script that is ended as soon as it has told them."""
+    with tempfile.TemporaryDirectory(prefix="flatout-ranks-") as folder:
+        told, output = Path(folder) / "steps", Path(folder) / "output"
+        with output.open("wb") as out:
+            process = psutil.Popen(
+                list(command),
+                env={**os.environ, _TRIAL: str(told)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                ended = _until(told, process)
+            finally:
+                _end(process)
+        if told.exists() and (rate := float(told.read_text())) > 0:
+            return rate
+        words = output.read_text(errors="replace").strip().splitlines()[-15:]
+        what = f"ended with exit code {process.returncode}" if ended else "went on without an end"
+        raise WorldError(
+            f"on {_ranks(ranks)} the script {what} and did not train: nothing could be measured",
+            where="\n  ".join(["its last words:", *words]) if words else "",
+            do="see that it trains with flatout.Trainer or flatout.Loop, or say --devices N",
+        )
+
+
+def _until(told: Path, process: psutil.Popen) -> bool:
+    """Wait for the report or the end of the script; whether it has ended."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not told.exists() and time.monotonic() < deadline:
+        if process.poll() is not None:
+            return True
+        time.sleep(_LOOK_EVERY_S)
+    return False
+
+
+def _end(process: psutil.Popen) -> None:
+    """End the script and all that it has started, at once: it must not save anything."""
+    with suppress(psutil.NoSuchProcess):
+        process.suspend()  # an agent would start killed ranks again
+        below = process.children(recursive=True)
+        for child in below:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.kill()
+        psutil.wait_procs(below, timeout=10)
+    process.wait()
+
+
+def _kept_under(command: Sequence[str], script: Path | None) -> Path:
+    text = script.read_text(errors="replace") if script is not None else ""
+    asked = [os.environ.get(name, "") for name in ("FLATOUT_SET", "FLATOUT_RECIPE")]
+    parts = [*command, os.getcwd(), text, fingerprint().digest, *asked]
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+    return cache_folder() / "ranks" / f"{digest}.json"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"
+
+
+def say(line: str) -> None:
+    """Tell the user."""
+    print(f"flatout: {line}", file=sys.stderr, flush=True)
