@@ -179,10 +179,25 @@ def test_presharded_data_make_the_steps_that_were_agreed_on():
     made = Pipeline(MadeUp(50)).batch(16).shard(0, 2, presharded=True, steps=7)
     assert len(numbers(made)) == 7
     assert sorted(flat(numbers(made))) == list(range(50))
+    open_ended = Pipeline(MadeUp(50)).batch(16).shard(0, 2, presharded=True)
     with pytest.raises(DataError, match="pass steps="):
-        Pipeline(MadeUp(50)).shard(0, 2, presharded=True)
+        list(open_ended)
+    assert open_ended.agreed(lambda own: [own, 70]).steps == 8  # 120 samples in batches of 16
+    with pytest.raises(DataError, match="steps= is for presharded"):
+        Pipeline(MadeUp(50)).shard(0, 2, steps=7)
+    with pytest.raises(DataError, match="both rank and world_size"):
+        Pipeline(MadeUp(50)).shard(0)
     with pytest.raises(DataError, match="expected a rank from 0 to 1, found 2"):
         Pipeline(MadeUp(50)).shard(2, 2)
+
+
+def test_the_ranks_of_a_node_share_its_files(monkeypatch):
+    names = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**names, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    made = Pipeline(MadeUp(50)).batch(16).shard(presharded=True, steps=4)
+    assert flat(numbers(made)) == list(range(25, 50))
+    assert flat(numbers(Pipeline(MadeUp(50)).batch(16).shard(by="rows"))) == list(range(37, 50))
 
 
 def test_the_ragged_end():

@@ -28,7 +28,7 @@ from flatout.data.sources.arrays import Arrays
 from flatout.data.sources.torch_dataset import DatasetRows
 from flatout.data.staged import Staged
 from flatout.data.stages import Batch as BatchStage
-from flatout.data.stages import Filter, Map, Prefetch, Repeat, Shuffle, Stage, words
+from flatout.data.stages import Filter, Map, Prefetch, Repeat, Shard, Shuffle, Stage, words
 from flatout.errors import DataError
 
 
@@ -130,6 +130,35 @@ class Pipeline(Staged):
         return next((stage for stage in self.stages if isinstance(stage, Prefetch)), None)
 
     @property
+    def sharded(self) -> Shard | None:
+        """Which part it is of what all ranks have; None where it is all of it."""
+        return next((stage for stage in self.stages if isinstance(stage, Shard)), None)
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether each rank has rows of its own, rather than parts of the same batches."""
+        return self.sharded is not None and self.sharded.has_own_rows
+
+    def agreed(self, gather: Callable[[int], list[int]]) -> Pipeline:
+        """With the number of steps that presharded data make, where nobody has said it.
+
+        Args:
+            gather: gives the numbers of all ranks for this rank's own.
+        """
+        shard, size = self.sharded, self.batch_size
+        if shard is None or not shard.presharded or shard.steps is not None or size is None:
+            return self
+        assert not is_stream(self.origin)
+        stages = [stage for stage in self.stages if stage is not shard]
+        one = replace(shard, steps=1)
+        own = Pipeline(self.origin, (*stages, one), self._options, self._say).samples
+        assert own is not None
+        steps = -(-sum(gather(own)) // size)
+        return Pipeline(
+            self.origin, (*stages, replace(shard, steps=steps)), self._options, self._say
+        )
+
+    @property
     def seekable(self) -> bool:
         """Whether a pass can start at any batch."""
         return not is_stream(self.origin)
@@ -169,6 +198,10 @@ class Pipeline(Staged):
         """16 hex digits over the source, the samples chosen, and the functions."""
         if is_stream(self.origin):
             return digest_of(self.origin.digest, *(words(stage) for stage in self.stages))
+        if self.has_own_rows:  # the same on all ranks, though each has other rows
+            assert self.sharded is not None
+            base = "" if self.sharded.presharded else self._built.samples.digest
+            return digest_of(base, self.sharded.by, str(self.steps))
         chosen = self._built.numbers
         whole = len(chosen) == self._built.samples.rows
         return digest_of(self._built.samples.digest, "" if whole else chosen.tobytes().hex())

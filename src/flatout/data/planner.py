@@ -191,7 +191,7 @@ def _mixture(
 ) -> tuple[Joined, cuts.Order]:
     for part in origin.parts:
         for stage in part.stages:
-            if isinstance(stage, Shard) and stage.by == "batch":
+            if isinstance(stage, Shard) and not stage.has_own_rows:
                 raise DataError("shard stands before mix", do="put shard behind mix")
     parts = [build(part.origin, part.stages, options, say) for part in origin.parts]
     joined = Joined([part.samples for part in parts], [part.numbers for part in parts])
@@ -234,7 +234,7 @@ def _select(
                 known = origin.targets() if is_rows(origin) and samples is base else None
                 labels = selection.labels_of(numbers, samples, known)
             numbers = selection.split(numbers, stage, labels)
-        elif isinstance(stage, Shard) and stage.by != "batch" and not stage.presharded:
+        elif isinstance(stage, Shard) and stage.has_own_rows:
             everywhere = len(numbers)
             numbers = selection.shard(numbers, stage, getattr(origin, "file_rows", None))
         if not isinstance(base, Joined) and len(numbers):
@@ -248,7 +248,7 @@ def _check_behind_mix(stage: Stage) -> None:
             "shuffle(window=...) stands behind mix", do="shuffle each source before mix"
         )
     chooses = isinstance(stage, (Filter, Split)) or (
-        isinstance(stage, Shard) and stage.by != "batch"
+        isinstance(stage, Shard) and stage.has_own_rows
     )
     if chooses:
         raise DataError(
@@ -341,14 +341,19 @@ def _cut(
             )
         seed = None if shuffle is None else shuffle.seed
         order = cuts.by_length(order, lengths, batch.size, batch.window, seed)
-    if shard.by == "batch" and not shard.presharded:
+    if not shard.has_own_rows:
         in_place = shuffle is None and batch.window is None and repeat is None
         moves = not (in_place and base_order is None and count == samples.rows)
         return Cut(
             count, batch.size, order, batch.last, shard.rank, shard.world_size, shuffle=moves
         )
     if shard.presharded:
-        assert shard.steps is not None
+        if shard.steps is None:
+            raise DataError(
+                "shard(presharded=True): no rank knows how many samples the others have",
+                do="hand the pipeline to a Trainer, whose ranks find it out, or pass steps=, the "
+                "same on every rank: samples of all ranks / batch size, rounded up",
+            )
         return Cut(count, batch.size, order, batch.last, even_steps=shard.steps)
     steps = max(1, -(-everywhere * (repeat.times if repeat else 1) // batch.size))
     return Cut(count, batch.size, order, batch.last, even_steps=steps)

@@ -8,14 +8,28 @@ from typing import Any
 from flatout.data.batch import Batch, rows
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
+from flatout.errors import DataError
 
 
 def ranked(source: Source, rank: int, world_size: int) -> Source:
     """The source for one rank of several: each global batch is cut in parts, one for each rank.
 
     A batch of fewer samples than ranks goes whole to every rank; `Batch.copies` tells how many.
+
+    Raises:
+        DataError: the source is already the part of another rank.
     """
-    return source if world_size == 1 else _Ranked(source, rank, world_size)
+    shard = source.sharded if isinstance(source, Pipeline) else None
+    if shard is not None and (shard.rank, shard.world_size) != (rank, world_size):
+        raise DataError(
+            f"this is rank {rank} of {world_size}, but the pipeline is the part of rank "
+            f"{shard.rank} of {shard.world_size}",
+            do="write .shard() without rank and world size, or leave it out: each rank gets its "
+            "share of every batch by itself",
+        )
+    if world_size == 1 or (shard is not None and shard.has_own_rows):
+        return source
+    return _Ranked(source, rank, world_size)
 
 
 class _Ranked:
@@ -26,7 +40,9 @@ class _Ranked:
         self._whole = source
         # A Pipeline makes only the rows of its own rank; of any other source each rank cuts what
         # it has read.
-        self._own = source.shard(rank, world_size) if isinstance(source, Pipeline) else None
+        self._own = source if isinstance(source, Pipeline) else None
+        if self._own is not None and self._own.sharded is None:
+            self._own = self._own.shard(rank, world_size)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

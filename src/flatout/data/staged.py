@@ -23,6 +23,7 @@ from flatout.data.stages import (
     Stage,
 )
 from flatout.errors import DataError
+from flatout.world import place
 
 if TYPE_CHECKING:
     from flatout.data.pipeline import Pipeline
@@ -146,8 +147,8 @@ class Staged:
 
     def shard(
         self,
-        rank: int,
-        world_size: int,
+        rank: int | None = None,
+        world_size: int | None = None,
         *,
         by: Literal["batch", "files", "rows"] = "batch",
         presharded: bool = False,
@@ -155,25 +156,42 @@ class Staged:
     ) -> Pipeline:
         """The part of one rank. All ranks make equally many steps; no sample is lost or repeated.
 
+        A Trainer and a Loop give each rank its share of every batch by themselves. Write it where
+        ranks should have samples of their own, or for a loop without either.
+
         Args:
-            rank: from 0.
+            rank: from 0. Without rank and world size, those of this process.
             world_size: how many ranks there are.
             by: "batch" gives every rank its share of each global batch, so that the order is the
                 same on any number of ranks; "files" and "rows" give it samples of its own, which
                 spares reading what others read.
-            presharded: the files here are this rank's alone already, as ShardedByS3Key leaves them.
-            steps: with `presharded`, batches in an epoch, the same number on every rank.
+            presharded: the files here are this node's alone already, as ShardedByS3Key leaves them;
+                its ranks share them out. With a rank given, they are that rank's alone.
+            steps: with `presharded`, batches in an epoch, the same number on every rank. A Trainer
+                finds it out: samples of all ranks / batch size, rounded up.
+
+        Raises:
+            DataError: it makes no sense.
         """
-        if not 0 <= rank < world_size:
-            raise DataError(f"shard: expected a rank from 0 to {world_size - 1}, found {rank}")
+        if (rank is None) != (world_size is None):
+            raise DataError("shard: pass both rank and world_size, or neither")
         if by not in ("batch", "files", "rows"):
             raise DataError(f"shard: by is 'batch', 'files' or 'rows', found {by!r}")
-        if presharded and steps is None:
-            raise DataError(
-                "shard(presharded=True): no rank knows how many samples the others have",
-                do="pass steps=, the same on every rank: samples of all ranks / batch size",
+        if steps is not None and not presharded:
+            raise DataError("shard: steps= is for presharded=True alone")
+        if rank is None or world_size is None:
+            here = place()
+            beside = (here.local_rank, here.local_world_size)
+            return self._with(
+                Shard(here.rank, here.world_size, by, presharded, beside, _steps(steps))
             )
-        return self._with(Shard(rank, world_size, by, presharded, steps))
+        if not 0 <= rank < world_size:
+            raise DataError(f"shard: expected a rank from 0 to {world_size - 1}, found {rank}")
+        return self._with(Shard(rank, world_size, by, presharded, steps=_steps(steps)))
+
+
+def _steps(steps: int | None) -> int | None:
+    return None if steps is None else _at_least_one("shard: steps", steps)
 
 
 def _at_least_one(name: str, value: int) -> int:

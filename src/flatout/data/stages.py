@@ -79,13 +79,28 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part."""
+    """A rank's part.
+
+    Attributes:
+        rank: from 0.
+        world_size: how many ranks there are.
+        by: what is shared out.
+        presharded: what is here belongs to this node alone.
+        beside: with `presharded`, which of how many ranks of this node this is.
+        steps: with `presharded`, batches in an epoch; None until the ranks have agreed.
+    """
 
     rank: int
     world_size: int
     by: Literal["batch", "files", "rows"] = "batch"
     presharded: bool = False
+    beside: tuple[int, int] = (0, 1)
     steps: int | None = None
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether ranks have rows of their own, rather than parts of the same batches."""
+        return self.presharded or self.by != "batch"
 
 
 Stage: TypeAlias = Shuffle | Map | Filter | Batch | Cache | Repeat | Split | Shard | Prefetch

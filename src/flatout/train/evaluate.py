@@ -12,6 +12,7 @@ from torch import nn
 from flatout.data.ranked import ranked
 from flatout.data.source import Source
 from flatout.train import guard
+from flatout.train.ranks import agreed
 from flatout.train.tally import Tally, mean_of
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def evaluate(
     job = trainer.job()
     tally = Tally()
     with evaluating(trainer.model), trainer.autocast():
-        for batch in ranked(source, world.rank, world.size).batches(0, 0):
+        for batch in ranked(agreed(source, world), world.rank, world.size).batches(0, 0):
             batch = trainer.ready(batch)
             value = job.compute(batch)
             if batch.is_copy:

@@ -30,6 +30,7 @@ from flatout.recipe import dump
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, JsonLines, Progress
 from flatout.train.history import History
+from flatout.train.ranks import agreed
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.state import FitState
@@ -55,7 +56,7 @@ class Fit:
     ) -> None:
         self.trainer = trainer
         self.loop = trainer.loop
-        self.source = source
+        self.source = source = agreed(source, self.loop.world)
         self.validation = validation
         self.job = trainer.job(source)
         self.compute = self.job.compute
@@ -131,6 +132,8 @@ class Fit:
             steps=planned,
         )
         self.job.reset()  # measuring has fed its metrics
+        if loop.world.size > 1:
+            loop.say(self._ranks_in_words())
         if isinstance(self.source, Pipeline):
             for note in self.source.notes():
                 loop.say(f"input: {note}")
@@ -149,6 +152,17 @@ class Fit:
         state.history.startup_s = time.time() - psutil.Process().create_time()
         loop.timeline.reset()
         loop.timeline.start()
+
+    def _ranks_in_words(self) -> str:
+        """How the work is shared out, such as "2 ranks x 1 CPU, ddp, global batch 64 = 2 x 32"."""
+        ranks, device = self.loop.world.size, self.loop.device
+        each = f" x {torch.get_num_threads()} CPU" if device.type == "cpu" else " of a GPU each"
+        words = f"{ranks} ranks{each}, ddp"
+        size = self.source.batch_size
+        if size is not None:
+            part = f"{size // ranks:,}" if size % ranks == 0 else f"{size / ranks:,.1f}"
+            words += f", global batch {size:,} = {ranks} x {part}"
+        return words
 
     def _load_state_dict(self, saved: Any) -> None:
         state, callbacks = self.state, self._stateful()

@@ -638,8 +638,11 @@ class Loop:
         set_random_state(self._own_random(loaded.state))
         self._resumed = loaded.state
         self._saved = (self.epoch, self.step_count)
+        then, now = len(loaded.state["random"]), self.world.size
+        ranks = "" if then == now else f", {then} -> {now} ranks"
         self.say(
-            f"resumed step {self.step_count:,} from {loaded.name}, 0 samples repeated, 0 skipped"
+            f"resumed step {self.step_count:,} from {loaded.name}{ranks}, 0 samples repeated, "
+            "0 skipped"
         )
 
     def _own_random(self, state: dict[str, Any]) -> Any:

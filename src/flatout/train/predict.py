@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.data.batch import map_tensors
+from flatout.data.pipeline import Pipeline
 from flatout.data.ranked import ranked
 from flatout.data.source import Source
-from flatout.errors import ModelError
+from flatout.errors import DataError, ModelError
 from flatout.train import guard
 from flatout.train.evaluate import evaluating
 
@@ -26,10 +27,17 @@ def predict(trainer: Trainer, source: Source) -> Any:
     Raises:
         NumbersError: if a weight or buffer is not finite.
         ModelError: if an output has no row for each sample, or is no tensor.
+        DataError: if the ranks have samples of their own.
     """
     guard.check_state(trainer.model, "prediction")
     trainer.be_ready()
     world = trainer.world()
+    if world.size > 1 and isinstance(source, Pipeline) and source.has_own_rows:
+        raise DataError(
+            "predictions come in the order of the samples, and ranks with samples of their own "
+            "have no common order",
+            do="leave shard out: each rank predicts its share of every batch",
+        )
     outputs = []
     with evaluating(trainer.model), trainer.autocast():
         for batch in ranked(source, world.rank, world.size).batches(0, 0):

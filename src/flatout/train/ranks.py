@@ -5,9 +5,15 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.errors import ModelError, WorldError
 from flatout.world import World
+
+
+def agreed(source: Source, world: World) -> Source:
+    """The source, of which all ranks know how many steps it makes."""
+    return source.agreed(world.gather) if isinstance(source, Pipeline) else source
 
 
 def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:

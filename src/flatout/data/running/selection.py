@@ -116,14 +116,16 @@ def _classes(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def shard(numbers: Numbers, stage: Shard, file_rows: Numbers | None) -> Numbers:
-    """A rank's own rows: whole files where there are at least as many as ranks, else a range.
+    """A rank's own rows: whole files, or a range. Of presharded files, those of its node.
 
     Args:
         numbers: all rows.
         stage: rank and world size; "files" insists on whole files.
         file_rows: where each file's rows begin, and at last where they end.
     """
-    rank, world = stage.rank, stage.world_size
+    rank, world = stage.beside if stage.presharded else (stage.rank, stage.world_size)
+    if world == 1:
+        return numbers
     files = 0 if file_rows is None else len(file_rows) - 1
     if stage.by == "files":
         if file_rows is None or files < world:

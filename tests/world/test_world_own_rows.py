@@ -1,0 +1,75 @@
+"""Ranks that have samples of their own train one model, and count every sample once."""
+
+import pytest
+import torch
+from world_ranks import run
+
+JOB = """
+    import sys
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+    from torch import nn
+
+    import flatout
+    from flatout.errors import DataError
+    from flatout.world import place
+
+    folder, size, rank = Path(sys.argv[1]), int(sys.argv[2]), place().rank
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(47, 20)).astype(np.float32)
+    y = rng.integers(0, 5, 47)
+    found = {}
+
+
+    def train(name, data):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5))
+        trainer = flatout.Trainer(
+            model, loss="cross_entropy", optimizer="sgd", lr=0.1, metrics=["accuracy"]
+        )
+        history = trainer.fit(data, validation_data=data, epochs=4, progress=False)
+        figures = [{k: v for k, v in logs.items() if k != "seconds"} for logs in history.epochs]
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        found[name] = {"weights": weights, "history": figures}
+        return trainer
+
+
+    whole = flatout.data.arrays(x, y)
+    # One step an epoch, so that the order of the samples does not matter.
+    train("whole", whole.batch(64))
+    if size > 1:
+        train("rows", whole.batch(64).shard(by="rows"))
+        train("by hand", whole.batch(64).shard(rank, size))
+        own = slice(0, 30) if rank == 0 else slice(30, 47)
+        mine = flatout.data.arrays(x[own], y[own])
+        trainer = train("presharded", mine.batch(64).shard(rank, size, presharded=True))
+        steps = mine.batch(10).shard(rank, size, presharded=True)
+        train("several steps", steps)
+        found["steps"] = trainer.fit(steps, epochs=1, progress=False).timeline.steps
+        try:
+            trainer.predict(whole.batch(64).shard(by="rows"))
+        except DataError as error:
+            found["predict"] = str(error)
+        try:
+            trainer.fit(whole.batch(64).shard(0, 3), epochs=1)
+        except DataError as error:
+            found["another part"] = str(error)
+    torch.save(found, folder / f"found-{size}-{rank}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_with_rows_of_their_own(tmp_path):
+    for size in (1, 2):
+        run(JOB, size, tmp_path)
+    alone = torch.load(tmp_path / "found-1-0.pt")["whole"]
+    for rank in range(2):
+        found = torch.load(tmp_path / f"found-2-{rank}.pt")
+        for name in ("whole", "rows", "by hand", "presharded"):
+            torch.testing.assert_close(found[name], alone, rtol=1e-4, atol=2e-6)
+        assert found["steps"] == 5  # 47 samples of both in batches of 10
+        assert found["several steps"]["history"][-1]["accuracy"] > 0
+        assert "samples of their own have no common order" in found["predict"]
+        assert "the pipeline is the part of rank 0 of 3" in found["another part"]
