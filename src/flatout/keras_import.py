@@ -66,7 +66,9 @@ class _Explained:
         Raises:
             KerasBackendError: the backend cannot be imported.
         """
-        _check()
+        found = problem()
+        if found is not None:
+            raise found
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
@@ -78,7 +80,8 @@ def explain() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def _check() -> None:
+def problem() -> KerasBackendError | None:
+    """Why an `import keras` could not work here; None where it can."""
     from importlib.util import find_spec
 
     backend, source = _chosen()
@@ -88,16 +91,17 @@ def _check() -> None:
         "`flatout run`"
     )
     if backend not in _NEEDS:
-        raise KerasBackendError(
+        return KerasBackendError(
             f"Keras has no backend {backend!r}; it has {', '.join(_NEEDS)}", where=source, do=do
         )
     missing = [module for module in _NEEDS[backend] if find_spec(module) is None]
-    if missing:
-        raise KerasBackendError(
-            f"Keras would take its {backend} backend, and {missing[0]} is not installed",
-            where=source,
-            do=do,
-        )
+    if not missing:
+        return None
+    return KerasBackendError(
+        f"Keras would take its {backend} backend, and {missing[0]} is not installed",
+        where=source,
+        do=do,
+    )
 
 
 def _chosen() -> tuple[str, str]:

@@ -12,6 +12,7 @@ from flatout import __version__
 from flatout.cli.data import data
 from flatout.cli.demo import demo
 from flatout.cli.devices import devices
+from flatout.cli.doctor import doctor
 from flatout.cli.export import export
 from flatout.cli.run import run
 from flatout.cli.scaling import scaling
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(demo)
 # What stands behind the script's name is the script's, also what looks like an option.
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(doctor)
 app.command()(export)
 app.command()(devices)
 app.command()(scaling)

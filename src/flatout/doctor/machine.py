@@ -1,0 +1,295 @@
+"""Checks of the machine and the environment: what holds back every job here.
+
+Each check takes the facts and gives a Finding, or None where all is well or the facts are missing.
+None of them imports torch or touches a device context.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from flatout import keras_import
+from flatout.cache_folder import cache_folder
+from flatout.devices.inventory import Inventory, inventory
+from flatout.doctor.finding import Finding
+
+# What caches, checkpoints and logs of a job take at least.
+_SMALL_DISK = 2 * 2**30
+# Below this share of the memory a job is close to being killed, or to swapping.
+_SMALL_MEMORY = 0.1
+# torch's oldest version that Flatout runs on.
+_OLDEST_TORCH = (2, 11)
+# Set by libraries for themselves, and by nobody who wants to be faster.
+_NOT_MEANT = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the checks look at.
+
+    Attributes:
+        machine: what it has.
+        environ: the variables that a job would inherit.
+        root: the folder that holds `proc` and `sys`.
+        cache: where Flatout keeps what can be made again.
+    """
+
+    machine: Inventory
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    root: Path = Path("/")
+    cache: Path = field(default_factory=cache_folder)
+
+
+def check_machine(facts: Facts | None = None) -> list[Finding]:
+    """Everything that was found here, dangers first."""
+    known = Facts(inventory()) if facts is None else facts
+    found = [finding for check in CHECKS if (finding := check(known)) is not None]
+    return sorted(found, key=lambda finding: ("danger", "slow", "note").index(finding.kind))
+
+
+def _torch(facts: Facts) -> Finding | None:
+    version = facts.machine.torch.version
+    if version is None:
+        return Finding(
+            "torch", "danger", "torch is not installed", "pip install torch, as pytorch.org says"
+        )
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers >= _OLDEST_TORCH:
+        return None
+    oldest = ".".join(map(str, _OLDEST_TORCH))
+    return Finding(
+        "torch",
+        "danger",
+        f"torch is {version}, Flatout needs {oldest} or newer",
+        f"pip install 'torch>={oldest}'",
+    )
+
+
+def _gpu_without_cuda(facts: Facts) -> Finding | None:
+    gpus, build = facts.machine.nvml.gpus, facts.machine.torch
+    if not gpus or build.version is None or build.cuda is not None:
+        return None
+    return Finding(
+        "gpu unused",
+        "slow",
+        f"there is {_a_number_of(len(gpus), 'GPU')} ({gpus[0].name}), but torch {build.version} "
+        "was built without CUDA: jobs run on the CPU",
+        "install a build of torch with CUDA, as pytorch.org says",
+    )
+
+
+def _driver(facts: Facts) -> Finding | None:
+    if facts.machine.driver_fits_torch is not False:
+        return None
+    nvml, build = facts.machine.nvml, facts.machine.torch
+    assert nvml.cuda is not None
+    offered = ".".join(map(str, nvml.cuda))
+    return Finding(
+        "driver",
+        "danger",
+        f"the driver {nvml.driver} offers CUDA {offered}, torch was built for {build.cuda}: torch "
+        "will see no GPU",
+        "update the driver, or install torch for an older CUDA",
+    )
+
+
+def _hidden_gpus(facts: Facts) -> Finding | None:
+    gpus, shown = facts.machine.nvml.gpus, facts.machine.cuda
+    if not gpus or shown or "CUDA_VISIBLE_DEVICES" not in facts.environ:
+        return None
+    value = facts.environ["CUDA_VISIBLE_DEVICES"]
+    return Finding(
+        "gpu hidden",
+        "slow",
+        f"CUDA_VISIBLE_DEVICES={value!r} hides {_a_number_of(len(gpus), 'GPU')}",
+        "unset it, unless the job shall run on the CPU",
+    )
+
+
+def _busy_gpus(facts: Facts) -> Finding | None:
+    shown = {device.uuid for device in facts.machine.cuda}
+    busy = [gpu for gpu in facts.machine.nvml.gpus if gpu.uuid in shown and gpu.processes]
+    if not busy:
+        return None
+    gpu = busy[0]
+    used = f"{(gpu.memory_used or 0) / 2**30:.1f} GiB"
+    who = ", ".join(str(process.pid) for process in gpu.processes)
+    return Finding(
+        "gpu busy",
+        "note",
+        f"GPU {gpu.nvml_index} ({gpu.name}) is in use: {used} by process {who}",
+        "measurements made beside other jobs are rough",
+    )
+
+
+def _threads(facts: Facts) -> Finding | None:
+    cpus = facts.machine.cpus
+    threads, usable = cpus.torch_threads, cpus.usable
+    names = [n for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if facts.environ.get(n)]
+    why = ", ".join(f"{name}={facts.environ[name]}" for name in names)
+    if threads > usable:
+        limit = f"the cgroup's quota is {cpus.quota:g} CPUs" if cpus.quota else "fewer CPUs"
+        cause = f"{why} asks for them" if why else limit
+        return Finding(
+            "threads",
+            "slow",
+            f"torch would start {threads} threads for each operator on {usable} usable CPUs "
+            f"({cause}): they wait for each other",
+            f"set OMP_NUM_THREADS={usable}, or flatout run --set process.threads={usable}",
+        )
+    if why and threads < usable // 2:
+        return Finding(
+            "threads",
+            "slow",
+            f"{why} lets torch use {threads} of {usable} usable CPUs",
+            "unset it; torchrun sets it to 1 by itself, flatout run --devices does not",
+        )
+    return None
+
+
+def _inert_kmp(facts: Facts) -> Finding | None:
+    names = sorted(n for n in facts.environ if n.startswith("KMP_") and n not in _NOT_MEANT)
+    preloaded = facts.environ.get("LD_PRELOAD", "")
+    if not names or "libiomp5" in preloaded or facts.machine.torch.version is None:
+        return None
+    return Finding(
+        "KMP",
+        "note",
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} read by Intel's OpenMP alone; "
+        "torch's wheels bring GNU's, so nothing happens",
+        "use OMP_PROC_BIND and OMP_PLACES, or preload libiomp5",
+    )
+
+
+def _shm(facts: Facts) -> Finding | None:
+    shm = facts.machine.shm
+    if shm is None or not shm.too_small_for_workers:
+        return None
+    return Finding(
+        "shm",
+        "danger",
+        f"/dev/shm has {shm.free / 2**20:,.0f} MiB free, through which loader workers hand over "
+        "batches: they die with a bus error when it is full",
+        "start the container with --shm-size=4g or --ipc=host, or use num_workers=0",
+    )
+
+
+def _memory(facts: Facts) -> Finding | None:
+    memory = facts.machine.memory
+    total = min(memory.total, memory.limit or memory.total)
+    if memory.available >= _SMALL_MEMORY * total:
+        return None
+    return Finding(
+        "memory",
+        "danger",
+        f"{memory.available / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are free",
+        "end what takes it, or expect jobs to be killed",
+    )
+
+
+def _governor(facts: Facts) -> Finding | None:
+    path = facts.root / "sys/devices/system/cpu/cpu0/cpufreq"
+    try:
+        governor = (path / "scaling_governor").read_text().strip()
+        driver = (path / "scaling_driver").read_text().strip()
+    except OSError:
+        return None
+    # The drivers of Intel and AMD raise the clock by themselves under that name.
+    if governor != "powersave" or "pstate" in driver:
+        return None
+    return Finding(
+        "clock",
+        "slow",
+        f"the CPU's frequency governor is powersave ({driver}): it stays at its lowest clock",
+        "cpupower frequency-set -g performance",
+    )
+
+
+def _busy_machine(facts: Facts) -> Finding | None:
+    try:
+        load = float((facts.root / "proc/loadavg").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    present = facts.machine.cpus.present
+    if load < 0.5 * present:
+        return None
+    return Finding(
+        "busy",
+        "note",
+        f"other work keeps {load:.1f} of {present} CPUs busy",
+        "measurements made beside other jobs are rough",
+    )
+
+
+def _kernels(facts: Facts) -> Finding | None:
+    if facts.environ.get("FLATOUT_KERNELS") == "numpy":
+        return Finding(
+            "kernels",
+            "slow",
+            "FLATOUT_KERNELS=numpy: numpy does the work of Flatout's C extensions",
+            "unset it",
+        )
+    if find_spec("flatout.kernels._gather") is not None:
+        return None
+    return Finding(
+        "kernels",
+        "slow",
+        "Flatout's C extensions are absent: numpy does their work, more slowly",
+        "install a C compiler, then pip install --force-reinstall --no-deps --no-cache-dir flatout",
+    )
+
+
+def _keras(facts: Facts) -> Finding | None:
+    if find_spec("keras") is None:
+        return None
+    problem = keras_import.problem()
+    if problem is None or problem.do is None:
+        return None
+    return Finding("keras", "note", f"{problem.what} ({problem.where})", problem.do)
+
+
+def _disk(facts: Facts) -> Finding | None:
+    folder = next(parent for parent in (facts.cache, *facts.cache.parents) if parent.exists())
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            "cache",
+            "slow",
+            f"{facts.cache} cannot be written: what was measured is measured again in each run",
+            "set FLATOUT_CACHE to a folder that can be written",
+        )
+    free = shutil.disk_usage(folder).free
+    if free >= _SMALL_DISK:
+        return None
+    return Finding(
+        "disk",
+        "danger",
+        f"{free / 2**30:.1f} GiB are free on the disk of {facts.cache}",
+        "make room, or set FLATOUT_CACHE to another disk",
+    )
+
+
+def _a_number_of(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
+    _torch,
+    _driver,
+    _gpu_without_cuda,
+    _hidden_gpus,
+    _busy_gpus,
+    _threads,
+    _inert_kmp,
+    _shm,
+    _memory,
+    _governor,
+    _busy_machine,
+    _kernels,
+    _keras,
+    _disk,
+)
