@@ -23,6 +23,7 @@ from flatout.data.sources import image_decode, image_rows
 from flatout.data.sources.image_decode import psnr
 from flatout.data.sources.images import images
 from flatout.errors import DataError
+from flatout.kernels import resize as kernel
 
 Image = pytest.importorskip("PIL.Image")
 ImageOps = pytest.importorskip("PIL.ImageOps")
@@ -372,24 +373,41 @@ def test_reduced_decode_is_close_to_the_full_one(tmp_path):
 
 
 @pytest.mark.parametrize("channels", [3, 1])
-def test_what_little_is_left_to_shrink_is_done_with_or_without_cv2(tmp_path, monkeypatch, channels):
+def test_what_little_is_left_to_shrink_is_interpolated(tmp_path, monkeypatch, channels):
     content = encoded(photo(496, 512, 1, enlarged=2.5))
     options = {"size": 224, "channels": channels}
     full = one(tmp_path, content, **options)
     quick = one(tmp_path, content, reduced=True, **options)
-    monkeypatch.setattr(image_decode, "_cv2", lambda: None)
+    far = one(tmp_path, content, size=150, reduced=True)
+    monkeypatch.setattr(image_decode, "_QUICK_SHRINK", 0)
     antialiased = one(tmp_path, content, reduced=True, **options)
     assert psnr(quick, full) > 42
     assert psnr(antialiased, full) > psnr(quick, full)
-    # Further to go, so that both are antialiased.
-    far = one(tmp_path, content, size=150, reduced=True)
-    monkeypatch.undo()
+    # Further to go, so that it is antialiased anyway.
     np.testing.assert_array_equal(one(tmp_path, content, size=150, reduced=True), far)
 
 
+@pytest.mark.parametrize("resize", ["stretch", "crop", "fit"])
+def test_what_is_interpolated_is_the_same_without_the_extension(tmp_path, monkeypatch, resize):
+    write(tmp_path / "all/a.jpg", encoded(photo(400, 632, 1)))
+    write(tmp_path / "all/b.jpg", encoded(photo(632, 400, 2, enlarged=2), exif=exif(6)))
+    source = rows(tmp_path / "all", labels=False, size=(180, 290), resize=resize, reduced=True)
+    with_it = pixels(source)
+    twin, sizes = kernel._twin, []
+
+    def counted(image, out):
+        sizes.append(out.shape)
+        twin(image, out)
+
+    monkeypatch.setattr(kernel, "_use_c", False)
+    monkeypatch.setattr(kernel, "_twin", counted)
+    np.testing.assert_array_equal(pixels(source), with_it)
+    height, width = {"stretch": (180, 290), "crop": (180, 290), "fit": (180, 284)}[resize]
+    assert sizes == [(height, width, 3), (width, height, 3)]
+
+
 @pytest.mark.parametrize("size", [300, 330])
-def test_cv2_starts_no_threads(tmp_path, size):
-    pytest.importorskip("cv2")
+def test_resizing_starts_no_threads(tmp_path, size):
     write(tmp_path / "all/a.jpg", encoded(photo(2 * size, 2 * size + 60, enlarged=2)))
     before = len(os.listdir("/proc/self/task"))
     take(rows(tmp_path / "all", labels=False, size=size, reduced=True), [0] * 4)

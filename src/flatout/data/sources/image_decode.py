@@ -3,7 +3,7 @@
 JPEG through simplejpeg (libjpeg-turbo), all other formats and JPEG's rarer kinds through Pillow.
 Sizes are changed by a triangle filter, when shrinking as wide as two pixels of the result
 (antialiased): Pillow's BILINEAR. torch has it for AVX2, five times as fast and equal to rounding;
-elsewhere Pillow does it. Behind a reduced decode, cv2 does what little is left to do.
+elsewhere Pillow does it. Behind a reduced decode, a kernel does what little is left to do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from flatout.data.sources.image_header import FORMATS, Damaged, Header, damage_of
+from flatout.kernels.resize import resize_linear
 
 try:
     from PIL import Image
@@ -43,10 +44,10 @@ _REDUCTIONS = (8, 4, 2)
 _DAMAGE = ("Premature end of JPEG file", "Corrupt JPEG data")
 _TORCH_IS_FAST = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 # What is at most a fifth too large needs little antialiasing: plain linear interpolation saves an
-# eighth of the time and costs 1 to 2 dB. Larger results cv2 would share out among threads of its
-# own, beside those that decode already.
+# eighth of the time and costs 1 to 2 dB.
 _QUICK_SHRINK = 1.2
-_QUICK_PIXELS = 98_304
+# Sizes of images for which the reduction is remembered.
+_KEPT = 1024
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,21 @@ def decode(
     stored = _stored(data, header, times, shape, look.channels, scratch)
     if np.may_share_memory(stored, out):
         return
-    # Resized before it is turned, because the result is smaller.
     window, inner = _frame(stored.shape[:2], _turned_size(header, look.size), look.resize)
-    resized = _resized_quickly if times > 1 else _resized
-    pixels = _turned(resized(stored[window], inner), header.orientation)
-    height, width = pixels.shape[:2]
+    height, width = _turned_size(header, inner)
     if (height, width) != look.size:
         out[:] = 0
     top, left = (out.shape[0] - height) // 2, (out.shape[1] - width) // 2
-    out[top : top + height, left : left + width] = pixels
+    place = out[top : top + height, left : left + width]
+    # Resized before it is turned, because the result is smaller.
+    if times == 1 or not _is_close(stored[window].shape, inner):
+        place[:] = _turned(_resized(stored[window], inner), header.orientation)
+    elif header.orientation == 1:
+        resize_linear(stored[window], place)
+    else:
+        resized = np.empty((*inner, look.channels), np.uint8)
+        resize_linear(stored[window], resized)
+        place[:] = _turned(resized, header.orientation)
 
 
 def psnr(a: Pixels, b: Pixels) -> float:
@@ -117,14 +124,23 @@ def _turned_size(header: Header, size: tuple[int, int]) -> tuple[int, int]:
 
 def _decoded(header: Header, look: Look) -> tuple[int, tuple[int, int]]:
     """How many times smaller to decode, and the stored height and width that this gives."""
-    height, width = _turned_size(header, (header.height, header.width))
-    for times in _REDUCTIONS if look.reduced else ():
-        smaller = -(-height // times), -(-width // times)
-        window, inner = _frame(smaller, _turned_size(header, look.size), look.resize)
+    stored = _turned_size(header, (header.height, header.width))
+    if not look.reduced:
+        return 1, stored
+    return _reduced(stored, _turned_size(header, look.size), look.resize)
+
+
+@lru_cache(_KEPT)
+def _reduced(
+    stored: tuple[int, int], target: tuple[int, int], resize: Resize
+) -> tuple[int, tuple[int, int]]:
+    for times in _REDUCTIONS:
+        smaller = -(-stored[0] // times), -(-stored[1] // times)
+        window, inner = _frame(smaller, target, resize)
         rows, columns = (part.stop - part.start for part in window)
         if rows >= inner[0] and columns >= inner[1]:
             return times, smaller
-    return 1, (height, width)
+    return 1, stored
 
 
 def _frame(
@@ -218,6 +234,10 @@ def _another(header: Header) -> Damaged:
     )
 
 
+def _is_close(found: tuple[int, ...], wanted: tuple[int, int]) -> bool:
+    return found[0] <= _QUICK_SHRINK * wanted[0] and found[1] <= _QUICK_SHRINK * wanted[1]
+
+
 def _resized(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     if pixels.shape[:2] == size:
         return pixels
@@ -231,26 +251,6 @@ def _resized(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     batch = torch.from_numpy(own).unsqueeze(0).permute(0, 3, 1, 2)
     result = torch.nn.functional.interpolate(batch, size, mode="bilinear", antialias=True)
     return result[0].permute(1, 2, 0).numpy()
-
-
-def _resized_quickly(pixels: Pixels, size: tuple[int, int]) -> Pixels:
-    height, width = pixels.shape[:2]
-    is_close = height <= _QUICK_SHRINK * size[0] and width <= _QUICK_SHRINK * size[1]
-    cv2 = _cv2() if is_close and math.prod(size) < _QUICK_PIXELS else None
-    if cv2 is None or (height, width) == size:
-        return _resized(pixels, size)
-    result: Pixels = cv2.resize(pixels, size[::-1], interpolation=cv2.INTER_LINEAR)
-    return result.reshape(*size, pixels.shape[2])
-
-
-@cache
-def _cv2() -> Any:
-    """OpenCV, or None where it is absent; imported only where it is used."""
-    try:
-        import cv2
-    except ImportError:
-        return None
-    return cv2
 
 
 def _turned(pixels: Pixels, orientation: int) -> Pixels:

@@ -1,0 +1,151 @@
+"""8-bit images resized by linear interpolation in fixed point.
+
+The C extension and its numpy twin give the same bytes. Both compute what OpenCV's
+`resize(..., interpolation=INTER_LINEAR)` does, to one grey level at most: OpenCV's vector code
+rounds like this, and its code for what a vector leaves over a little otherwise.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.kernels import absent
+
+try:
+    from flatout.kernels import _resize as _c
+except ImportError:
+    _c = None  # type: ignore[assignment]
+
+_use_c = _c is not None and absent.WANTED
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+
+_ONE = 2048
+# `Pixel` and `Values` of _resize_core.h.
+_PIXEL = np.dtype([("first", np.int32), ("weights", np.int16, 2)])
+_VALUES = np.dtype(
+    [("offsets", np.int32, 4), ("picks", np.uint8, (4, 16)), ("weights", np.int16, (4, 8))]
+)
+# A vector has four values in each of four groups, and these as C wants them.
+_GROUPS = [0, 2, 1, 3]
+# Bytes from which a group takes its own; and what picks a zero.
+_WINDOW, _ZERO = 16, 0x80
+# Tables that are kept: one for each length of an axis and its result's.
+_KEPT = 512
+
+
+def available() -> bool:
+    """Whether the C extension runs; otherwise its numpy twin does."""
+    return _use_c
+
+
+def resize_linear(source: Pixels, out: Pixels) -> None:
+    """Resize an image by linear interpolation between the two nearest rows and columns.
+
+    Shrinking is not antialiased: below half the size, pixels are left out. Pixels' centres are
+    aligned, as OpenCV, Pillow and torch (`align_corners=False`) do. Weights are multiples of
+    1/2048; a value is at most one off the exact result, rounded.
+
+    Args:
+        source: uint8 of shape (height, width, channels). Rows are contiguous and in ascending
+            order, but something may lie between them, as in a cut of a larger image.
+        out: the same, of any height and width, in other memory: where the result is written.
+
+    Raises:
+        ValueError: an array has another dtype, shape or memory layout, or they share memory.
+    """
+    _check("source", source)
+    _check("out", out)
+    height, width, channels = source.shape
+    if out.shape[2] != channels:
+        raise ValueError(f"out: expected the source's {channels} channels, found {out.shape[2]}")
+    if not out.flags.writeable:
+        raise ValueError("out: expected memory that can be written")
+    if np.may_share_memory(source, out):
+        raise ValueError("out shares memory with the source")
+    if _use_c:
+        rows, columns = _bytes_of_axis(height, out.shape[0]), _bytes_of_axis(width, out.shape[1])
+        _c.linear(source, out, rows, columns, _values(width, out.shape[1], channels))
+    else:
+        _twin(source, out)
+
+
+def _check(name: str, image: npt.NDArray[Any]) -> None:
+    if _c is None:
+        absent.say_once()
+    if image.dtype != np.uint8 or image.ndim != 3 or image.size == 0:
+        raise ValueError(
+            f"{name}: expected uint8 of shape (height, width, channels), none of them 0; "
+            f"found {image.dtype} of shape {image.shape}"
+        )
+    _, width, channels = image.shape
+    line, pixel, value = image.strides
+    if value != 1 or pixel != channels or line < width * channels:
+        raise ValueError(
+            f"{name}: expected contiguous rows in ascending order, found strides {image.strides}; "
+            "use numpy.ascontiguousarray"
+        )
+
+
+def _twin(source: Pixels, out: Pixels) -> None:
+    rows, columns = (
+        _axis(length, result)
+        for length, result in zip(source.shape[:2], out.shape[:2], strict=True)
+    )
+    first, next_ = _pair(columns, source.shape[1])
+    weights = columns["weights"].astype(np.int32)[:, :, np.newaxis]
+    lines = (source[:, first] * weights[:, 0] + source[:, next_] * weights[:, 1]) >> 4
+    first, next_ = _pair(rows, source.shape[0])
+    weights = rows["weights"].astype(np.int32)[:, :, np.newaxis, np.newaxis]
+    upper, lower = lines[first] * weights[:, 0] >> 16, lines[next_] * weights[:, 1] >> 16
+    out[:] = (upper + lower + 2) >> 2
+
+
+def _pair(axis: npt.NDArray[Any], length: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Numbers of the two pixels; a single one is both."""
+    first = axis["first"]
+    return first, first + (length > 1)
+
+
+def _axis(length: int, result: int) -> npt.NDArray[Any]:
+    """For each of `result` pixels, the first of its two out of `length`, and their weights."""
+    at = ((np.arange(result) + 0.5) * (length / result) - 0.5).astype(np.float32)
+    at = at.clip(0, length - 1)
+    table = np.empty(result, _PIXEL)
+    table["first"] = np.minimum(at, max(0, length - 2))
+    second = np.rint((at - table["first"].astype(np.float32)) * _ONE)
+    table["weights"] = np.stack([_ONE - second, second], axis=1)
+    return table
+
+
+@lru_cache(_KEPT)
+def _bytes_of_axis(length: int, result: int) -> bytes:
+    return _axis(length, result).tobytes()
+
+
+@lru_cache(_KEPT)
+def _values(length: int, result: int, channels: int) -> bytes:
+    """A row's table for vectors; empty where four values may need more than 16 bytes."""
+    columns = _axis(length, result)
+    first = columns["first"][:, np.newaxis] * channels + np.arange(channels)
+    weights = columns["weights"].repeat(channels, axis=0)
+    # What fills the last vector up repeats the last value.
+    filled = -first.size % 16
+    first = np.pad(first.reshape(-1), (0, filled), "edge").reshape(-1, 4, 4)
+    weights = np.pad(weights, ((0, filled), (0, 0)), "edge").reshape(-1, 4, 8)
+    last = first + (channels if length > 1 else 0)
+    offsets = np.minimum(first.min(axis=2), length * channels - _WINDOW)
+    if offsets.min() < 0 or (last.max(axis=2) - offsets).max() >= _WINDOW:
+        return b""
+    picks = np.full((*first.shape, 4), _ZERO, np.uint8)
+    picks[..., 0] = first - offsets[..., np.newaxis]
+    picks[..., 2] = last - offsets[..., np.newaxis]
+    table = np.empty(len(first), _VALUES)
+    table["offsets"] = offsets[:, _GROUPS]
+    table["picks"] = picks.reshape(-1, 4, 16)[:, _GROUPS]
+    table["weights"] = weights[:, _GROUPS]
+    return table.tobytes()

@@ -1,0 +1,291 @@
+"""Linear resizing in C and in numpy: the same bytes, close to the exact result and to OpenCV's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from flatout.kernels import resize
+from flatout.kernels.resize import resize_linear
+
+if resize._c is None:
+    pytest.skip("the C extension is not built", allow_module_level=True)
+
+_LENGTHS = st.integers(1, 70)
+_CHANNELS = st.sampled_from([1, 3, 1, 3, 2, 4, 5])
+
+
+@st.composite
+def _cases(draw):
+    """An image that is a cut of a larger one, and a size; often a little smaller than the image."""
+    height, width, channels = draw(_LENGTHS), draw(_LENGTHS), draw(_CHANNELS)
+    close = st.floats(1.0, 1.3)
+    size = tuple(
+        draw(_LENGTHS | close.map(lambda by, length=length: max(1, int(length / by))))
+        for length in (height, width)
+    )
+    top, left, right = draw(st.tuples(*[st.integers(0, 3)] * 3))
+    seed = draw(st.integers(0, 2**32 - 1))
+    whole = np.random.default_rng(seed).integers(
+        0, 256, (top + height, left + width + right, channels), np.uint8
+    )
+    if draw(st.booleans()):
+        whole[:] = np.where(whole > 127, 255, 0)
+    return whole[top:, left : left + width], size
+
+
+def _resized(image, size, way="vectors"):
+    """By C with vectors where the processor has them, by C without, or by numpy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resize, "_use_c", way != "numpy")
+        assert resize.available() is (way != "numpy")
+        if way == "plain":
+            patch.setattr(resize, "_values", lambda *sizes: b"")
+        # Something lies beside the rows, and is to stay.
+        around = np.full((size[0] + 2, size[1] + 3, image.shape[2]), 77, np.uint8)
+        place = around[1:-1, 1:-2]
+        resize_linear(image, place)
+    result = place.copy()
+    place[:] = 77
+    assert (around == 77).all()
+    return result
+
+
+@settings(deadline=None, max_examples=300)
+@given(_cases())
+def test_c_and_numpy_give_the_same_bytes(case):
+    expected = _resized(*case, "numpy")
+    np.testing.assert_array_equal(_resized(*case, "vectors"), expected)
+    np.testing.assert_array_equal(_resized(*case, "plain"), expected)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("found", "size"),
+    [
+        ((248, 256), (224, 224)),
+        ((225, 269), (224, 225)),
+        ((100, 120), (300, 1000)),
+        ((700, 900), (31, 45)),
+        ((1, 400), (1, 333)),
+        ((400, 1), (333, 1)),
+        ((1, 1), (5, 40)),
+    ],
+)
+def test_larger_images_too(found, size, channels):
+    image = np.random.default_rng(1).integers(0, 256, (*found, channels), np.uint8)
+    expected = _resized(image, size, "numpy")
+    np.testing.assert_array_equal(_resized(image, size, "vectors"), expected)
+    np.testing.assert_array_equal(_resized(image, size, "plain"), expected)
+
+
+def _exact(image, size):
+    """The definition, in float64."""
+    result = image.astype(np.float64)
+    for axis, (length, wanted) in enumerate(zip(image.shape[:2], size, strict=True)):
+        at = ((np.arange(wanted) + 0.5) * length / wanted - 0.5).clip(0, length - 1)
+        first = at.astype(np.int64)
+        shape = [1, 1, 1]
+        shape[axis] = wanted
+        share = (at - first).reshape(shape)
+        following = np.minimum(first + 1, length - 1)
+        result = result.take(first, axis) * (1 - share) + result.take(following, axis) * share
+    return result
+
+
+@settings(deadline=None)
+@given(_cases())
+@example((np.full((50, 60, 3), 255, np.uint8), (45, 51)))
+def test_at_most_one_off_the_exact_result(case):
+    off = _resized(*case).astype(np.int64) - np.rint(_exact(*case))
+    assert abs(off).max() <= 1
+
+
+@settings(deadline=None)
+@given(_cases())
+def test_the_same_size_changes_nothing(case):
+    image, _ = case
+    np.testing.assert_array_equal(_resized(image, image.shape[:2]), image)
+
+
+@settings(deadline=None)
+@given(_cases())
+def test_at_most_one_off_opencv(case):
+    cv2 = pytest.importorskip("cv2")
+    image, size = case
+    theirs = cv2.resize(
+        np.ascontiguousarray(image), size[::-1], interpolation=cv2.INTER_LINEAR
+    ).reshape(*size, -1)
+    assert abs(_resized(image, size).astype(np.int64) - theirs).max() <= 1
+
+
+def test_threads_resize_into_one_batch():
+    random = np.random.default_rng(2)
+    shapes = [(int(h), int(w), 3) for h, w in random.integers(40, 130, (200, 2))]
+    images = [random.integers(0, 256, shape, np.uint8) for shape in shapes]
+    batch = np.empty((200, 48, 50, 3), np.uint8)
+    resize._values.cache_clear()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(resize_linear, images, batch))
+    expected = np.stack([_resized(image, (48, 50), "numpy") for image in images])
+    np.testing.assert_array_equal(batch, expected)
+
+
+def test_what_cannot_be_written_can_be_read():
+    image = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+    image.flags.writeable = False
+    assert _resized(image, (4, 5)).tobytes() == image.tobytes()
+
+
+_IMAGE = np.zeros((6, 8, 3), np.uint8)
+_OUT = np.zeros((5, 7, 3), np.uint8)
+_FROZEN = np.zeros((5, 7, 3), np.uint8)
+_FROZEN.flags.writeable = False
+
+
+@pytest.mark.parametrize("use_c", [True, False])
+@pytest.mark.parametrize(
+    ("source", "out", "words"),
+    [
+        (_IMAGE[..., 0], _OUT, r"source: expected .* found uint8 of shape \(6, 8\)"),
+        (_IMAGE.astype(np.int8), _OUT, "source: .* found int8"),
+        (_IMAGE[:0], _OUT, "source: .* none of them 0"),
+        (_IMAGE[:, ::2], _OUT, "source: expected contiguous rows"),
+        (_IMAGE[::-1], _OUT, "source: .* ascending order"),
+        (_IMAGE[..., ::-1], _OUT, "source: expected contiguous rows"),
+        (np.broadcast_to(_IMAGE[0], _IMAGE.shape), _OUT, "source: expected contiguous rows"),
+        (_IMAGE, _OUT.astype(np.float32), "out: .* found float32"),
+        (_IMAGE, _OUT[:, :, :2], "out: expected contiguous rows"),
+        (_IMAGE, _OUT.transpose(1, 0, 2), "out: expected contiguous rows"),
+        (_IMAGE, np.zeros((5, 7, 1), np.uint8), "out: expected the source's 3 channels, found 1"),
+        (_IMAGE, _FROZEN, "out: expected memory that can be written"),
+        (_IMAGE, _IMAGE[1:4], "shares memory"),
+    ],
+)
+def test_wrong_arrays_are_refused(source, out, words, use_c, monkeypatch):
+    monkeypatch.setattr(resize, "_use_c", use_c)
+    with pytest.raises(ValueError, match=words):
+        resize_linear(source, out)
+
+
+def _tables(source=(6, 8, 3), out=(5, 7)):
+    return [
+        resize._bytes_of_axis(source[0], out[0]),
+        resize._bytes_of_axis(source[1], out[1]),
+        resize._values(source[1], out[1], source[2]),
+    ]
+
+
+def _with(table, at, value):
+    """A table with another int32 at a byte."""
+    changed = bytearray(table)
+    changed[at : at + 4] = int(value).to_bytes(4, sys.byteorder, signed=True)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("source", "out", "error"),
+    [
+        (3, _OUT, TypeError),
+        (_IMAGE, 3, TypeError),
+        (_IMAGE[0], _OUT, ValueError),
+        (_IMAGE.astype(np.int8), _OUT, ValueError),
+        (_IMAGE[:, :0], _OUT, ValueError),
+        (_IMAGE[::-1], _OUT, ValueError),
+        (_IMAGE[:, ::2], _OUT, ValueError),
+        (_IMAGE, _OUT[..., :1], ValueError),
+        (_IMAGE, _FROZEN, ValueError),
+        (_IMAGE, bytes(105), ValueError),
+        (_IMAGE, _IMAGE[1:, 1:], ValueError),
+        (_IMAGE, np.zeros((5, 7, 1), np.uint8), ValueError),
+        (_IMAGE, np.zeros((4, 7, 3), np.uint8), ValueError),
+        (_IMAGE, np.zeros((5, 6, 3), np.uint8), ValueError),
+    ],
+)
+def test_the_extension_alone_refuses_wrong_buffers(source, out, error):
+    with pytest.raises(error):
+        resize._c.linear(source, out, *_tables())
+
+
+@pytest.mark.parametrize("value", [-1, 5, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("table", [0, 1])
+def test_the_extension_alone_refuses_pixels_outside(table, value):
+    tables = _tables()
+    tables[table] = _with(tables[table], 8 * 3, value if table == 0 or value != 5 else 7)
+    with pytest.raises(ValueError, match="point outside the source"):
+        resize._c.linear(_IMAGE, _OUT, *tables)
+
+
+@pytest.mark.parametrize("offset", [-1, 9, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("group", range(4))
+def test_the_extension_alone_refuses_values_outside(group, offset):
+    tables = _tables()
+    assert len(tables[2]) == 2 * 144
+    tables[2] = _with(tables[2], 144 + 4 * group, offset)
+    with pytest.raises(ValueError, match="point outside the source"):
+        resize._c.linear(_IMAGE, _OUT, *tables)
+
+
+@pytest.mark.parametrize("table", range(3))
+def test_the_extension_alone_refuses_tables_of_another_size(table):
+    for change in (lambda whole: whole[:-1], lambda whole: whole + whole[:8]):
+        tables = _tables()
+        tables[table] = change(tables[table])
+        with pytest.raises(ValueError, match="tables are for another size"):
+            resize._c.linear(_IMAGE, _OUT, *tables)
+    tables = _tables()
+    tables[table] = bytearray(tables[table])
+    with pytest.raises(TypeError):
+        resize._c.linear(_IMAGE, _OUT, *tables)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(range(3)))
+def test_spoilt_tables_never_reach_outside(seed, table):
+    # What is written is then anything, within `out`: an address sanitizer watches the rest.
+    random = np.random.default_rng(seed)
+    tables = _tables()
+    spoilt = np.frombuffer(tables[table], np.uint8).copy()
+    at = random.integers(0, len(spoilt), 3)
+    spoilt[at] = random.integers(0, 256, 3)
+    tables[table] = spoilt.tobytes()
+    around = np.full((7, 7, 3), 77, np.uint8)
+    with suppress(ValueError):
+        resize._c.linear(_IMAGE, around[1:-1], *tables)
+    assert (around[[0, -1]] == 77).all()
+
+
+_RESIZE_TWICE = """
+import sys
+{prelude}
+import numpy as np
+from flatout.kernels import resize
+out = np.empty((2, 2, 1), np.uint8)
+for _ in range(2):
+    resize.resize_linear(np.arange(16, dtype=np.uint8).reshape(4, 4, 1), out)
+print(resize.available(), out.reshape(-1).tolist())
+"""
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_without_the_extension_the_twin_serves(absent):
+    prelude = "sys.modules['flatout.kernels._resize'] = None" if absent else ""
+    done = subprocess.run(
+        [sys.executable, "-c", _RESIZE_TWICE.format(prelude=prelude)],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "PYTHONWARNINGS": "always"}
+        | ({} if absent else {"FLATOUT_KERNELS": "numpy"}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "False [3, 5, 11, 13]\n"
+    said = done.stderr.count("RuntimeWarning: flatout's C extension is absent")
+    assert said == (1 if absent else 0)
