@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatout.data.ranked import ranked
 from flatout.data.source import Source
 from flatout.train import guard
-from flatout.train.ranks import agreed
+from flatout.train.ranks import agreed, part_of
 from flatout.train.tally import Tally, mean_of
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def evaluate(
     job = trainer.job()
     tally = Tally()
     with evaluating(trainer.model), trainer.autocast():
-        for batch in ranked(agreed(source, world), world.rank, world.size).batches(0, 0):
+        for batch in part_of(agreed(source, world), world).batches(0, 0):
             batch = trainer.ready(batch)
             value = job.compute(batch)
             if batch.is_copy:
