@@ -130,8 +130,9 @@ JOB = '''
     everything("batch norm, all batches alike", *job(normed(None), even, batch_size=7), *even)
     everything("batch norm of images", *job(Pixels(), (x, y)))
     few = (x[:99], y[:99])
-    given = {"batch_size": 3, "optimizer": torch.optim.SGD}  # Adam's steps would show rounding
-    everything("batch norm, one sample a part", *job(normed(), few, **given), *few)
+    # In float64, because three values that are nearly the same make rounding large.
+    double = (few[0].astype(np.float64), few[1])
+    everything("batch norm, one sample a part", *job(normed().double(), double, 3), *double)
     # Statistics are those of a piece, so another World learns something else; but none waits.
     everything("batch norm in pieces", *job(normed(), even, recipe=pieces), *even)
     try:
@@ -140,7 +141,7 @@ JOB = '''
         found["batch norm of one value"] = str(error).startswith("Expected more than 1 value")
     said = []
     # Measured on parts of one sample.
-    trainer, figures = job(normed(), few, batch_size=3, allow="tolerant", epochs=9, say=said.append)
+    job(normed(), few, batch_size=3, allow="tolerant", say=said.append)
     found["measured"] = said
     torch.save(found, folder / f"found-{size}-{place().rank}.pt")
 '''

@@ -1,10 +1,13 @@
 """Keras models on one rank, two and three: the same losses, metrics, weights and statistics."""
 
+import textwrap
+
+import numpy as np
 import pytest
 import torch
 from world_ranks import run
 
-pytest.importorskip("keras")
+keras = pytest.importorskip("keras")
 
 JOB = '''
     import os
@@ -330,3 +333,97 @@ def test_ranks_draw_their_own_from_the_same_states(found):
         assert torch.equal(one["torch"], first["torch"])
         for name in ("seeded", "plain", "noise"):
             assert not torch.equal(one["kept"][name], first["kept"][name])
+
+
+MODEL = """
+    import keras
+    import numpy as np
+    from keras import layers
+
+    rng = np.random.default_rng(1)
+    words = rng.integers(1, 20, (41, 7))
+    words[np.arange(7) >= rng.integers(1, 8, 41)[:, None]] = 0
+    tags = rng.integers(0, 4, (41, 7))
+
+    def new_model():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([
+            layers.Input((7,), dtype="int32"), layers.Embedding(20, 8, mask_zero=True),
+            layers.BatchNormalization(momentum=0.8), layers.Dense(4, activation="softmax"),
+        ])
+        model.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy",
+                      metrics=["accuracy"], weighted_metrics=["sparse_categorical_crossentropy"])
+        return model
+
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+"""
+
+
+def test_two_ranks_give_what_keras_gives(tmp_path):
+    """Masks, BatchNormalization, and a last batch that goes whole to both ranks."""
+    job = f"""{MODEL}
+    import sys
+    import flatout
+
+    model = new_model()
+    trainer = flatout.Trainer(model, allow="exact")
+    history = trainer.fit(words, tags, **options, validation_split=0.2)
+    trainer.save(sys.argv[1] + "/ours.keras")
+    found = trainer.evaluate(words, tags)
+    figures = {{**history.history, **{{f"whole_{{name}}": value for name, value in found.items()}}}}
+    np.savez(f"{{sys.argv[1]}}/rank-{{trainer.world().rank}}.npz", **figures)
+    """
+    run(job, 2, tmp_path)
+    there = {}
+    exec(textwrap.dedent(MODEL), there)
+    theirs = there["new_model"]()
+    words, tags = there["words"], there["tags"]
+    history = theirs.fit(words, tags, **there["options"], validation_split=0.2).history
+    ours = keras.saving.load_model(tmp_path / "ours.keras")
+    for a, b in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
+    found = theirs.evaluate(words, tags, verbose=0, return_dict=True)
+    for rank in (0, 1):
+        figures = np.load(tmp_path / f"rank-{rank}.npz")
+        for name, values in history.items():
+            np.testing.assert_allclose(figures[name], values, rtol=1e-5)
+        for name, value in found.items():
+            np.testing.assert_allclose(figures[f"whole_{name}"], value, rtol=1e-5)
+
+
+RESUME = """
+    import os, sys
+    import keras, numpy as np, torch, flatout
+    from keras import layers
+
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(53, 6)).astype("float32")
+    y = rng.integers(0, 4, 53)
+
+    def state(resume, run):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([
+            layers.Input((6,)), layers.Dense(16), layers.BatchNormalization(momentum=0.8),
+            layers.Dropout(0.3), layers.GaussianNoise(0.1, seed=4), layers.Dense(4),
+        ])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.AdamW(0.01), loss, metrics=["accuracy"])
+        recipe = flatout.Recipe().replace({"save.every": 4})
+        trainer = flatout.Trainer(model, allow="exact", recipe=recipe, run=run)
+        trainer.fit(x, y, batch_size=10, epochs=2, verbose=0, resume=resume)
+        variables = [*model.variables, *model.optimizer.variables]
+        return [v.value.detach().clone() for v in variables]
+
+    run = sys.argv[1] + "/run"
+    undisturbed = state(False, run)
+    # Six steps an epoch: in the middle of the second one, and of the first.
+    for name in ("step-000000008", "step-000000004"):
+        torch.manual_seed(99)  # what the process has drawn by then does not matter
+        again = state(name, run)
+        assert all(map(torch.equal, again, undisturbed)), name
+"""
+
+
+@pytest.mark.slow
+def test_a_resume_on_two_ranks_is_bitwise(tmp_path):
+    run(RESUME, 2, tmp_path)
