@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flatout.data.batch import Batch
-from flatout.data.source import Source
 from flatout.errors import WorldError
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback
@@ -167,22 +166,15 @@ class KerasCallbacks(Callback):
             optimizer.finalize_variable_values(self._model.trainable_weights)
 
 
-class WatchedSource:
-    """A source whose batches Keras' callbacks are told of, in an evaluation."""
+def watched(callbacks: Any, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches of an evaluation, of which Keras' callbacks are told.
 
-    def __init__(self, source: Source, callbacks: Any) -> None:
-        self._source = source
-        self._callbacks = callbacks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The source's batches; a batch ends when the next is asked for."""
-        for number, batch in enumerate(self._source.batches(epoch, start_step)):
-            self._callbacks.on_test_batch_begin(number)
-            yield batch
-            self._callbacks.on_test_batch_end(number)
+    A batch ends when the next is asked for.
+    """
+    for number, batch in enumerate(batches):
+        callbacks.on_test_batch_begin(number)
+        yield batch
+        callbacks.on_test_batch_end(number)
 
 
 def _in_keras_order(logs: dict[str, Any]) -> dict[str, Any]:
@@ -196,16 +188,7 @@ _STOPPED = "a Keras callback set model.stop_training"
 
 def watches_batches(callback: Any) -> bool:
     """Whether a callback does something at a batch: its method is not the empty one of Keras."""
-    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-    return _overrides_any(callback, names)
-
-
-def watches_tests(callback: Any) -> bool:
-    """The same for the batches of an evaluation."""
-    return _overrides_any(callback, ("on_test_batch_begin", "on_test_batch_end"))
-
-
-def _overrides_any(callback: Any, names: tuple[str, ...]) -> bool:
     from keras.src.utils import is_default
 
+    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
     return not all(is_default(getattr(callback, name)) for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from flatout.train.fit import Fit
 from flatout.train.history import History
 from flatout.train.job import Job
 from flatout.train.keras_callback_ranks import on_rank, reads_batches
-from flatout.train.keras_callbacks import KerasCallbacks, WatchedSource, watches_tests
+from flatout.train.keras_callbacks import KerasCallbacks, watched
 from flatout.train.keras_job import KerasJob, call, compiled_metrics, targets_of
 from flatout.train.keras_ranks import save_on_first
 from flatout.train.keras_slow_metrics import SlowMetrics
@@ -316,9 +317,7 @@ class KerasTrainer(Trainer):
             return evaluate(self, source, stopped)
         callbacks.on_test_begin()
         self.model.reset_metrics()  # in a fit those of the epoch have been read by now
-        if any(map(watches_tests, callbacks.callbacks)):
-            source = WatchedSource(source, callbacks)
-        found = evaluate(self, source, stopped)
+        found = evaluate(self, source, stopped, partial(watched, callbacks))
         callbacks.on_test_end(found)
         return found
 
