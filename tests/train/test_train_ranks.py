@@ -1,10 +1,12 @@
 """What is refused before several ranks train one model."""
 
 import pytest
+import torch
 from torch import nn
 
-from flatout.errors import ModelError, WorldError
-from flatout.train.ranks import check_ranks
+from flatout.data.source import as_source
+from flatout.errors import WorldError
+from flatout.train.ranks import check_ranks, part_of
 from flatout.world import ONE, Place, World
 
 
@@ -30,16 +32,6 @@ def test_one_rank_may_do_as_it_likes():
     check_ranks(nn.BatchNorm1d(3), None, ONE)
 
 
-class BatchNormalization(nn.Module):
-    """Such as Keras'."""
-
-
-def test_statistics_of_a_part_of_the_batch_are_refused():
-    model = nn.Sequential(nn.Linear(3, 3), BatchNormalization())
-    with pytest.raises(ModelError, match=r"1 \(BatchNormalization\) takes its statistics over"):
-        check_ranks(model, None, Two(None))
-
-
 def test_layers_of_torch_are_synchronised():
     check_ranks(nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3)), None, Two(None))
 
@@ -48,3 +40,22 @@ def test_other_data_on_another_rank():
     check_ranks(nn.Linear(3, 3), Data(), Two(None))
     with pytest.raises(WorldError, match=r"different data(.|\n)*rank 1: other data, batches of 10"):
         check_ranks(nn.Linear(3, 3), Data(), Two(("4567", 10, 7, "other data")))
+
+
+def batches():
+    for start in range(0, 12, 4):
+        yield torch.arange(start, start + 4.0)[:, None], torch.zeros(4)
+
+
+def test_another_order_on_another_rank():
+    """An iterator of the user's own decides the order, which Flatout can only compare."""
+    source = as_source(batches)
+    (first, *_) = part_of(source, Two(None)).batches(0)
+    assert first.inputs.tolist() == [[0.0], [1.0]]
+    with pytest.raises(WorldError, match="ranks 0 and 1 have read different batches"):
+        next(part_of(source, Two(["0123", "4567"])).batches(0))
+
+
+def test_what_flatout_orders_is_not_compared():
+    source = as_source(torch.ones(8, 1), torch.zeros(8), batch_size=4)
+    assert len(list(part_of(source, Two(["0123", "4567"])).batches(0))) == 2

@@ -88,7 +88,8 @@ JOB = '''
 
 
     def job(model, data, batch_size=10, metrics=("accuracy",), epochs=2, **given):
-        trainer = flatout.Trainer(model, metrics=metrics, lr=0.01, allow="exact", **given)
+        given = {"allow": "exact", **given}
+        trainer = flatout.Trainer(model, metrics=metrics, lr=0.01, **given)
         history = trainer.fit(data, batch_size=batch_size, epochs=epochs, progress=False)
         figures = [{k: v for k, v in epoch.items() if k != "seconds"} for epoch in history.epochs]
         return trainer, figures
@@ -128,6 +129,20 @@ JOB = '''
     everything("batch norm", *job(normed(), even, batch_size=7), *even)
     everything("batch norm, all batches alike", *job(normed(None), even, batch_size=7), *even)
     everything("batch norm of images", *job(Pixels(), (x, y)))
+    few = (x[:99], y[:99])
+    # In float64, because three values that are nearly the same make rounding large.
+    double = (few[0].astype(np.float64), few[1])
+    everything("batch norm, one sample a part", *job(normed().double(), double, 3), *double)
+    # Statistics are those of a piece, so another World learns something else; but none waits.
+    everything("batch norm in pieces", *job(normed(), even, recipe=pieces), *even)
+    try:
+        job(normed(), (x[:11], y[:11]))  # the last batch has a single sample
+    except ValueError as error:
+        found["batch norm of one value"] = str(error).startswith("Expected more than 1 value")
+    said = []
+    # Measured on parts of one sample.
+    job(normed(), few, batch_size=3, allow="tolerant", say=said.append)
+    found["measured"] = said
     torch.save(found, folder / f"found-{size}-{place().rank}.pt")
 '''
 
@@ -160,6 +175,7 @@ CASES = (
     "batch norm",
     "batch norm, all batches alike",
     "batch norm of images",
+    "batch norm, one sample a part",
 )
 
 
@@ -173,9 +189,19 @@ def test_the_same_on_any_world(found, case):
             torch.testing.assert_close(one[key], alone[key], **close)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "batch norm in pieces"])
 def test_all_ranks_have_the_same_bits(found, case):
     for size, rank in ((2, 1), (3, 1), (3, 2)):
         one, first = found[size, rank][case], found[size, 0][case]
         for key in ("weights", "history", "evaluation", "prediction"):
             torch.testing.assert_close(one[key], first[key], rtol=0, atol=0)
+
+
+def test_a_batch_of_one_value_is_refused_by_batch_norm_on_any_world(found):
+    assert all(one["batch norm of one value"] for one in found.values())
+
+
+def test_settings_are_measured_where_a_part_is_one_sample(found):
+    for size in (1, 2, 3):
+        (line,) = [line for line in found[size, 0]["measured"] if line.startswith("auto: ")]
+        assert "fails" not in line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flatout.data.batch import Batch, rows
@@ -11,10 +11,18 @@ from flatout.data.source import Source
 from flatout.errors import DataError
 
 
-def ranked(source: Source, rank: int, world_size: int) -> Source:
+def ranked(
+    source: Source, rank: int, world_size: int, look: Callable[[Batch], None] | None = None
+) -> Source:
     """The source for one rank of several: each global batch is cut in parts, one for each rank.
 
     A batch of fewer samples than ranks goes whole to every rank; `Batch.copies` tells how many.
+
+    Args:
+        source: of whole batches.
+        rank: whose part.
+        world_size: how many ranks there are.
+        look: gets the first whole batch of each epoch, where ranks read whole batches.
 
     Raises:
         DataError: the source is already the part of another rank.
@@ -29,14 +37,17 @@ def ranked(source: Source, rank: int, world_size: int) -> Source:
         )
     if world_size == 1 or (shard is not None and shard.has_own_rows):
         return source
-    return _Ranked(source, rank, world_size)
+    return _Ranked(source, rank, world_size, look)
 
 
 class _Ranked:
     """Follows `flatout.data.source.Source`. Its numbers are those of all ranks together."""
 
-    def __init__(self, source: Source, rank: int, world_size: int) -> None:
+    def __init__(
+        self, source: Source, rank: int, world_size: int, look: Callable[[Batch], None] | None
+    ) -> None:
         self._rank, self._world_size = rank, world_size
+        self._look = look
         self._whole = source
         # A Pipeline makes only the rows of its own rank; of any other source each rank cuts what
         # it has read.
@@ -52,9 +63,17 @@ class _Ranked:
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         """This rank's parts of the batches of an epoch, from `start_step` on."""
         if self._own is None:
-            return map(self._part, self._whole.batches(epoch, start_step))
+            return map(self._part, self._looked_at(self._whole.batches(epoch, start_step)))
         made = self._own.batches(epoch, start_step)
         return (self._counted(batch, step) for step, batch in enumerate(made, start_step))
+
+    def _looked_at(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        look = self._look
+        for batch in batches:
+            if look is not None:
+                look(batch)
+                look = None
+            yield batch
 
     def peek(self, count: int) -> list[Batch]:
         """This rank's parts of the first batches."""

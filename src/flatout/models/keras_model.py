@@ -110,9 +110,24 @@ def is_batch_coupled(model: Any) -> bool:
     )
 
 
+def modules_of(model: Any) -> list[Any]:
+    """All modules of a model, each once; also the layers that Keras keeps in lists of its own."""
+    found: dict[int, Any] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in found:
+            continue
+        found[id(module)] = module
+        waiting.extend(module.children())
+        if hasattr(module, "_flatten_layers"):
+            waiting.extend(module._flatten_layers(include_self=False, recursive=False))
+    return list(found.values())
+
+
 def draws_random(model: Any) -> bool:
     """Whether a training step draws random numbers inside the model."""
-    return any(getattr(layer, "seed_generator", None) for layer in model._flatten_layers())
+    return any(layer._seed_generators for layer in model._flatten_layers())
 
 
 @contextmanager

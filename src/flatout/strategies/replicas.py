@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 from flatout.errors import WorldError
+from flatout.models import weights_of
 from flatout.world import World
 
 
 def check_replicas(model: nn.Module, world: World, when: str) -> None:
     """Compare the weights and buffers of all ranks, bit for bit.
+
+    Of a Keras model these are its weights, statistics and the states of its seed generators.
 
     Args:
         model: of this rank.
@@ -24,7 +27,7 @@ def check_replicas(model: nn.Module, world: World, when: str) -> None:
     """
     if world.size == 1:
         return
-    own = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
+    own = {name: digest_of(tensor) for name, tensor in weights_of(model).items()}
     found = world.gather(own)
     names = [set(digests) for digests in found]
     for rank, theirs in enumerate(names):
@@ -48,7 +51,8 @@ def check_replicas(model: nn.Module, world: World, when: str) -> None:
             )
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
+    """24 hex digits over the dtype, shape and bits of a tensor."""
     kept = tensor.detach().cpu().contiguous()
     words = f"{kept.dtype} {tuple(kept.shape)}".encode()
     flat = kept.reshape(-1).view(torch.uint8) if kept.numel() else kept.reshape(-1)

@@ -4,21 +4,29 @@ Each rank tells the others mean, squared deviations and count of its part of the
 collective, and they are put together by the formulas of Chan, Golub and LeVeque ("Updating Formulae
 and a Pairwise Algorithm for Computing Sample Variances", 1979). Backward needs one collective more,
 for the two sums over the batch in the gradient (Ioffe and Szegedy, "Batch Normalization", 2015).
+Keras' layers are in keras_batch_norm.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatout.world import World
+from flatout.models.keras_model import modules_of
+from flatout.strategies.keras_batch_norm import is_keras_norm, keras_moments
+from flatout.world import ONE, World
 
 
 class SyncBatchNorm:
     """Makes a model's BatchNorm layers take their statistics over all ranks, until `close`.
+
+    They do so within `together`. Elsewhere, as where one rank tries something out, they take them
+    over what this rank has, without a collective; a single sample will do.
 
     Modules, parameters and the keys of the state dict stay.
 
@@ -27,24 +35,46 @@ class SyncBatchNorm:
         world: of this rank.
 
     Attributes:
+        world: the ranks whose parts make the present batch.
         copies: how many ranks compute the present batch; 1 where each has a part of its own.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self.world = world
+        self._all = world
+        self.world = ONE
         self.copies = 1
+        modules = modules_of(model)
         self.layers = [
             layer
-            for layer in model.modules()
+            for layer in modules
             if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
         ]
         for layer in self.layers:
             layer.forward = _forward(self, layer)  # type: ignore[method-assign]
+        self.of_keras = [layer for layer in modules if is_keras_norm(layer)]
+        for layer in self.of_keras:
+            # Past Keras' own __setattr__, which would track it as a part of the layer.
+            vars(layer)["_moments"] = keras_moments(self, layer)
+
+    @contextmanager
+    def together(self, copies: int) -> Iterator[None]:
+        """Within, all ranks run the same forward and backward, each on its part of a batch.
+
+        Args:
+            copies: how many ranks have this very batch; 1 where each has samples of its own.
+        """
+        self.world, self.copies = self._all, copies
+        try:
+            yield
+        finally:
+            self.world, self.copies = ONE, 1
 
     def close(self) -> None:
-        """Give the layers their own forward back."""
+        """Give the layers their own code back."""
         for layer in self.layers:
             del layer.forward
+        for layer in self.of_keras:
+            del vars(layer)["_moments"]
 
 
 def _forward(sync: SyncBatchNorm, layer: _BatchNorm) -> Any:
@@ -73,10 +103,15 @@ class _Normalised(torch.autograd.Function):
         count = x.numel() / x.size(1)
         variance, mean = torch.var_mean(values, dims, correction=0)
         mean, variance, total = _over_all(sync.world, mean, variance, count)
+        if sync.world.size > 1 and total <= sync.copies:
+            # As torch says it of a whole batch on one rank.
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {x.size()}"
+            )
         _keep(layer, mean, variance, total / sync.copies)
         scale = torch.rsqrt(variance + layer.eps)
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.sync, ctx.dims, ctx.total = sync, dims, total
+        ctx.world, ctx.dims, ctx.total = sync.world, dims, total
         ctx.has_bias = bias is not None
         factor = scale if weight is None else scale * weight
         shift = -mean * factor if bias is None else bias - mean * factor
@@ -90,7 +125,7 @@ class _Normalised(torch.autograd.Function):
         of_bias = gradient.sum(ctx.dims)
         of_weight = (gradient * normal).sum(ctx.dims)
         both = torch.cat([of_bias, of_weight])
-        ctx.sync.world.sum(both)
+        ctx.world.sum(both)
         sums = both.view(2, -1) / ctx.total
         factor = scale if weight is None else scale * weight
         inner = gradient - _spread(sums[0], x) - normal * _spread(sums[1], x)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatout.data.ranked import ranked
+from flatout.data.batch import Batch
 from flatout.data.source import Source
 from flatout.train import guard
-from flatout.train.ranks import agreed
+from flatout.train.ranks import agreed, part_of
 from flatout.train.tally import Tally, mean_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    trainer: Trainer, source: Source, stopped: Callable[[], bool] = lambda: False
+    trainer: Trainer,
+    source: Source,
+    stopped: Callable[[], bool] = lambda: False,
+    watched: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
 ) -> dict[str, float] | None:
     """Mean loss and metrics over every sample of `source`, each counted once.
 
@@ -31,6 +34,7 @@ def evaluate(
         trainer: holds model, loss and metrics.
         source: read from its beginning, in the order of epoch 0.
         stopped: asked after each batch whether to give up; the answer is then None.
+        watched: the same batches, for somebody who wants to know when each begins and ends.
 
     Raises:
         NumbersError: if a weight or buffer is not finite.
@@ -41,7 +45,7 @@ def evaluate(
     job = trainer.job()
     tally = Tally()
     with evaluating(trainer.model), trainer.autocast():
-        for batch in ranked(agreed(source, world), world.rank, world.size).batches(0, 0):
+        for batch in watched(part_of(agreed(source, world), world).batches(0, 0)):
             batch = trainer.ready(batch)
             value = job.compute(batch)
             if batch.is_copy:

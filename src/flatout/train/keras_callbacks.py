@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flatout.data.batch import Batch
-from flatout.data.source import Source
+from flatout.errors import WorldError
+from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback
 from flatout.train.state import FitState
+from flatout.world import ONE, World
 
 
 class LazyLogs(dict[str, Any]):
@@ -61,24 +63,36 @@ class KerasCallbacks(Callback):
     """Calls a Keras `CallbackList` at the moments at which Keras would.
 
     What a callback does to the model holds here too: `stop_training`, an initial epoch that a
-    backup restored, weights put back, a learning rate set.
+    backup restored, weights put back, a learning rate set. On several ranks all stop where one
+    asks for it.
 
     Args:
         callbacks: a `keras.callbacks.CallbackList` with its model and params.
         model: the Keras model.
         initial_epoch: the number of the first epoch.
-        read: the present figures of this epoch.
+        read: the present figures of this epoch; on several ranks all have to read them together.
+        world: of this rank.
+        reads_batches: a callback of any rank may look at a batch's logs where others do not.
     """
 
     def __init__(
-        self, callbacks: Any, model: Any, initial_epoch: int, read: Callable[[], dict[str, Any]]
+        self,
+        callbacks: Any,
+        model: Any,
+        initial_epoch: int,
+        read: Callable[[], dict[str, Any]],
+        *,
+        world: World = ONE,
+        reads_batches: bool = False,
     ) -> None:
         self._callbacks = callbacks
         self._model = model
         self._initial_epoch = initial_epoch
         self._read = read
-        self._watching = [c for c in callbacks.callbacks if _watches_batches(c)]
-        if not self._watching:
+        self._world = world
+        self._reads_batches = world.size > 1 and reads_batches
+        self._watching = [c for c in callbacks.callbacks if watches_batches(c)]
+        if not self._watching and not self._reads_batches:
             self.every = 2**62
 
     def on_fit_start(self, state: FitState) -> None:
@@ -88,6 +102,17 @@ class KerasCallbacks(Callback):
         begin = self._model._initial_epoch or self._initial_epoch
         if begin > state.trainer.loop.epoch:
             state.epoch = state.trainer.loop.epoch = begin
+        if self._world.size > 1:
+            self._check_begin(state)
+
+    def _check_begin(self, state: FitState) -> None:
+        begins = self._world.gather(state.trainer.loop.epoch)
+        if len(set(begins)) > 1:
+            raise WorldError(
+                f"callbacks let the ranks begin at epochs {begins}",
+                do="keep what BackupAndRestore writes on a path that all nodes share",
+            )
+        check_replicas(self._model, self._world, "after the callbacks' on_train_begin")
 
     def on_epoch_start(self, state: FitState) -> None:
         """Begin an epoch, and its first batch."""
@@ -99,9 +124,11 @@ class KerasCallbacks(Callback):
         """End a batch and begin the next."""
         number = state.step_in_epoch - 1
         logs = LazyLogs(self._read)
+        if self._reads_batches:
+            len(logs)  # fills them
         for callback in self._watching:
             callback.on_train_batch_end(number, logs)
-        if self._model.stop_training:
+        if self._wants_to_stop(self._reads_batches):
             state.stop(_STOPPED)
         elif state.step_in_epoch != state.steps_per_epoch:
             for callback in self._watching:
@@ -116,13 +143,21 @@ class KerasCallbacks(Callback):
         seconds = state.logs["seconds"]
         state.logs.clear()
         state.logs.update(logs, seconds=seconds)
-        if self._model.stop_training:
+        if self._wants_to_stop(self._world.size > 1):
             state.stop(_STOPPED)
+
+    def _wants_to_stop(self, ask_others: bool) -> bool:
+        """Whether a callback has asked for it, here or on another rank."""
+        stops = bool(self._model.stop_training)
+        if ask_others:
+            stops = self._model.stop_training = any(self._world.gather(stops))
+        return stops
 
     def on_fit_end(self, state: FitState) -> None:
         """End."""
         self._finalize()
         self._callbacks.on_train_end(_in_keras_order(state.logs))
+        self._world.wait()  # whoever comes back from fit finds what the first rank has written
 
     def _finalize(self) -> None:
         """The optimiser's last word: averaged weights, where it averages."""
@@ -131,22 +166,15 @@ class KerasCallbacks(Callback):
             optimizer.finalize_variable_values(self._model.trainable_weights)
 
 
-class WatchedSource:
-    """A source whose batches Keras' callbacks are told of, in an evaluation."""
+def watched(callbacks: Any, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches of an evaluation, of which Keras' callbacks are told.
 
-    def __init__(self, source: Source, callbacks: Any) -> None:
-        self._source = source
-        self._callbacks = callbacks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The source's batches; a batch ends when the next is asked for."""
-        for number, batch in enumerate(self._source.batches(epoch, start_step)):
-            self._callbacks.on_test_batch_begin(number)
-            yield batch
-            self._callbacks.on_test_batch_end(number)
+    A batch ends when the next is asked for.
+    """
+    for number, batch in enumerate(batches):
+        callbacks.on_test_batch_begin(number)
+        yield batch
+        callbacks.on_test_batch_end(number)
 
 
 def _in_keras_order(logs: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +186,7 @@ def _in_keras_order(logs: dict[str, Any]) -> dict[str, Any]:
 _STOPPED = "a Keras callback set model.stop_training"
 
 
-def _watches_batches(callback: Any) -> bool:
+def watches_batches(callback: Any) -> bool:
     """Whether a callback does something at a batch: its method is not the empty one of Keras."""
     from keras.src.utils import is_default
 

@@ -11,11 +11,14 @@ import torch
 from flatout.data.batch import Batch, map_tensors
 from flatout.data.sources.keras_data import WEIGHTS
 from flatout.models.keras_rewrites import training_step
+from flatout.train.keras_ranks import adds_up, over_all, put_back, shared_losses, whole_batch
 from flatout.train.keras_slow_metrics import SlowMetrics
 from flatout.train.losses import Value
 from flatout.world import ONE, World
 
 _HALF = (torch.bfloat16, torch.float16)
+# Inputs, targets, outputs and sample weights.
+_Given = tuple[Any, Any, Any, Any]
 
 
 class KerasJob:
@@ -28,21 +31,41 @@ class KerasJob:
         model: built and compiled.
         training: whether layers behave as in training.
         slow_metrics: times the metrics in training, and feeds those that are slow less often.
+        together: the ranks that compute their parts of a batch at this moment.
     """
 
     def __init__(
-        self, model: Any, *, training: bool, slow_metrics: SlowMetrics | None = None
+        self,
+        model: Any,
+        *,
+        training: bool,
+        slow_metrics: SlowMetrics | None = None,
+        together: Callable[[], World] = lambda: ONE,
     ) -> None:
         self._model = model
         self._slow = slow_metrics
+        self._together = together
         self._training = training
         self._computes_own = _is_overridden(model, "compute_metrics")
         self._own_results: dict[str, Any] = {}
 
     def compute(self, batch: Batch) -> Value:
-        """The batch's loss; its outputs go to the metrics."""
+        """The batch's loss; its outputs go to the metrics.
+
+        Of several ranks' parts it is such that the mean over all their samples is the whole
+        batch's.
+        """
         if self._slow is not None and self._training:
             self._slow.step_begins()
+        world = self._together()
+        if world.size > 1:
+            return self._compute_part(batch, world)
+        loss, given = self._forward(batch)
+        self._update(*given)
+        return loss
+
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, _Given]:
+        """The batch's loss, and what metrics take."""
         model, x = self._model, batch.inputs
         y, weight = targets_of(batch)
         with training_step() if self._training else nullcontext():
@@ -50,10 +73,9 @@ class KerasJob:
         loss: torch.Tensor = model._compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=weight, training=self._training
         )
-        with torch.no_grad():
-            self._update(x, y, _with_masks(torch.Tensor.detach, y_pred), weight)
-        return loss
+        return loss, (x, y, _with_masks(torch.Tensor.detach, y_pred), weight)
 
+    @torch.no_grad()
     def _update(self, x: Any, y: Any, y_pred: Any, weight: Any) -> None:
         model = self._model
         if self._computes_own:
@@ -61,17 +83,52 @@ class KerasJob:
         elif model._compile_metrics is not None:
             model._compile_metrics.update_state(y, y_pred, weight)
 
+    def _compute_part(self, batch: Batch, world: World) -> torch.Tensor:
+        """The same where the ranks have parts of the batch, or each a copy of it."""
+        # Another rank counts a copy, also in what the loss and layers feed.
+        counted = self._summed() if batch.is_copy else []
+        before = [variable.value.clone() for variable in counted]
+        with shared_losses(world, batch):
+            loss, given = self._forward(batch)
+        put_back(counted, before)
+        if self._takes_whole_batches:
+            if batch.copies == 1:
+                x, *rest = given
+                x = whole_batch(world, x) if self._computes_own else x
+                given = (x, *whole_batch(world, tuple(rest)))
+            self._update(*given)
+        elif not batch.is_copy:
+            self._update(*given)
+        return loss
+
+    @property
+    def _takes_whole_batches(self) -> bool:
+        """Whether the compiled metrics are fed with all ranks' parts, since some may not add up."""
+        return self._computes_own or not all(map(adds_up, compiled_metrics(self._model)))
+
+    def _summed(self) -> list[Any]:
+        """The metrics' variables that each rank adds its own part to."""
+        if not self._takes_whole_batches:
+            return self._variables()
+        fed = {id(v) for metric in compiled_metrics(self._model) for v in metric.variables}
+        return [variable for variable in self._variables() if id(variable) not in fed]
+
     def results(self, world: World = ONE) -> dict[str, float]:
-        """The metrics over all batches since `reset`, by Keras' names; without the loss."""
+        """The metrics over all ranks' batches since `reset`, by Keras' names; without the loss."""
         if self._slow is not None:
             self._slow.flush()
-        found = self._own_results if self._computes_own else self._model.get_metrics_result()
+        if self._computes_own:
+            found = self._own_results
+        else:
+            with over_all(self._summed(), world):
+                found = self._model.get_metrics_result()
         plain: dict[str, float] = {}
         for name, value in found.items():
             for own, number in value.items() if isinstance(value, dict) else [(name, value)]:
                 if own != "loss":
                     plain[own] = as_number(number)
-        return plain
+        # The same bits on all ranks, whatever their processors: callbacks decide by them.
+        return plain if world.size == 1 else world.from_first(plain)
 
     def reset(self) -> None:
         """Forget all batches."""

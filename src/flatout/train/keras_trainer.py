@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from flatout.data.sources.keras_data import as_keras_source, split_validation
 from flatout.errors import ModelError
 from flatout.models import keras_model
 from flatout.optim import KerasOptimizer
-from flatout.save.keras_file import load_keras, save_keras
+from flatout.save.keras_file import load_keras
 from flatout.train import guard
 from flatout.train.callbacks import Callback
 from flatout.train.evaluate import evaluate
 from flatout.train.fit import Fit
 from flatout.train.history import History
 from flatout.train.job import Job
-from flatout.train.keras_callbacks import KerasCallbacks, WatchedSource
+from flatout.train.keras_callback_ranks import on_rank, reads_batches
+from flatout.train.keras_callbacks import KerasCallbacks, watched
 from flatout.train.keras_job import KerasJob, call, compiled_metrics, targets_of
+from flatout.train.keras_ranks import save_on_first
 from flatout.train.keras_slow_metrics import SlowMetrics
 from flatout.train.loop import Loop
 from flatout.train.predict import predict
@@ -52,7 +55,8 @@ class KerasTrainer(Trainer):
     arguments are as for torch models.
 
     Raises:
-        ModelError: Keras is on another backend than torch, or a layer calls another framework.
+        ModelError: Keras is on another backend than torch, or a layer calls another framework; on
+            several ranks, the model has its own `train_step`.
     """
 
     model: Any
@@ -61,10 +65,12 @@ class KerasTrainer(Trainer):
     def __init__(self, model: Any, **arguments: Any) -> None:
         keras_model.check_trainable(model)
         here = place()
-        if here.world_size > 1:
+        if here.world_size > 1 and keras_model.has_own_step(model):
             raise ModelError(
-                f"a compiled Keras model trains on one rank, and this is {here}",
-                do="leave model.compile out, and give loss, optimizer and metrics to the Trainer",
+                f"{type(model).__name__} has its own train_step, which runs in Keras' own loop, on "
+                f"one rank; this is {here}",
+                do="override compute_loss and compute_metrics in place of train_step, which any "
+                "number of ranks can run",
             )
         own = [name for name in (*_COMPILED, *_COMPILED_TOO) if name in arguments]
         if own:
@@ -194,7 +200,7 @@ class KerasTrainer(Trainer):
 
         state = fit.state
         self._callbacks = keras.callbacks.CallbackList(
-            given,
+            on_rank(given, self.world()),
             add_history=True,
             add_progbar=False,
             model=self.model,
@@ -204,12 +210,20 @@ class KerasTrainer(Trainer):
         )
 
         def read() -> dict[str, Any]:
-            return {"loss": self.loop.mean_loss(), **fit.job.results()}
+            return {"loss": self.loop.mean_loss(), **fit.job.results(self.world())}
 
-        return KerasCallbacks(self._callbacks, self.model, initial_epoch, read)
+        return KerasCallbacks(
+            self._callbacks,
+            self.model,
+            initial_epoch,
+            read,
+            world=self.world(),
+            reads_batches=any(map(reads_batches, given)),
+        )
 
     def _build(self, source: Source) -> None:
         """Build what of model, loss, metrics and optimiser waits for a first batch."""
+        self.world()  # from here on the first rank speaks for all
         batch = source.peek(1)[0]
         self.model._symbolic_build(data_batch=_as_keras(batch))
         variables = self.model.trainable_variables
@@ -267,7 +281,7 @@ class KerasTrainer(Trainer):
             CheckpointError: if it cannot be written; an older file is then still whole.
         """
         guard.check_state(self.model, "saving")
-        return save_keras(self.model, path)
+        return save_on_first(self.model, path, self.world())
 
     def load(self, path: str | Path) -> None:
         """Load weights from a `.keras`, `.weights.h5` or `.safetensors` file, in place.
@@ -282,8 +296,16 @@ class KerasTrainer(Trainer):
     def job(self, source: Source | None = None) -> Job:
         """The compiled loss and metrics: to train on `source`, or without one to evaluate."""
         if source is not None:
-            self._slow_metrics = SlowMetrics(compiled_metrics(self.model), self.loop.say)
-        return KerasJob(self.model, training=source is not None, slow_metrics=self._slow_metrics)
+            self._slow_metrics = SlowMetrics(
+                compiled_metrics(self.model), lambda line: self.loop.say(line)
+            )
+        return KerasJob(
+            self.model,
+            training=source is not None,
+            slow_metrics=self._slow_metrics,
+            # Evaluation is the same code on all ranks; of training, the steps are.
+            together=self.world if source is None else lambda: self.loop.stepper.together,
+        )
 
     def evaluation(
         self, source: Source, stopped: Callable[[], bool] = lambda: False
@@ -295,7 +317,7 @@ class KerasTrainer(Trainer):
             return evaluate(self, source, stopped)
         callbacks.on_test_begin()
         self.model.reset_metrics()  # in a fit those of the epoch have been read by now
-        found = evaluate(self, WatchedSource(source, callbacks), stopped)
+        found = evaluate(self, source, stopped, partial(watched, callbacks))
         callbacks.on_test_end(found)
         return found
 

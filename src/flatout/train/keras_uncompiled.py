@@ -10,10 +10,11 @@ from flatout.data.source import Source
 from flatout.errors import ModelError
 from flatout.models import keras_model
 from flatout.models.keras_rewrites import training_step
-from flatout.save.keras_file import load_keras, save_keras
+from flatout.save.keras_file import load_keras
 from flatout.train import guard
 from flatout.train.job import Job, TorchJob
 from flatout.train.keras_job import call
+from flatout.train.keras_ranks import save_on_first
 from flatout.train.metrics import as_metrics
 from flatout.train.trainer import Trainer, counts_all
 
@@ -58,7 +59,7 @@ class UncompiledKerasTrainer(Trainer):
     def save(self, path: str | Path) -> Path:
         """As of a compiled model: `.keras`, `.weights.h5` or `.safetensors`."""
         guard.check_state(self.model, "saving")
-        return save_keras(self.model, path)
+        return save_on_first(self.model, path, self.world())
 
     def load(self, path: str | Path) -> None:
         """Load weights from such a file, in place."""

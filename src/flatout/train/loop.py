@@ -43,7 +43,7 @@ from flatout.train import auto, guard
 from flatout.train.checks import check_first_batch
 from flatout.train.micro_batch import estimate_pieces, pieces_for
 from flatout.train.rank_trial import RankTrial, is_trial
-from flatout.train.ranks import check_ranks
+from flatout.train.ranks import check_ranks, part_of
 from flatout.train.resume import (
     check_same_data,
     check_same_job,
@@ -287,6 +287,8 @@ class Loop:
             micro_batch=self.requested.memory.micro_batch,
         )
         self._note_undo()
+        if self.world.size > 1:
+            self.stepper.meet(self.world)
         if self.requested.compute.deterministic:
             torch.use_deterministic_algorithms(True)
         if first and compute is not None:
@@ -335,7 +337,8 @@ class Loop:
 
     def _fit_in_memory(self, compute: Compute, batch: Batch) -> None:
         if self.device.type == "cpu" and self.stepper.micro_batch == "auto":
-            pieces = estimate_pieces(self.model, compute, batch)
+            # The most that any rank needs.
+            pieces = max(self.world.gather(estimate_pieces(self.model, compute, batch)))
             if pieces > 1:
                 self.stepper.pieces = pieces
                 self.say(
@@ -396,7 +399,7 @@ class Loop:
             # Once more, because callbacks may have drawn since the checkpoint was loaded.
             set_random_state(self._own_random(resumed))
         self._taken = self.batch_in_epoch
-        own = ranked(source, self.world.rank, self.world.size)
+        own = part_of(source, self.world)
         batches = own.batches(self.epoch, self.batch_in_epoch)
         if isinstance(source, Pipeline) and source.prefetches is None and self.device.type != "cpu":
             return prefetch(batches, self.device)

@@ -9,11 +9,11 @@ import torch
 
 from flatout.data.batch import map_tensors
 from flatout.data.pipeline import Pipeline
-from flatout.data.ranked import ranked
 from flatout.data.source import Source
 from flatout.errors import DataError, ModelError
 from flatout.train import guard
 from flatout.train.evaluate import evaluating
+from flatout.train.ranks import part_of
 
 if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
@@ -40,7 +40,7 @@ def predict(trainer: Trainer, source: Source) -> Any:
         )
     outputs = []
     with evaluating(trainer.model), trainer.autocast():
-        for batch in ranked(source, world.rank, world.size).batches(0, 0):
+        for batch in part_of(source, world).batches(0, 0):
             batch = trainer.ready(batch)
             output = trainer.output(batch.inputs)
             _check(output)

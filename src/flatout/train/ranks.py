@@ -1,13 +1,20 @@
-"""What must hold before several ranks train one model."""
+"""What must hold before several ranks train one model, and while they do."""
 
 from __future__ import annotations
 
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from functools import partial
+from typing import Any
 
+from torch import nn
+
+from flatout.data.batch import Batch, named_tensors
 from flatout.data.pipeline import Pipeline
+from flatout.data.ranked import ranked
 from flatout.data.source import Source
 from flatout.errors import ModelError, WorldError
+from flatout.models.keras_model import modules_of
+from flatout.strategies.keras_batch_norm import has_own_moments
+from flatout.strategies.replicas import digest_of
 from flatout.world import World
 
 
@@ -20,18 +27,13 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
     """Refuse what would train another model than one rank does.
 
     Raises:
-        ModelError: the model takes statistics over each rank's part of a batch.
+        ModelError: a layer works on each rank's part of a batch in a way that cannot be joined.
         WorldError: the ranks have different data.
     """
     if world.size == 1:
         return
-    for name, module in model.named_modules():
-        if _takes_own_statistics(module):
-            raise ModelError(
-                f"{name} ({type(module).__name__}) takes its statistics over each rank's part of "
-                "the batch, so several ranks would learn something else than one",
-                do="use GroupNormalization or LayerNormalization, or train on one rank",
-            )
+    for module in modules_of(model):
+        _check_layer(module)
     if data is None:
         return
     own = (data.digest, data.batch_size, data.steps, data.describe())
@@ -45,9 +47,46 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
             )
 
 
-def _takes_own_statistics(module: nn.Module) -> bool:
-    """Keras' own; those of torch are synchronised."""
-    return type(module).__name__ == "BatchNormalization" and not isinstance(module, _BatchNorm)
+def _check_layer(layer: Any) -> None:
+    name = getattr(layer, "name", None) or type(layer).__name__
+    if has_own_moments(layer):
+        raise ModelError(
+            f"{name} ({type(layer).__name__}) is a BatchNormalization with code of its own, which "
+            "takes its statistics over each rank's part of the batch, so several ranks would learn "
+            "something else than one",
+            do="use keras.layers.BatchNormalization as it is, or train on one rank",
+        )
+    if getattr(layer, "stateful", False) is True:
+        raise ModelError(
+            f"{name} ({type(layer).__name__}) is stateful: it keeps a state of each sample of a "
+            "batch for the next batch, and ranks have parts of batches",
+            do="set stateful=False, or train on one rank",
+        )
+
+
+def part_of(source: Source, world: World) -> Source:
+    """What this rank reads of a source.
+
+    Where an iterator of the user's own decides the order, the ranks compare an epoch's first batch.
+
+    Raises:
+        WorldError: while reading, on every rank: they have read different batches.
+    """
+    look = None if source.seekable else partial(_check_same_batch, world=world)
+    return ranked(source, world.rank, world.size, look)
+
+
+def _check_same_batch(batch: Batch, world: World) -> None:
+    found = world.gather([digest_of(tensor) for _, tensor in named_tensors("", batch[:3])])
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            raise WorldError(
+                f"ranks 0 and {rank} have read different batches, so samples would be missing and "
+                "others come twice",
+                do="seed what shuffles the data alike on all ranks, such as "
+                "DataLoader(generator=torch.Generator().manual_seed(0)), or pass arrays, a Dataset "
+                "or a source of flatout.data, whose order Flatout decides",
+            )
 
 
 def _words(own: tuple[object, ...]) -> str:

@@ -19,7 +19,7 @@ import torch
 from flatout.data.batch import Batch, split
 from flatout.errors import OutOfMemory
 from flatout.optim import Update
-from flatout.strategies import Ddp, SyncBatchNorm
+from flatout.strategies import Ddp, SyncBatchNorm, own_draws
 from flatout.train.losses import Value
 from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch
@@ -141,29 +141,31 @@ class Stepper:
 
     def _with_others(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
         """This rank's part: only the last piece's backward tells its gradients to other ranks."""
+        with own_draws(self.world):
+            return self._parts(compute, batches)
+
+    def _parts(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
+        assert self._norms is not None
         ddp = self._strategy()
         pieces = [
-            piece
-            for batch in batches
-            for piece in split(batch, pieces_for(batch.size, self.micro_batch) * self.pieces)
+            piece for batch in batches for piece in split(batch, self._pieces_on_all_ranks(batch))
         ]
         total: torch.Tensor | float = 0.0
         weight: torch.Tensor | float = 0.0
         forward = backward = 0
         for number, piece in enumerate(pieces):
-            if self._norms is not None:
-                self._norms.copies = piece.copies
             start = clock()
-            with self.switch.autocast():
-                part, part_weight = _sum(compute(piece), piece.size)
-            # What several ranks have computed counts once.
-            scaled = part / (self.samples * piece.copies)
-            middle = clock()
-            if self._scaler is not None:
-                scaled = self._scaler.scale(scaled)
-            if number + 1 == len(pieces):
-                ddp.arm()
-            scaled.backward()  # type: ignore[no-untyped-call]
+            with self._norms.together(piece.copies):
+                with self.switch.autocast():
+                    part, part_weight = _sum(compute(piece), piece.size)
+                # What several ranks have computed counts once.
+                scaled = part / (self.samples * piece.copies)
+                middle = clock()
+                if self._scaler is not None:
+                    scaled = self._scaler.scale(scaled)
+                if number + 1 == len(pieces):
+                    ddp.arm()
+                scaled.backward()  # type: ignore[no-untyped-call]
             total = total + part.detach() / piece.copies
             weight = weight + part_weight / piece.copies
             forward += middle - start
@@ -176,6 +178,21 @@ class Stepper:
         loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(total.dtype)
         return loss, sums.weight, forward, backward + clock() - start
 
+    def _pieces_on_all_ranks(self, batch: Batch) -> int:
+        """Equally many on each, for what they compute may have collectives in it."""
+        wanted = pieces_for(batch.size, self.micro_batch) * self.pieces
+        if wanted == 1 and not isinstance(self.micro_batch, int):
+            return 1
+        table = torch.zeros(2, self.world.size, dtype=torch.int64)
+        table[:, self.world.rank] = torch.tensor([wanted, batch.size])
+        self.world.sum(table)
+        # No rank has fewer samples than pieces.
+        return min(int(table[0].max()), int(table[1].min()))
+
+    def meet(self, world: World) -> None:
+        """Let BatchNorm layers take any part of a batch, before steps are those of all ranks."""
+        self._norms = SyncBatchNorm(self.switch.model, world)
+
     def train_with(self, world: World, samples: float) -> None:
         """From now on each step is one of all ranks.
 
@@ -184,7 +201,11 @@ class Stepper:
             samples: about how many samples of all ranks make a step: only a scale.
         """
         self.world, self.samples = world, max(1.0, samples)
-        self._norms = SyncBatchNorm(self.switch.model, world)
+
+    @property
+    def together(self) -> World:
+        """The ranks that run the same code right now: all within a step, else this one alone."""
+        return ONE if self._norms is None else self._norms.world
 
     def _strategy(self) -> Ddp:
         if self._ddp is None or not self._ddp.is_of(self.update.parameters):

@@ -1,0 +1,132 @@
+"""Keras' BatchNormalization over the whole batch, whatever number of ranks it is spread over.
+
+The layer asks for the moments of a batch in one place; all else (moving statistics, `renorm`,
+`axis`, `epsilon`, `momentum`) follows from them and stays Keras' own code. So the moments are taken
+over all ranks there, put together as in sync_batch_norm.py, and their gradients are added up over
+all ranks in backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flatout.world import World
+
+if TYPE_CHECKING:
+    from flatout.strategies.sync_batch_norm import SyncBatchNorm
+
+Moments = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+def is_keras_norm(layer: nn.Module) -> bool:
+    """Whether it is a `keras.layers.BatchNormalization`."""
+    kind = _kind()
+    return kind is not None and isinstance(layer, kind)
+
+
+def has_own_moments(layer: nn.Module) -> bool:
+    """Whether a BatchNormalization of the user's own takes its moments where we cannot see it."""
+    kind: Any = _kind()
+    cls: Any = type(layer)
+    return is_keras_norm(layer) and (cls.call, cls._moments) != (kind.call, kind._moments)
+
+
+def _kind() -> type | None:
+    # Not imported here: which backend Keras takes is decided when the user imports it.
+    keras = sys.modules.get("keras")
+    layers = getattr(keras, "layers", None)
+    return getattr(layers, "BatchNormalization", None)
+
+
+def keras_moments(sync: SyncBatchNorm, layer: Any) -> Moments:
+    """What replaces the layer's `_moments(inputs, mask)`."""
+
+    def moments(
+        inputs: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if sync.world.size == 1:
+            return type(layer)._moments(layer, inputs, mask)  # type: ignore[no-any-return]
+        return _Moments.apply(inputs, mask, layer.axis, sync.world)  # type: ignore[no-any-return, no-untyped-call]
+
+    return moments
+
+
+class _Moments(torch.autograd.Function):
+    """Mean and biased variance of each channel over all ranks, of shape (channels,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, mask: torch.Tensor | None, axis: int, world: World
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        axis %= x.dim()
+        dims = [dim for dim in range(x.dim()) if dim != axis]
+        counted = None if mask is None else mask.bool().unsqueeze(-1).expand_as(x)
+        own = _of_part(x, counted, dims, axis)
+        mean, squares, count = _over_all(world, *own)
+        if mask is not None:
+            # Keras divides by the count and its epsilon, so that nothing counted gives no NaN.
+            divisor = count + _epsilon()
+            shrunk = mean * count / divisor
+            squares = squares + count * (mean - shrunk) ** 2
+            mean = shrunk
+        else:
+            divisor = count
+        mean, variance = mean.to(x.dtype), (squares / divisor).to(x.dtype)
+        ctx.save_for_backward(x, counted, mean, divisor.to(x.dtype))
+        ctx.axis, ctx.world = axis, world
+        return mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, counted, mean, divisor = ctx.saved_tensors
+        both = torch.cat(gradients)
+        ctx.world.sum(both)
+        of_mean, of_variance = both.view(2, -1) / divisor
+        inner = (x - _spread(mean, x, ctx.axis)) * _spread(2 * of_variance, x, ctx.axis)
+        inner += _spread(of_mean, x, ctx.axis)
+        return inner if counted is None else inner.where(counted, 0), None, None, None
+
+
+def _of_part(
+    x: torch.Tensor, counted: torch.Tensor | None, dims: list[int], axis: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean, sum of squared deviations and count of each channel in this rank's part."""
+    if counted is None:
+        variance, mean = torch.var_mean(x, dims, correction=0)
+        count = torch.full_like(mean, x.numel() / x.size(axis))
+        return mean, variance * count, count
+    count = counted.sum(dims).to(x.dtype)
+    mean = x.where(counted, 0).sum(dims) / count.clamp_min(1)
+    away = (x - _spread(mean, x, axis)).where(counted, 0)
+    return mean, away.square().sum(dims), count
+
+
+def _over_all(
+    world: World, mean: torch.Tensor, squares: torch.Tensor, count: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of all ranks' parts together, in float64."""
+    table = torch.zeros(world.size, 3, len(mean), dtype=torch.float64, device=mean.device)
+    table[world.rank] = torch.stack([mean, squares, count])
+    world.sum(table)
+    means, deviations, counts = table.unbind(1)
+    total = counts.sum(0)
+    whole = (means * counts).sum(0) / total.clamp_min(1)
+    return whole, (deviations + counts * (means - whole) ** 2).sum(0), total
+
+
+def _spread(values: torch.Tensor, like: torch.Tensor, axis: int) -> torch.Tensor:
+    """Of each channel, in a shape to be combined with `like`."""
+    shape = [1] * like.dim()
+    shape[axis] = -1
+    return values.view(shape)
+
+
+def _epsilon() -> float:
+    from keras import config
+
+    return float(config.epsilon())

@@ -1,0 +1,65 @@
+"""Which of Keras' callbacks run where, on several ranks.
+
+What decides (EarlyStopping, ReduceLROnPlateau, schedules, the user's own) runs on every rank and
+finds the same logs, so it decides the same. What writes runs on the first rank alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.train.keras_callbacks import watches_batches
+from flatout.world import World
+
+
+def on_rank(given: list[Any], world: World) -> list[Any]:
+    """The callbacks of this rank, of those that the user has given."""
+    if world.is_first:
+        return given
+    from keras.callbacks import BackupAndRestore
+
+    own = []
+    for callback in given:
+        if isinstance(callback, BackupAndRestore):
+            own.append(_beginning_of(callback))
+        elif not _writes(callback):
+            own.append(callback)
+        if type(callback).__module__.startswith("keras.") and hasattr(callback, "verbose"):
+            callback.verbose = 0  # the first rank speaks for all
+    return own
+
+
+def reads_batches(callback: Any) -> bool:
+    """Whether it may read a batch's logs on some ranks only, where reading takes all of them."""
+    from keras import callbacks
+
+    if not watches_batches(callback):
+        return False
+    kind = type(callback)
+    if not kind.__module__.startswith("keras.") or kind is callbacks.LambdaCallback:
+        return True
+    rates = (getattr(callback, "save_freq", "epoch"), getattr(callback, "update_freq", "epoch"))
+    return _writes(callback) and rates != ("epoch", "epoch")
+
+
+def _writes(callback: Any) -> bool:
+    from keras import callbacks
+
+    names = ("CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "RemoteMonitor", "TensorBoard")
+    kinds = [getattr(callbacks, name) for name in names if hasattr(callbacks, name)]
+    return isinstance(callback, (*kinds, callbacks.BackupAndRestore))
+
+
+def _beginning_of(backup: Any) -> Any:
+    """A callback that only restores: every rank reads the backup, the first one writes it."""
+    from keras.callbacks import LambdaCallback
+
+    # Its model is set with that of the others, by the list.
+    restoring = LambdaCallback()
+
+    def begin(logs: Any = None) -> None:
+        backup.set_model(restoring.model)
+        backup.on_train_begin(logs)
+
+    restoring.on_train_begin = begin
+    return restoring

@@ -1,0 +1,161 @@
+"""Losses and metrics of a compiled Keras model over the parts of a batch that several ranks have.
+
+A Keras loss is a mean over what it is given. A part's mean counts by its samples, which gives the
+whole batch's mean where every sample counts the same. Where masks, `ignore_class`,
+"mean_with_sample_weight" or "sum" decide otherwise, each part's value is brought to its share of
+the whole batch's value first, so that its weighing by samples comes out as on one rank.
+
+Metrics of Keras add up sums over samples. Each rank feeds its own, and the sums of all ranks are
+put together when somebody reads. A metric of the user's own may do anything with a batch, so it
+gets the whole of each, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatout.data.batch import Batch, map_tensors
+from flatout.save.keras_file import save_keras
+from flatout.world import World
+
+
+@contextmanager
+def shared_losses(world: World, batch: Batch) -> Iterator[None]:
+    """Within, a Keras loss of this rank's part is its share of the loss of the whole batch.
+
+    Args:
+        world: the ranks that compute their parts at this moment.
+        batch: this rank's part.
+    """
+    if world.size == 1 or batch.copies > 1:  # a copy is the whole batch
+        yield
+        return
+    from keras.src.losses import loss as module
+
+    plain = module.reduce_weighted_values
+
+    def reduce(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        value = plain(values, sample_weight, mask, reduction, dtype)
+        if not values.shape or reduction in (None, "none"):
+            return value
+        if reduction == "sum":
+            return value * _share(world, batch.size, None)
+        if reduction != "mean_with_sample_weight":
+            sample_weight = None  # divides by the samples, whatever they weigh
+        if mask is None and sample_weight is None:
+            return value
+        # A copy, because Keras multiplies by the mask in place.
+        weight = None if sample_weight is None else sample_weight.clone()
+        counted = module.apply_mask(weight, mask, dtype=value.dtype, reduction="sum")
+        return value * _share(world, batch.size, counted.sum())
+
+    module.reduce_weighted_values = reduce
+    try:
+        yield
+    finally:
+        module.reduce_weighted_values = plain
+
+
+@torch.no_grad()
+def _share(world: World, size: int, counted: torch.Tensor | None) -> torch.Tensor:
+    """What a part's loss is to be multiplied by.
+
+    Args:
+        world: the ranks that have parts.
+        size: samples in this part.
+        counted: what this part's loss was divided by; None where it is a sum.
+    """
+    device = None if counted is None else counted.device
+    both = torch.tensor([float(size), 0.0], dtype=torch.float64, device=device)
+    if counted is not None:
+        both[1] = counted
+    world.sum(both)
+    share: torch.Tensor = both[0] / size
+    if counted is None:
+        return share.float()
+    return (share * counted / both[1].clamp_min(1e-12)).to(counted.dtype)
+
+
+@contextmanager
+def over_all(variables: Sequence[Any], world: World) -> Iterator[None]:
+    """Within, these variables of metrics hold the sums of all ranks' own."""
+    variables = list({id(variable): variable for variable in variables}.values())
+    if world.size == 1 or not variables:
+        yield
+        return
+    with torch.no_grad():
+        own = [variable.value.clone() for variable in variables]
+        # Counts of whole numbers are exact in float64.
+        sums = torch.cat([value.double().reshape(-1) for value in own])
+        world.sum(sums)
+        parts = torch.split(sums, [value.numel() for value in own])
+        for variable, part in zip(variables, parts, strict=True):
+            variable.value.copy_(part.view_as(variable.value))
+    try:
+        yield
+    finally:
+        put_back(variables, own)
+
+
+@torch.no_grad()
+def put_back(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+    """Give the variables these values again."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.value.copy_(value)
+
+
+def whole_batch(world: World, given: Any) -> Any:
+    """Tensors with a row for each sample, joined with those of all ranks; and their masks."""
+    own = map_tensors(_on_host, given)
+    parts = world.gather(own)
+    return _joined(given, parts)
+
+
+def _on_host(tensor: torch.Tensor) -> dict[str, Any]:
+    mask = getattr(tensor, "_keras_mask", None)
+    return {"rows": tensor.detach().cpu(), "mask": None if mask is None else mask.cpu()}
+
+
+def _joined(like: Any, parts: Sequence[Any]) -> Any:
+    if like is None:
+        return None
+    if isinstance(like, dict):
+        return {key: _joined(part, [p[key] for p in parts]) for key, part in like.items()}
+    if not torch.is_tensor(like):
+        return tuple(_joined(part, [p[n] for p in parts]) for n, part in enumerate(like))
+    rows = torch.cat([part["rows"] for part in parts]).to(like.device)
+    if parts[0]["mask"] is not None:
+        rows._keras_mask = torch.cat([p["mask"] for p in parts]).to(like.device)  # type: ignore[attr-defined]
+    return rows
+
+
+def adds_up(metric: Any) -> bool:
+    """Whether a metric's variables are sums over samples: those of Keras', with Keras' functions.
+
+    A function of the user's own may give one number for a batch, and so may a loss object.
+    """
+    function = getattr(metric, "_fn", None)
+    if not type(metric).__module__.startswith("keras."):
+        return False
+    return function is None or (
+        getattr(function, "__module__", "").startswith("keras.") and hasattr(function, "__name__")
+    )
+
+
+def save_on_first(model: Any, path: str | Path, world: World) -> Path:
+    """Write a model's file on the first rank; whoever comes back from here finds it."""
+    if world.is_first:
+        save_keras(model, path)
+    world.wait()
+    return Path(path)

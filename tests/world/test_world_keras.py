@@ -1,0 +1,429 @@
+"""Keras models on one rank, two and three: the same losses, metrics, weights and statistics."""
+
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from world_ranks import run
+
+keras = pytest.importorskip("keras")
+
+JOB = '''
+    import os
+    import sys
+    from pathlib import Path
+
+    import keras
+    import numpy as np
+    import torch
+    from keras import layers, ops
+
+    import flatout
+    from flatout.world import place
+
+    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    rank = place().rank
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(53, 6)).astype("float32")
+    y = rng.integers(0, 4, 53)
+    weights = rng.random(53).astype("float32")
+    images = rng.normal(size=(40, 6, 6, 3)).astype("float32") * 3 + 2
+    kinds = rng.integers(0, 4, 40)
+    # Sentences of other lengths, so that masks count differently in each part.
+    words = rng.integers(1, 20, (40, 7))
+    words[np.arange(7) >= rng.integers(1, 8, 40)[:, None]] = 0
+    tags = rng.integers(0, 4, (40, 7))
+    ENTROPY = keras.losses.SparseCategoricalCrossentropy
+    flatout_only = flatout.Recipe().replace({"compute.precision": "fp32"})
+
+
+    def dense(*more, last=4, activation="softmax"):
+        keras.utils.set_random_seed(0)
+        # A bias before a norm has no gradient but rounding, of which Adam would make steps.
+        first = layers.Dense(16, use_bias=not more, activation=None if more else "relu")
+        return keras.Sequential(
+            [layers.Input((6,)), first, *more, layers.Dense(last, activation=activation)]
+        )
+
+
+    def compiled(model, loss="sparse_categorical_crossentropy", metrics=("accuracy",), **more):
+        optimizer = more.pop("optimizer", None) or keras.optimizers.Adam(0.01)
+        model.compile(optimizer, loss, metrics=list(metrics), **more)
+        return model
+
+
+    def tagger(*more):
+        keras.utils.set_random_seed(0)
+        return keras.Sequential(
+            [
+                layers.Input((7,), dtype="int32"),
+                layers.Embedding(20, 8, mask_zero=True),
+                *more,
+                layers.Dense(4, activation="softmax"),
+            ]
+        )
+
+
+    def convolutions(axis, **options):
+        keras.utils.set_random_seed(0)
+        norm = layers.BatchNormalization(axis=axis, momentum=0.8, **options)
+        first = layers.Conv2D(4, 3, use_bias=False)
+        swap = [layers.Permute((3, 1, 2))] if axis == 1 else []
+        rest = [layers.ReLU(), layers.Flatten(), layers.Dense(4, activation="softmax")]
+        return keras.Sequential([layers.Input((6, 6, 3)), first, *swap, norm, *rest])
+
+
+    def fitted(name, model, *data, test=None, batch_size=10, epochs=2, evaluated=None, **options):
+        trainer = flatout.Trainer(model, allow="exact", recipe=flatout_only)
+        history = trainer.fit(
+            *data, batch_size=batch_size, epochs=epochs, verbose=0, shuffle=False, **options
+        )
+        test = test or data
+        found[name] = {
+            "weights": {v.path.split("/", 1)[-1]: v.value.detach().clone() for v in model.variables
+                        if "seed" not in v.path},
+            "optimizer": [v.value.detach().clone() for v in model.optimizer.variables],
+            "history": history.history,
+            "evaluation": trainer.evaluate(*test, batch_size=16, **(evaluated or {})),
+            "prediction": trainer.predict(test[0]),
+        }
+        return trainer
+
+
+    def root(y_true, y_pred):
+        """One number for a batch, so parts of it cannot be averaged."""
+        return ops.sqrt(ops.mean((1 - ops.max(y_pred, -1)) ** 2))
+
+
+    class Largest(keras.metrics.Metric):
+        """No sum either."""
+
+        def __init__(self):
+            super().__init__(name="largest")
+            self.seen = self.add_weight(shape=(), initializer="zeros", name="seen")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.seen.assign(ops.maximum(self.seen, ops.max(y_pred)))
+
+        def result(self):
+            return self.seen
+
+
+    class OwnMetrics(keras.Sequential):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            spread = ops.std(x) + ops.std(y_pred)
+            return {**super().compute_metrics(x, y, y_pred, sample_weight), "spread": spread}
+
+
+    class Rows(keras.utils.PyDataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, number):
+            rows = slice(number * 9, number * 9 + 9)
+            return x[rows], y[rows]
+
+
+    def forever():
+        while True:
+            for start in range(0, 53, 9):
+                yield x[start : start + 9], y[start : start + 9]
+
+
+    class Penalty(layers.Layer):
+        def call(self, inputs):
+            self.add_loss(0.1 * ops.mean(inputs**2))
+            return inputs
+
+
+    def two_outputs():
+        keras.utils.set_random_seed(0)
+        inputs = layers.Input((6,))
+        hidden = layers.Dense(8, activation="relu", kernel_regularizer="l2",
+                              activity_regularizer="l2")(inputs)
+        hidden = Penalty()(hidden)
+        kind = layers.Dense(4, activation="softmax", name="kind")(hidden)
+        value = layers.Dense(1, name="value")(hidden)
+        model = keras.Model(inputs, {"kind": kind, "value": value})
+        losses = {"kind": ENTROPY(reduction="sum"), "value": "mse"}
+        weights = {"kind": 0.05, "value": 2.0}
+        given = {"kind": ["accuracy"], "value": ["mae"]}
+        model.compile(keras.optimizers.SGD(0.05), losses, loss_weights=weights, metrics=given)
+        return model
+
+
+    found = {}
+    KEYS = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]
+    fitted("plain", compiled(dense(), metrics=KEYS), x, y, validation_data=(x[:21], y[:21]))
+    fitted("batches smaller than the world", compiled(dense()), x, y, batch_size=2, epochs=1)
+    fitted("sample weights", compiled(dense(), weighted_metrics=["accuracy"]), x, y,
+           sample_weight=weights, evaluated={"sample_weight": weights})
+    fitted("class weights", compiled(dense()), x, y, class_weight={0: 1, 1: 2, 2: 0.5, 3: 0})
+    norm = compiled(dense(layers.BatchNormalization(momentum=0.8), layers.ReLU()))
+    fitted("batch norm", norm, x[:51], y[:51], batch_size=7)
+    norm = compiled(dense(layers.BatchNormalization(center=False, scale=False, epsilon=0.1)))
+    fitted("batch norm, one sample a part", norm, x[:52], y[:52], batch_size=4, epochs=1)
+    fitted("batch norm of images", compiled(convolutions(-1)), images, kinds)
+    fitted("batch norm of channels first", compiled(convolutions(1)), images, kinds)
+    fitted("batch renormalisation", compiled(convolutions(-1, renorm=True)), images, kinds)
+    fitted("batch norm with a mask", compiled(tagger(layers.BatchNormalization())), words, tags)
+    fitted("masks", compiled(tagger(), weighted_metrics=["accuracy"]), words, tags)
+    holes = np.where(rng.random((40, 7)) < 0.4, -1, tags)
+    fitted("an ignored class", compiled(tagger(), ENTROPY(ignore_class=-1)), words, holes)
+    by_weight = ENTROPY(reduction="mean_with_sample_weight")
+    fitted("divided by the weights", compiled(dense(), by_weight), x, y, sample_weight=weights)
+    fitted("two outputs", two_outputs(), x, {"kind": y, "value": x[:, :1]})
+    own = compiled(dense(), metrics=[root, Largest(), "accuracy"])
+    fitted("metrics of one's own", own, x, y, validation_data=(x[:21], y[:21]))
+    keras.utils.set_random_seed(0)
+    own = OwnMetrics([layers.Input((6,)), layers.Dense(4, activation="softmax")])
+    fitted("compute_metrics of one's own", compiled(own), x, y)
+    truth = (x.sum(1) > 0).astype("float32")[:, None]
+    scores = [keras.metrics.AUC(), keras.metrics.Precision(), keras.metrics.F1Score(threshold=0.5)]
+    binary = compiled(dense(last=1, activation="sigmoid"), "binary_crossentropy", scores)
+    fitted("scores", binary, x, truth)
+    overlap = keras.metrics.MeanIoU(4, sparse_y_pred=False)
+    fitted("a slow metric", compiled(dense(), metrics=[overlap]), x, y, epochs=4)
+    distances = [keras.metrics.R2Score(), keras.metrics.RootMeanSquaredError()]
+    line = compiled(dense(last=1, activation=None), "mse", distances)
+    fitted("metrics of a line", line, x, x[:, :1] + truth)
+    fitted("a PyDataset", compiled(dense()), Rows(), batch_size=None, test=(x, y))
+    fitted("a generator", compiled(dense()), forever(), batch_size=None, steps_per_epoch=4,
+           test=(x, y))
+    averaged = keras.optimizers.AdamW(0.01, global_clipnorm=0.1, use_ema=True,
+                                      gradient_accumulation_steps=2)
+    fitted("an optimiser that gathers", compiled(dense(), optimizer=averaged), x, y)
+
+    model = dense(layers.BatchNormalization(momentum=0.8), layers.ReLU(), activation=None)
+    given = {"metrics": ["accuracy"], "lr": 0.01, "recipe": flatout_only}
+    trainer = flatout.Trainer(model, allow="exact", **given)
+    history = trainer.fit((x[:51], y[:51]), batch_size=7, epochs=2, progress=False)
+    found["without compile"] = {
+        "weights": [v.value.detach().clone() for v in model.variables],
+        "history": [{k: v for k, v in e.items() if k != "seconds"} for e in history.epochs],
+        "evaluation": trainer.evaluate(x, y),
+        "prediction": trainer.predict(x),
+    }
+
+    # Callbacks: what decides does so on all ranks, what writes writes once.
+    os.chdir(folder)
+    stop = keras.callbacks.EarlyStopping("val_accuracy", patience=2, restore_best_weights=True)
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=0.05)
+    best = keras.callbacks.ModelCheckpoint(f"best-{size}.keras", "val_loss", save_best_only=True)
+    each = keras.callbacks.ModelCheckpoint(f"each-{size}-{{accuracy:.3f}}.weights.h5",
+                                           save_weights_only=True, save_freq=3)
+    log = keras.callbacks.CSVLogger(f"log-{size}.csv")
+    backup = keras.callbacks.BackupAndRestore(f"backup-{size}")
+    logs = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs_of_batch):
+            if rank == 0 and batch % 2:  # on one rank alone
+                logs.append(dict(logs_of_batch))
+
+    trainer = fitted("callbacks", compiled(dense()), x, y, validation_data=(x[:21], y[:21]),
+                     epochs=12, callbacks=[stop, plateau, best, each, log, backup, Looks()])
+    trainer.save(f"saved-{size}.keras")
+    loaded = keras.saving.load_model(f"saved-{size}.keras").get_weights()
+    found["callbacks"]["files"] = [
+        np.loadtxt(f"log-{size}.csv", delimiter=",", skiprows=1).tolist(),
+        [w.tolist() for w in loaded],
+        keras.saving.load_model(f"best-{size}.keras").get_weights(),
+        sorted(float(path.name.split("-")[2][:5]) for path in folder.glob(f"each-{size}-*")),
+        os.path.exists(f"backup-{size}"),
+    ]
+    found["callbacks"]["logs"] = trainer.world().from_first(logs)
+
+    # Draws: other masks on other ranks, the same states.
+    seeded, plain, noise = layers.Dropout(0.5, seed=3), layers.Dropout(0.5), layers.GaussianNoise(1)
+    kept = {}
+
+    class Watched(layers.Layer):
+        def call(self, inputs):
+            kept.setdefault(self.name, inputs.detach().clone())
+            return inputs
+
+    ones = np.ones((24, 6), "float32")
+    sides = [
+        layer for name, draw in (("seeded", seeded), ("plain", plain), ("noise", noise))
+        for layer in (draw, Watched(name=name))
+    ]
+    keras.utils.set_random_seed(7)
+    model = compiled(keras.Sequential([layers.Input((6,)), *sides, layers.Dense(1)]), "mse", ())
+    trainer = flatout.Trainer(model, allow="exact", recipe=flatout_only)
+    kept.clear()
+    before = torch.get_rng_state()
+
+    class Forget(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            kept.clear()
+
+    trainer.fit(ones, ones[:, :1], batch_size=24, verbose=0, callbacks=[Forget()])
+    found["draws"] = {"kept": kept, "seed": seeded.seed_generator.state.value.clone(),
+                      "torch": torch.get_rng_state()}
+    torch.save(found, folder / f"found-{size}-{rank}.pt")
+'''
+
+CASES = (
+    "plain",
+    "batches smaller than the world",
+    "sample weights",
+    "class weights",
+    "batch norm",
+    "batch norm, one sample a part",
+    "batch norm of images",
+    "batch norm of channels first",
+    "batch renormalisation",
+    "batch norm with a mask",
+    "masks",
+    "an ignored class",
+    "divided by the weights",
+    "two outputs",
+    "metrics of one's own",
+    "compute_metrics of one's own",
+    "scores",
+    "a slow metric",
+    "metrics of a line",
+    "a PyDataset",
+    "a generator",
+    "an optimiser that gathers",
+    "without compile",
+    "callbacks",
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    for size in (1, 2, 3):
+        run(JOB, size, folder)
+    return {
+        (size, rank): torch.load(folder / f"found-{size}-{rank}.pt", weights_only=False)
+        for size in (1, 2, 3)
+        for rank in range(size)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_keras_is_the_same_on_any_world(found, case):
+    alone = found[1, 0][case]
+    for size, rank in ((2, 0), (2, 1), (3, 0), (3, 1), (3, 2)):
+        one = found[size, rank][case]
+        assert one.keys() == alone.keys()
+        for key in alone:
+            torch.testing.assert_close(one[key], alone[key], rtol=2e-4, atol=5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_keras_has_the_same_bits_on_all_ranks(found, case):
+    for size, rank in ((2, 1), (3, 1), (3, 2)):
+        one, first = found[size, rank][case], found[size, 0][case]
+        for key in one:
+            torch.testing.assert_close(one[key], first[key], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_ranks_draw_their_own_from_the_same_states(found):
+    for size, rank in ((2, 1), (3, 1), (3, 2)):
+        one, first = found[size, rank]["draws"], found[size, 0]["draws"]
+        assert torch.equal(one["seed"], first["seed"])
+        assert torch.equal(one["torch"], first["torch"])
+        for name in ("seeded", "plain", "noise"):
+            assert not torch.equal(one["kept"][name], first["kept"][name])
+
+
+MODEL = """
+    import keras
+    import numpy as np
+    from keras import layers
+
+    rng = np.random.default_rng(1)
+    words = rng.integers(1, 20, (41, 7))
+    words[np.arange(7) >= rng.integers(1, 8, 41)[:, None]] = 0
+    tags = rng.integers(0, 4, (41, 7))
+
+    def new_model():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([
+            layers.Input((7,), dtype="int32"), layers.Embedding(20, 8, mask_zero=True),
+            layers.BatchNormalization(momentum=0.8), layers.Dense(4, activation="softmax"),
+        ])
+        model.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy",
+                      metrics=["accuracy"], weighted_metrics=["sparse_categorical_crossentropy"])
+        return model
+
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+"""
+
+
+def test_two_ranks_give_what_keras_gives(tmp_path):
+    """Masks, BatchNormalization, and a last batch that goes whole to both ranks."""
+    job = f"""{MODEL}
+    import sys
+    import flatout
+
+    model = new_model()
+    trainer = flatout.Trainer(model, allow="exact")
+    history = trainer.fit(words, tags, **options, validation_split=0.2)
+    trainer.save(sys.argv[1] + "/ours.keras")
+    found = trainer.evaluate(words, tags)
+    figures = {{**history.history, **{{f"whole_{{name}}": value for name, value in found.items()}}}}
+    np.savez(f"{{sys.argv[1]}}/rank-{{trainer.world().rank}}.npz", **figures)
+    """
+    run(job, 2, tmp_path)
+    there = {}
+    exec(textwrap.dedent(MODEL), there)
+    theirs = there["new_model"]()
+    words, tags = there["words"], there["tags"]
+    history = theirs.fit(words, tags, **there["options"], validation_split=0.2).history
+    ours = keras.saving.load_model(tmp_path / "ours.keras")
+    for a, b in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
+    found = theirs.evaluate(words, tags, verbose=0, return_dict=True)
+    for rank in (0, 1):
+        figures = np.load(tmp_path / f"rank-{rank}.npz")
+        for name, values in history.items():
+            np.testing.assert_allclose(figures[name], values, rtol=1e-5)
+        for name, value in found.items():
+            np.testing.assert_allclose(figures[f"whole_{name}"], value, rtol=1e-5)
+
+
+RESUME = """
+    import os, sys
+    import keras, numpy as np, torch, flatout
+    from keras import layers
+
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(53, 6)).astype("float32")
+    y = rng.integers(0, 4, 53)
+
+    def state(resume, run):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([
+            layers.Input((6,)), layers.Dense(16), layers.BatchNormalization(momentum=0.8),
+            layers.Dropout(0.3), layers.GaussianNoise(0.1, seed=4), layers.Dense(4),
+        ])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.AdamW(0.01), loss, metrics=["accuracy"])
+        recipe = flatout.Recipe().replace({"save.every": 4})
+        trainer = flatout.Trainer(model, allow="exact", recipe=recipe, run=run)
+        trainer.fit(x, y, batch_size=10, epochs=2, verbose=0, resume=resume)
+        variables = [*model.variables, *model.optimizer.variables]
+        return [v.value.detach().clone() for v in variables]
+
+    run = sys.argv[1] + "/run"
+    undisturbed = state(False, run)
+    # Six steps an epoch: in the middle of the second one, and of the first.
+    for name in ("step-000000008", "step-000000004"):
+        torch.manual_seed(99)  # what the process has drawn by then does not matter
+        again = state(name, run)
+        assert all(map(torch.equal, again, undisturbed)), name
+"""
+
+
+@pytest.mark.slow
+def test_a_resume_on_two_ranks_is_bitwise(tmp_path):
+    run(RESUME, 2, tmp_path)
