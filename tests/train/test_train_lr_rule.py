@@ -24,7 +24,7 @@ from train_jobs import (
 
 import flatout
 from flatout import LrRule
-from flatout.errors import CheckpointError, ModelError
+from flatout.errors import CheckpointError, DataError, ModelError
 from flatout.train.callbacks import JsonLines
 from flatout.train.signals import Interrupted
 
@@ -249,9 +249,22 @@ def test_a_resume_with_another_rule_is_refused(tmp_path, other):
         Interruptible(tmp_path, other).fit(True)
 
 
-def test_a_checkpoint_from_before_there_were_rules(tmp_path):
+def test_a_rule_that_changes_nothing_may_come_and_go(tmp_path):
     Interruptible(tmp_path, None).fit()
     Interruptible(tmp_path, LrRule("none", 8)).fit(True)
+
+
+def test_a_resume_with_another_batch_is_refused(tmp_path):
+    Interruptible(tmp_path).fit()
+    with pytest.raises(DataError, match=r"batch size differ(.|\n)*warm_start"):
+        Interruptible(tmp_path).trainer.fit(data(), batch_size=16, epochs=4, resume=True)
+
+
+def test_each_fit_has_a_warm_up_of_its_own():
+    job = trainer(network(), optimizer="sgd", lr=0.1, lr_rule=LrRule("linear", 8, warm_up=2))
+    for _ in range(2):
+        job.fit(data(), batch_size=32, epochs=1, progress=False)
+        assert job.loop.learning_rate == pytest.approx(0.25)
 
 
 def test_a_loop_of_ones_own():

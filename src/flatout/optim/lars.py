@@ -22,7 +22,7 @@ class Lars(torch.optim.Optimizer):
 
     `local` is 1 where |w| or |g| is 0. Biases and the parameters of normalisation layers (what has
     one dimension) take plain steps, with neither `local` nor weight decay, as has become usual
-    since. Because `trust` is small, `lr` is large: of the order of 1 to 30.
+    since. Because `trust` is small, `lr` is large: of the order of 10.
 
     Args:
         params: parameters, or groups of them.
