@@ -75,8 +75,8 @@ def test_large_batches(tmp_path):
     source = tmp_path / "images"
     source.mkdir()
     rng = np.random.default_rng(0)
-    write(source / "train-images-idx3-ubyte", rng.integers(0, 256, (2100, 28, 28), np.uint8))
-    write(source / "train-labels-idx1-ubyte", rng.integers(0, 10, 2100, np.uint8))
+    write(source / "train-images-idx3-ubyte", rng.integers(0, 256, (2400, 28, 28), np.uint8))
+    write(source / "train-labels-idx1-ubyte", rng.integers(0, 10, 2400, np.uint8))
     beside = tmp_path / "beside"
     beside.mkdir()
     arguments = ["--data", str(source), "--epochs", "1", "--batches", "128"]
