@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from flatout import keras_import
 
 if TYPE_CHECKING:
-    from flatout import data
+    from flatout import data, optim
+    from flatout.optim import LrRule
     from flatout.recipe import Recipe
     from flatout.train.callbacks import Callback, EarlyStopping
     from flatout.train.history import History
@@ -27,16 +28,29 @@ _HOMES = {
     "EarlyStopping": "flatout.train.callbacks",
     "History": "flatout.train.history",
     "Loop": "flatout.train.loop",
+    "LrRule": "flatout.optim",
     "Recipe": "flatout.recipe",
     "Trainer": "flatout.train.trainer",
 }
 
-__all__ = ["Callback", "EarlyStopping", "History", "Loop", "Recipe", "Trainer", "data"]
+_ROOMS = ("data", "optim")
+
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "History",
+    "Loop",
+    "LrRule",
+    "Recipe",
+    "Trainer",
+    "data",
+    "optim",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":
-        return import_module("flatout.data")
+    if name in _ROOMS:
+        return import_module(f"flatout.{name}")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'flatout' has no attribute {name!r}")

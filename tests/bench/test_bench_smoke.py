@@ -6,7 +6,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from flatout.data.sources.idx import write
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -66,3 +69,18 @@ def test_startup(tmp_path):
     assert found["keys"]["help_ms"] > 0
     assert isinstance(found["keys"]["import_ms"], float)
     assert {row["reason"] for row in found["rows"]} == {""}
+
+
+def test_large_batches(tmp_path):
+    source = tmp_path / "images"
+    source.mkdir()
+    rng = np.random.default_rng(0)
+    write(source / "train-images-idx3-ubyte", rng.integers(0, 256, (2400, 28, 28), np.uint8))
+    write(source / "train-labels-idx1-ubyte", rng.integers(0, 10, 2400, np.uint8))
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    arguments = ["--data", str(source), "--epochs", "1", "--batches", "128"]
+    found = run_bench("large_batches.py", *arguments, cwd=beside)
+    assert len(found["accuracy"]) == 8
+    assert all(len(reached) == 1 for reached in found["accuracy"].values())
+    assert found["keys"]["linear_warm-up_at_128"] is not None

@@ -26,6 +26,7 @@ LONG_PAGES = [
     ROOT / "README.md",
     DOCS / "quickstart.md",
     DOCS / "keras.md",
+    DOCS / "large_batches.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
 SHORT = (

@@ -61,7 +61,10 @@ class Fit:
         self.saved: list[float] = []
         self.losses_read = 0
         trainer: Any = SimpleNamespace(
-            model=self.model, optimizer=self.optimizer, save_checkpoint=self._save
+            model=self.model,
+            optimizer=self.optimizer,
+            loop=SimpleNamespace(learning_rate=0.5),
+            save_checkpoint=self._save,
         )
         self.state = FitState(
             trainer=trainer,

@@ -1,7 +1,20 @@
-"""The optimiser step: gated against bad numbers, fused where that is allowed."""
+"""The optimiser step: gated against bad numbers, fused where that is allowed; large batches."""
 
 from flatout.optim.fused import can_fuse, defuse, fuse
 from flatout.optim.keras_optimizer import KerasOptimizer
+from flatout.optim.lamb import Lamb
+from flatout.optim.lars import Lars
+from flatout.optim.rates import LrRule, LrScale
 from flatout.optim.update import Update
 
-__all__ = ["KerasOptimizer", "Update", "can_fuse", "defuse", "fuse"]
+__all__ = [
+    "KerasOptimizer",
+    "Lamb",
+    "Lars",
+    "LrRule",
+    "LrScale",
+    "Update",
+    "can_fuse",
+    "defuse",
+    "fuse",
+]

@@ -64,6 +64,35 @@ class KerasOptimizer(torch.optim.Optimizer):
             and not any(getattr(v, "overwrite_with_gradient", False) for v in variables)
         )
 
+    @contextmanager
+    def scaled(self, factor: float) -> Iterator[None]:
+        """Multiply the learning rate, be it a number or a schedule, while this lasts."""
+        inner = self._inner
+        given = inner._learning_rate
+        rate = torch.tensor(self._rate() * factor, dtype=torch.float32)
+        # Past Keras' `__setattr__`, which would take it for a new piece of state.
+        vars(inner)["_learning_rate"] = rate
+        try:
+            yield
+        finally:
+            vars(inner)["_learning_rate"] = given
+            self.param_groups[0]["lr"] = self._rate()
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the learning rate is Keras' to change: a schedule, or a function."""
+        return not hasattr(self._inner._learning_rate, "assign")
+
+    @property
+    def batches_per_update(self) -> int:
+        """How many batches Keras puts together for one change of the weights."""
+        return int(self._inner.gradient_accumulation_steps or 1)
+
+    @property
+    def _inner(self) -> Any:
+        """The optimiser that has the learning rate; one that scales losses wraps it."""
+        return getattr(self.keras, "inner_optimizer", self.keras)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Apply the parameters' gradients.
@@ -108,7 +137,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         optimizer._iterations.value.add_(1 if flag is None else (1 - flag).to(torch.int64))
 
     def _rate(self) -> float:
-        return float(self.keras._get_current_learning_rate())
+        return float(self._inner._get_current_learning_rate())
 
     def state_dict(self) -> dict[str, Any]:
         """Every variable of the Keras optimiser, in its order; the tensors themselves."""

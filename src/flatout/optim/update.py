@@ -5,7 +5,7 @@ host wait for the device. So the check runs on the device (the same one that `Gr
 its flag goes to the fused kernel, which then leaves weights and state as they are. The flag is
 never cleared: once a step was bad, all later ones are held back too, until the host reads it. On a
 CPU, where reading is free, it is read at once. Where an optimiser on another device has no fused
-kernel, a bad step cannot be held back, only reported.
+kernel and does not heed such a flag itself, a bad step cannot be held back, only reported.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Update:
         self._one_kind = _one_kind(self.parameters) and self.parameters[0].is_floating_point()
         self._on_cpu = list(devices) == [torch.device("cpu")]
         self._fused = all(g.get("fused") for g in self._groups)
+        # torch's mark of optimisers that look at `found_inf` themselves, as Lars and Lamb.
+        self._heeds_flag = self._fused or getattr(optimizer, "_step_supports_amp_scaling", False)
         if self._fused:
             align_state(optimizer)
         self._direct: list[Kernel] | None = None
@@ -74,7 +76,7 @@ class Update:
     @property
     def gated(self) -> bool:
         """Whether a bad step is held back before it reaches the weights."""
-        return self._on_cpu or (self._fused and self.flag is not None)
+        return self._on_cpu or (self._heeds_flag and self.flag is not None)
 
     def was_bad(self) -> bool:
         """Whether some step had gradients that are not finite. Waits for the device."""
@@ -145,7 +147,7 @@ class Update:
         optimizer = self.optimizer
         if self._fused and begins_late(optimizer):
             self._step_unfused()
-        elif self._fused and self.flag is not None and not self._on_cpu:
+        elif self._heeds_flag and self.flag is not None and not self._on_cpu:
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = self.flag  # type: ignore[attr-defined]
             try:

@@ -146,6 +146,8 @@ class Fit:
         state.step_in_epoch = loop.step_in_epoch
         if loop.restored_extra is not None:
             self._load_state_dict(loop.restored_extra)
+        state.history.lr_scale = loop.lr_scale
+        state.history.notes.extend(loop.notes())
         self._open_run()
         place = loop.world.place
         state.history.world_size, state.history.nodes = place.world_size, place.nodes

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from flatout.optim import LrScale
     from flatout.recipe import ResolvedRecipe
 
 
@@ -33,6 +34,8 @@ class History:
         timeline: where the time of the steps went.
         epochs: the logs of each epoch, such as `loss`, `val_accuracy`, `seconds`.
         recipe: how the steps ran; None before it was decided.
+        lr_scale: what a learning-rate rule did, for another batch than the one that the rate was
+            found with; None without a rule.
         notes: what was said while training, such as a step repeated in smaller parts.
         stop_reason: why training ended early; None where it did not.
         world_size: how many ranks trained together.
@@ -45,6 +48,7 @@ class History:
     timeline: Timeline = field(default_factory=Timeline, repr=False)
     epochs: list[dict[str, float]] = field(default_factory=list)
     recipe: ResolvedRecipe | None = field(default=None, repr=False)
+    lr_scale: LrScale | None = field(default=None, repr=False)
     notes: list[str] = field(default_factory=list)
     stop_reason: str | None = None
     world_size: int = 1
@@ -113,6 +117,7 @@ class History:
             "lanes_by_rank_ms": self.lanes_by_rank,
             "epochs": [dict(logs) for logs in self.epochs],
             "recipe": recipe and {"summary": recipe.summary(), "values": recipe.request().named()},
+            "lr_scale": self.lr_scale and self.lr_scale.as_dict(),
             "notes": list(self.notes),
             "stop_reason": self.stop_reason,
             "step_times_s": [round(seconds, 9) for seconds in self.step_times.tolist()],

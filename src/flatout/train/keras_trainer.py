@@ -182,6 +182,12 @@ class KerasTrainer(Trainer):
 
     def _fit_as_written(self, x: Any, y: Any, **arguments: Any) -> History:
         """A `train_step` of the user's own runs as it is, in Keras' loop."""
+        if self.loop.lr_rule is not None:
+            raise ModelError(
+                f"{type(self.model).__name__} has its own train_step, which steps the optimiser "
+                "itself, so no lr_rule can be followed",
+                do="set the learning rate in model.compile(...)",
+            )
         self.loop.say(
             f"{type(self.model).__name__} has its own train_step: it runs as written, in Keras' "
             "own loop, and nothing of it is changed"

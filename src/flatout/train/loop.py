@@ -35,12 +35,14 @@ from flatout.devices import find_ping_pong, place, process, resolve_device
 from flatout.errors import CheckpointError, DeviceError, FlatoutError, NumbersError
 from flatout.measure import Timeline, fingerprint
 from flatout.models import facts_of, weights_of
+from flatout.optim import LrRule, LrScale
 from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, effective, from_file, loads
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
 from flatout.save.storage import Folder
 from flatout.strategies import check_replicas
 from flatout.train import auto, guard
 from flatout.train.checks import check_first_batch
+from flatout.train.large_batch import as_rule, resumed_words, scale_rates
 from flatout.train.micro_batch import estimate_pieces, pieces_for
 from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.ranks import check_ranks, part_of
@@ -88,6 +90,8 @@ class Loop:
         accumulate: batches whose gradients make one optimiser step.
         clip_norm: largest total 2-norm of the gradients, or None.
         clip_value: largest absolute gradient element, or None.
+        lr_rule: how the learning rate follows the global batch, where the optimiser's rate was
+            found with another one (`flatout.LrRule`); None leaves it as it is.
         run: folder (or fsspec URL) for checkpoints and logs; None writes nothing.
         resume: True for the latest checkpoint of `run`, or the name of one.
         say: what prints decisions; `lambda line: None` for silence.
@@ -98,6 +102,7 @@ class Loop:
         step_in_epoch: optimiser steps done in this epoch.
         batch_in_epoch: batches of this epoch that were taken up to the last step.
         resolved: how the steps run; None before `prepare`.
+        lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
         restored_extra: after a resume, what was given to `save` as `extra`.
     """
 
@@ -110,6 +115,7 @@ class Loop:
         accumulate: int = 1,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        lr_rule: LrRule | None = None,
         run: str | Path | None = None,
         resume: bool | str = False,
         say: Callable[[str], None] = say,
@@ -133,8 +139,10 @@ class Loop:
         self.source: Source | None = None
         self.first_samples: list[int] | None = None
         self.first_batch_size: int | None = None
+        self.lr_scale: LrScale | None = None
         self.restored_extra: Any = None
         self._clip = (clip_norm, clip_value)
+        self.lr_rule = as_rule(lr_rule)
         # After a rank was killed all start again, and go on where the last checkpoint was.
         self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
         self._resumed: dict[str, Any] | None = None
@@ -198,6 +206,7 @@ class Loop:
         Raises:
             DeviceError: for a device that is not here.
             DataError: for data that do not fit the model, or are not those of the checkpoint.
+            ModelError: for a learning-rate rule where nothing tells the size of a batch.
             CheckpointError: for a run folder that cannot be written or holds another fit, and a
                 checkpoint that is damaged or of another job.
         """
@@ -223,12 +232,13 @@ class Loop:
         if first and data is not None:
             # The first rank's part begins with the same samples on any World.
             self.first_samples = first_samples(first) if self.world.is_first else None
-            self.first_batch_size = first[0].size
+            self.first_batch_size = round(sum(self.world.gather(_samples_of(first))))
             if loaded is not None:
                 check_same_data(data, loaded.state, self.first_samples)
         self._decide(compute, [to(batch, self.device) for batch in first], steps)
         if loaded is not None:
             self._restore(loaded)
+        self._scale_rates(data)
         check_replicas(model, self.world, "at the start")
         if is_trial():
             self._trial = RankTrial(lambda: self.step_count, self.world.is_first)
@@ -326,6 +336,26 @@ class Loop:
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
         )
         undo(self.stepper.switch.release)
+
+    def _scale_rates(self, data: Source | None) -> None:
+        """Follow the user's rule for the learning rate; trials ran without it."""
+        scale, words = scale_rates(
+            self.lr_rule,
+            self.optimizer,
+            data,
+            self.first_batch_size,
+            self.accumulate,
+            scheduled=self.scheduler is not None,
+        )
+        if self._resumed is None:
+            self.stepper.notes += words  # after a resume the History has them
+        elif scale is not None and scale.changes:
+            words = [resumed_words(scale, self.step_count)]
+        for line in words:
+            self.say(line)
+        self.lr_scale = scale
+        if scale is not None and scale.changes:
+            self.stepper.lr_scale = scale
 
     def _warn_of_trips(self, compute: Compute, batch: Batch) -> None:
         """Say which data leave the device and come back in a step: each trip waits twice."""
@@ -436,8 +466,7 @@ class Loop:
         stepped = clock()
         if self._reads_are_free:
             if self.stepper.update.was_bad():
-                rate = float(self.optimizer.param_groups[0]["lr"])
-                raise self._explain(compute, batches, self.step_count + 1, rate)
+                raise self._explain(compute, batches, self.step_count + 1, self.learning_rate)
         else:
             self._note_flag(compute, len(batches))
         self.step_count += 1
@@ -451,6 +480,13 @@ class Loop:
     def mean_loss(self) -> float:
         """Weighted mean loss of this epoch so far; waits for the device."""
         return self.tally.mean()
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group in the next step: what a rule makes of the optimiser's."""
+        scale = self.stepper.lr_scale
+        factor = 1.0 if scale is None else scale.at(self.step_count)
+        return float(self.optimizer.param_groups[0]["lr"]) * factor
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that a step's forward runs at, for an evaluation of one's own."""
@@ -468,7 +504,7 @@ class Loop:
         flag = self.stepper.update.flag
         if flag is None:
             return
-        rate = float(self.optimizer.param_groups[0]["lr"])
+        rate = self.learning_rate
         step = self.step_count + 1
         first = self._taken - batches
         self._flags.append(_Flag(step, self.epoch, first, batches, rate, flag.clone()))

@@ -14,6 +14,7 @@ from flatout.models import load_weights, weights_of
 from flatout.optim.fused import align_state, fuse
 from flatout.save.checkpoint import LoadedCheckpoint
 from flatout.save.fits import check_fits
+from flatout.train.large_batch import as_saved
 from flatout.train.snapshot import random_state
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "batch_in_epoch": loop.batch_in_epoch,
         "seed": loop.seed,
         "accumulate": loop.accumulate,
+        "lr_rule": as_saved(loop.lr_rule),
         "pieces": loop.stepper.pieces,
         "optimizer": loop.optimizer.state_dict(),
         "optimizer_kind": type(loop.optimizer).__qualname__,
@@ -94,6 +96,13 @@ def check_same_job(
             f"found seed={loop.seed} accumulate={loop.accumulate}",
             where=loaded.name,
             do=f"use the same values, {_ANEW}",
+        )
+    then, now = state.get("lr_rule"), as_saved(loop.lr_rule)
+    if then != now:
+        raise CheckpointError(
+            f"the checkpoint has the learning-rate rule {then}, found {now}",
+            where=loaded.name,
+            do=f"use the same lr_rule, {_ANEW}",
         )
 
 

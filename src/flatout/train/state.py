@@ -50,8 +50,8 @@ class FitState:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the first parameter group."""
-        return float(self.trainer.optimizer.param_groups[0]["lr"])
+        """Learning rate of the first parameter group, what a rule does to it included."""
+        return self.trainer.loop.learning_rate
 
     @property
     def model(self) -> Any:

@@ -18,7 +18,8 @@ import torch
 
 from flatout.data.batch import Batch, split
 from flatout.errors import OutOfMemory
-from flatout.optim import Update
+from flatout.optim import LrScale, Update
+from flatout.optim.rates import scaled
 from flatout.strategies import Ddp, SyncBatchNorm, own_draws
 from flatout.train.losses import Value
 from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
@@ -56,6 +57,7 @@ class Stepper:
     Attributes:
         wants_to_stop: whether this rank asks all to stop after the next step.
         stopping: whether any rank has asked so; the same on all ranks.
+        lr_scale: what the user's learning-rate rule does, or None.
         samples: about how many samples of all ranks make a step: only a scale, the same on all.
     """
 
@@ -71,6 +73,7 @@ class Stepper:
         self.switch = switch
         self.world = world
         self.wants_to_stop = self.stopping = False
+        self.lr_scale: LrScale | None = None
         self.samples = 1.0
         self._ddp: Ddp | None = None
         self._norms: SyncBatchNorm | None = None
@@ -102,7 +105,7 @@ class Stepper:
         Args:
             compute: forward and loss of one (micro-)batch.
             batches: on the device already.
-            step: number of the step, for messages.
+            step: number of the step, from 1.
 
         Raises:
             OutOfMemory: where the batch cannot be split further, or only by changing learning.
@@ -110,10 +113,11 @@ class Stepper:
         found = self._gradients(compute, batches, step)
         start = clock()
         # Here weights change: an error is no longer a reason to take the step again.
-        if self._scaler is None:
-            self.update()
+        if self.lr_scale is None:
+            self._apply()
         else:
-            self._update_scaled(self._scaler)
+            with scaled(self.switch.optimizer, self.lr_scale.at(step - 1)):
+                self._apply()
         return Done(*found, clock() - start)
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
@@ -273,6 +277,12 @@ class Stepper:
         gradients = [p.grad for p in self.update.parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
+
+    def _apply(self) -> None:
+        if self._scaler is None:
+            self.update()
+        else:
+            self._update_scaled(self._scaler)
 
     def _update_scaled(self, scaler: torch.amp.GradScaler) -> None:
         optimizer = self.switch.optimizer

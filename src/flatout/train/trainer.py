@@ -18,6 +18,7 @@ from flatout.data.sources.arrays import Arrays
 from flatout.devices import place, resolve_device
 from flatout.errors import CheckpointError, ModelError
 from flatout.models.keras_model import is_keras
+from flatout.optim import Lamb, Lars, LrRule
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.save.fits import check_fits
 from flatout.save.model_file import load_model, save_model
@@ -40,6 +41,8 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
     "rmsprop": torch.optim.RMSprop,
+    "lars": Lars,
+    "lamb": Lamb,
 }
 
 
@@ -59,8 +62,10 @@ class Trainer:
         loss: a standard name (cross_entropy, nll, binary_cross_entropy, mse, mae, huber), a torch
             loss, or a callable `(output, target)` giving a mean or (sum, weight).
         optimizer: an optimiser, its class, a callable taking the parameters, or a name (adam,
-            adamw, sgd, rmsprop).
+            adamw, sgd, rmsprop; lars, lamb for very large batches).
         lr: learning rate, for a class or name; None leaves the class's own default.
+        lr_rule: a `flatout.LrRule`: how the rate follows the global batch, where it was found with
+            another one; None leaves it as it is.
         metrics: names (accuracy, auc, mse, mae), torchmetrics objects or callables; a list, or a
             mapping by name.
         scheduler: a torch scheduler, or a callable that takes the optimiser and gives one.
@@ -107,6 +112,7 @@ class Trainer:
         accumulate: int = 1,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        lr_rule: LrRule | None = None,
         seed: int = 0,
         run: str | Path | None = None,
         warm_start: str | Path | None = None,
@@ -135,6 +141,7 @@ class Trainer:
             "accumulate": accumulate,
             "clip_norm": clip_norm,
             "clip_value": clip_value,
+            "lr_rule": lr_rule,
             "seed": seed,
             "run": run,
             "say": say,

@@ -1,0 +1,220 @@
+"""The learning rate for another batch than the one it was found with.
+
+A rule multiplies the rates that the user's optimiser and scheduler say, in each step anew and only
+while the optimiser steps. What they say stays theirs: a schedule runs on as if there were no rule,
+and a checkpoint holds its rates. The factor is a function of the step's number alone, so a resumed
+run needs nothing else to go on with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from flatout.errors import ModelError
+from flatout.optim.keras_optimizer import KerasOptimizer
+
+RULES = ("linear", "sqrt", "power", "none")
+
+
+@dataclass(frozen=True)
+class LrRule:
+    """How the learning rate follows the global batch: asked for by the user, never assumed.
+
+    With k = global batch / reference batch, the rate is multiplied by
+
+        "linear"   k               for SGD: Krizhevsky 2014, Goyal et al. 2017
+        "sqrt"     sqrt(k)         for Adam and its kin: You et al. 2020, Malladi et al. 2022
+        "power"    k ** exponent   in between: a damped factor
+        "none"     1               the rate as it is, and the history says so
+
+    The global batch is all samples of one optimiser step: of all ranks, and of all batches that
+    `accumulate` puts together.
+
+    Args:
+        rule: one of these names.
+        reference_batch: the global batch, in samples, that the learning rate was found with.
+        warm_up: epochs in which the rate rises, by the same amount in each step, from the one for
+            the reference batch to the multiplied one (Goyal et al. 2017 took 5).
+        warm_up_steps: the same in optimiser steps, in place of `warm_up`.
+        exponent: of "power", above 0 and up to 1.
+
+    Raises:
+        ModelError: for an unknown rule, or a value that it cannot take.
+    """
+
+    rule: str
+    reference_batch: int
+    warm_up: float = 0
+    warm_up_steps: int | None = None
+    exponent: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ModelError(
+                f"unknown learning-rate rule {self.rule!r}; known: {', '.join(RULES)}",
+                do="LrRule('linear', reference_batch=256), or leave lr_rule out",
+            )
+        _check_whole("reference_batch", self.reference_batch, 1)
+        if self.warm_up_steps is not None:
+            _check_whole("warm_up_steps", self.warm_up_steps, 0)
+        if not _is_number(self.warm_up) or self.warm_up < 0:
+            raise ModelError(f"warm_up is a number of epochs, 0 or more, found {self.warm_up!r}")
+        if self.warm_up and self.warm_up_steps is not None:
+            raise ModelError("both warm_up and warm_up_steps are given", do="give one of them")
+        if self.rule == "none" and (self.warm_up or self.warm_up_steps):
+            raise ModelError(
+                "rule 'none' leaves the rate as it is, so there is nothing to warm up to",
+                do="leave warm_up out, or choose another rule",
+            )
+        if (self.rule == "power") != (self.exponent is not None):
+            raise ModelError(
+                f"an exponent belongs to rule 'power', found {self.rule!r} with {self.exponent!r}",
+                do="LrRule('power', reference_batch=256, exponent=0.75)",
+            )
+        if self.exponent is not None and not (_is_number(self.exponent) and 0 < self.exponent <= 1):
+            raise ModelError(f"an exponent is above 0 and at most 1, found {self.exponent!r}")
+
+    def factor(self, batch: int) -> float:
+        """What the learning rate is multiplied by, for a global batch of so many samples."""
+        times = batch / self.reference_batch
+        if self.rule == "linear":
+            return times
+        if self.rule == "sqrt":
+            return math.sqrt(times)
+        return 1.0 if self.exponent is None else float(times**self.exponent)
+
+    def for_batch(self, batch: int, steps_per_epoch: int | None) -> LrScale:
+        """What the rule does to a job.
+
+        Args:
+            batch: samples of one optimiser step, of all ranks.
+            steps_per_epoch: optimiser steps; None where nobody knows.
+
+        Raises:
+            ModelError: for a warm-up in epochs where nobody knows how long an epoch is.
+        """
+        factor = self.factor(batch)
+        if factor <= 1:  # to rise towards a smaller rate would mean to begin above it
+            return LrScale(self, batch, factor, 0)
+        if self.warm_up_steps is not None or not self.warm_up:
+            return LrScale(self, batch, factor, self.warm_up_steps or 0)
+        if steps_per_epoch is None:
+            raise ModelError(
+                f"a warm-up of {self.warm_up:g} epochs, but the data do not say how many steps an "
+                "epoch has",
+                do="give LrRule warm_up_steps in place of warm_up",
+            )
+        return LrScale(self, batch, factor, max(1, round(self.warm_up * steps_per_epoch)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The rule as plain data, without what was not given."""
+        return {name: value for name, value in asdict(self).items() if value}
+
+
+@dataclass(frozen=True)
+class LrScale:
+    """What a rule does to a job.
+
+    Attributes:
+        rule: the user's.
+        batch: samples of one optimiser step, of all ranks.
+        factor: what the learning rates are multiplied by, after the warm-up.
+        warm_up_steps: optimiser steps until then.
+    """
+
+    rule: LrRule
+    batch: int
+    factor: float
+    warm_up_steps: int
+
+    def at(self, step: int) -> float:
+        """The factor in a step, of those since training began; the first is 0."""
+        if step >= self.warm_up_steps:
+            return self.factor
+        return 1 + (self.factor - 1) * step / self.warm_up_steps
+
+    @property
+    def changes(self) -> bool:
+        """Whether any rate is another one than without the rule."""
+        return self.factor != 1
+
+    def words(self, rates: list[float], *, scheduled: bool) -> str:
+        """What was done, in one line.
+
+        Args:
+            rates: of the optimiser's parameter groups, without the rule.
+            scheduled: whether these rates change while training.
+        """
+        rule, given = self.rule, _listed(rates)
+        if not self.changes and rule.rule != "none":
+            return f"learning rate {given} as given: {self.batch:,} is the batch it was found with"
+        batch = f"batch {self.batch:,} instead of {rule.reference_batch:,}"
+        if not self.changes:
+            return f"learning rate {given} as given: rule 'none' for {batch}"
+        done = f"learning rate {given} -> {_listed([r * self.factor for r in rates])}"
+        if scheduled:
+            done = f"learning rate of the schedule times {self.factor:.4g}"
+        name = f"power {rule.exponent:g}" if rule.exponent is not None else rule.rule
+        return f"{done}: {name} rule for {batch}{self._warm_up_words()}"
+
+    def _warm_up_words(self) -> str:
+        if self.warm_up_steps:
+            steps = f"{self.warm_up_steps:,} step{'s' * (self.warm_up_steps > 1)}"
+            epochs = self.rule.warm_up
+            if not epochs:
+                return f", warm-up over {steps}"
+            return f", warm-up over {epochs:g} epoch{'s' * (epochs != 1)} ({steps})"
+        if self.rule.warm_up or self.rule.warm_up_steps:
+            return ", no warm-up, because it falls"
+        return ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            **self.rule.as_dict(),
+            "batch": self.batch,
+            "factor": self.factor,
+            "warm_up_steps": self.warm_up_steps,
+        }
+
+
+@contextmanager
+def scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """The learning rates of all parameter groups times `factor`, while this lasts."""
+    if isinstance(optimizer, KerasOptimizer):
+        with optimizer.scaled(factor):
+            yield
+        return
+    groups = optimizer.param_groups
+    given = [group["lr"] for group in groups]
+    for group, rate in zip(groups, given, strict=True):
+        group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, given, strict=True):
+            group["lr"] = rate
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The different learning rates of the parameter groups, in their order."""
+    return list(dict.fromkeys(float(group["lr"]) for group in optimizer.param_groups))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ModelError(f"{name} is a whole number of at least {least}, found {value!r}")
+
+
+def _listed(rates: list[float]) -> str:
+    return ", ".join(f"{rate:.4g}" for rate in rates)

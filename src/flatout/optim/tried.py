@@ -1,0 +1,100 @@
+"""How far large batches were tried by those who proposed the methods, and what lies beyond.
+
+Large batches can reach the same training loss and still generalise worse (Keskar et al. 2017), and
+no rule holds for all models and data (Shallue et al. 2019). So beyond what was tried, or with fewer
+steps an epoch, the user is told once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flatout.optim.keras_optimizer import KerasOptimizer
+from flatout.optim.lamb import Lamb
+from flatout.optim.lars import Lars
+from flatout.optim.rates import LrScale
+
+
+class Tried(NamedTuple):
+    """The largest batch of a publication, and the steps that an epoch then had."""
+
+    source: str
+    batch: int
+    steps_per_epoch: int
+
+
+# ImageNet has 1,281,167 images.
+GOYAL = Tried("Goyal et al. 2017: SGD, ResNet-50, ImageNet", 8_192, 156)
+LARS = Tried("You et al. 2017: LARS, ResNet-50, ImageNet", 32_768, 39)
+LAMB = Tried("You et al. 2020: LAMB, BERT and ResNet-50", 32_768, 39)
+# From 256 to 8,192 samples (Goyal et al. 2017).
+_TIMES_TRIED = 32
+# Up to here a larger batch is no large one (Krizhevsky 2014: from 128 to 1,024).
+_TIMES_USUAL = 8
+_ADAPTIVE = ("ada", "rmsprop", "lamb", "lion")
+_CHECK = "compare the validation figures with those of a smaller batch"
+
+
+def warnings_of(
+    optimizer: torch.optim.Optimizer,
+    scale: LrScale | None,
+    batch: int | None,
+    steps_per_epoch: int | None,
+) -> list[str]:
+    """What a user of a rule, of LARS or of LAMB should know; nothing where nobody asked for them.
+
+    Args:
+        optimizer: of the job.
+        scale: what the user's rule does, or None.
+        batch: samples of one optimiser step, of all ranks; None where nobody knows.
+        steps_per_epoch: optimiser steps, or None.
+    """
+    said = []
+    if scale is not None and scale.changes:
+        if scale.rule.rule == "linear" and is_adaptive(optimizer):
+            said.append(
+                f"the linear rule was found for SGD; for {_name(optimizer)} theory and experiments "
+                "speak for 'sqrt' (Malladi et al. 2022)"
+            )
+        times = batch / scale.rule.reference_batch if batch else 1.0
+        if times > _TIMES_TRIED:
+            said.append(
+                f"the batch is {times:.4g} times the one that the learning rate was found with; "
+                f"rules were tried up to {_TIMES_TRIED} times (Goyal et al. 2017), and beyond, "
+                f"accuracy fell: {_CHECK}"
+            )
+        if times > _TIMES_USUAL and not isinstance(optimizer, Lars | Lamb):
+            said += _beyond(GOYAL, batch, steps_per_epoch)
+    if isinstance(optimizer, Lars | Lamb):
+        tried = LARS if isinstance(optimizer, Lars) else LAMB
+        said += _beyond(tried, batch, steps_per_epoch) or [
+            f"{_name(optimizer)} is for very large batches; it was tried up to {tried.batch:,} "
+            f"samples ({tried.source}), and larger batches may generalise worse: {_CHECK}"
+        ]
+    return said
+
+
+def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each weight's step is divided by the size of its gradients."""
+    return any(word in _name(optimizer).lower() for word in _ADAPTIVE)
+
+
+def _beyond(tried: Tried, batch: int | None, steps_per_epoch: int | None) -> list[str]:
+    found = []
+    if batch is not None and batch > tried.batch:
+        found.append(f"a batch of {batch:,}, tried up to {tried.batch:,}")
+    if steps_per_epoch is not None and steps_per_epoch < tried.steps_per_epoch:
+        found.append(f"{steps_per_epoch:,} steps an epoch, tried down to {tried.steps_per_epoch:,}")
+    if not found:
+        return []
+    return [
+        f"{' and '.join(found)} ({tried.source}): training may need more epochs and may "
+        f"generalise worse; {_CHECK}"
+    ]
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    own = optimizer.keras if isinstance(optimizer, KerasOptimizer) else optimizer
+    return type(own).__name__

@@ -1,0 +1,85 @@
+"""What a job does about its global batch: the user's learning-rate rule, and what to say of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flatout.data.source import Source
+from flatout.errors import ModelError
+from flatout.optim import KerasOptimizer, LrRule, LrScale
+from flatout.optim.rates import rates_of
+from flatout.optim.tried import warnings_of
+
+
+def scale_rates(
+    rule: LrRule | None,
+    optimizer: torch.optim.Optimizer,
+    data: Source | None,
+    first_batch: int | None,
+    accumulate: int,
+    *,
+    scheduled: bool,
+) -> tuple[LrScale | None, list[str]]:
+    """What the rule does to this job, and what to say of it.
+
+    Args:
+        rule: the user's, or None.
+        optimizer: with its rates for the reference batch.
+        data: the training data, for the size of a batch and the steps of an epoch.
+        first_batch: samples of the first batch on all ranks, for data in batches of their own.
+        accumulate: batches of one optimiser step.
+        scheduled: whether a scheduler changes the rates.
+
+    Raises:
+        ModelError: the rule asks for what is not known of the data.
+    """
+    size = (data and data.batch_size) or first_batch
+    batch = None if size is None else size * accumulate
+    steps = None if data is None or data.steps is None else -(-data.steps // accumulate)
+    updates = steps
+    if isinstance(optimizer, KerasOptimizer):
+        # Keras may put batches together by itself; such a warm-up still counts ours.
+        together = optimizer.batches_per_update
+        batch = None if batch is None else batch * together
+        updates = None if steps is None else -(-steps // together)
+        scheduled = scheduled or optimizer.is_scheduled
+    scale, words = None, []
+    if rule is not None:
+        if batch is None:
+            raise ModelError(
+                "a learning-rate rule needs the size of a batch, which nothing here tells",
+                do="give prepare both compute and data",
+            )
+        scale = rule.for_batch(batch, steps)
+        words.append(scale.words(rates_of(optimizer), scheduled=scheduled))
+    return scale, words + warnings_of(optimizer, scale, batch, updates)
+
+
+def resumed_words(scale: LrScale, step: int) -> str:
+    """That the rule goes on after a resume."""
+    done = f"learning rate times {scale.at(step):.4g} goes on: {scale.rule.rule} rule for batch "
+    done += f"{scale.batch:,} instead of {scale.rule.reference_batch:,}"
+    if step < scale.warm_up_steps:
+        done += f", step {step:,} of {scale.warm_up_steps:,} of the warm-up"
+    return done
+
+
+def as_saved(rule: LrRule | None) -> dict[str, Any] | None:
+    """The rule as a checkpoint has it; one that changes nothing is like none."""
+    return None if rule is None or rule.rule == "none" else rule.as_dict()
+
+
+def as_rule(given: Any) -> LrRule | None:
+    """What a user gave as `lr_rule`.
+
+    Raises:
+        ModelError: for something else than a rule.
+    """
+    if given is None or isinstance(given, LrRule):
+        return given
+    raise ModelError(
+        f"an lr_rule is a flatout.LrRule, found {given!r}",
+        do="LrRule('linear', reference_batch=256), with the batch that the rate was found with",
+    )
