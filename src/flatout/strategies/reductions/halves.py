@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from flatout.strategies.reductions.exchange import exchange
 from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.world import Group
 
@@ -35,47 +36,67 @@ class Halves(Reduction):
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         self.group, self.dtype = group, dtype
+        # By bucket and length, because fresh memory costs more than filling it.
+        self._messages: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add_up(self, flat: Flat) -> None:
         """In two turns."""
         if not len(flat.values):
             return
-        values, size, channel = flat.values, len(self.group.ranks), self.group.channel
-        wide = torch.promote_types(values.dtype, torch.float32)
-        length = -(-len(values) // size)
-        # A row for each rank: the exponent, then the numbers. Past the last piece nobody looks.
-        out = torch.zeros(size, 1 + length, dtype=torch.int16, device=values.device)
-        for row, piece in zip(out, torch.split(values, length), strict=False):
+        ranks, own, channel = self.group
+        # Where the gradients have 32 bits already, this is their own memory.
+        wide = flat.values.to(torch.promote_types(flat.values.dtype, torch.float32))
+        pieces = wide.tensor_split(len(ranks))
+        out, come = self._messages_of(flat, len(ranks), len(pieces[0]))
+        for row, piece in zip(out, pieces, strict=True):
             self._pack(piece, row)
-        come = torch.empty_like(out)
+        others = [number for number in range(len(ranks)) if number != own]
         # As bytes, which every library sends.
-        dist.all_to_all_single(_bytes(come), _bytes(out), group=channel)
-        total = self._unpack(come[0], wide)
+        exchange(
+            [(_bytes(come[number]), ranks[number]) for number in others],
+            [(_bytes(out[number]), ranks[number]) for number in others],
+            channel,
+        )
+        come[own].copy_(out[own])
+        self._unpack(come[0], pieces[own])
         for row in come[1:]:
-            total += self._unpack(row, wide)
-        own = out[0]
-        self._pack(total, own)
-        dist.all_gather([_bytes(row) for row in come], _bytes(own), group=channel)
-        for row, piece in zip(come, torch.split(values, length), strict=False):
-            piece.copy_(self._unpack(row, wide)[: len(piece)])
+            pieces[own].add_(self._numbers(row, pieces[own]), alpha=self._scale(row))
+        self._pack(pieces[own], out[own])
+        dist.all_gather([_bytes(row) for row in come], _bytes(out[own]), group=channel)
+        for row, piece in zip(come, pieces, strict=True):
+            self._unpack(row, piece)
+        if wide is not flat.values:
+            flat.values.copy_(wide)
+
+    def _messages_of(self, flat: Flat, size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes and what comes: a row for each rank, of an exponent and its piece's numbers."""
+        key = flat.number, length
+        if key not in self._messages:
+            out = torch.zeros(size, 1 + length, dtype=torch.int16, device=flat.values.device)
+            self._messages[key] = out, torch.zeros_like(out)
+        return self._messages[key]
 
     def _pack(self, piece: torch.Tensor, row: torch.Tensor) -> None:
-        numbers = row[1 : 1 + len(piece)].view(self.dtype)
-        if self.dtype != torch.float16:
-            numbers.copy_(piece)
-            return
-        largest = torch.linalg.vector_norm(piece, float("inf")).float()
-        shift = (_FP16_EXPONENT - torch.frexp(largest).exponent).clamp(-_FARTHEST, _FARTHEST)
-        # Infinity and NaN stay what they are, as they must.
-        shift = shift.where(torch.isfinite(largest), 0)
-        row[0] = shift
-        numbers.copy_(piece * torch.exp2(shift.to(torch.promote_types(piece.dtype, torch.float32))))
+        """Write a piece, which is scaled in place."""
+        if self.dtype == torch.float16 and len(piece):
+            low, high = torch.aminmax(piece)
+            largest = torch.maximum(-low, high).float()
+            shift = (_FP16_EXPONENT - torch.frexp(largest).exponent).clamp(-_FARTHEST, _FARTHEST)
+            # Infinity and NaN stay what they are, as they must.
+            row[0] = shift.where(torch.isfinite(largest), 0)
+            piece *= 1 / self._scale(row)
+        self._numbers(row, piece).copy_(piece)
 
-    def _unpack(self, row: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-        numbers = row[1:].view(self.dtype).to(wide)
+    def _unpack(self, row: torch.Tensor, piece: torch.Tensor) -> None:
+        piece.copy_(self._numbers(row, piece))
         if self.dtype == torch.float16:
-            numbers *= torch.exp2(-row[0].to(wide))
-        return numbers
+            piece *= self._scale(row)
+
+    def _numbers(self, row: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+        return row[1 : 1 + len(piece)].view(self.dtype)
+
+    def _scale(self, row: torch.Tensor) -> float:
+        return 2.0 ** -int(row[0]) if self.dtype == torch.float16 else 1.0
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:

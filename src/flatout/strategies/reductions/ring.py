@@ -8,8 +8,8 @@ sends 2 (n - 1) / n times the gradients, however many ranks there are (Patarasuk
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
+from flatout.strategies.reductions.exchange import exchange
 from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.world import Group
 
@@ -38,10 +38,4 @@ class Ring(Reduction):
         """Send a piece to the next rank while another comes from the one before."""
         ranks, own, channel = self.group
         after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
-        both = []
-        if len(piece):
-            both.append(dist.P2POp(dist.isend, piece, after, channel))
-        if len(come):
-            both.append(dist.P2POp(dist.irecv, come, before, channel))
-        for work in dist.batch_isend_irecv(both) if both else ():
-            work.wait()
+        exchange([(come, before)], [(piece, after)], channel)
