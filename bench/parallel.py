@@ -91,6 +91,7 @@ def compressed(arguments: argparse.Namespace, folder: str) -> dict[str, Row]:
             restarts=arguments.restarts,
             only=arguments.only,
             tell=tell,
+            figure=lambda seconds: f"{seconds:.2f} s",
         )
 
 
