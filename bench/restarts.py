@@ -115,6 +115,7 @@ def run_in_turn(
     restarts: int,
     only: Sequence[str] = (),
     tell: Callable[[str], None],
+    figure: Callable[[float], str] = lambda seconds: f"{seconds * 1e6:,.0f} us/step",
 ) -> dict[str, Row]:
     """Run every peer `restarts` times, a round after the other; returns the rows by name.
 
@@ -123,6 +124,7 @@ def run_in_turn(
         restarts: rounds, and so processes for each peer.
         only: names of the peers to run; none means all.
         tell: gets a line after each process.
+        figure: words for its seconds per step.
     """
     rows = {peer.name: Row(peer, reason=absence(peer)) for peer in peers}
     for name, row in rows.items():
@@ -145,7 +147,7 @@ def run_in_turn(
             if "first_seconds" in result:
                 row.first_seconds.append(result["first_seconds"] / result["steps"])
             row.notes.append(result["note"])
-            tell(f"{turn + 1}/{restarts} {row.peer.name}: {row.seconds[-1] * 1e6:,.0f} us/step")
+            tell(f"{turn + 1}/{restarts} {row.peer.name}: {figure(row.seconds[-1])}")
     return rows
 
 

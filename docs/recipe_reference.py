@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from flatout.recipe import FIELDS, PLAIN, SECTIONS, ModelFacts, Parity, Recipe, dumps, of_change
+from flatout.recipe.parity import LEARNS
 from flatout.recipe.refusal import allowed, spelled
 
 PAGE = Path(__file__).with_name("recipe.md")
@@ -111,6 +112,8 @@ def parity_words(field: str) -> str:
     for case, facts, simpler in CASES:
         if judged(field, facts) is not judged(field, simpler):
             parts.append(f"{judged(field, facts).words} {case}")
+    if field in LEARNS:
+        parts.append(f"{Parity.LEARNING.words} to or from {words(LEARNS[field])}")
     return "; ".join(parts)
 
 

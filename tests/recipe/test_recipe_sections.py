@@ -50,6 +50,7 @@ def test_what_measurement_may_decide_defaults_to_auto():
         "input.workers",
         "input.pin_memory",
         "world.device",
+        "world.reduction",
     }
 
 

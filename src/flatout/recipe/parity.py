@@ -96,6 +96,8 @@ def of_change(field: str, before: Value, after: Value, facts: ModelFacts) -> Par
     split(field)
     if before == after:
         return Parity.EXACT
+    if field in LEARNS and LEARNS[field] in (before, after):
+        return Parity.LEARNING
     rule = _RULES[field]
     return rule if isinstance(rule, Parity) else rule(facts)
 
@@ -115,6 +117,9 @@ def _micro_batch(facts: ModelFacts) -> Parity:
         return Parity.LEARNING
     return _redrawn_if(facts.draws_random, Parity.TOLERANT)
 
+
+LEARNS: dict[str, Value] = {"world.compression": "powersgd"}
+"""Values that change what is learned, of fields whose other values do not."""
 
 _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     "compute.precision": Parity.TOLERANT,
@@ -141,6 +146,11 @@ _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     # Each kind of device has its own random streams.
     "world.device": lambda facts: _redrawn_if(facts.draws_random, Parity.TOLERANT),
     "world.placement": Parity.EXACT,
+    # The same numbers added up in another order.
+    "world.reduction": Parity.TOLERANT,
+    # Half precision rounds each gradient, as it does in compute.precision.
+    "world.compression": Parity.TOLERANT,
+    "world.powersgd_rank": Parity.LEARNING,
     "save.every": Parity.EXACT,
     "save.keep_last": Parity.EXACT,
     "save.asynchronous": Parity.EXACT,

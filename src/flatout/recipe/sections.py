@@ -167,6 +167,24 @@ class World(Section):
         default="soft",
         description="When a device cannot be used: `soft` falls back and says so, `strict` stops.",
     )
+    reduction: Literal["auto", "all_reduce", "ring", "to_one", "hierarchical"] = Field(
+        default="auto",
+        description="How several ranks add up their gradients: `all_reduce` as gloo or NCCL does "
+        "it, which is what `auto` takes; `ring` passes pieces around; `to_one` sends all to the "
+        "first rank and back; `hierarchical` adds up within each node first, then between nodes.",
+    )
+    compression: Literal["off", "fp16", "bf16", "powersgd"] = Field(
+        default="off",
+        description="What several ranks send in place of whole gradients. `bf16` and `fp16` take "
+        "half the bytes of fp32, round each gradient once before the sum and once after it, and "
+        "add up in fp32. `powersgd` sends matrices of low rank and makes up for the error in the "
+        "next steps: far fewer bytes, but another optimisation.",
+    )
+    powersgd_rank: Positive = Field(
+        default=4,
+        description='The rank of the matrices that `compression = "powersgd"` sends: a higher '
+        "one sends more and errs less.",
+    )
 
 
 class Save(Section):
@@ -212,6 +230,9 @@ PLAIN: dict[str, Value] = {
     "input.pin_memory": "off",
     "world.device": "cpu",
     "world.placement": "soft",
+    "world.reduction": "all_reduce",
+    "world.compression": "off",
+    "world.powersgd_rank": 4,
     "save.every": None,
     "save.keep_last": 3,
     "save.asynchronous": True,

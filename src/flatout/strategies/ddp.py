@@ -5,7 +5,7 @@ backward still computes the gradients of earlier layers (Li et al., "PyTorch Dis
 Experiences on Accelerating Data Parallel Training", 2020). One more, small bucket carries the
 losses' sums and weights, so that the division by the weight comes after, exactly as on one rank,
 without a collective of its own. It also tells which parameters any rank has used, and whether any
-rank wants to stop.
+rank wants to stop, and is always added up exactly.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flatout.errors import ModelError
+from flatout.strategies.reductions import Beside, Flat
 from flatout.world import World
 
 # As in torch's DistributedDataParallel: the first bucket is small, so that sending begins early.
@@ -39,7 +40,7 @@ class Sums(NamedTuple):
 class _Bucket:
     """Gradients of some parameters in one piece of memory."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = list(parameters)
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
@@ -51,10 +52,13 @@ class _Bucket:
             own = torch.empty_like(parameter, memory_format=torch.preserve_format)
             self.views.append(self.flat.as_strided(own.size(), own.stride(), start))
             start += size
+        real = torch.view_as_real(self.flat).view(-1) if self.flat.is_complex() else self.flat
+        layout = str([(tuple(view.shape), view.stride()) for view in self.views])
+        self.whole = Flat(real, number, [_matrix(view) for view in self.views], layout)
         self.missing = len(self.parameters)
         self.sending: Any = None
 
-    def send(self, world: World) -> None:
+    def send(self, reduction: Beside) -> None:
         """Begin to add up; what has no gradient on this rank counts as zero."""
         views, gradients = [], []
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -70,7 +74,7 @@ class _Bucket:
             gradients.append(parameter.grad)
         if views:
             torch._foreach_copy_(views, gradients)
-        self.sending = world.sum(self.flat, later=True)
+        self.sending = reduction.begin(self.whole)
 
 
 class Ddp:
@@ -79,10 +83,11 @@ class Ddp:
     Args:
         world: of this rank.
         parameters: what the optimiser trains, in the same order on every rank.
+        reduction: how gradients are added up.
     """
 
-    def __init__(self, world: World, parameters: Sequence[torch.Tensor]) -> None:
-        self.world = world
+    def __init__(self, world: World, parameters: Sequence[torch.Tensor], reduction: Beside) -> None:
+        self.world, self.reduction = world, reduction
         self._of = parameters
         self.parameters = [p for p in parameters if p.requires_grad]
         self._buckets = _buckets(self.parameters)
@@ -109,11 +114,19 @@ class Ddp:
         for hook in self._hooks:
             hook.remove()
 
-    def arm(self) -> None:
+    def arm(self, weight: torch.Tensor | float, scaler: torch.amp.GradScaler | None = None) -> None:
         """The next backward completes the gradients: send each bucket as soon as it is full.
 
         Before it, backwards of other pieces of the batch only add to this rank's own gradients.
+
+        Args:
+            weight: what this rank's part of the step weighs, in the unit of its loss.
+            scaler: what the loss was scaled by, if it was.
         """
+        if self.reduction.carries:
+            number = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
+            number += weight if scaler is None else scaler.scale(number + weight)
+            self.reduction.weigh(self.world.sum(number, later=True), number)
         self._armed = True
         self._next = 0
         for bucket in self._buckets:
@@ -134,7 +147,7 @@ class Ddp:
         numbers = torch.tensor([0.0, 0.0, float(vote), *used], dtype=torch.float64, device=device)
         numbers[0], numbers[1] = total, weight
         for bucket in self._buckets[self._next :]:
-            bucket.send(self.world)
+            bucket.send(self.reduction)
         last = self.world.sum(numbers, later=True)
         for bucket in self._buckets:
             self.world.until(bucket.sending)
@@ -148,7 +161,9 @@ class Ddp:
         is_used = dict(zip(map(id, self.parameters), used.tolist(), strict=True))
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view if is_used[id(parameter)] else None
+                # Unused now, but an error of earlier steps may have come for it.
+                has_one = is_used[id(parameter)] or (self.reduction.carries and bool(view.any()))
+                parameter.grad = view if has_one else None
 
     def _on_ready(self, bucket: _Bucket) -> Any:
         def ready(_: torch.Tensor) -> None:
@@ -158,7 +173,7 @@ class Ddp:
             # In one order on all ranks, whatever order their backwards come in.
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
                 with torch.no_grad():
-                    self._buckets[self._next].send(self.world)
+                    self._buckets[self._next].send(self.reduction)
                 self._next += 1
 
         return ready
@@ -178,4 +193,15 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:
         else:
             room = (_BUCKET_BYTES if groups else _FIRST_BYTES) - size
             groups.append([parameter])
-    return [_Bucket(group) for group in groups]
+    return [_Bucket(number, group) for number, group in enumerate(groups)]
+
+
+def _matrix(view: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of a gradient as it lies in memory; a vector is one column."""
+    if not view.numel():
+        return 0, 0
+    real = view.numel() * (2 if view.is_complex() else 1)
+    # The dimension with the longest stride; those of one element say nothing.
+    strides = [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n > 1]
+    rows = max(strides)[1] if strides else 1
+    return rows, real // rows

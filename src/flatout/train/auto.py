@@ -131,6 +131,7 @@ def _plain_choices(requested: Recipe, stepper: Stepper, allow: Parity) -> Choice
         "input.workers": (0, "plain"),
         "input.pin_memory": ("on" if cuda else "off", "copies overlap" if cuda else "no GPU"),
         "world.device": (str(stepper.switch.device), "the device found"),
+        "world.reduction": ("all_reduce", "plain"),
     }
     changed = {"process.threads": Parity.TOLERANT} if fewer else {}
     return {

@@ -40,6 +40,7 @@ from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, effective, fro
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
 from flatout.save.storage import Folder
 from flatout.strategies import check_replicas
+from flatout.strategies.reductions import check_reduction, reduction_of
 from flatout.train import auto, guard
 from flatout.train.checks import check_first_batch
 from flatout.train.large_batch import as_rule, resumed_words, scale_rates
@@ -226,6 +227,7 @@ class Loop:
             self.say(line)
         self._place(model)
         check_ranks(model, data, self.world)
+        check_reduction(self.requested.world, self.world, self.say)
         if data is not None:
             data = ranked(data, self.world.rank, self.world.size)
         first = data.peek(2) if compute is not None and data is not None else []
@@ -319,7 +321,10 @@ class Loop:
         if self.world.size > 1:
             # Each rank has measured, all at the same time; what the first found holds for all.
             self.resolved = self.world.from_first(self.resolved)
-            self.stepper.train_with(self.world, sum(self.world.gather(_samples_of(first))))
+            samples = sum(self.world.gather(_samples_of(first)))
+            self.stepper.train_with(
+                self.world, samples, reduction_of(self.resolved.world, self.world)
+            )
         self.stepper.use(Settings.of(self.resolved))
         self._reads_are_free = self.device.type == "cpu"
         self._channels_last = self.resolved.compute.memory_format == "channels_last"

@@ -43,11 +43,20 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "scheduler_kind": None if scheduler is None else type(scheduler).__qualname__,
         "scaler": None if scaler is None else scaler.state_dict(),
         "random": loop.world.gather(random_state()),
+        "reduction": _reduction_states(loop),
         "loss": loop.tally.state_dict(),
         "source": None if loop.source is None else source_state(loop.source),
         "first_samples": loop.first_samples,
         "extra": extra,
     }
+
+
+def _reduction_states(loop: Loop) -> list[dict[str, Any]]:
+    """By rank, what a reduction keeps from step to step."""
+    reduction = loop.stepper.reduction
+    if reduction is None or not reduction.carries:
+        return []
+    return loop.world.gather(reduction.state_dict())
 
 
 def source_state(source: Source) -> dict[str, Any]:
@@ -160,6 +169,8 @@ def put_back(loop: Loop, loaded: LoadedCheckpoint, *, same_machine: bool) -> Non
         loop.scheduler.load_state_dict(state["scheduler"])
     if loop.stepper.scaler is not None and state["scaler"] is not None:
         loop.stepper.scaler.load_state_dict(state["scaler"])
+    if loop.stepper.reduction is not None:
+        loop.stepper.reduction.load_state_dicts(state["reduction"])
     loop.epoch, loop.step_count = state["epoch"], state["step"]
     loop.step_in_epoch, loop.batch_in_epoch = state["step_in_epoch"], state["batch_in_epoch"]
     loop.tally.load_state_dict(state["loss"])

@@ -21,6 +21,7 @@ from flatout.errors import OutOfMemory
 from flatout.optim import LrScale, Update
 from flatout.optim.rates import scaled
 from flatout.strategies import Ddp, SyncBatchNorm, own_draws
+from flatout.strategies.reductions import Beside, Reduction
 from flatout.train.losses import Value
 from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch
@@ -76,6 +77,7 @@ class Stepper:
         self.lr_scale: LrScale | None = None
         self.samples = 1.0
         self._ddp: Ddp | None = None
+        self.reduction: Beside | None = None
         self._norms: SyncBatchNorm | None = None
         self.update = Update(switch.optimizer, clip_norm=clip_norm, clip_value=clip_value)
         self.micro_batch = micro_batch
@@ -164,14 +166,14 @@ class Stepper:
                     part, part_weight = _sum(compute(piece), piece.size)
                 # What several ranks have computed counts once.
                 scaled = part / (self.samples * piece.copies)
+                total = total + part.detach() / piece.copies
+                weight = weight + part_weight / piece.copies
                 middle = clock()
                 if self._scaler is not None:
                     scaled = self._scaler.scale(scaled)
                 if number + 1 == len(pieces):
-                    ddp.arm()
+                    ddp.arm(weight / self.samples, self._scaler)
                 scaled.backward()  # type: ignore[no-untyped-call]
-            total = total + part.detach() / piece.copies
-            weight = weight + part_weight / piece.copies
             forward += middle - start
             backward += clock() - middle
         start = clock()
@@ -197,14 +199,16 @@ class Stepper:
         """Let BatchNorm layers take any part of a batch, before steps are those of all ranks."""
         self._norms = SyncBatchNorm(self.switch.model, world)
 
-    def train_with(self, world: World, samples: float) -> None:
+    def train_with(self, world: World, samples: float, reduction: Reduction) -> None:
         """From now on each step is one of all ranks.
 
         Args:
             world: of this rank.
             samples: about how many samples of all ranks make a step: only a scale.
+            reduction: how gradients are added up.
         """
         self.world, self.samples = world, max(1.0, samples)
+        self.reduction = Beside(reduction, self.switch.device)
 
     @property
     def together(self) -> World:
@@ -215,7 +219,8 @@ class Stepper:
         if self._ddp is None or not self._ddp.is_of(self.update.parameters):
             if self._ddp is not None:
                 self._ddp.close()
-            self._ddp = Ddp(self.world, self.update.parameters)
+            assert self.reduction is not None
+            self._ddp = Ddp(self.world, self.update.parameters, self.reduction)
         return self._ddp
 
     def close(self) -> None:
@@ -223,6 +228,8 @@ class Stepper:
         if self._ddp is not None:
             self._ddp.close()
             self._ddp = None
+        if self.reduction is not None:
+            self.reduction.close()
         if self._norms is not None:
             self._norms.close()
             self._norms = None

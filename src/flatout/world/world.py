@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.errors import WorldError
 from flatout.world.place import ALONE, Place, place, restarts
@@ -26,6 +26,20 @@ class LostRank(WorldError, SystemExit):
     """Another rank has ended, or does not answer; this one leaves with a code of its own."""
 
     code = 75
+
+
+class Group(NamedTuple):
+    """Ranks with a channel of their own: what they do there is in order among them alone.
+
+    Attributes:
+        ranks: of the World.
+        own: where this rank stands among them, from 0.
+        channel: torch's process group.
+    """
+
+    ranks: tuple[int, ...]
+    own: int
+    channel: Any
 
 
 class World:
@@ -97,6 +111,21 @@ class World:
         """Until all ranks have come here."""
         self.gather(None)
 
+    def among(self, *parts: Sequence[int]) -> Group | None:
+        """A channel of its own for each part of the ranks; that of this rank's part, if any.
+
+        All ranks call it, with the same parts. It is made once.
+        """
+        sets = tuple(tuple(part) for part in parts)
+        if sets not in _groups:
+            import torch.distributed as dist
+
+            with _together(self):
+                made = [dist.new_group(list(part), timeout=_PATIENCE) for part in sets]
+            own = [(part, one) for part, one in zip(sets, made, strict=True) if self.rank in part]
+            _groups[sets] = next((Group(p, p.index(self.rank), one) for p, one in own), None)
+        return _groups[sets]
+
     def part(self, count: int) -> tuple[int, int]:
         """Which of `count` things in order are this rank's: from the first to before the second."""
         return count * self.rank // self.size, count * (self.rank + 1) // self.size
@@ -121,6 +150,7 @@ ONE = World(ALONE)
 """A job of one rank."""
 
 _joined: World | None = None
+_groups: dict[tuple[tuple[int, ...], ...], Group | None] = {}
 
 
 def join(device: str = "cpu") -> World:
@@ -154,6 +184,7 @@ def leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    _groups.clear()
     _joined = None
 
 

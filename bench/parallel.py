@@ -1,0 +1,138 @@
+"""Several ranks, side by side with what one writes by hand.
+
+    python bench/parallel.py --data DIR [--restarts 5] [--json [FILE]]
+
+Two nodes with a link of 1 Gbit/s train an MLP of 4 M parameters on images of 28x28 until a training
+loss is reached: plain DistributedDataParallel, and Flatout with each of its reductions, otherwise
+as plain. The nodes are network namespaces of this machine, which takes root. `--data` names a
+folder of IDX files (MNIST).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from convnet import from_idx
+from flatout.data import idx_split
+from restarts import PEERS, Peer, Row, end_peers_on_sigterm, ratio, run_in_turn, versions
+from results import Key, Results, add_arguments, finish, lines_of, rows_as_data
+from two_nodes import two_nodes, why_not
+
+sys.path.append(str(PEERS))
+from convnet_job import save
+from nodes_job import BATCH
+
+PLAIN, PLAIN_4 = "plain-ddp", "plain-ddp-2x2"
+MBIT = 1000
+COMPRESSED = {name: f"world.compression={name}" for name in ("bf16", "fp16", "powersgd")}
+
+
+# -- compression ---------------------------------------------------------------------------------
+
+
+def compression_peers(images: Path, loss: float, nodes: Sequence[str]) -> list[Peer]:
+    """On each node one rank; and two, where a hierarchy has something to do."""
+
+    def peer(name: str, script: str, ranks: int, *settings: str) -> Peer:
+        shared = ("--ranks", str(ranks), "--images", str(images), "--loss", str(loss))
+        asked = [word for setting in settings for word in ("--set", setting)]
+        arguments = ("--script", script, *shared, *asked, "--nodes", *nodes)
+        return Peer(name, "nodes_start.py", arguments, ("torch", "flatout"))
+
+    plain, flatout = "nodes_plain.py", "nodes_flatout.py"
+    return [
+        peer(PLAIN, plain, 1),
+        peer("flatout", flatout, 1),
+        *(peer(f"flatout-{name}", flatout, 1, asked) for name, asked in COMPRESSED.items()),
+        peer("flatout-ring", flatout, 1, "world.reduction=ring"),
+        peer("flatout-to-one", flatout, 1, "world.reduction=to_one"),
+        peer(PLAIN_4, plain, 2),
+        peer("flatout-2x2-to-one", flatout, 2, "world.reduction=to_one"),
+        peer("flatout-2x2-hierarchical", flatout, 2, "world.reduction=hierarchical"),
+    ]
+
+
+def compression_keys(rows: Mapping[str, Row]) -> list[Key]:
+    ran = [name for name in COMPRESSED if rows[f"flatout-{name}"].measured]
+    found: object = "no compression ran"
+    note = ""
+    if ran:
+        best = min(ran, key=lambda name: median(rows[f"flatout-{name}"].seconds))
+        found = ratio(rows, f"flatout-{best}", PLAIN)
+        note = f"with {best}, the best of {len(ran)}"
+    hierarchical = ratio(rows, "flatout-2x2-hierarchical", PLAIN_4)
+    to_one = ratio(rows, "flatout-2x2-to-one", PLAIN_4)
+    return [
+        Key("compressed_time_to_loss", found, at_most=0.7, note=note),
+        Key("flatout_time_to_loss", ratio(rows, "flatout", PLAIN), note="uncompressed"),
+        Key("hierarchical_time_to_loss", hierarchical, note="two ranks on each node"),
+        Key("to_one_time_to_loss", to_one, note="two ranks on each node"),
+    ]
+
+
+def compressed(arguments: argparse.Namespace, folder: str) -> dict[str, Row]:
+    """Every way of adding up, in turn; none where there can be no nodes, or no images."""
+    reason = "needs --data" if not arguments.data else why_not()
+    if reason:
+        tell(reason)
+        return {
+            peer.name: Row(peer, reason) for peer in compression_peers(Path(), arguments.loss, ())
+        }
+    images = Path(folder, "images.npz")
+    save(images, *map(from_idx, idx_split(arguments.data)))
+    with two_nodes(MBIT) as nodes:
+        return run_in_turn(
+            compression_peers(images, arguments.loss, nodes),
+            restarts=arguments.restarts,
+            only=arguments.only,
+            tell=tell,
+            figure=lambda seconds: f"{seconds:.2f} s",
+        )
+
+
+# -- the bench -----------------------------------------------------------------------------------
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser, restarts=5)
+    parser.add_argument("--data", metavar="DIR", help="a folder of IDX files")
+    parser.add_argument("--loss", type=float, default=0.1, help="of training, to be reached")
+    names = [peer.name for peer in compression_peers(Path(), 1, ())]
+    parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="PEER")
+    return parser.parse_args()
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    arguments = read_arguments()
+    end_peers_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
+        rows = compressed(arguments, folder)
+    results = Results(
+        title=f"MLP of 4 M parameters, batch {BATCH}, two nodes at {MBIT} Mbit/s, seconds to a "
+        f"training loss of {arguments.loss}; restarts of each: {arguments.restarts}",
+        headers=["", "s", "fastest .. slowest", "time / plain-ddp's", "accuracy", ""],
+        lines=lines_of(rows, PLAIN, lambda seconds: f"{seconds:.2f}"),
+        remarks=[f"{name}: {note}" for name, row in rows.items() for note in row.notes[:1]],
+        keys=compression_keys(rows),
+        data={
+            "rows": rows_as_data(rows, PLAIN),
+            "versions": versions([row.peer for row in rows.values()]),
+        },
+    )
+    return finish(results, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""How the gradients of all ranks are added up: a file per reduction."""
+
+from flatout.strategies.reductions.beside import Beside
+from flatout.strategies.reductions.choose import check_reduction, reduction_of
+from flatout.strategies.reductions.reduction import Flat, Reduction
+
+__all__ = ["Beside", "Flat", "Reduction", "check_reduction", "reduction_of"]

@@ -1,0 +1,151 @@
+"""Reductions beside the step: a thread runs one after the other while backward goes on.
+
+So a reduction may be written as what it does, from first to last, and all ranks run theirs in the
+order in which they were begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+import torch
+
+from flatout.strategies.reductions.all_reduce import AllReduce
+from flatout.strategies.reductions.reduction import Flat, Reduction
+
+
+class Pending:
+    """A piece of work that was begun.
+
+    Args:
+        run: the work.
+        device: where its tensors lie.
+    """
+
+    def __init__(self, run: Callable[[], None], device: torch.device) -> None:
+        self._run = run
+        self._ended = Event()
+        self._error: BaseException | None = None
+        self._on_gpu = device.type == "cuda"
+        # On a GPU the work waits for what was computed up to here, and who waits for the work does.
+        self._begun = torch.cuda.current_stream(device).record_event() if self._on_gpu else None
+        self._done: Any = None
+
+    def run(self, stream: Any) -> bool:
+        """Do it, in the thread; returns whether it went well."""
+        try:
+            if stream is None:
+                self._run()
+            else:
+                with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                    stream.wait_event(self._begun)
+                    self._run()
+                    self._done = stream.record_event()
+        except BaseException as error:
+            self.fail(error)
+            return False
+        self._ended.set()
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """End without a result."""
+        self._error = error
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Until it is done.
+
+        Raises:
+            RuntimeError: a rank has ended, or whatever else went wrong in the thread.
+        """
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+
+
+class Beside:
+    """Runs a reduction in a thread; the library's own all-reduce needs none.
+
+    Args:
+        reduction: what adds up.
+        device: where the gradients lie.
+    """
+
+    def __init__(self, reduction: Reduction, device: torch.device) -> None:
+        self.reduction, self.device = reduction, device
+        self._queue: SimpleQueue[Pending | None] = SimpleQueue()
+        if isinstance(reduction, AllReduce):
+            return
+        ready = Event()
+        # A daemon: where a rank fails it must be able to end while the others are waited for.
+        thread = Thread(
+            target=_work, args=(self._queue, device, ready), name="flatout-reduction", daemon=True
+        )
+        threads = torch.get_num_threads()
+        thread.start()
+        ready.wait()
+        # The thread has set its own number, and with it that of threads to come.
+        torch.set_num_threads(threads)
+
+    @property
+    def carries(self) -> bool:
+        """Whether a part of the gradients is kept for later steps."""
+        return self.reduction.carries
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank keeps for later steps; between steps."""
+        return self.reduction.state_dict()
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from what all ranks kept, by rank."""
+        self.reduction.load_state_dicts(states)
+
+    def weigh(self, waiting: Any, weight: torch.Tensor) -> None:
+        """Tell what the step weighs, once it is known.
+
+        Args:
+            waiting: for the sum over all ranks.
+            weight: one number, which becomes that sum.
+        """
+
+        def take() -> None:
+            waiting.wait()
+            self.reduction.weight = float(weight)
+
+        self._begin(take)
+
+    def begin(self, flat: Flat) -> Any:
+        """Add up in the background; returns something to `wait()` for."""
+        if isinstance(self.reduction, AllReduce):
+            return self.reduction.begin(flat)
+        return self._begin(lambda: self.reduction.add_up(flat))
+
+    def _begin(self, run: Callable[[], None]) -> Pending:
+        pending = Pending(run, self.device)
+        self._queue.put(pending)
+        return pending
+
+    def close(self) -> None:
+        """End the thread after what was begun."""
+        self._queue.put(None)
+
+
+def _work(queue: SimpleQueue[Pending | None], device: torch.device, ready: Event) -> None:
+    # Backward has the cores; and matrix products have the same bits on ranks with other numbers.
+    torch.set_num_threads(1)
+    on_gpu = device.type == "cuda"
+    stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+    ready.set()
+    failed: Pending | None = None
+    with torch.no_grad():
+        while (pending := queue.get()) is not None:
+            if failed is not None:
+                # The ranks are no longer in step.
+                pending.fail(failed._error or RuntimeError("an earlier reduction failed"))
+            elif not pending.run(stream):
+                failed = pending

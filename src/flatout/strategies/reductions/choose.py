@@ -1,0 +1,78 @@
+"""From the words of a Recipe to a reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flatout.errors import WorldError
+from flatout.recipe.sections import World as Asked
+from flatout.strategies.reductions.all_reduce import AllReduce
+from flatout.strategies.reductions.halves import Halves
+from flatout.strategies.reductions.hierarchical import Hierarchical
+from flatout.strategies.reductions.power_sgd import PowerSgd
+from flatout.strategies.reductions.reduction import Reduction
+from flatout.strategies.reductions.ring import Ring
+from flatout.strategies.reductions.to_one import ToOne
+from flatout.world import Group, World
+
+
+def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> None:
+    """Before training, say what makes no sense.
+
+    Args:
+        asked: the Recipe's section.
+        world: of this rank.
+        say: tells the user.
+
+    Raises:
+        WorldError: a compression that does not go with the reduction.
+    """
+    if asked.compression != "off" and asked.reduction in ("ring", "to_one"):
+        raise WorldError(
+            f"compression={asked.compression} adds up in a way of its own, so "
+            f"reduction={asked.reduction} cannot be had with it",
+            do="leave world.reduction=auto, or take hierarchical, which compresses between nodes; "
+            "or set world.compression=off",
+        )
+    if world.size == 1:
+        if asked.compression != "off" or asked.reduction not in ("auto", "all_reduce"):
+            say("one rank has no gradients to add up: reduction and compression change nothing")
+    elif asked.reduction == "hierarchical" and world.place.nodes == 1:
+        say("there is one node, so reduction=hierarchical does what all_reduce does")
+
+
+def reduction_of(asked: Asked, world: World) -> Reduction:
+    """What the Recipe asks for, among these ranks; all of them call it at once.
+
+    Args:
+        asked: the Recipe's section.
+        world: of several ranks.
+    """
+    whole = world.among(range(world.size))
+    assert whole is not None
+    if asked.reduction == "ring":
+        return Ring(whole)
+    if asked.reduction == "to_one":
+        return ToOne(whole)
+    if asked.reduction == "hierarchical" and world.place.nodes > 1:
+        found = world.gather(world.place.node)
+        nodes = [[r for r, n in enumerate(found) if n == node] for node in dict.fromkeys(found)]
+        node = world.among(*nodes)
+        firsts = world.among([ranks[0] for ranks in nodes])
+        assert node is not None
+        between = _among(asked, firsts) if firsts is not None else None
+        return Hierarchical(node, between, carries=asked.compression == "powersgd")
+    return _among(asked, whole)
+
+
+def _among(asked: Asked, group: Group) -> Reduction:
+    match asked.compression:
+        case "fp16":
+            return Halves(group, torch.float16)
+        case "bf16":
+            return Halves(group, torch.bfloat16)
+        case "powersgd":
+            return PowerSgd(group, asked.powersgd_rank)
+    return AllReduce(group)
