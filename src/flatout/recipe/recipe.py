@@ -313,6 +313,8 @@ _PHRASES = {
     "input.workers": "{} workers",
     "input.pin_memory": "pinned memory",
     "world.placement": "{} placement",
+    "world.timeout": "{} s for a collective",
+    "world.patience": "{} s until missing ranks are named",
     "save.every": "checkpoint every {} steps",
     "save.keep_last": "last {} checkpoints",
     "save.asynchronous": "waits for each checkpoint",

@@ -167,6 +167,15 @@ class World(Section):
         default="soft",
         description="When a device cannot be used: `soft` falls back and says so, `strict` stops.",
     )
+    timeout: Positive = Field(
+        default=600,
+        description="Seconds that ranks wait for one another in a collective before they end.",
+    )
+    patience: Positive = Field(
+        default=30,
+        description="Seconds that a rank waits for others in a collective before it says which one "
+        "is missing and what that one does.",
+    )
 
 
 class Save(Section):
@@ -212,6 +221,8 @@ PLAIN: dict[str, Value] = {
     "input.pin_memory": "off",
     "world.device": "cpu",
     "world.placement": "soft",
+    "world.timeout": 600,
+    "world.patience": 30,
     "save.every": None,
     "save.keep_last": 3,
     "save.asynchronous": True,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flatout.errors import ModelError
-from flatout.world import World
+from flatout.world import Later, World
 
 # As in torch's DistributedDataParallel: the first bucket is small, so that sending begins early.
 _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
@@ -39,8 +39,9 @@ class Sums(NamedTuple):
 class _Bucket:
     """Gradients of some parameters in one piece of memory."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
         self.parameters = list(parameters)
+        self.name = name
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
@@ -52,7 +53,7 @@ class _Bucket:
             self.views.append(self.flat.as_strided(own.size(), own.stride(), start))
             start += size
         self.missing = len(self.parameters)
-        self.sending: Any = None
+        self.sending: Later | None = None
 
     def send(self, world: World) -> None:
         """Begin to add up; what has no gradient on this rank counts as zero."""
@@ -70,7 +71,7 @@ class _Bucket:
             gradients.append(parameter.grad)
         if views:
             torch._foreach_copy_(views, gradients)
-        self.sending = world.sum(self.flat, later=True)
+        self.sending = world.sum(self.flat, self.name, later=True)
 
 
 class Ddp:
@@ -113,11 +114,19 @@ class Ddp:
         """The next backward completes the gradients: send each bucket as soon as it is full.
 
         Before it, backwards of other pieces of the batch only add to this rank's own gradients.
+        Buckets that were sent in this step already, before `disarm`, are not sent again.
         """
         self._armed = True
-        self._next = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
+
+    def disarm(self) -> None:
+        """That backward has failed, and the gradients are computed again from the beginning.
+
+        What was sent is this rank's whole gradient of some parameters, and stays: no rank can take
+        back its part of a sum.
+        """
+        self._armed = False
 
     @torch.no_grad()
     def finish(self, total: torch.Tensor | float, weight: torch.Tensor | float, vote: bool) -> Sums:
@@ -135,12 +144,16 @@ class Ddp:
         numbers[0], numbers[1] = total, weight
         for bucket in self._buckets[self._next :]:
             bucket.send(self.world)
-        last = self.world.sum(numbers, later=True)
+        last = self.world.sum(numbers, "sum of the losses", later=True)
+        assert last is not None
         for bucket in self._buckets:
+            assert bucket.sending is not None
             self.world.until(bucket.sending)
             bucket.sending = None
         self.world.until(last)
-        self._give_out(numbers[3:])
+        self._next = 0
+        with self.world.within(last):
+            self._give_out(numbers[3:])
         return Sums(numbers[0], numbers[1], numbers[2])
 
     def _give_out(self, used: torch.Tensor) -> None:
@@ -178,4 +191,7 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:
         else:
             room = (_BUCKET_BYTES if groups else _FIRST_BYTES) - size
             groups.append([parameter])
-    return [_Bucket(group) for group in groups]
+    return [
+        _Bucket(group, f"sum of gradients, bucket {number} of {len(groups)}")
+        for number, group in enumerate(groups, 1)
+    ]

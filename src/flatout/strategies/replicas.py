@@ -25,7 +25,7 @@ def check_replicas(model: nn.Module, world: World, when: str) -> None:
     if world.size == 1:
         return
     own = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
-    found = world.gather(own)
+    found = world.gather(own, f"comparison of the replicas, {when}")
     names = [set(digests) for digests in found]
     for rank, theirs in enumerate(names):
         if theirs != names[0]:

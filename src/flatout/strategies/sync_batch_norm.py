@@ -90,7 +90,7 @@ class _Normalised(torch.autograd.Function):
         of_bias = gradient.sum(ctx.dims)
         of_weight = (gradient * normal).sum(ctx.dims)
         both = torch.cat([of_bias, of_weight])
-        ctx.sync.world.sum(both)
+        ctx.sync.world.sum(both, "BatchNorm's gradients")
         sums = both.view(2, -1) / ctx.total
         factor = scale if weight is None else scale * weight
         inner = gradient - _spread(sums[0], x) - normal * _spread(sums[1], x)
@@ -113,7 +113,7 @@ def _over_all(
     table[world.rank, :channels] = mean
     table[world.rank, channels:-1] = variance
     table[world.rank, -1] = count
-    world.sum(table)
+    world.sum(table, "BatchNorm's statistics")
     means, variances, counts = table[:, :channels], table[:, channels:-1], table[:, -1:]
     total = counts.sum()
     whole = (means * counts).sum(0) / total

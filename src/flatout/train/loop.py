@@ -54,6 +54,7 @@ from flatout.train.resume import (
 from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import set_random_state, untouched
 from flatout.train.step import Compute, Stepper
+from flatout.train.stragglers import Pace
 from flatout.train.tally import Tally
 from flatout.world import ONE, World, join, restarts
 from flatout.world import place as place_here
@@ -98,6 +99,7 @@ class Loop:
         step_in_epoch: optimiser steps done in this epoch.
         batch_in_epoch: batches of this epoch that were taken up to the last step.
         resolved: how the steps run; None before `prepare`.
+        pace: of several ranks, what this one's steps take without waiting for others.
         restored_extra: after a resume, what was given to `save` as `extra`.
     """
 
@@ -148,6 +150,7 @@ class Loop:
         self._undo = ExitStack()
         self._world: World | None = None
         self._trial: RankTrial | None = None
+        self.pace = Pace(ONE.trail)
 
     @property
     def world(self) -> World:
@@ -245,8 +248,8 @@ class Loop:
         if place_here().world_size == 1:
             self._world = ONE
             return ONE
-        device = self._device_here()[0].type
-        self._world = join(device)
+        device, asked = self._device_here()[0].type, self.requested.world
+        self._world = join(device, asked.timeout, asked.patience)
         if not self._world.is_first:
             self.say = lambda line: None
         if device == "cpu":
@@ -307,6 +310,7 @@ class Loop:
         if self.world.size > 1:
             # Each rank has measured, all at the same time; what the first found holds for all.
             self.resolved = self.world.from_first(self.resolved)
+            self.pace = Pace(self.world.trail)
             self.stepper.train_with(self.world, sum(self.world.gather(_samples_of(first))))
         self.stepper.use(Settings.of(self.resolved))
         self._reads_are_free = self.device.type == "cpu"
@@ -406,7 +410,8 @@ class Loop:
         """Train on one batch; returns whether that completed an optimiser step.
 
         Raises:
-            NumbersError: where gradients were not finite; the weights are those before the step.
+            NumbersError: where gradients were not finite; the weights are those before the step. Of
+            several ranks the one whose part of the batch is the cause raises it.
             OutOfMemory: where no allowed micro-batch fits.
         """
         if self.accumulate > 1:
@@ -442,8 +447,17 @@ class Loop:
         self.batch_in_epoch = self._taken
         self.tally.add(done.loss, done.weight)
         self.timeline.record(
-            start, fetch, copy, done.forward, done.backward, 0, done.optimiser, clock() - stepped
+            start,
+            fetch,
+            copy,
+            done.forward,
+            done.backward,
+            done.sync,
+            done.optimiser,
+            clock() - stepped,
         )
+        if self.stepper.world.size > 1:
+            self.pace.mark()
 
     def mean_loss(self) -> float:
         """Weighted mean loss of this epoch so far; waits for the device."""
@@ -506,25 +520,27 @@ class Loop:
 
         # Of several batches the first with a bad loss; where only a gradient is bad, the first.
         culprit = next(iter(batches), None)
-        if len(batches) > 1:
-            with untouched(self.model), torch.no_grad():
-                culprit = next(
-                    (
-                        batch
-                        for batch in batches
-                        if not all(_is_finite(forward(p)) for p in split(batch, pieces(batch)))
-                    ),
-                    culprit,
-                )
-        return guard.explain_bad_step(
-            self.model,
-            forward,
-            culprit,
-            step=step,
-            learning_rate=rate,
-            held_back=self.stepper.update.gated,
-            pieces=1 if culprit is None else pieces(culprit),
-        )
+        with self.stepper.alone():
+            if len(batches) > 1:
+                with untouched(self.model), torch.no_grad():
+                    culprit = next(
+                        (
+                            batch
+                            for batch in batches
+                            if not all(_is_finite(forward(p)) for p in split(batch, pieces(batch)))
+                        ),
+                        culprit,
+                    )
+            return guard.explain_bad_step(
+                self.model,
+                forward,
+                culprit,
+                step=step,
+                learning_rate=rate,
+                held_back=self.stepper.update.gated,
+                pieces=1 if culprit is None else pieces(culprit),
+                world=self.world,
+            )
 
     # -- checkpoints -------------------------------------------------------------------------
 

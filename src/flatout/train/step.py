@@ -10,7 +10,8 @@ A batch that does not fit in memory is taken again in smaller pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter_ns as clock
 from typing import NamedTuple
 
@@ -18,17 +19,19 @@ import torch
 
 from flatout.data.batch import Batch, split
 from flatout.errors import OutOfMemory
+from flatout.models import is_batch_coupled
 from flatout.optim import Update
 from flatout.strategies import Ddp, SyncBatchNorm
 from flatout.train.losses import Value
 from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch
-from flatout.train.snapshot import untouched
+from flatout.train.snapshot import Moving, untouched
 from flatout.world import ONE, World
 
 Compute = Callable[[Batch], Value]
-# Mean loss, its weight, and the times of forward and backward in ns; the gradients are in place.
-_Found = tuple[torch.Tensor, torch.Tensor | float, int, int]
+# Mean loss, its weight, and the times of forward, backward and sync in ns; the gradients are in
+# place.
+_Found = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
 # Divides what is zero; any smaller and 1 / _TINY would not be finite in float32.
 _TINY = 1e-12
 
@@ -40,6 +43,7 @@ class Done(NamedTuple):
     weight: torch.Tensor | float
     forward: int
     backward: int
+    sync: int
     optimiser: int
 
 
@@ -74,6 +78,7 @@ class Stepper:
         self.samples = 1.0
         self._ddp: Ddp | None = None
         self._norms: SyncBatchNorm | None = None
+        self._moving: Moving | None = None
         self.update = Update(switch.optimizer, clip_norm=clip_norm, clip_value=clip_value)
         self.micro_batch = micro_batch
         self.pieces = 1
@@ -118,7 +123,8 @@ class Stepper:
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         if self.world.size > 1:
-            return self._with_others(compute, batches)
+            self.world.trail.step = step
+            return self._with_others(compute, batches, step)
         if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
             try:
                 return self._whole(compute, batches[0])
@@ -137,28 +143,62 @@ class Stepper:
         loss, weight = _mean(value, batch.size)
         middle = clock()
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), weight, middle - start, clock() - middle
+        return loss.detach(), weight, middle - start, clock() - middle, 0
 
-    def _with_others(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
-        """This rank's part: only the last piece's backward tells its gradients to other ranks."""
+    def _with_others(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
+        """This rank's part of the batch, in smaller pieces where memory runs out, then all sums."""
         ddp = self._strategy()
+        before = self.world.trail.waited
+        while True:
+            if self._moving is not None:
+                self._moving.keep()
+            try:
+                total, weight, forward, backward = self._own_part(compute, batches, ddp)
+                break
+            except (RuntimeError, MemoryError) as error:
+                ddp.disarm()
+                self._shrink(error, batches, step)
+                if self._moving is not None:
+                    self._moving.put_back()
+        start = clock()
+        if self.switch.device.type == "cuda":
+            # So that what is waited for from here on is other ranks, and not this one's backward.
+            torch.cuda.current_stream(self.switch.device).synchronize()
+        waited = self.world.trail.waited
+        sums = ddp.finish(total, weight, self.wants_to_stop)
+        self.stopping = bool(sums.votes)
+        waited = self.world.trail.waited - waited
+        self._divide(self.samples, sums.weight)
+        assert torch.is_tensor(total)
+        loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(total.dtype)
+        backward += clock() - start - waited
+        return loss, sums.weight, forward, backward, self.world.trail.waited - before
+
+    def _own_part(
+        self, compute: Compute, batches: Sequence[Batch], ddp: Ddp
+    ) -> tuple[torch.Tensor | float, torch.Tensor | float, int, int]:
+        """Sums of losses and weights, and times of forward and backward without waiting.
+
+        Only the last piece's backward tells its gradients to other ranks.
+        """
         pieces = [
             piece
             for batch in batches
             for piece in split(batch, pieces_for(batch.size, self.micro_batch) * self.pieces)
         ]
+        trail = self.world.trail
         total: torch.Tensor | float = 0.0
         weight: torch.Tensor | float = 0.0
         forward = backward = 0
         for number, piece in enumerate(pieces):
             if self._norms is not None:
                 self._norms.copies = piece.copies
-            start = clock()
+            start, begun = clock(), trail.waited
             with self.switch.autocast():
                 part, part_weight = _sum(compute(piece), piece.size)
             # What several ranks have computed counts once.
             scaled = part / (self.samples * piece.copies)
-            middle = clock()
+            middle, waited = clock(), trail.waited
             if self._scaler is not None:
                 scaled = self._scaler.scale(scaled)
             if number + 1 == len(pieces):
@@ -166,15 +206,9 @@ class Stepper:
             scaled.backward()  # type: ignore[no-untyped-call]
             total = total + part.detach() / piece.copies
             weight = weight + part_weight / piece.copies
-            forward += middle - start
-            backward += clock() - middle
-        start = clock()
-        sums = ddp.finish(total, weight, self.wants_to_stop)
-        self.stopping = bool(sums.votes)
-        self._divide(self.samples, sums.weight)
-        assert torch.is_tensor(total)
-        loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(total.dtype)
-        return loss, sums.weight, forward, backward + clock() - start
+            forward += middle - start - (waited - begun)
+            backward += clock() - middle - (trail.waited - waited)
+        return total, weight, forward, backward
 
     def train_with(self, world: World, samples: float) -> None:
         """From now on each step is one of all ranks.
@@ -185,6 +219,10 @@ class Stepper:
         """
         self.world, self.samples = world, max(1.0, samples)
         self._norms = SyncBatchNorm(self.switch.model, world)
+        # Where an attempt may be taken again, what the model's forward changes is put back before.
+        self._moving = None
+        if self.micro_batch == "auto" and not is_batch_coupled(self.switch.model):
+            self._moving = Moving(self.switch.model)
 
     def _strategy(self) -> Ddp:
         if self._ddp is None or not self._ddp.is_of(self.update.parameters):
@@ -192,6 +230,18 @@ class Stepper:
                 self._ddp.close()
             self._ddp = Ddp(self.world, self.update.parameters)
         return self._ddp
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Meanwhile no forward or backward of this rank meets those of others."""
+        world = self.world if self._norms is None else self._norms.world
+        if self._norms is not None:
+            self._norms.world, self._norms.copies = ONE, 1
+        try:
+            yield
+        finally:
+            if self._norms is not None:
+                self._norms.world = world
 
     def close(self) -> None:
         """Take off what was put on the model's parameters."""
@@ -241,7 +291,7 @@ class Stepper:
         self._divide(samples, weight)
         assert torch.is_tensor(total)
         loss = total / _not_zero(weight, total.dtype)
-        return loss, weight, forward, backward + clock() - start
+        return loss, weight, forward, backward + clock() - start, 0
 
     def _divide(self, samples: float, weight: torch.Tensor | float) -> None:
         """Gradients were divided by the sample count; make that the loss's own weight."""
@@ -271,16 +321,18 @@ class Stepper:
         if self.switch.device.type == "cuda":
             torch.cuda.empty_cache()
         largest = max(batch.size for batch in batches)
+        on_rank = f" on rank {self.world.rank}" if self.world.size > 1 else ""
         if self.micro_batch != "auto":
             raise OutOfMemory(
-                "memory ran out",
+                f"memory ran out{on_rank}",
                 where=f"step {step}, batch of {largest}, micro_batch={self.micro_batch!r}",
                 do="set Memory(micro_batch='auto'), which splits the batch until it fits, or "
                 "Memory(activation_checkpointing='on')",
             ) from error
-        self.pieces = smaller(self.switch.model, self.pieces, largest, step)
+        self.pieces = smaller(self.switch.model, self.pieces, largest, step, on_rank)
+        whose = "its part" if on_rank else "the batch"
         self.notes.append(
-            f"step {step}: memory ran out; the batch now runs in {self.pieces} micro-batches"
+            f"step {step}: memory ran out{on_rank}; {whose} now runs in {self.pieces} micro-batches"
         )
 
 

@@ -1,6 +1,17 @@
 """The ranks of one job: where this one stands, and what they do together."""
 
 from flatout.world.place import ALONE, Place, place, restarts
-from flatout.world.world import ONE, LostRank, World, join, leave
+from flatout.world.world import ONE, Later, LostRank, World, join, leave
 
-__all__ = ["ALONE", "ONE", "LostRank", "Place", "World", "join", "leave", "place", "restarts"]
+__all__ = [
+    "ALONE",
+    "ONE",
+    "Later",
+    "LostRank",
+    "Place",
+    "World",
+    "join",
+    "leave",
+    "place",
+    "restarts",
+]
