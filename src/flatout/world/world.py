@@ -58,6 +58,10 @@ class Later(NamedTuple):
     work: Any
     number: int
 
+    def wait(self) -> None:
+        """Wait in a thread beside the rank's own, of which nobody takes note."""
+        self.work.wait()
+
 
 class World:
     """The ranks of a job.
@@ -103,8 +107,17 @@ class World:
             work = dist.all_reduce(tensor, async_op=later)
         return Later(work, number) if later else None
 
+    def begun(self, work: Any, what: str) -> Later:
+        """Take note of what all ranks have begun together, to wait for it with `until`.
+
+        Args:
+            work: has a `wait()`.
+            what: it is for.
+        """
+        return Later(work, self.trail.begin(what))
+
     def until(self, later: Later) -> None:
-        """Wait for what `sum` began."""
+        """Wait for what was begun."""
         with _together(self, later.number):
             later.work.wait()
 
