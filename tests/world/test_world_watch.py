@@ -20,7 +20,7 @@ PATIENCE_S = 0.3
 @pytest.fixture
 def store():
     port = free_port()
-    yield dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture
