@@ -9,12 +9,13 @@ its process does. Then one rank prints what is known, and the job goes on waitin
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 from time import perf_counter_ns as clock
 from typing import Any, NamedTuple
 
@@ -74,9 +75,26 @@ class Watch:
 
     def stop(self) -> None:
         """End, before the interpreter does: a thread in the store's C++ must not outlive it."""
+        was_over = self._over.is_set()
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * _STORE_S)
+        if self._store is not None and not was_over:
+            with suppress(RuntimeError):
+                self._leave()
+
+    def _leave(self) -> None:
+        """A store that this process keeps ends with it: first the other watches are told."""
+        left = self._store.add("left", 1)
+        if self._here.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        if hasattr(sys, "last_value"):
+            return  # it has failed, and the others are to know soon
+        self._set("over", True)
+        until = monotonic() + 2 * self._beat
+        while left < self._here.world_size and monotonic() < until:
+            sleep(0.02)
+            left = self._store.add("left", 0)
 
     def blame(self) -> str:
         """Who keeps the job from going on, in half a sentence; empty if that is not known."""
@@ -98,6 +116,10 @@ class Watch:
         # Where the store is gone the job is at its end, and that is told by others.
         with suppress(RuntimeError, OSError):
             while not self._over.wait(self._beat):
+                if self._store.check(["over"]):
+                    self._store.add("left", 1)
+                    self._over.set()
+                    return
                 self._tell_where_it_stands()
                 self._answer()
                 self._look_at_neighbours()
