@@ -50,7 +50,7 @@ JOB = """
         def on_step(self, state):
             if RANK == "1":
                 NoMemory.is_next = state.step == 4
-                self.sleep(4 if state.step == 3 else 0.06 if state.epoch else 0)
+                self.sleep(3 if state.step == 3 else 0.06 if state.epoch else 0)
         def sleep(self, seconds):
             time.sleep(seconds)
 
@@ -108,6 +108,7 @@ def test_a_fit_outlives_a_hang_and_lack_of_memory_and_names_the_straggler(tmp_pa
         torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_rank_whose_sample_is_bad_is_the_one_that_tells(tmp_path):
     code, out, error = finish(begin(tmp_path, JOB + "    train()", "bad"))
     assert code == 1, error

@@ -14,7 +14,7 @@ from flatout.world.stacks import this_process
 from flatout.world.trail import Trail, Waiting
 from flatout.world.watch import Watch
 
-PATIENCE_S = 0.3
+PATIENCE_S = 0.2
 
 
 @pytest.fixture
