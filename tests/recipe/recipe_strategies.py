@@ -31,6 +31,8 @@ CONCRETE = {
     "world.reduction": st.sampled_from(["all_reduce", "ring", "to_one", "hierarchical"]),
     "world.compression": st.sampled_from(["off", "fp16", "bf16", "powersgd"]),
     "world.powersgd_rank": positive,
+    "world.timeout": positive,
+    "world.patience": positive,
     "save.every": st.none() | positive,
     "save.keep_last": positive,
     "save.asynchronous": st.booleans(),

@@ -90,6 +90,8 @@ EXPECTED = [
     ("world.compression", "off", "powersgd", NOTHING, Parity.LEARNING),
     ("world.compression", "powersgd", "fp16", NOTHING, Parity.LEARNING),
     ("world.powersgd_rank", 4, 2, NOTHING, Parity.LEARNING),
+    ("world.timeout", 600, 60, NOTHING, Parity.EXACT),
+    ("world.patience", 30, 60, NOTHING, Parity.EXACT),
     ("save.every", None, 5, NOTHING, Parity.EXACT),
     ("save.keep_last", 3, 5, NOTHING, Parity.EXACT),
     ("save.asynchronous", True, False, NOTHING, Parity.EXACT),

@@ -5,10 +5,17 @@ from torch import nn
 from flatout.data.batch import Batch
 from flatout.errors import NumbersError
 from flatout.train.compute import build_compute
-from flatout.train.guard import check_state, explain_bad_step
+from flatout.train.guard import (
+    _BAD_FORWARD,
+    _BAD_SAMPLES,
+    _NOTHING_FOUND,
+    check_state,
+    explain_bad_step,
+)
 from flatout.train.losses import as_loss
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
+from flatout.world import LostRank, Place, World
 
 NAN, INF = float("nan"), float("inf")
 
@@ -167,6 +174,35 @@ def test_without_a_batch_or_with_damaged_weights():
     lines = explained(network(Log()), data(), held_back=False)
     assert len(lines) == 3
     assert lines[-1] == "  the weights are damaged"
+
+
+class OneOfTwo(World):
+    """A rank whose neighbour has looked at its own part as well."""
+
+    def __init__(self, rank, theirs):
+        super().__init__(Place(rank, 2, rank, 2))
+        self.theirs = theirs
+
+    def gather(self, value, what=""):
+        return [value, self.theirs] if self.rank == 0 else [self.theirs, value]
+
+
+def test_of_several_ranks_the_one_with_the_bad_samples_tells():
+    batch = data()
+    batch.inputs[1, 3] = NAN
+    lines = explained(network(), batch, world=OneOfTwo(1, _BAD_FORWARD))
+    assert lines[:2] == [
+        "rank 1 of 2, step 12, learning rate 0.01",
+        "  inputs: NaN or infinity in sample 101",
+    ]
+    with pytest.raises(LostRank, match="step 12 is not finite by the part of rank 0"):
+        explained(network(), data(), world=OneOfTwo(1, _BAD_SAMPLES))
+
+
+def test_where_no_rank_finds_anything_the_first_tells():
+    assert explained(network(), data(), world=OneOfTwo(0, _NOTHING_FOUND))
+    with pytest.raises(LostRank):
+        explained(network(), data(), world=OneOfTwo(1, _NOTHING_FOUND))
 
 
 def test_running_again_leaves_no_trace():

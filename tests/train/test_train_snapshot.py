@@ -7,7 +7,7 @@ from torch import nn
 
 from flatout.errors import ModelError
 from flatout.optim import Update, fuse
-from flatout.train.snapshot import Snapshot, random_state, set_random_state, untouched
+from flatout.train.snapshot import Moving, Snapshot, random_state, set_random_state, untouched
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -219,3 +219,27 @@ def test_random_states_of_a_gpu():
     first = torch.rand(2, device="cuda")
     set_random_state(state)
     assert torch.equal(torch.rand(2, device="cuda"), first)
+
+
+def test_of_a_models_buffers_those_that_move_are_put_back():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("table", torch.arange(5.0))
+
+        def forward(self, x):
+            self.calls += 1
+            return x + self.table
+
+    model = Counting()
+    moving = Moving(model)
+    for done in range(3):
+        moving.keep()
+        model(torch.zeros(5))
+        moving.put_back()
+        assert model.calls == done
+        moving.keep()
+        model(torch.zeros(5))
+    moving.keep()
+    assert [tensor is model.calls for tensor, _ in moving._kept] == [True]

@@ -151,6 +151,8 @@ _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     # Half precision rounds each gradient, as it does in compute.precision.
     "world.compression": Parity.TOLERANT,
     "world.powersgd_rank": Parity.LEARNING,
+    "world.timeout": Parity.EXACT,
+    "world.patience": Parity.EXACT,
     "save.every": Parity.EXACT,
     "save.keep_last": Parity.EXACT,
     "save.asynchronous": Parity.EXACT,

@@ -316,6 +316,8 @@ _PHRASES = {
     "world.reduction": "{} reduction",
     "world.compression": "gradients as {}",
     "world.powersgd_rank": "PowerSGD of rank {}",
+    "world.timeout": "{} s for a collective",
+    "world.patience": "{} s until missing ranks are named",
     "save.every": "checkpoint every {} steps",
     "save.keep_last": "last {} checkpoints",
     "save.asynchronous": "waits for each checkpoint",

@@ -185,6 +185,15 @@ class World(Section):
         description='The rank of the matrices that `compression = "powersgd"` sends: a higher '
         "one sends more and errs less.",
     )
+    timeout: Positive = Field(
+        default=600,
+        description="Seconds that ranks wait for one another in a collective before they end.",
+    )
+    patience: Positive = Field(
+        default=30,
+        description="Seconds that a rank waits for others in a collective before it says which one "
+        "is missing and what that one does.",
+    )
 
 
 class Save(Section):
@@ -233,6 +242,8 @@ PLAIN: dict[str, Value] = {
     "world.reduction": "all_reduce",
     "world.compression": "off",
     "world.powersgd_rank": 4,
+    "world.timeout": 600,
+    "world.patience": 30,
     "save.every": None,
     "save.keep_last": 3,
     "save.asynchronous": True,

@@ -17,7 +17,7 @@ import torch
 
 from flatout.errors import ModelError
 from flatout.strategies.reductions import Beside, Flat
-from flatout.world import World
+from flatout.world import Later, World
 
 # As in torch's DistributedDataParallel: the first bucket is small, so that sending begins early.
 _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
@@ -40,8 +40,9 @@ class Sums(NamedTuple):
 class _Bucket:
     """Gradients of some parameters in one piece of memory."""
 
-    def __init__(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, number: int, parameters: Sequence[torch.Tensor], name: str) -> None:
         self.parameters = list(parameters)
+        self.name = name
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
@@ -56,9 +57,9 @@ class _Bucket:
         layout = str([(tuple(view.shape), view.stride()) for view in self.views])
         self.whole = Flat(real, number, [_matrix(view) for view in self.views], layout)
         self.missing = len(self.parameters)
-        self.sending: Any = None
+        self.sending: Later | None = None
 
-    def send(self, reduction: Beside) -> None:
+    def send(self, world: World, reduction: Beside) -> None:
         """Begin to add up; what has no gradient on this rank counts as zero."""
         views, gradients = [], []
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -74,7 +75,7 @@ class _Bucket:
             gradients.append(parameter.grad)
         if views:
             torch._foreach_copy_(views, gradients)
-        self.sending = reduction.begin(self.whole)
+        self.sending = world.begun(reduction.begin(self.whole), self.name)
 
 
 class Ddp:
@@ -92,7 +93,7 @@ class Ddp:
         self.parameters = [p for p in parameters if p.requires_grad]
         self._buckets = _buckets(self.parameters)
         self._next = 0
-        self._armed = False
+        self._armed = self._is_weighed = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_ready(bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
@@ -118,19 +119,28 @@ class Ddp:
         """The next backward completes the gradients: send each bucket as soon as it is full.
 
         Before it, backwards of other pieces of the batch only add to this rank's own gradients.
+        Buckets that were sent in this step already, before `disarm`, are not sent again.
 
         Args:
             weight: what this rank's part of the step weighs, in the unit of its loss.
             scaler: what the loss was scaled by, if it was.
         """
-        if self.reduction.carries:
+        if self.reduction.carries and not self._is_weighed:
+            self._is_weighed = True
             number = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
             number += weight if scaler is None else scaler.scale(number + weight)
-            self.reduction.weigh(self.world.sum(number, later=True), number)
+            self.reduction.weigh(self.world.sum(number, "weight of the step", later=True), number)
         self._armed = True
-        self._next = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
+
+    def disarm(self) -> None:
+        """That backward has failed, and the gradients are computed again from the beginning.
+
+        What was sent is this rank's whole gradient of some parameters, and stays: no rank can take
+        back its part of a sum.
+        """
+        self._armed = False
 
     @torch.no_grad()
     def finish(self, total: torch.Tensor | float, weight: torch.Tensor | float, vote: bool) -> Sums:
@@ -141,19 +151,23 @@ class Ddp:
             weight: sum of their weights.
             vote: whether this rank wants to stop.
         """
-        self._armed = False
+        self._armed = self._is_weighed = False
         device = self.parameters[0].device
         used = [float(p.grad is not None) for p in self.parameters]
         numbers = torch.tensor([0.0, 0.0, float(vote), *used], dtype=torch.float64, device=device)
         numbers[0], numbers[1] = total, weight
         for bucket in self._buckets[self._next :]:
-            bucket.send(self.reduction)
-        last = self.world.sum(numbers, later=True)
+            bucket.send(self.world, self.reduction)
+        last = self.world.sum(numbers, "sum of the losses", later=True)
+        assert last is not None
         for bucket in self._buckets:
+            assert bucket.sending is not None
             self.world.until(bucket.sending)
             bucket.sending = None
         self.world.until(last)
-        self._give_out(numbers[3:])
+        self._next = 0
+        with self.world.within(last):
+            self._give_out(numbers[3:])
         return Sums(numbers[0], numbers[1], numbers[2])
 
     def _give_out(self, used: torch.Tensor) -> None:
@@ -173,7 +187,7 @@ class Ddp:
             # In one order on all ranks, whatever order their backwards come in.
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
                 with torch.no_grad():
-                    self._buckets[self._next].send(self.reduction)
+                    self._buckets[self._next].send(self.world, self.reduction)
                 self._next += 1
 
         return ready
@@ -193,7 +207,10 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:
         else:
             room = (_BUCKET_BYTES if groups else _FIRST_BYTES) - size
             groups.append([parameter])
-    return [_Bucket(number, group) for number, group in enumerate(groups)]
+    return [
+        _Bucket(number, group, f"sum of gradients, bucket {number + 1} of {len(groups)}")
+        for number, group in enumerate(groups)
+    ]
 
 
 def _matrix(view: torch.Tensor) -> tuple[int, int]:

@@ -85,7 +85,7 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x, counted, mean, divisor = ctx.saved_tensors
         both = torch.cat(gradients)
-        ctx.world.sum(both)
+        ctx.world.sum(both, "BatchNormalization's gradients")
         of_mean, of_variance = both.view(2, -1) / divisor
         inner = (x - _spread(mean, x, ctx.axis)) * _spread(2 * of_variance, x, ctx.axis)
         inner += _spread(of_mean, x, ctx.axis)
@@ -112,7 +112,7 @@ def _over_all(
     """The same of all ranks' parts together, in float64."""
     table = torch.zeros(world.size, 3, len(mean), dtype=torch.float64, device=mean.device)
     table[world.rank] = torch.stack([mean, squares, count])
-    world.sum(table)
+    world.sum(table, "BatchNormalization's statistics")
     means, deviations, counts = table.unbind(1)
     total = counts.sum(0)
     whole = (means * counts).sum(0) / total.clamp_min(1)

@@ -28,7 +28,7 @@ def check_replicas(model: nn.Module, world: World, when: str) -> None:
     if world.size == 1:
         return
     own = {name: digest_of(tensor) for name, tensor in weights_of(model).items()}
-    found = world.gather(own)
+    found = world.gather(own, f"comparison of the replicas, {when}")
     names = [set(digests) for digests in found]
     for rank, theirs in enumerate(names):
         if theirs != names[0]:

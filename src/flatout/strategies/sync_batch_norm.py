@@ -56,6 +56,11 @@ class SyncBatchNorm:
             # Past Keras' own __setattr__, which would track it as a part of the layer.
             vars(layer)["_moments"] = keras_moments(self, layer)
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether the model has any."""
+        return bool(self.layers or self.of_keras)
+
     @contextmanager
     def together(self, copies: int) -> Iterator[None]:
         """Within, all ranks run the same forward and backward, each on its part of a batch.
@@ -125,7 +130,7 @@ class _Normalised(torch.autograd.Function):
         of_bias = gradient.sum(ctx.dims)
         of_weight = (gradient * normal).sum(ctx.dims)
         both = torch.cat([of_bias, of_weight])
-        ctx.world.sum(both)
+        ctx.world.sum(both, "BatchNorm's gradients")
         sums = both.view(2, -1) / ctx.total
         factor = scale if weight is None else scale * weight
         inner = gradient - _spread(sums[0], x) - normal * _spread(sums[1], x)
@@ -148,7 +153,7 @@ def _over_all(
     table[world.rank, :channels] = mean
     table[world.rank, channels:-1] = variance
     table[world.rank, -1] = count
-    world.sum(table)
+    world.sum(table, "BatchNorm's statistics")
     means, variances, counts = table[:, :channels], table[:, channels:-1], table[:, -1:]
     total = counts.sum()
     whole = (means * counts).sum(0) / total

@@ -59,7 +59,7 @@ def evaluate(
                 tally.add(value, batch.size)
             if stopped():
                 return None
-        loss = mean_of(world.gather(tally.state_dict()))
+        loss = mean_of(world.gather(tally.state_dict(), "loss of an evaluation"))
         return {"loss": loss, **job.results(world)}
 
 

@@ -34,6 +34,7 @@ from flatout.train.ranks import agreed
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.state import FitState
+from flatout.train.stragglers import RankTimes
 
 if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
@@ -154,6 +155,7 @@ class Fit:
         state.history.startup_s = time.time() - psutil.Process().create_time()
         loop.timeline.reset()
         loop.timeline.start()
+        self._times = RankTimes(loop.world, loop.timeline, loop.pace)
 
     def _ranks_in_words(self) -> str:
         """How the work is shared out, such as "2 ranks x 1 CPU, ddp, global batch 64 = 2 x 32"."""
@@ -312,7 +314,7 @@ class Fit:
         self._schedule_epoch(logs)
         logs["seconds"] = time.perf_counter() - began
         state.history.epochs.append(logs)
-        state.history.notes.extend(loop.notes())
+        self._take_notes()
         self._call("on_epoch_end")
         loop.finish_epoch()
         state.step_in_epoch = 0
@@ -321,6 +323,13 @@ class Fit:
             self._checkpoint()
         if (signum := self._asked_to_stop()) is not None:
             self._interrupt(signum)
+
+    def _take_notes(self) -> None:
+        """What the user should know, of all ranks, and which of them is slow."""
+        notes = self.loop.notes()
+        if self.loop.world.size > 1:
+            notes = self._times.end_epoch(notes)
+        self.state.history.notes.extend(notes)
 
     def _results(self) -> dict[str, float]:
         """The metrics over what all ranks have trained on."""
@@ -340,12 +349,12 @@ class Fit:
 
     def _validate(self, source: Source, logs: dict[str, float]) -> None:
         """Add the `val_` figures; a stop signal ends it, and a resume begins it anew."""
-        start = time.perf_counter_ns()
+        start = self._now()
         before = random_state()
         # Of several ranks none may leave the others: they agree after the next step.
         alone = self.loop.world.size == 1
         found = self.trainer.evaluation(source, lambda: alone and self.signals.received is not None)
-        self.loop.timeline.add("evaluation", time.perf_counter_ns() - start)
+        self._add("evaluation", start)
         if found is None:
             assert self.signals.received is not None
             set_random_state(before)
@@ -369,12 +378,12 @@ class Fit:
     # -- checkpoints and stopping --------------------------------------------------------------
 
     def _checkpoint(self) -> str:
-        start = time.perf_counter_ns()
+        start = self._now()
         self.loop.check_numbers(self.compute)
         asked, self._asked = self._asked, []
         score = next((score for score in asked if score is not None), None)
         self._path = self.loop.save(self.state_dict(), score)
-        self.loop.timeline.add("saving", time.perf_counter_ns() - start)
+        self._add("saving", start)
         for callback in self.callbacks:
             callback.on_checkpoint(self.state, self._path)
         return self._path
@@ -409,6 +418,17 @@ class Fit:
         if prompt:
             raise KeyboardInterrupt
         raise Interrupted(signum, path)
+
+    def _now(self) -> tuple[int, int]:
+        """The clock, and how long this rank has waited for others, in ns."""
+        return time.perf_counter_ns(), self.loop.world.trail.waited
+
+    def _add(self, lane: str, start: tuple[int, int]) -> None:
+        """The time since then is of a lane; what of it was waiting for other ranks is sync."""
+        now, waited = (after - before for after, before in zip(self._now(), start, strict=True))
+        self.loop.timeline.add(lane, now - waited)
+        if waited:
+            self.loop.timeline.add("sync", waited)
 
     def _call(self, event: str) -> None:
         for callback in self.callbacks:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,9 +21,17 @@ from flatout.errors import NumbersError
 from flatout.models.keras_model import is_keras, watching
 from flatout.train.losses import Value
 from flatout.train.snapshot import untouched
+from flatout.world import ONE, LostRank, World
 
 EVERY = 50
 _SHOWN = 5
+# How much speaks for it that a rank's own part of a batch is the cause.
+_NOTHING_FOUND, _BAD_GRADIENT, _BAD_FORWARD, _BAD_SAMPLES = range(4)
+
+
+class _Found(NamedTuple):
+    lines: list[str]
+    suspicion: int
 
 
 def check_state(model: nn.Module, before: str) -> None:
@@ -93,6 +101,7 @@ def explain_bad_step(
     learning_rate: float,
     held_back: bool,
     pieces: int = 1,
+    world: World = ONE,
 ) -> NumbersError:
     """The error for a step whose gradients were not finite, with the cause where it can be found.
 
@@ -105,13 +114,25 @@ def explain_bad_step(
         learning_rate: at that step.
         held_back: the step did not reach the weights.
         pieces: micro-batches that the batch has to be split into to fit in memory.
+        world: the ranks that all look at their parts of this step.
+
+    Raises:
+        LostRank: of several ranks, on those whose part is not the cause.
     """
     lines = [f"step {step}, learning rate {learning_rate:g}"]
+    suspicion = _NOTHING_FOUND
     if batch is not None:
         bad = _bad_samples(batch)
         lines += bad or _samples_in(batch)
-        if held_back and not bad:
-            lines += _first_bad_value(model, compute, split(batch, pieces))
+        if bad:
+            suspicion = _BAD_SAMPLES
+        elif held_back:
+            found = _first_bad_value(model, compute, split(batch, pieces))
+            lines += found.lines
+            suspicion = found.suspicion
+    if world.size > 1:
+        lines[0] = f"rank {world.rank} of {world.size}, {lines[0]}"
+        _leave_it_to_the_culprit(world, suspicion, step)
     kept = "the weights are those before this step" if held_back else "the weights are damaged"
     lines.append(kept)
     return NumbersError(
@@ -120,6 +141,14 @@ def explain_bad_step(
         do="look at the named samples and module; a lower learning rate or clip_norm=1.0 helps "
         "where values grew too large",
     )
+
+
+def _leave_it_to_the_culprit(world: World, suspicion: int, step: int) -> None:
+    """The sums of all ranks are bad, but mostly by the part of one: it alone tells."""
+    found = world.gather(suspicion, "search for who made a step's gradients bad")
+    culprit = found.index(max(found))
+    if culprit != world.rank:
+        raise LostRank(f"step {step} is not finite by the part of rank {culprit}")
 
 
 def _bad_samples(batch: Batch) -> list[str]:
@@ -160,21 +189,23 @@ def _samples(batch: Batch, rows: list[int]) -> str:
 
 def _first_bad_value(
     model: nn.Module, compute: Callable[[Batch], Value], pieces: Sequence[Batch]
-) -> list[str]:
+) -> _Found:
     """Run the step's forward and backward again and say where the first bad value appears."""
     compiled, model._compiled_call_impl = model._compiled_call_impl, None
     try:
         with untouched(model):
             for piece in pieces:
-                found = _in_forward(model, compute, piece) or _in_backward(model)
-                if found:
-                    return [found]
+                if found := _in_forward(model, compute, piece):
+                    return _Found([found], _BAD_FORWARD)
+                if found := _in_backward(model):
+                    return _Found([found], _BAD_GRADIENT)
     except Exception as error:
-        return [f"running the step again failed: {error}"]
+        return _Found([f"running the step again failed: {error}"], _NOTHING_FOUND)
     finally:
         model._compiled_call_impl = compiled
         model.zero_grad()
-    return ["running the step again gave finite gradients: random draws may decide"]
+    words = "running the step again gave finite gradients: random draws may decide"
+    return _Found([words], _NOTHING_FOUND)
 
 
 def _in_forward(model: nn.Module, compute: Callable[[Batch], Value], batch: Batch) -> str | None:

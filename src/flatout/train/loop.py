@@ -57,6 +57,7 @@ from flatout.train.resume import (
 from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import set_random_state, untouched
 from flatout.train.step import Compute, Stepper
+from flatout.train.stragglers import Pace
 from flatout.train.tally import Tally
 from flatout.world import ONE, World, join, restarts
 from flatout.world import place as place_here
@@ -104,6 +105,7 @@ class Loop:
         batch_in_epoch: batches of this epoch that were taken up to the last step.
         resolved: how the steps run; None before `prepare`.
         lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
+        pace: of several ranks, what this one's steps take without waiting for others.
         restored_extra: after a resume, what was given to `save` as `extra`.
     """
 
@@ -157,6 +159,7 @@ class Loop:
         self._undo = ExitStack()
         self._world: World | None = None
         self._trial: RankTrial | None = None
+        self.pace = Pace(ONE.trail)
 
     @property
     def world(self) -> World:
@@ -257,8 +260,8 @@ class Loop:
         if place_here().world_size == 1:
             self._world = ONE
             return ONE
-        device = self._device_here()[0].type
-        self._world = join(device)
+        device, asked = self._device_here()[0].type, self.requested.world
+        self._world = join(device, asked.timeout, asked.patience)
         if not self._world.is_first:
             self.say = lambda line: None
         if device == "cpu":
@@ -321,6 +324,7 @@ class Loop:
         if self.world.size > 1:
             # Each rank has measured, all at the same time; what the first found holds for all.
             self.resolved = self.world.from_first(self.resolved)
+            self.pace = Pace(self.world.trail)
             samples = sum(self.world.gather(_samples_of(first)))
             self.stepper.train_with(
                 self.world, samples, reduction_of(self.resolved.world, self.world)
@@ -444,7 +448,8 @@ class Loop:
         """Train on one batch; returns whether that completed an optimiser step.
 
         Raises:
-            NumbersError: where gradients were not finite; the weights are those before the step.
+            NumbersError: where gradients were not finite; the weights are those before the step. Of
+            several ranks the one whose part of the batch is the cause raises it.
             OutOfMemory: where no allowed micro-batch fits.
         """
         if self.accumulate > 1:
@@ -479,8 +484,17 @@ class Loop:
         self.batch_in_epoch = self._taken
         self.tally.add(done.loss, done.weight)
         self.timeline.record(
-            start, fetch, copy, done.forward, done.backward, 0, done.optimiser, clock() - stepped
+            start,
+            fetch,
+            copy,
+            done.forward,
+            done.backward,
+            done.sync,
+            done.optimiser,
+            clock() - stepped,
         )
+        if self.stepper.world.size > 1:
+            self.pace.mark()
 
     def mean_loss(self) -> float:
         """Weighted mean loss of this epoch so far; waits for the device."""
@@ -568,6 +582,7 @@ class Loop:
             learning_rate=rate,
             held_back=self.stepper.update.gated,
             pieces=1 if culprit is None else pieces(culprit),
+            world=self.world,
         )
 
     # -- checkpoints -------------------------------------------------------------------------

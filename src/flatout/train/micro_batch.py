@@ -36,8 +36,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
-def smaller(model: nn.Module, pieces: int, size: int, step: int) -> int:
+def smaller(model: nn.Module, pieces: int, size: int, step: int, on_rank: str = "") -> int:
     """Into how many pieces to split after `pieces` did not fit: twice as many.
+
+    Args:
+        model: that is trained.
+        pieces: that did not fit.
+        size: samples of the batch, or of this rank's part of it.
+        step: number of the step, for messages.
+        on_rank: words for which rank of several this is.
 
     Raises:
         OutOfMemory: where splitting is not possible, or would change what is learned.
@@ -45,13 +52,14 @@ def smaller(model: nn.Module, pieces: int, size: int, step: int) -> int:
     where = f"step {step}, batch of {size} in {pieces} micro-batch(es)"
     if pieces >= size:
         raise OutOfMemory(
-            "memory ran out on a single sample",
+            f"memory ran out on a single sample{on_rank}",
             where=where,
             do="use a smaller model or input, or Memory(activation_checkpointing='on')",
         )
     if is_batch_coupled(model):
         raise OutOfMemory(
-            "memory ran out, and BatchNorm forbids splitting unasked: its statistics would change",
+            f"memory ran out{on_rank}, and BatchNorm forbids splitting unasked: its statistics "
+            "would change",
             where=where,
             do=f"set Memory(micro_batch={max(1, size // (2 * pieces))}) to accept that, lower "
             "batch_size, or use Memory(activation_checkpointing='on')",

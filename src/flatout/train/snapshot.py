@@ -57,6 +57,40 @@ def untouched(model: nn.Module, *, only_on_error: bool = False) -> Iterator[None
             surroundings.restore()
 
 
+class Moving:
+    """What a model's forward changes in place of its buffers, to be put back after it has failed.
+
+    At first all buffers are kept, then only those that were seen to change: most never do.
+
+    Args:
+        model: its buffers are watched, and of a Keras model what is not trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._watched = _changeable(model)
+        self._moving = self._watched
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._seen: list[int] | None = None
+
+    def keep(self) -> None:
+        """Before each forward that may fail."""
+        if not self._watched:
+            return
+        versions = [tensor._version for tensor in self._watched]
+        if self._seen is not None:
+            known = self._moving if self._moving is not self._watched else []
+            ids = {id(tensor) for tensor in known}
+            changed = zip(self._watched, versions, self._seen, strict=True)
+            self._moving = [t for t, now, was in changed if now != was or id(t) in ids]
+        self._seen = versions
+        self._kept = [(tensor, tensor.detach().clone()) for tensor in self._moving]
+
+    def put_back(self) -> None:
+        """After one has."""
+        for tensor, value in self._kept:
+            tensor.data.copy_(value)
+
+
 class Snapshot:
     """Weights, buffers, gradients, modes, optimiser state and random states at one moment.
 
@@ -92,10 +126,7 @@ class _Surroundings:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [(m._buffers, dict(m._buffers)) for m in model.modules()]
-        # Keras keeps statistics, seeds and states of layers as parameters that are not trained.
-        untrained = [p for p in _parameters(model) if not p.requires_grad and is_keras(model)]
-        kept = [*model.buffers(), *untrained]
-        self._values = [(tensor, _clone(tensor)) for tensor in kept]
+        self._values = [(tensor, _clone(tensor)) for tensor in _changeable(model)]
         self._attributes = [
             (m, {name: value for name, value in vars(m).items() if isinstance(value, _PLAIN)})
             for m in model.modules()
@@ -111,6 +142,12 @@ class _Surroundings:
             buffer.data.copy_(value)
         for module, attributes in self._attributes:
             vars(module).update(attributes)
+
+
+def _changeable(model: nn.Module) -> list[torch.Tensor]:
+    # Keras keeps statistics, seeds and states of layers as parameters that are not trained.
+    untrained = [p for p in _parameters(model) if not p.requires_grad and is_keras(model)]
+    return [*model.buffers(), *untrained]
 
 
 def _parameters(model: nn.Module) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ import torch
 
 from flatout.data.batch import Batch, split
 from flatout.errors import OutOfMemory
+from flatout.models.keras_model import is_keras
 from flatout.optim import LrScale, Update
 from flatout.optim.rates import scaled
 from flatout.strategies import Ddp, SyncBatchNorm, own_draws
@@ -25,12 +26,13 @@ from flatout.strategies.reductions import Beside, Reduction
 from flatout.train.losses import Value
 from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch
-from flatout.train.snapshot import untouched
+from flatout.train.snapshot import Moving, untouched
 from flatout.world import ONE, World
 
 Compute = Callable[[Batch], Value]
-# Mean loss, its weight, and the times of forward and backward in ns; the gradients are in place.
-_Found = tuple[torch.Tensor, torch.Tensor | float, int, int]
+# Mean loss, its weight, and the times of forward, backward and sync in ns; the gradients are in
+# place.
+_Found = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
 # Divides what is zero; any smaller and 1 / _TINY would not be finite in float32.
 _TINY = 1e-12
 
@@ -42,6 +44,7 @@ class Done(NamedTuple):
     weight: torch.Tensor | float
     forward: int
     backward: int
+    sync: int
     optimiser: int
 
 
@@ -79,6 +82,7 @@ class Stepper:
         self._ddp: Ddp | None = None
         self.reduction: Beside | None = None
         self._norms: SyncBatchNorm | None = None
+        self._moving: Moving | None = None
         self.update = Update(switch.optimizer, clip_norm=clip_norm, clip_value=clip_value)
         self.micro_batch = micro_batch
         self.pieces = 1
@@ -124,7 +128,8 @@ class Stepper:
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         if self.world.size > 1:
-            return self._with_others(compute, batches)
+            self.world.trail.step = step
+            return self._with_others(compute, batches, step)
         if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
             try:
                 return self._whole(compute, batches[0])
@@ -143,24 +148,67 @@ class Stepper:
         loss, weight = _mean(value, batch.size)
         middle = clock()
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), weight, middle - start, clock() - middle
+        return loss.detach(), weight, middle - start, clock() - middle, 0
 
-    def _with_others(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
-        """This rank's part: only the last piece's backward tells its gradients to other ranks."""
+    def _with_others(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
+        """This rank's part of the batch, then the sums of all."""
         with own_draws(self.world):
-            return self._parts(compute, batches)
+            return self._part_and_sums(compute, batches, step)
 
-    def _parts(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
-        assert self._norms is not None
+    def _part_and_sums(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
+        """The part in smaller pieces where memory runs out."""
         ddp = self._strategy()
+        before = self.world.trail.waited
+        while True:
+            if self._moving is not None:
+                self._moving.keep()
+            try:
+                total, weight, forward, backward = self._own_part(compute, batches, ddp)
+                break
+            except (RuntimeError, MemoryError) as error:
+                ddp.disarm()
+                if self._meets_in_compute and is_out_of_memory(error):
+                    raise OutOfMemory(
+                        f"memory ran out on rank {self.world.rank}, and ranks that meet within a "
+                        "step cannot take their parts of it again",
+                        where=f"step {step}, batch of {max(batch.size for batch in batches)}",
+                        do="set Memory(micro_batch=...), lower batch_size, or use "
+                        "Memory(activation_checkpointing='on')",
+                    ) from error
+                self._shrink(error, batches, step)
+                if self._moving is not None:
+                    self._moving.put_back()
+        start = clock()
+        if self.switch.device.type == "cuda":
+            # So that what is waited for from here on is other ranks, and not this one's backward.
+            torch.cuda.current_stream(self.switch.device).synchronize()
+        waited = self.world.trail.waited
+        sums = ddp.finish(total, weight, self.wants_to_stop)
+        self.stopping = bool(sums.votes)
+        waited = self.world.trail.waited - waited
+        self._divide(self.samples, sums.weight)
+        assert torch.is_tensor(total)
+        loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(total.dtype)
+        backward += clock() - start - waited
+        return loss, sums.weight, forward, backward, self.world.trail.waited - before
+
+    def _own_part(
+        self, compute: Compute, batches: Sequence[Batch], ddp: Ddp
+    ) -> tuple[torch.Tensor | float, torch.Tensor | float, int, int]:
+        """Sums of losses and weights, and times of forward and backward without waiting.
+
+        Only the last piece's backward tells its gradients to other ranks.
+        """
+        assert self._norms is not None
         pieces = [
             piece for batch in batches for piece in split(batch, self._pieces_on_all_ranks(batch))
         ]
+        trail = self.world.trail
         total: torch.Tensor | float = 0.0
         weight: torch.Tensor | float = 0.0
         forward = backward = 0
         for number, piece in enumerate(pieces):
-            start = clock()
+            start, begun = clock(), trail.waited
             with self._norms.together(piece.copies):
                 with self.switch.autocast():
                     part, part_weight = _sum(compute(piece), piece.size)
@@ -168,30 +216,24 @@ class Stepper:
                 scaled = part / (self.samples * piece.copies)
                 total = total + part.detach() / piece.copies
                 weight = weight + part_weight / piece.copies
-                middle = clock()
+                middle, waited = clock(), trail.waited
                 if self._scaler is not None:
                     scaled = self._scaler.scale(scaled)
                 if number + 1 == len(pieces):
                     ddp.arm(weight / self.samples, self._scaler)
                 scaled.backward()  # type: ignore[no-untyped-call]
-            forward += middle - start
-            backward += clock() - middle
-        start = clock()
-        sums = ddp.finish(total, weight, self.wants_to_stop)
-        self.stopping = bool(sums.votes)
-        self._divide(self.samples, sums.weight)
-        assert torch.is_tensor(total)
-        loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(total.dtype)
-        return loss, sums.weight, forward, backward + clock() - start
+            forward += middle - start - (waited - begun)
+            backward += clock() - middle - (trail.waited - waited)
+        return total, weight, forward, backward
 
     def _pieces_on_all_ranks(self, batch: Batch) -> int:
-        """Equally many on each, for what they compute may have collectives in it."""
+        """Equally many on each where what they compute has collectives in it."""
         wanted = pieces_for(batch.size, self.micro_batch) * self.pieces
-        if wanted == 1 and not isinstance(self.micro_batch, int):
-            return 1
+        if not self._meets_in_compute or not isinstance(self.micro_batch, int):
+            return wanted
         table = torch.zeros(2, self.world.size, dtype=torch.int64)
         table[:, self.world.rank] = torch.tensor([wanted, batch.size])
-        self.world.sum(table)
+        self.world.sum(table, "number of micro-batches")
         # No rank has fewer samples than pieces.
         return min(int(table[0].max()), int(table[1].min()))
 
@@ -209,6 +251,15 @@ class Stepper:
         """
         self.world, self.samples = world, max(1.0, samples)
         self.reduction = Beside(reduction, self.switch.device)
+        # Where an attempt may be taken again, what the model's forward changes is put back before.
+        self._moving = None
+        if self.micro_batch == "auto" and not self._meets_in_compute:
+            self._moving = Moving(self.switch.model)
+
+    @property
+    def _meets_in_compute(self) -> bool:
+        """Whether ranks wait for each other within forward: for BatchNorm, or losses of Keras."""
+        return (self._norms is not None and self._norms.has_layers) or is_keras(self.switch.model)
 
     @property
     def together(self) -> World:
@@ -273,7 +324,7 @@ class Stepper:
         self._divide(samples, weight)
         assert torch.is_tensor(total)
         loss = total / _not_zero(weight, total.dtype)
-        return loss, weight, forward, backward + clock() - start
+        return loss, weight, forward, backward + clock() - start, 0
 
     def _divide(self, samples: float, weight: torch.Tensor | float) -> None:
         """Gradients were divided by the sample count; make that the loss's own weight."""
@@ -309,16 +360,18 @@ class Stepper:
         if self.switch.device.type == "cuda":
             torch.cuda.empty_cache()
         largest = max(batch.size for batch in batches)
+        on_rank = f" on rank {self.world.rank}" if self.world.size > 1 else ""
         if self.micro_batch != "auto":
             raise OutOfMemory(
-                "memory ran out",
+                f"memory ran out{on_rank}",
                 where=f"step {step}, batch of {largest}, micro_batch={self.micro_batch!r}",
                 do="set Memory(micro_batch='auto'), which splits the batch until it fits, or "
                 "Memory(activation_checkpointing='on')",
             ) from error
-        self.pieces = smaller(self.switch.model, self.pieces, largest, step)
+        self.pieces = smaller(self.switch.model, self.pieces, largest, step, on_rank)
+        whose = "its part" if on_rank else "the batch"
         self.notes.append(
-            f"step {step}: memory ran out; the batch now runs in {self.pieces} micro-batches"
+            f"step {step}: memory ran out{on_rank}; {whose} now runs in {self.pieces} micro-batches"
         )
 
 

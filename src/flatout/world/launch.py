@@ -141,7 +141,13 @@ def _told(failures: Failures) -> int:
         r: f for r, f in failures.items() if f.exitcode not in (LostRank.code, -signal.SIGTERM)
     }
     among = culprits or failures
-    rank = min(among, key=lambda one: (not _was_killed(among[one]), among[one].timestamp, one))
+
+    def order(rank: int) -> tuple[bool, bool, int, int]:
+        one = among[rank]
+        # What the agent has ended itself says least.
+        return not _was_killed(one), one.exitcode == -signal.SIGTERM, one.timestamp, rank
+
+    rank = min(among, key=order)
     code = int(among[rank].exitcode)
     _say(f"{_ended(rank, among[rank])}; all ranks have ended")
     return code if code > 0 else 128 - code

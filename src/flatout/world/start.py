@@ -14,7 +14,7 @@ from typing import Any
 
 from flatout.errors import WorldError
 from flatout.world.place import place
-from flatout.world.world import LostRank
+from flatout.world.world import LostRank, is_first_to_fail
 
 # A rank that has lost another one lets that one speak and leave first: then whoever has started the
 # ranks ends this one.
@@ -29,7 +29,8 @@ def main(arguments: list[str]) -> None:
     try:
         _run(arguments)
     except LostRank as lost:
-        time.sleep(_POLITE_S)
+        if not lost.is_told:
+            time.sleep(_POLITE_S)
         print(f"flatout: rank {place().rank}: {lost.what}", file=sys.stderr)
         raise
 
@@ -65,8 +66,12 @@ def _watch_optimisers() -> None:
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(f"flatout: {place()} has failed:", file=sys.stderr)
-    sys.__excepthook__(kind, error, trace)
+    if is_first_to_fail():
+        print(f"flatout: {place()} has failed:", file=sys.stderr)
+        sys.__excepthook__(kind, error, trace)
+    else:
+        words = str(error).split("\n")[0]
+        print(f"flatout: {place()} has failed as well: {kind.__name__}: {words}", file=sys.stderr)
 
 
 if __name__ == "__main__":

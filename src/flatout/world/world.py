@@ -7,25 +7,60 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.errors import WorldError
 from flatout.world.place import ALONE, Place, place, restarts
+from flatout.world.trail import Trail, Waiting
+from flatout.world.watch import Watch
 
 if TYPE_CHECKING:
     import torch
 
-# How long a rank waits for the others: to come at the start, and in each collective.
+# How long a rank waits for the others to come at the start.
 _PATIENCE = timedelta(minutes=10)
+
+TIMEOUT_S = 600
+"""How long it waits for them in a collective, in seconds, if nobody says."""
+
+HANG_S = 30
+"""After how long in a collective it says who is missing, in seconds, if nobody says."""
 
 
 class LostRank(WorldError, SystemExit):
-    """Another rank has ended, or does not answer; this one leaves with a code of its own."""
+    """Another rank has ended, or does not answer; this one leaves with a code of its own.
+
+    Args:
+        what: happened.
+        is_told: whether the other one has been named: it has nothing to say itself.
+    """
 
     code = 75
+
+    def __init__(self, what: str, *, is_told: bool = False) -> None:
+        super().__init__(what)
+        self.is_told = is_told
+
+
+class Later(NamedTuple):
+    """A collective that has begun: `World.until` waits for its end.
+
+    Attributes:
+        work: torch's.
+        number: of the collective on this rank.
+    """
+
+    work: Any
+    number: int
+
+    def wait(self) -> None:
+        """Wait in a thread beside the rank's own, of which nobody takes note."""
+        self.work.wait()
 
 
 class Group(NamedTuple):
@@ -45,7 +80,8 @@ class Group(NamedTuple):
 class World:
     """The ranks of a job.
 
-    Every rank must call each collective, in the same order.
+    Every rank must call each collective, in the same order. Each takes words for what it is for:
+    they are told where a rank does not come to it.
 
     Args:
         place: of this rank.
@@ -54,10 +90,12 @@ class World:
         rank: of this process, from 0.
         size: how many ranks there are.
         place: with nodes and local ranks.
+        trail: the collectives so far.
     """
 
     def __init__(self, place: Place) -> None:
         self.place = place
+        self.trail = Trail()
         self.rank = place.rank
         self.size = place.world_size
 
@@ -66,50 +104,66 @@ class World:
         """Whether this rank is the one that prints and writes for all."""
         return self.rank == 0
 
-    def sum(self, tensor: torch.Tensor, *, later: bool = False) -> Any:
+    def sum(self, tensor: torch.Tensor, what: str = "", *, later: bool = False) -> Later | None:
         """Add up a tensor of all ranks, in place.
 
         Args:
             tensor: of the same shape and dtype on every rank.
-            later: return something to `wait()` for at once.
+            what: it is for.
+            later: return something to wait for with `until`, at once.
         """
         if self.size == 1:
             return None
         import torch.distributed as dist
 
-        with _together(self):
-            return dist.all_reduce(tensor, async_op=later)
+        number = self.trail.begin(what)
+        with _together(self, number):
+            work = dist.all_reduce(tensor, async_op=later)
+        return Later(work, number) if later else None
 
-    def until(self, work: Any) -> None:
-        """Wait for what `sum` began."""
-        with _together(self):
-            work.wait()
+    def begun(self, work: Any, what: str) -> Later:
+        """Take note of what all ranks have begun together, to wait for it with `until`.
 
-    def gather(self, value: Any) -> list[Any]:
+        Args:
+            work: has a `wait()`.
+            what: it is for.
+        """
+        return Later(work, self.trail.begin(what))
+
+    def until(self, later: Later) -> None:
+        """Wait for what was begun."""
+        with _together(self, later.number):
+            later.work.wait()
+
+    def within(self, later: Later) -> AbstractContextManager[None]:
+        """What happens inside belongs to a collective: on a GPU it is reading a sum that waits."""
+        return _together(self, later.number)
+
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         """Every rank's value, by rank: small things, for they are pickled."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
-        with _together(self):
+        with _together(self, self.trail.begin(what)):
             dist.all_gather_object(found, value)
         return found
 
-    def from_first(self, value: Any) -> Any:
+    def from_first(self, value: Any, what: str = "") -> Any:
         """Rank 0's value, on every rank."""
         if self.size == 1:
             return value
         import torch.distributed as dist
 
         found = [value]
-        with _together(self):
+        with _together(self, self.trail.begin(what)):
             dist.broadcast_object_list(found, src=0)
         return found[0]
 
-    def wait(self) -> None:
+    def wait(self, what: str = "") -> None:
         """Until all ranks have come here."""
-        self.gather(None)
+        self.gather(None, what)
 
     def among(self, *parts: Sequence[int]) -> Group | None:
         """A channel of its own for each part of the ranks; that of this rank's part, if any.
@@ -120,7 +174,8 @@ class World:
         if sets not in _groups:
             import torch.distributed as dist
 
-            with _together(self):
+            number = self.trail.begin("channels among parts of the ranks")
+            with _together(self, number):
                 made = [dist.new_group(list(part), timeout=_PATIENCE) for part in sets]
             own = [(part, one) for part, one in zip(sets, made, strict=True) if self.rank in part]
             _groups[sets] = next((Group(p, p.index(self.rank), one) for p, one in own), None)
@@ -135,15 +190,26 @@ class World:
 
 
 @contextmanager
-def _together(world: World) -> Iterator[None]:
-    """Say who is missing in words, where a collective fails."""
+def _together(world: World, number: int) -> Iterator[None]:
+    """Note where this rank waits, and say who is missing where a collective fails."""
+    trail = world.trail
+    outer, began = trail.waiting, clock()
+    trail.waiting = Waiting(number, began)
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, WorldError):
             raise
-        words = str(error).split("\n")[0].strip()
-        raise LostRank(f"another rank has ended or does not answer ({words})") from error
+        trail.is_lost = True
+        words = re.sub(r"^\[.*?\] ", "", str(error).split("\n")[0].strip())
+        blame = "" if _watch is None else _watch.blame()
+        raise LostRank(
+            f"{blame or 'another rank has ended or does not answer'} ({words})", is_told=bool(blame)
+        ) from error
+    finally:
+        trail.waiting = outer
+        if outer is None:
+            trail.waited += clock() - began
 
 
 ONE = World(ALONE)
@@ -151,18 +217,21 @@ ONE = World(ALONE)
 
 _joined: World | None = None
 _groups: dict[tuple[tuple[int, ...], ...], Group | None] = {}
+_watch: Watch | None = None
 
 
-def join(device: str = "cpu") -> World:
+def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = HANG_S) -> World:
     """The World of this process: with the ranks beside it that a launcher has started, if any.
 
     Args:
         device: "cpu" or "cuda", where tensors lie that ranks add up.
+        timeout_s: how long a collective may take, in seconds.
+        patience_s: after how long in one a rank says who is missing, in seconds.
 
     Raises:
         WorldError: the others do not come, or what the launcher says makes no sense.
     """
-    global _joined
+    global _joined, _watch
     if _joined is not None:
         return _joined
     here = place()
@@ -171,24 +240,35 @@ def join(device: str = "cpu") -> World:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        _meet(here, device)
+        _meet(here, device, timedelta(seconds=timeout_s))
         atexit.register(leave)
     _joined = World(here)
+    _watch = Watch(here, _joined.trail, patience_s)
+    _watch.start()
+    atexit.register(_watch.stop)
     return _joined
+
+
+def is_first_to_fail() -> bool:
+    """Whether no other rank of the job has failed before this one, as far as is known."""
+    return _watch is None or _watch.is_first_to_fail()
 
 
 def leave() -> None:
     """End this process' part in the World; ranks that go on without it will fail."""
-    global _joined
+    global _joined, _watch
     import torch.distributed as dist
 
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
     if dist.is_initialized():
         dist.destroy_process_group()
     _groups.clear()
     _joined = None
 
 
-def _meet(here: Place, device: str) -> None:
+def _meet(here: Place, device: str, timeout: timedelta) -> None:
     import torch.distributed as dist
 
     if here.nodes == 1:
@@ -210,7 +290,7 @@ def _meet(here: Place, device: str) -> None:
             store=dist.PrefixStore(f"flatout-{restarts()}", store),  # type: ignore[attr-defined]
             world_size=here.world_size,
             rank=here.rank,
-            timeout=_PATIENCE,
+            timeout=timeout,
         )
     except (RuntimeError, ValueError) as error:
         raise WorldError(

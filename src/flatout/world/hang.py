@@ -1,0 +1,122 @@
+"""A collective that does not end, in words: who has not come to it, and what that rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flatout.world.trail import named
+
+# Of so many missing ranks the stacks are shown.
+_STACKS = 4
+_RANKS = 8
+
+
+@dataclass
+class Stand:
+    """Where a rank stands, as it told itself, or as far as others know.
+
+    Attributes:
+        begun: how many collectives it has come to.
+        waiting: the number of the one that it is in, or None.
+        recent: (number, what it is for, step) of the latest.
+        process: which it is, for people.
+        state: what others found who looked at it, because it did not answer; empty where it did.
+        stack: of its main thread, as lines, where that is known.
+    """
+
+    begun: int = 0
+    waiting: int | None = None
+    recent: list[tuple[int, str, int]] = field(default_factory=list)
+    process: str = ""
+    state: str = ""
+    stack: list[str] = field(default_factory=list)
+
+    def at(self, number: int) -> str | None:
+        """What the collective of this number was for on this rank, without the step."""
+        return next((what for one, what, _ in self.recent if one == number), None)
+
+    def name(self, number: int) -> str:
+        """The same in words, with the step."""
+        return next(
+            (named(what, step) for one, what, step in self.recent if one == number),
+            f"collective {number}",
+        )
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What is known of a collective that does not end.
+
+    Attributes:
+        lines: for people.
+        blame: the same in half a sentence.
+        culprits: the ranks that the others wait for; empty where that is not known.
+    """
+
+    lines: list[str]
+    blame: str
+    culprits: tuple[int, ...]
+
+
+def explain(number: int, rank: int, stands: Mapping[int, Stand], seconds: float) -> Hang:
+    """Say who keeps a collective from ending.
+
+    Args:
+        number: of the collective.
+        rank: that waits in it, and tells.
+        stands: of all ranks.
+        seconds: how long it has waited.
+    """
+    name = stands[rank].name(number)
+    waited = f"rank {rank} has waited {seconds:.0f} s in {name}"
+    late = [one for one, stand in stands.items() if stand.begun < number]
+    # A rank that waits for another one itself is not what the others wait for.
+    missing = [one for one in late if stands[one].waiting is None or stands[one].state] or late
+    if missing:
+        blame = f"{_ranks(missing)} did not come to {name}"
+        return _told(f"{waited} for {_ranks(missing)}", blame, missing, stands)
+    silent = [one for one, stand in stands.items() if stand.state]
+    if silent:
+        blame = f"{_ranks(silent)} did not answer in {name}"
+        return _told(f"{waited}, and {_ranks(silent)} did not answer", blame, silent, stands)
+    own = stands[rank].at(number)
+    others = [one for one, stand in stands.items() if stand.at(number) not in (own, None)]
+    if others:
+        theirs = stands[others[0]].name(number)
+        first = (
+            f"{waited}, while {_ranks(others)} came to another collective: {theirs}. Every rank "
+            "must call the same ones, in the same order"
+        )
+        blame = f"rank {rank} was in {name}, rank {others[0]} in {theirs}"
+        return _told(first, blame, [rank, *others], stands)
+    first = f"{waited}; all ranks have come to it and answer: look at the network between them"
+    return Hang([first], f"{name} did not end, though all ranks had come to it", ())
+
+
+def _told(first: str, blame: str, culprits: Sequence[int], stands: Mapping[int, Stand]) -> Hang:
+    lines = [first]
+    for rank in culprits[:_STACKS]:
+        lines += _about(rank, stands[rank])
+    return Hang(lines, blame, tuple(culprits))
+
+
+def _about(rank: int, stand: Stand) -> list[str]:
+    who = f"rank {rank}" + (f" ({stand.process})" if stand.process else "")
+    if stand.waiting is not None and not stand.state:
+        does = f"waits in {stand.name(stand.waiting)}"
+    elif stand.begun:
+        does = f"was last in {stand.name(stand.begun)}"
+    else:
+        does = "has not been in a collective yet"
+    lines = [f"  {who} {stand.state + '; when it last told, it ' if stand.state else ''}{does}"]
+    if stand.stack:
+        lines += ["  its Python stack:", *(f"  {line}" for line in stand.stack)]
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_RANKS]))
+    return f"ranks {shown}" + (f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else "")

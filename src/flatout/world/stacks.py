@@ -1,0 +1,163 @@
+"""What a rank's process is doing: its Python stack, asked from within or from outside."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+# On this signal a process writes its stacks, whoever holds the interpreter. Nobody else uses it.
+_SIGNAL = signal.SIGRTMAX - 5
+_WRITES_WITHIN_S = 1.0
+_STATES = {
+    "T": "is stopped (SIGSTOP, or Ctrl-Z)",
+    "t": "is stopped by a debugger",
+    "D": "waits in the kernel, for a disk, a network file system or a driver",
+    "Z": "has ended",
+    "X": "has ended",
+}
+# Frames that every script has below its own.
+_LAUNCHING = ("flatout/world/start.py", "<frozen runpy>")
+_COLLECTIVES = "flatout/world/world.py"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, for those who ask about it.
+
+    Attributes:
+        pid: its number.
+        started: when it was started, in the kernel's ticks: tells it from a later one of its pid.
+        host: its host's name.
+        machine: the same for processes that see one another's numbers.
+        thread: ident of its main thread.
+        stacks: a file descriptor that its stacks are written to on a signal; -1 where it has none.
+    """
+
+    pid: int
+    started: int
+    host: str
+    machine: str
+    thread: int
+    stacks: int
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return f"process {self.pid} on host {self.host}"
+
+
+def this_process() -> Process:
+    """This one; from now on it writes its stacks when others on this machine ask."""
+    pid = os.getpid()
+    return Process(
+        pid=pid,
+        started=_stat(pid)[1],
+        host=socket.gethostname(),
+        machine=_machine(),
+        thread=threading.main_thread().ident or 0,
+        stacks=_answer_signals(),
+    )
+
+
+def own_stack() -> list[str]:
+    """The stack of this process' main thread as lines, outermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [] if frame is None else list(traceback.extract_stack(frame))
+    while frames and frames[0].filename.endswith(_LAUNCHING):
+        del frames[0]
+    # Of a collective that it waits in, nothing is said but who called it.
+    inside = (n for n, one in enumerate(frames) if one.filename.endswith(_COLLECTIVES))
+    del frames[next(inside, len(frames)) :]
+    return "".join(traceback.format_list(frames)).splitlines()
+
+
+def look_at(other: Process) -> tuple[str, list[str]]:
+    """What a process of this machine that does not answer is doing.
+
+    Returns:
+        its state in words, and the lines of its main thread's stack, if it can still write them.
+    """
+    state, started = _stat(other.pid)
+    if started != other.started:
+        return "has ended", []
+    if state in "Tt":
+        return f"{_STATES[state]}; kill -CONT {other.pid} lets it go on", []
+    if state in "ZX":
+        return _STATES[state], []
+    stack = _asked_by_signal(other)
+    if state == "D" and not stack:
+        return _STATES[state], []
+    return "does not answer: some code holds its interpreter", stack
+
+
+def _answer_signals() -> int:
+    if not hasattr(os, "memfd_create") or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+        return -1
+    # A file in memory: others read it through /proc, and it goes when the process does.
+    descriptor = os.memfd_create("flatout-stacks")
+    faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
+    return descriptor
+
+
+def _asked_by_signal(other: Process) -> list[str]:
+    if other.stacks < 0:
+        return []
+    path = Path(f"/proc/{other.pid}/fd/{other.stacks}")
+    try:
+        before = path.stat().st_size
+        os.kill(other.pid, _SIGNAL)
+        until = time.monotonic() + _WRITES_WITHIN_S
+        size = before
+        while time.monotonic() < until and (size == before or path.stat().st_size > size):
+            size = path.stat().st_size
+            time.sleep(0.05)
+        written = path.read_bytes()[before:].decode(errors="replace")
+    except OSError:
+        return []
+    return _main_thread(written, other.thread)
+
+
+def _main_thread(written: str, thread: int) -> list[str]:
+    """Of what faulthandler writes, the stack of one thread, outermost first as tracebacks are."""
+    for part in written.split("\n\n"):
+        head, *lines = part.strip().splitlines() or [""]
+        ident = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", head)
+        if ident is not None and int(ident[1], 16) == thread:
+            return _without_launching(lines[::-1])
+    return []
+
+
+def _without_launching(lines: Sequence[str]) -> list[str]:
+    kept = list(lines)
+    while kept and any(f'{name}"' in kept[0] for name in _LAUNCHING):
+        del kept[0]
+    return kept
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and start time of a process; https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return "X", 0
+
+
+def _machine() -> str:
+    """The same for processes that see one another in /proc."""
+    named = socket.gethostname()
+    with suppress(OSError):
+        named += Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        named += os.readlink("/proc/self/ns/pid")
+    return named

@@ -1,0 +1,249 @@
+"""A thread beside each rank that says who keeps the others waiting.
+
+At a slow beat each rank tells the job's store where it stands among the collectives. One that has
+waited too long in one asks all others for their Python stacks. Their watches answer, for it is not
+they who are stuck; of a rank whose watch does not answer, another one on its machine finds out what
+its process does. Then one rank prints what is known, and the job goes on waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from time import monotonic, sleep
+from time import perf_counter_ns as clock
+from typing import Any, NamedTuple
+
+from flatout.world.hang import Stand, explain
+from flatout.world.place import Place, restarts
+from flatout.world.stacks import Process, look_at, own_stack, this_process
+from flatout.world.trail import Trail, Waiting
+
+# How often a rank tells where it stands, at most and as a share of the patience.
+_BEAT_S, _SHARE = 5.0, 0.2
+# How many beats the others have to answer, before someone looks at their process, and until what
+# is known is told.
+_LOOK_AFTER, _TELL_AFTER = 2, 4
+_STORE_S = 10.0
+_LATEST = 16
+
+
+class _Question(NamedTuple):
+    """What this rank has asked all others, of a collective that it waits in."""
+
+    number: int
+    collective: int
+    since: int
+    due: float
+    is_told: bool = False
+
+
+class Watch:
+    """Looks after one rank, and tells of a collective that does not end.
+
+    Args:
+        here: the place of this rank.
+        trail: of this rank.
+        patience_s: how long it may wait in one collective before that is looked into, in seconds.
+    """
+
+    def __init__(self, here: Place, trail: Trail, patience_s: float) -> None:
+        self._here, self._trail, self._patience = here, trail, patience_s
+        self._beat = min(_BEAT_S, patience_s * _SHARE)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flatout-watch", daemon=True)
+        self._store: Any = None
+        self._process = this_process()
+        self._answered = 0
+        self._to_look: list[tuple[int, float]] = []
+        self._question: _Question | None = None
+        self._said: set[tuple[str | None, tuple[int, ...]]] = set()
+
+    def start(self) -> None:
+        """Begin; without a store that can be reached nothing is watched."""
+        with suppress(RuntimeError):
+            self._store = _store_of(self._here)
+            # Known before anything can go wrong, also to those who look at it from outside.
+            self._set(f"process/{self._here.rank}", asdict(self._process))
+            self._tell_where_it_stands()
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End, before the interpreter does: a thread in the store's C++ must not outlive it."""
+        was_over = self._over.is_set()
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * _STORE_S)
+        if self._store is not None and not was_over:
+            with suppress(RuntimeError):
+                self._leave()
+
+    def _leave(self) -> None:
+        """A store that this process keeps ends with it: first the other watches are told."""
+        left = self._store.add("left", 1)
+        if self._here.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        if hasattr(sys, "last_value"):
+            return  # it has failed, and the others are to know soon
+        self._set("over", True)
+        until = monotonic() + 2 * self._beat
+        while left < self._here.world_size and monotonic() < until:
+            sleep(0.02)
+            left = self._store.add("left", 0)
+
+    def blame(self) -> str:
+        """Who keeps the job from going on, in half a sentence; empty if that is not known."""
+        with suppress(RuntimeError):
+            if self._store is not None:
+                return str(self._get("blame") or "")
+        return ""
+
+    def is_first_to_fail(self) -> bool:
+        """Whether no other rank has failed before, or none that could tell."""
+        with suppress(RuntimeError):
+            if self._store is not None:
+                return int(self._store.add("failed", 1)) == 1
+        return True
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        # Where the store is gone the job is at its end, and that is told by others.
+        with suppress(RuntimeError, OSError):
+            while not self._over.wait(self._beat):
+                if self._store.check(["over"]):
+                    self._store.add("left", 1)
+                    self._over.set()
+                    return
+                self._tell_where_it_stands()
+                self._answer()
+                self._look_at_neighbours()
+                self._mind_own_waiting()
+
+    def _tell_where_it_stands(self) -> None:
+        self._set(f"stand/{self._here.rank}", asdict(self._stand()))
+
+    def _stand(self) -> Stand:
+        trail = self._trail
+        waiting = trail.waiting
+        return Stand(
+            begun=trail.begun,
+            waiting=None if waiting is None else waiting.number,
+            recent=list(trail.recent)[-_LATEST:],
+            process=self._process.words,
+        )
+
+    def _answer(self) -> None:
+        asked = self._store.add("asked", 0)
+        while self._answered < asked:
+            self._answered += 1
+            stand = self._stand()
+            stand.stack = own_stack()
+            self._set(f"answer/{self._answered}/{self._here.rank}", asdict(stand))
+            self._to_look.append((self._answered, monotonic() + _LOOK_AFTER * self._beat))
+
+    def _look_at_neighbours(self) -> None:
+        """The lowest rank of a machine that answers looks at those there that do not."""
+        while self._to_look and self._to_look[0][1] <= monotonic():
+            question, _ = self._to_look.pop(0)
+            silent = []
+            for rank in range(self._here.world_size):
+                known = self._get(f"process/{rank}")
+                if known is None or known["machine"] != self._process.machine:
+                    continue
+                if not self._store.check([f"answer/{question}/{rank}"]):
+                    silent.append((rank, Process(**known)))
+                elif rank < self._here.rank:
+                    return
+            for rank, process in silent:
+                self._set(f"seen/{question}/{rank}", look_at(process))
+
+    def _mind_own_waiting(self) -> None:
+        waiting, question = self._trail.waiting, self._question
+        if question is not None:
+            if waiting is None or waiting.number != question.collective:
+                self._take_back(question)
+            elif not question.is_told and monotonic() >= question.due:
+                self._tell(question)
+        elif waiting is not None and self._is_to_tell(waiting) and self._take_the_word():
+            due = monotonic() + _TELL_AFTER * self._beat
+            number = self._store.add("asked", 1)
+            self._question = _Question(number, waiting.number, waiting.since, due)
+
+    def _is_to_tell(self, waiting: Waiting) -> bool:
+        """Whether patience has ended; a lower rank that waits in the same has some beats more."""
+        late = (clock() - waiting.since) / 1e9 - self._patience
+        if late <= 0 or late > _LOOK_AFTER * self._beat:
+            return late > 0
+        stands = (self._get(f"stand/{rank}") for rank in range(self._here.rank))
+        return not any(stand and stand["waiting"] == waiting.number for stand in stands)
+
+    def _take_the_word(self) -> bool:
+        me = str(self._here.rank)
+        return bool(self._store.compare_set("teller", "", me) == me.encode())
+
+    def _tell(self, question: _Question) -> None:
+        stands = {rank: self._stand_of(rank, question) for rank in range(self._here.world_size)}
+        seconds = (clock() - question.since) / 1e9
+        hang = explain(question.collective, self._here.rank, stands, seconds)
+        kind = stands[self._here.rank].at(question.collective), hang.culprits
+        # What was told before is told in short: a callback of rank 0 that takes long each epoch.
+        _say(hang.lines[:1] if kind in self._said else hang.lines)
+        self._said.add(kind)
+        self._set("blame", hang.blame)
+        self._question = question._replace(is_told=True)
+
+    def _stand_of(self, rank: int, question: _Question) -> Stand:
+        answer = self._get(f"answer/{question.number}/{rank}")
+        if answer is not None:
+            return Stand(**answer)
+        stand = Stand(**(self._get(f"stand/{rank}") or {}))
+        process, seen = self._get(f"process/{rank}"), self._get(f"seen/{question.number}/{rank}")
+        if process is not None:
+            stand.process = Process(**process).words
+        if seen is not None:
+            stand.state, stand.stack = seen
+        elif process is not None:
+            stand.state = f"does not answer, nor does another rank on host {process['host']}"
+        else:
+            stand.state = "has not joined the others"
+        return stand
+
+    def _take_back(self, question: _Question) -> None:
+        """The collective is over, or has failed; then the error tells."""
+        if question.is_told and not self._trail.is_lost:
+            seconds = (clock() - question.since) / 1e9
+            _say([f"all have come after {seconds:.0f} s, and the job goes on"])
+            self._set("blame", "")
+        if not self._trail.is_lost:
+            self._store.compare_set("teller", str(self._here.rank), "")
+        self._question = None
+
+    def _set(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def _get(self, key: str) -> Any:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _store_of(here: Place) -> Any:
+    """The job's store, by a connection of its own: one that waits would hold up the ranks'."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        here.address,
+        here.port,
+        is_master=False,
+        timeout=timedelta(seconds=_STORE_S),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(f"flatout-watch-{restarts()}", store)  # type: ignore[attr-defined]
+
+
+def _say(lines: list[str]) -> None:
+    print("\n".join(f"flatout: {line}" for line in lines), file=sys.stderr, flush=True)

@@ -1,0 +1,89 @@
+"""Who keeps a collective from ending, from what all ranks have told."""
+
+import pytest
+
+from flatout.world.hang import Stand, explain
+from flatout.world.trail import Trail
+
+SUM, GATHER = "sum of gradients", "loss of an evaluation"
+
+
+def stand(begun, waiting=None, *, last=SUM, state="", stack=()):
+    recent = [(number, SUM, number) for number in range(1, begun)] + [(begun, last, begun)]
+    return Stand(begun, waiting, recent, f"process {begun}", state, list(stack))
+
+
+def test_the_rank_that_has_not_come_is_named_with_its_stack():
+    stands = {0: stand(9, 8), 1: stand(7, stack=['  File "train.py", line 3, in load'])}
+    hang = explain(8, 0, stands, 31.4)
+    assert hang.culprits == (1,)
+    assert hang.blame == "rank 1 did not come to sum of gradients, step 8"
+    assert hang.lines == [
+        "rank 0 has waited 31 s in sum of gradients, step 8 for rank 1",
+        "  rank 1 (process 7) was last in sum of gradients, step 7",
+        "  its Python stack:",
+        '    File "train.py", line 3, in load',
+    ]
+
+
+def test_a_rank_that_waits_for_the_missing_one_itself_is_not_blamed():
+    stands = {0: stand(8, 8), 1: stand(7, 7), 2: stand(6)}
+    assert explain(8, 0, stands, 31).culprits == (2,)
+
+
+def test_a_rank_that_waits_elsewhere_is_blamed_where_nobody_else_can_be():
+    hang = explain(8, 0, {0: stand(8, 8), 1: stand(7, 7, last=GATHER)}, 31)
+    assert hang.culprits == (1,)
+    assert "rank 1 (process 7) waits in loss of an evaluation, step 7" in hang.lines[1]
+
+
+def test_other_collectives_are_named_with_both_places():
+    stands = {0: stand(8, 8, stack=["  here"]), 1: stand(8, 8, last=GATHER, stack=["  there"])}
+    hang = explain(8, 0, stands, 31)
+    assert hang.culprits == (0, 1)
+    assert "while rank 1 came to another collective: loss of an evaluation" in hang.lines[0]
+    assert hang.lines.count("  its Python stack:") == 2
+
+
+def test_a_rank_that_came_and_does_not_answer():
+    stands = {0: stand(8, 8), 1: stand(8, 8, state="is stopped")}
+    hang = explain(8, 0, stands, 31)
+    assert hang.lines[0].endswith("and rank 1 did not answer")
+    assert "rank 1 (process 8) is stopped; when it last told, it was last in" in hang.lines[1]
+
+
+def test_a_rank_that_never_told_anything():
+    hang = explain(8, 0, {0: stand(8, 8), 1: Stand(state="has not joined the others")}, 31)
+    assert "rank 1 has not joined the others" in hang.lines[1]
+
+
+def test_all_have_come_so_it_is_the_network():
+    hang = explain(8, 1, {0: stand(8, 8), 1: stand(9, 8)}, 31)
+    assert hang.culprits == ()
+    assert "look at the network" in hang.lines[0]
+
+
+def test_of_many_missing_ranks_some_are_shown():
+    stands = {0: stand(8, 8)} | {rank: stand(3, stack=["  here"]) for rank in range(1, 13)}
+    hang = explain(8, 0, stands, 31)
+    assert hang.lines[0].endswith("for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more")
+    assert hang.lines.count("  its Python stack:") == 4
+
+
+def test_a_collective_without_words_is_called_by_the_line_that_calls():
+    trail = Trail()
+    assert trail.begin("") == 1
+    number, what, step = trail.recent[0]
+    assert (number, step) == (1, 0)
+    assert what.startswith("test_a_collective_without_words_is_called_by_the_line_that_calls (")
+    assert "test_world_hang.py:" in what
+
+
+@pytest.mark.parametrize("count", [1, 200])
+def test_a_trail_keeps_the_latest(count):
+    trail = Trail()
+    for number in range(count):
+        trail.begin(f"sum {number}")
+    assert trail.begun == count
+    assert trail.recent[-1][:2] == (count, f"sum {count - 1}")
+    assert len(trail.recent) <= 64

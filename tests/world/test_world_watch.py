@@ -1,0 +1,128 @@
+"""The watches of several ranks, on a store of their own."""
+
+import json
+import time
+from dataclasses import asdict, replace
+from time import perf_counter_ns as clock
+
+import pytest
+import torch.distributed as dist
+from world_ranks import free_port
+
+from flatout.world.place import Place
+from flatout.world.stacks import this_process
+from flatout.world.trail import Trail, Waiting
+from flatout.world.watch import Watch
+
+PATIENCE_S = 0.2
+
+
+@pytest.fixture
+def store():
+    port = free_port()
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def watches(store):
+    """Makes the watch of each rank but those that are named, all with their trails."""
+    made = []
+
+    def make(size, absent=()):
+        trails = [Trail() for _ in range(size)]
+        for rank in set(range(size)) - set(absent):
+            place = Place(rank, size, rank, size, address="127.0.0.1", port=store.port)
+            made.append(Watch(place, trails[rank], PATIENCE_S))
+            made[-1].start()
+        return made, trails
+
+    yield make
+    for watch in made:
+        watch.stop()
+
+
+def come(trail, what):
+    trail.waiting = Waiting(trail.begin(what), clock())
+
+
+def said(capsys, words, within_s=20.0):
+    """What was printed, once that has `words` in it."""
+    text, until = "", time.monotonic() + within_s
+    while words not in text:
+        assert time.monotonic() < until, text
+        time.sleep(0.02)
+        text += capsys.readouterr().err
+    return text
+
+
+def test_the_lowest_rank_that_waits_tells_once_and_says_when_it_is_over(watches, capsys):
+    made, trails = watches(3)
+    for trail in trails[:2]:
+        come(trail, "my sum")
+    text = said(capsys, "rank 2 (process")
+    time.sleep(5 * PATIENCE_S)
+    text += capsys.readouterr().err
+    assert text.count("has waited") == 1
+    assert "flatout: rank 0 has waited" in text
+    assert "in my sum for rank 2" in text
+    assert "has not been in a collective yet" in text
+    # The stack is that of the process' main thread, here.
+    assert "test_the_lowest_rank_that_waits_tells_once" in text
+    assert [watch.blame() for watch in made] == ["rank 2 did not come to my sum"] * 3
+    for trail in trails[:2]:
+        trail.waiting = None
+    said(capsys, "and the job goes on")
+    # The word is free again, and what was told before is told in short.
+    for trail in trails[:2]:
+        come(trail, "my sum")
+    text = said(capsys, "has waited")
+    assert "process" not in text
+
+
+def test_a_collective_that_failed_is_not_said_to_be_over(watches, capsys):
+    made, trails = watches(2)
+    come(trails[1], "my sum")
+    said(capsys, "for rank 0")
+    trails[1].is_lost, trails[1].waiting = True, None
+    time.sleep(3 * PATIENCE_S)
+    assert "goes on" not in capsys.readouterr().err
+    assert made[0].blame() == "rank 0 did not come to my sum"
+
+
+def test_short_waits_are_nobodys_business(watches, capsys):
+    _, trails = watches(2)
+    for _ in range(10):
+        come(trails[0], "my sum")
+        time.sleep(PATIENCE_S / 3)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_host_that_does_not_answer(watches, store, capsys):
+    process = replace(this_process(), machine="elsewhere", host="far", pid=7)
+    theirs = dist.PrefixStore("flatout-watch-0", store)
+    theirs.set("process/1", json.dumps(asdict(process)))
+    _, trails = watches(2, absent=[1])
+    come(trails[0], "my sum")
+    text = said(capsys, "rank 1 (process 7 on host far)")
+    assert "does not answer, nor does another rank on host far" in text
+
+
+def test_a_rank_that_never_joined(watches, capsys):
+    _, trails = watches(2, absent=[1])
+    come(trails[0], "my sum")
+    assert "rank 1 has not joined the others" in said(capsys, "  rank 1 ")
+
+
+def test_one_rank_fails_first(watches):
+    made, _ = watches(3)
+    assert [watch.is_first_to_fail() for watch in made] == [True, False, False]
+
+
+def test_without_a_store_nothing_is_watched(monkeypatch):
+    monkeypatch.setattr("flatout.world.watch._STORE_S", 0.2)
+    place = Place(0, 2, 0, 2, address="127.0.0.1", port=free_port())
+    watch = Watch(place, Trail(), PATIENCE_S)
+    watch.start()
+    assert watch.is_first_to_fail()
+    assert watch.blame() == ""
+    watch.stop()
