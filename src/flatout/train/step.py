@@ -10,7 +10,8 @@ A batch that does not fit in memory is taken again in smaller pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter_ns as clock
 from typing import NamedTuple
 
@@ -118,7 +119,8 @@ class Stepper:
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         if self.world.size > 1:
-            return self._with_others(compute, batches)
+            with self._all_together():
+                return self._with_others(compute, batches)
         if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
             try:
                 return self._whole(compute, batches[0])
@@ -141,11 +143,6 @@ class Stepper:
 
     def _with_others(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
         """This rank's part: only the last piece's backward tells its gradients to other ranks."""
-        with own_draws(self.world):
-            return self._parts(compute, batches)
-
-    def _parts(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
-        assert self._norms is not None
         ddp = self._strategy()
         pieces = [
             piece for batch in batches for piece in split(batch, self._pieces_on_all_ranks(batch))
@@ -154,18 +151,19 @@ class Stepper:
         weight: torch.Tensor | float = 0.0
         forward = backward = 0
         for number, piece in enumerate(pieces):
+            if self._norms is not None:
+                self._norms.copies = piece.copies
             start = clock()
-            with self._norms.together(piece.copies):
-                with self.switch.autocast():
-                    part, part_weight = _sum(compute(piece), piece.size)
-                # What several ranks have computed counts once.
-                scaled = part / (self.samples * piece.copies)
-                middle = clock()
-                if self._scaler is not None:
-                    scaled = self._scaler.scale(scaled)
-                if number + 1 == len(pieces):
-                    ddp.arm()
-                scaled.backward()  # type: ignore[no-untyped-call]
+            with self.switch.autocast():
+                part, part_weight = _sum(compute(piece), piece.size)
+            # What several ranks have computed counts once.
+            scaled = part / (self.samples * piece.copies)
+            middle = clock()
+            if self._scaler is not None:
+                scaled = self._scaler.scale(scaled)
+            if number + 1 == len(pieces):
+                ddp.arm()
+            scaled.backward()  # type: ignore[no-untyped-call]
             total = total + part.detach() / piece.copies
             weight = weight + part_weight / piece.copies
             forward += middle - start
@@ -179,15 +177,22 @@ class Stepper:
         return loss, sums.weight, forward, backward + clock() - start
 
     def _pieces_on_all_ranks(self, batch: Batch) -> int:
-        """Equally many on each, for what they compute may have collectives in it."""
+        """Into how many: equally many on each, since BatchNorm shares what each piece has."""
         wanted = pieces_for(batch.size, self.micro_batch) * self.pieces
-        if wanted == 1 and not isinstance(self.micro_batch, int):
-            return 1
+        if not isinstance(self.micro_batch, int):
+            return wanted
         table = torch.zeros(2, self.world.size, dtype=torch.int64)
         table[:, self.world.rank] = torch.tensor([wanted, batch.size])
         self.world.sum(table)
         # No rank has fewer samples than pieces.
         return min(int(table[0].max()), int(table[1].min()))
+
+    @contextmanager
+    def _all_together(self) -> Iterator[None]:
+        """Within, all ranks run the same forward and backward, and draw each their own numbers."""
+        assert self._norms is not None
+        with own_draws(self.world), self._norms.together():
+            yield
 
     def meet(self, world: World) -> None:
         """Let BatchNorm layers take any part of a batch, before steps are those of all ranks."""
