@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
+from flatout.strategies.reductions.all_reduce import AllReduce
 from flatout.train.compute import build_compute
 from flatout.train.losses import as_loss
 from flatout.train.settings import Switch
@@ -35,9 +36,23 @@ class NextToNobody(World):
         self.late_s, self.names = late_s, []
 
     def sum(self, tensor, what="", *, later=False):
-        self.names.append(what)
         begun = self.begun(Sum(self.late_s), what)
         return begun if later else self.until(begun)
+
+    def begun(self, work, what):
+        self.names.append(what)
+        return super().begun(work, what)
+
+
+class Named(AllReduce):
+    """Adds up as the world does."""
+
+    def __init__(self, world):
+        super().__init__(None)
+        self.world = world
+
+    def begin(self, flat):
+        return Sum(self.world.late_s)
 
 
 class Limited(nn.Module):
@@ -74,7 +89,8 @@ def data(size=10):
 
 def step(model, world, given, steps=1, **options):
     stepper = Stepper(Switch(model, torch.optim.SGD(model.parameters(), lr=1.0), CPU), **options)
-    stepper.train_with(world, given.size)
+    stepper.meet(world)
+    stepper.train_with(world, given.size, Named(world))
     compute = build_compute(model, as_loss("cross_entropy"), (), unweighted=False)
     try:
         return [stepper(compute, [given], number) for number in range(7, 7 + steps)][-1], stepper

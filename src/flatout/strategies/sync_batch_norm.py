@@ -62,13 +62,9 @@ class SyncBatchNorm:
         return bool(self.layers or self.of_keras)
 
     @contextmanager
-    def together(self, copies: int) -> Iterator[None]:
-        """Within, all ranks run the same forward and backward, each on its part of a batch.
-
-        Args:
-            copies: how many ranks have this very batch; 1 where each has samples of its own.
-        """
-        self.world, self.copies = self._all, copies
+    def together(self) -> Iterator[None]:
+        """Within, all ranks run the same forward and backward, each on its part of a batch."""
+        self.world = self._all
         try:
             yield
         finally:

@@ -10,7 +10,8 @@ A batch that does not fit in memory is taken again in smaller pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter_ns as clock
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 
 from flatout.data.batch import Batch, split
 from flatout.errors import OutOfMemory
+from flatout.models import is_batch_coupled
 from flatout.models.keras_model import is_keras
 from flatout.optim import LrScale, Update
 from flatout.optim.rates import scaled
@@ -129,7 +131,8 @@ class Stepper:
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         if self.world.size > 1:
             self.world.trail.step = step
-            return self._with_others(compute, batches, step)
+            with self._all_together():
+                return self._with_others(compute, batches, step)
         if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
             try:
                 return self._whole(compute, batches[0])
@@ -151,12 +154,7 @@ class Stepper:
         return loss.detach(), weight, middle - start, clock() - middle, 0
 
     def _with_others(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
-        """This rank's part of the batch, then the sums of all."""
-        with own_draws(self.world):
-            return self._part_and_sums(compute, batches, step)
-
-    def _part_and_sums(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
-        """The part in smaller pieces where memory runs out."""
+        """This rank's part of the batch, in smaller pieces where memory runs out, then all sums."""
         ddp = self._strategy()
         before = self.world.trail.waited
         while True:
@@ -167,14 +165,6 @@ class Stepper:
                 break
             except (RuntimeError, MemoryError) as error:
                 ddp.disarm()
-                if self._meets_in_compute and is_out_of_memory(error):
-                    raise OutOfMemory(
-                        f"memory ran out on rank {self.world.rank}, and ranks that meet within a "
-                        "step cannot take their parts of it again",
-                        where=f"step {step}, batch of {max(batch.size for batch in batches)}",
-                        do="set Memory(micro_batch=...), lower batch_size, or use "
-                        "Memory(activation_checkpointing='on')",
-                    ) from error
                 self._shrink(error, batches, step)
                 if self._moving is not None:
                     self._moving.put_back()
@@ -208,26 +198,26 @@ class Stepper:
         weight: torch.Tensor | float = 0.0
         forward = backward = 0
         for number, piece in enumerate(pieces):
+            self._norms.copies = piece.copies
             start, begun = clock(), trail.waited
-            with self._norms.together(piece.copies):
-                with self.switch.autocast():
-                    part, part_weight = _sum(compute(piece), piece.size)
-                # What several ranks have computed counts once.
-                scaled = part / (self.samples * piece.copies)
-                total = total + part.detach() / piece.copies
-                weight = weight + part_weight / piece.copies
-                middle, waited = clock(), trail.waited
-                if self._scaler is not None:
-                    scaled = self._scaler.scale(scaled)
-                if number + 1 == len(pieces):
-                    ddp.arm(weight / self.samples, self._scaler)
-                scaled.backward()  # type: ignore[no-untyped-call]
+            with self.switch.autocast():
+                part, part_weight = _sum(compute(piece), piece.size)
+            # What several ranks have computed counts once.
+            scaled = part / (self.samples * piece.copies)
+            total = total + part.detach() / piece.copies
+            weight = weight + part_weight / piece.copies
+            middle, waited = clock(), trail.waited
+            if self._scaler is not None:
+                scaled = self._scaler.scale(scaled)
+            if number + 1 == len(pieces):
+                ddp.arm(weight / self.samples, self._scaler)
+            scaled.backward()  # type: ignore[no-untyped-call]
             forward += middle - start - (waited - begun)
             backward += clock() - middle - (trail.waited - waited)
         return total, weight, forward, backward
 
     def _pieces_on_all_ranks(self, batch: Batch) -> int:
-        """Equally many on each where what they compute has collectives in it."""
+        """Into how many: equally many on each where what they compute has collectives in it."""
         wanted = pieces_for(batch.size, self.micro_batch) * self.pieces
         if not self._meets_in_compute or not isinstance(self.micro_batch, int):
             return wanted
@@ -236,6 +226,13 @@ class Stepper:
         self.world.sum(table, "number of micro-batches")
         # No rank has fewer samples than pieces.
         return min(int(table[0].max()), int(table[1].min()))
+
+    @contextmanager
+    def _all_together(self) -> Iterator[None]:
+        """Within, all ranks run the same forward and backward, and draw each their own numbers."""
+        assert self._norms is not None
+        with own_draws(self.world), self._norms.together():
+            yield
 
     def meet(self, world: World) -> None:
         """Let BatchNorm layers take any part of a batch, before steps are those of all ranks."""
@@ -253,7 +250,7 @@ class Stepper:
         self.reduction = Beside(reduction, self.switch.device)
         # Where an attempt may be taken again, what the model's forward changes is put back before.
         self._moving = None
-        if self.micro_batch == "auto" and not self._meets_in_compute:
+        if self.micro_batch == "auto" and not is_batch_coupled(self.switch.model):
             self._moving = Moving(self.switch.model)
 
     @property
@@ -366,6 +363,14 @@ class Stepper:
                 f"memory ran out{on_rank}",
                 where=f"step {step}, batch of {largest}, micro_batch={self.micro_batch!r}",
                 do="set Memory(micro_batch='auto'), which splits the batch until it fits, or "
+                "Memory(activation_checkpointing='on')",
+            ) from error
+        if on_rank and is_keras(self.switch.model):
+            raise OutOfMemory(
+                f"memory ran out{on_rank}, and Keras' losses may meet those of other ranks within a "
+                "step, so that none can take its part again",
+                where=f"step {step}, batch of {largest}",
+                do=f"set Memory(micro_batch={max(1, largest // 2)}), lower batch_size, or use "
                 "Memory(activation_checkpointing='on')",
             ) from error
         self.pieces = smaller(self.switch.model, self.pieces, largest, step, on_rank)
