@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from flatout.data.batch import Batch, split
-from flatout.errors import OutOfMemory
+from flatout.errors import DataError, OutOfMemory
+from flatout.models.sample_dropout import SampleDropout
 from flatout.optim import Update
 from flatout.strategies import Ddp, SyncBatchNorm
 from flatout.train.losses import Value
@@ -51,6 +52,7 @@ class Stepper:
         clip_norm: largest total gradient norm, or None.
         clip_value: largest absolute gradient element, or None.
         micro_batch: "auto" (split only when memory runs out), "whole", or samples per micro-batch.
+        dropout: keys dropout by sample, where that was asked for.
         world: the ranks that train together, each on its part of the batch.
 
     Attributes:
@@ -66,9 +68,11 @@ class Stepper:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         micro_batch: str | int = "whole",
+        dropout: SampleDropout | None = None,
         world: World = ONE,
     ) -> None:
         self.switch = switch
+        self.dropout = dropout
         self.world = world
         self.wants_to_stop = self.stopping = False
         self.samples = 1.0
@@ -102,12 +106,16 @@ class Stepper:
         Args:
             compute: forward and loss of one (micro-)batch.
             batches: on the device already.
-            step: number of the step, for messages.
+            step: number of the step, for messages and for what is drawn.
 
         Raises:
             OutOfMemory: where the batch cannot be split further, or only by changing learning.
         """
-        found = self._gradients(compute, batches, step)
+        if self.dropout is None:
+            found = self._gradients(compute, batches, step)
+        else:
+            with self.dropout.step(step):
+                found = self._gradients(compute, batches, step)
         start = clock()
         # Here weights change: an error is no longer a reason to take the step again.
         if self._scaler is None:
@@ -128,6 +136,8 @@ class Stepper:
 
     def _whole(self, compute: Compute, batch: Batch) -> _Found:
         """The common case: one batch, one piece."""
+        if self.dropout is not None:
+            self.dropout.at(batch.start, batch.size)
         start = clock()
         if self._use_autocast:
             with self.switch.autocast():
@@ -142,9 +152,14 @@ class Stepper:
     def _with_others(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
         """This rank's part: only the last piece's backward tells its gradients to other ranks."""
         ddp = self._strategy()
+        if self.dropout is not None and not all(batch.whole for batch in batches):
+            raise DataError(
+                "dropout by sample wants to know where in the batch of all ranks these samples are",
+                do="take batches from Loop.batches, or give Batch its `start` and `whole`",
+            )
         pieces = [
             piece
-            for batch in batches
+            for batch in placed(batches)
             for piece in split(batch, pieces_for(batch.size, self.micro_batch) * self.pieces)
         ]
         total: torch.Tensor | float = 0.0
@@ -153,6 +168,8 @@ class Stepper:
         for number, piece in enumerate(pieces):
             if self._norms is not None:
                 self._norms.copies = piece.copies
+            if self.dropout is not None:
+                self.dropout.at(piece.start, piece.size)
             start = clock()
             with self.switch.autocast():
                 part, part_weight = _sum(compute(piece), piece.size)
@@ -221,9 +238,11 @@ class Stepper:
         total: torch.Tensor | float = 0.0
         weight: torch.Tensor | float = 0.0
         forward = backward = 0
-        for batch in batches:
+        for batch in placed(batches):
             pieces = pieces_for(batch.size, self.micro_batch) * self.pieces
             for piece in split(batch, pieces):
+                if self.dropout is not None:
+                    self.dropout.at(piece.start, piece.size)
                 start = clock()
                 with self.switch.autocast():
                     part, part_weight = _sum(compute(piece), piece.size)
@@ -282,6 +301,16 @@ class Stepper:
         self.notes.append(
             f"step {step}: memory ran out; the batch now runs in {self.pieces} micro-batches"
         )
+
+
+def placed(batches: Sequence[Batch]) -> list[Batch]:
+    """The batches of one step, each with its place among the samples of the whole step."""
+    found: list[Batch] = []
+    before = 0
+    for batch in batches:
+        found.append(batch._replace(start=before + batch.start) if before else batch)
+        before += batch.whole or batch.size
+    return found
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -1,0 +1,20 @@
+# x, out and parallel are addresses.
+def run(
+    x: int,
+    out: int,
+    item: int,
+    outer: int,
+    samples: int,
+    inner: int,
+    channels: int,
+    spatial: int,
+    start: int,
+    draw: int,
+    step: int,
+    seed: int,
+    threshold: int,
+    scale: float,
+    parallel: int,
+    threads: int,
+    /,
+) -> None: ...
