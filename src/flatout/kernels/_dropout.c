@@ -160,12 +160,13 @@ static int check(const Job *job, int item, int64_t outer, unsigned threads)
 
 PyDoc_STRVAR(run_doc,
 "run(x, out, item, outer, samples, inner, channels, spatial, start, draw, step, seed, threshold, "
-"scale, parallel, threads)\n"
+"scale, parallel, threads, is_plain)\n"
 "--\n\n"
 "The pointers are addresses, checked by the caller; `item` is the bytes of a number: 2 (bfloat16),\n"
 "4 (float32), 8 (float64), or 1 to write whether each is kept, without an x. x is of shape (outer,\n"
 "samples, inner), or, where `channels` is not 0, of images that lie as (spatial, channels).\n"
-"`parallel` is the address of GOMP_parallel, or 0 for this thread only.");
+"`parallel` is the address of GOMP_parallel, or 0 for this thread only; `is_plain` does without\n"
+"what not every CPU has.");
 
 static PyObject *run(PyObject *module, PyObject *args)
 {
@@ -173,12 +174,12 @@ static PyObject *run(PyObject *module, PyObject *args)
     unsigned long start, draw, step, threshold;
     long long outer, samples, inner, channels, spatial;
     unsigned threads;
-    int item;
+    int item, is_plain;
     Job job = {0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "KKiLLLLLkkkKkdKI:run", &x, &out, &item, &outer, &samples, &inner,
+    if (!PyArg_ParseTuple(args, "KKiLLLLLkkkKkdKIp:run", &x, &out, &item, &outer, &samples, &inner,
                           &channels, &spatial, &start, &draw, &step, &seed, &threshold, &job.scale,
-                          &parallel, &threads))
+                          &parallel, &threads, &is_plain))
         return NULL;
     job.samples = samples, job.inner = inner, job.channels = channels, job.spatial = spatial;
     if (check(&job, item, outer, threads) < 0)
@@ -188,7 +189,7 @@ static PyObject *run(PyObject *module, PyObject *args)
     job.start = (uint32_t)start;
     job.draws = (Draws){.seed = {(uint32_t)seed, (uint32_t)(seed >> 32)}, .step = (uint32_t)step,
                         .draw = (uint32_t)draw, .threshold = (uint32_t)threshold};
-    choose(&job.draws);
+    job.draws.keep = is_plain ? keep_portable : fastest();
     job.apply = item == 2 ? apply_bfloat16 : item == 4 ? apply_float : item == 8 ? apply_double : NULL;
     job.elements = outer * samples * inner;
     if (channels && job.apply) {

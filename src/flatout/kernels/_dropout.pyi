@@ -16,5 +16,6 @@ def run(
     scale: float,
     parallel: int,
     threads: int,
+    is_plain: bool,
     /,
 ) -> None: ...

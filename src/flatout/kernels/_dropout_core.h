@@ -21,10 +21,12 @@ enum { BLOCKS = 8, GROUP = 4 * BLOCKS, ROUNDS = 10 };
 #define PHILOX_W0 0x9E3779B9u
 #define PHILOX_W1 0xBB67AE85u
 
+typedef void Keep(uint8_t *keep, int64_t first, int64_t groups, uint32_t sample,
+                  const uint32_t *seed, uint32_t draw, uint32_t step, uint32_t threshold);
+
 typedef struct {
     uint32_t seed[2], step, draw, threshold;
-    void (*keep)(uint8_t *keep, int64_t first, int64_t groups, uint32_t sample,
-                 const uint32_t *seed, uint32_t draw, uint32_t step, uint32_t threshold);
+    Keep *keep;
 } Draws;
 
 static inline void philox(uint32_t *c, const uint32_t *seed)
@@ -105,13 +107,13 @@ keep_avx2(uint8_t *keep, int64_t first, int64_t groups, uint32_t sample, const u
 
 #endif
 
-static void choose(Draws *draws)
+static Keep *fastest(void)
 {
-    draws->keep = keep_portable;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2"))
-        draws->keep = keep_avx2;
+        return keep_avx2;
 #endif
+    return keep_portable;
 }
 
 /* A byte for each of the elements [first, first + count) of a sample. */

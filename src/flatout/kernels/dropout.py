@@ -155,6 +155,7 @@ def _run(
         scale,
         parallel() if threads > 1 else 0,
         threads,
+        False,
     )
 
 

@@ -46,7 +46,7 @@ class _Seen(NamedTuple):
     given: torch.Tensor
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Where in a tensor samples lie.
 
     Attributes:
@@ -59,9 +59,11 @@ class _Layout(NamedTuple):
 
 
 # Where nothing is known: rows of a sample follow one another.
-_FIRST = _Layout(0)
+_FIRST = Layout(0)
 # Nothing in the tensor is a sample's: one draw for all.
-_SHARED = _Layout(-1)
+_SHARED = Layout(-1)
+# Samples in the smaller of two looks.
+_FEW = 2
 
 
 class SampleDropout:
@@ -78,13 +80,14 @@ class SampleDropout:
 
     Attributes:
         found: whether `look` has seen dropout at work.
+        layouts: where samples lie in the input of each layer, by its number.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.found = False
         self._seed = seed
         self._marked: list[tuple[str, nn.Module]] = []
-        self._layouts: dict[int, _Layout] = {}
+        self.layouts: dict[int, Layout] = {}
         self._looking: list[_Seen] | None = None
         self._step = self._start = self._size = self._site = self._thread = 0
         self._calls: Counter[int] = Counter()
@@ -110,21 +113,17 @@ class SampleDropout:
 
     # -- where samples lie ---------------------------------------------------------------------
 
-    def look(self, run: Callable[[int], object], size: int) -> None:
+    def look(self, run: Callable[[int], object]) -> None:
         """Find out where in each layer's input the samples lie, from runs on a few of them.
 
         Args:
-            run: forward of the first so many samples of a batch, without a trace.
-            size: of the batch.
+            run: forward of so many samples, without a trace; more of them begin with the same.
 
         Raises:
             ModelError: a layer's input is not divided among samples.
         """
-        few = min(2, size - 1)
-        if few < 1:
-            return
         seen = []
-        for count in (few, few + 1):
+        for count in (_FEW, _FEW + 1):
             self._looking = []
             try:
                 with self._replacing():
@@ -139,10 +138,10 @@ class SampleDropout:
         self.found = bool(seen[0])
         for a, b in zip(*seen, strict=False):
             if a.site == b.site:
-                self._place(a.site, _layout(a.given, b.given, few), a.given.shape)
+                self._place(a.site, _layout(a.given, b.given), a.given.shape)
 
-    def _place(self, site: int, found: _Layout | None, shape: torch.Size) -> None:
-        if found is None or self._layouts.setdefault(site, found) != found:
+    def _place(self, site: int, found: Layout | None, shape: torch.Size) -> None:
+        if found is None or self.layouts.setdefault(site, found) != found:
             raise self._cannot(site, shape)
 
     def _cannot(self, site: int, shape: Sequence[int]) -> ModelError:
@@ -212,8 +211,8 @@ class SampleDropout:
         site = self._site
         # Of calls and layers, a number that no other call of this forward has.
         number = self._call(site) * (len(self._marked) + 1) + site
-        layout = self._layouts.get(site, _FIRST)
-        if layout is _SHARED:
+        layout = self.layouts.get(site, _FIRST)
+        if layout == _SHARED:
             return Draw(self._seed, self._step, number, 0, 1)
         if len(shape) <= layout.axis or shape[layout.axis] % self._size:
             raise self._cannot(site, shape)
@@ -351,23 +350,23 @@ class _Dropped(torch.autograd.Function):
         return _Dropped.apply(gradients[0], *ctx.given, False), None, None, None  # type: ignore[no-untyped-call]
 
 
-def _layout(a: torch.Tensor, b: torch.Tensor, few: int) -> _Layout | None:
-    """Where samples lie, seen on tensors of `few` samples and of one more; None for no telling."""
+def _layout(a: torch.Tensor, b: torch.Tensor) -> Layout | None:
+    """Where samples lie, seen on tensors of two samples and of three; None for no telling."""
     if a.shape == b.shape:
         return _SHARED
     differ = [axis for axis, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
     if a.dim() != b.dim() or len(differ) != 1:
         return None
     axis = differ[0]
-    each, rest = divmod(a.shape[axis], few)
-    if rest or b.shape[axis] != each * (few + 1):
+    each, rest = divmod(a.shape[axis], _FEW)
+    if rest or b.shape[axis] != each * (_FEW + 1):
         return None
     if each == 1:
-        return _Layout(axis)
+        return Layout(axis)
     # The same samples with one more behind them: right is what finds the same values again.
-    first = _distance(_cut(a, axis, few, each), _cut(b, axis, few + 1, each), axis)
-    last = _distance(_cut(a, axis, each, few), _cut(b, axis, each, few + 1), axis + 1)
-    return _Layout(axis, is_last=last < first)
+    first = _distance(_cut(a, axis, _FEW, each), _cut(b, axis, _FEW + 1, each), axis)
+    last = _distance(_cut(a, axis, each, _FEW), _cut(b, axis, each, _FEW + 1), axis + 1)
+    return Layout(axis, is_last=last < first)
 
 
 def _cut(tensor: torch.Tensor, axis: int, *sizes: int) -> torch.Tensor:

@@ -288,6 +288,7 @@ class Loop:
             compute,
             first,
             facts_of(self.model, str(self.device)),
+            self.world,
             self.say,
         )
         if keyed is not None:

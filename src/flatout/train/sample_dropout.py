@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, rows
+from flatout.data.batch import Batch, map_tensors
 from flatout.data.randomness import same_state
 from flatout.errors import RecipeError
 from flatout.models.keras_model import is_keras
@@ -18,6 +19,7 @@ from flatout.models.sample_dropout import SampleDropout
 from flatout.recipe import ModelFacts, Recipe
 from flatout.train.snapshot import random_state, untouched
 from flatout.train.step import Compute
+from flatout.world import World
 
 
 def sample_dropout(
@@ -27,6 +29,7 @@ def sample_dropout(
     compute: Compute | None,
     first: list[Batch],
     facts: ModelFacts,
+    world: World,
     say: Callable[[str], None],
 ) -> tuple[SampleDropout | None, ModelFacts]:
     """Dropout keyed by sample where the Recipe asks for it, and what is known of the model then.
@@ -38,6 +41,7 @@ def sample_dropout(
         compute: forward and loss of a batch; None where that is not known.
         first: the first batches, on the device.
         facts: of the model.
+        world: of this rank.
         say: tells the user of draws that are not keyed.
 
     Raises:
@@ -58,13 +62,16 @@ def sample_dropout(
 
         def run(count: int) -> None:
             with untouched(model), torch.no_grad(), _Watch(model, others):
-                compute(rows(batch, 0, count))
+                compute(_some(batch, count))
 
         try:
-            keyed.look(run, batch.size)
+            keyed.look(run)
         except BaseException:
             keyed.close()
             raise
+        # The more samples of its own a rank has, the more it can tell.
+        found = world.gather((batch.size, keyed.layouts)) if world.size > 1 else []
+        keyed.layouts = max(found, key=itemgetter(0), default=(0, keyed.layouts))[1]
     if others:
         say(
             f"{others[0]} draws random numbers that are not keyed by sample: "
@@ -72,6 +79,17 @@ def sample_dropout(
         )
     draws = facts.draws_random or keyed.found
     return keyed, replace(facts, draws_random=draws, draws_by_sample=not others)
+
+
+def _some(batch: Batch, count: int) -> Batch:
+    """So many samples; where the batch has fewer, it begins again."""
+    numbers = torch.arange(count) % batch.size
+
+    def chosen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[numbers.to(tensor.device)]
+
+    inputs, targets, weight, indices = map_tensors(chosen, batch[:4])
+    return Batch(inputs, targets, weight, indices, count)
 
 
 class _Watch(ExitStack):
