@@ -201,6 +201,27 @@ def test_gradients(in_place, keyed):
     assert torch.autograd.gradgradcheck(function, x)
 
 
+def test_in_place_on_a_view(keyed):
+    draws, found = keyed(nn.Identity()), []
+    for in_place in (False, True):
+        x = torch.linspace(1, 2, 24).view(4, 6).requires_grad_()
+        y = x * 2
+        with draws.step(1):
+            draws.at(0, 4)
+            part = F.dropout(y[:, 1:5], 0.5, inplace=in_place)
+        (part if not in_place else y[:, 1:5]).pow(2).sum().backward()
+        found.append((part.detach().clone(), x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_torchs_own_errors(keyed):
+    draws = keyed(nn.Identity())
+    with pytest.raises(RuntimeError):
+        forward(draws, lambda x: F.dropout(x, 0.5), torch.ones(4, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        forward(draws, lambda x: F.dropout(x, 1.5), torch.ones(4, 2))
+
+
 @pytest.mark.parametrize("mask", [None, "bool", "float", "causal"])
 @pytest.mark.parametrize("gqa", [False, True])
 def test_attention_is_torchs_but_for_what_is_dropped(mask, gqa, keyed):

@@ -18,7 +18,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -185,13 +185,15 @@ class SampleDropout:
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         self._thread = threading.get_ident()
-        with ExitStack() as undo:
-            for name, function in self._functions.items():
-                setattr(_VF, name, function)
-                undo.callback(delattr, _VF, name)
-            F.scaled_dot_product_attention = self._attention
-            undo.callback(setattr, F, "scaled_dot_product_attention", _ATTENTION)
+        torchs = vars(_VF)
+        torchs.update(self._functions)
+        F.scaled_dot_product_attention = self._attention
+        try:
             yield
+        finally:
+            F.scaled_dot_product_attention = _ATTENTION
+            for name in self._functions:
+                del torchs[name]
 
     def _is_ours(self) -> bool:
         """Whether the step calls, or its backward, not a thread that has nothing to do with it."""
@@ -282,8 +284,9 @@ class SampleDropout:
 def _function(draws: SampleDropout, name: str) -> Callable[..., torch.Tensor]:
     def function(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         features = name.startswith("feature")
-        plain = not train or not 0 < p < 1 or not x.numel() or (features and x.dim() < 2)
-        if plain or not draws._is_ours():
+        plain = not train or not 0 < p < 1 or not x.numel()
+        wrong = not (x.is_floating_point() or x.is_complex()) or (features and x.dim() < 2)
+        if plain or wrong or not draws._is_ours():
             return _TORCHS[name](x, p, train)  # type: ignore[no-any-return]
         return draws._drop(name, x, p)
 
@@ -375,7 +378,7 @@ def _cut(tensor: torch.Tensor, axis: int, *sizes: int) -> torch.Tensor:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor, axis: int) -> float:
-    return float((a - b.narrow(axis, 0, a.shape[axis])).double().abs().sum())
+    return float((a - b.narrow(axis, 0, a.shape[axis])).abs().double().sum())
 
 
 def _refuse(name: str, module: nn.Module) -> None:

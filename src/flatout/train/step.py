@@ -155,7 +155,8 @@ class Stepper:
         if self.dropout is not None and not all(batch.whole for batch in batches):
             raise DataError(
                 "dropout by sample wants to know where in the batch of all ranks these samples are",
-                do="take batches from Loop.batches, or give Batch its `start` and `whole`",
+                do="let Flatout hand out each rank's part of a batch (no shard by files or rows); "
+                "give a Batch of your own its `start` and `whole`",
             )
         pieces = [
             piece
