@@ -258,3 +258,31 @@ class TwoRanks:
     """Never asked for anything: the step is refused before."""
 
     size, rank = 2, 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_keras_layers_without_a_seed_are_keyed_and_others_named(is_compiled, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "torch":
+        pytest.skip("Keras runs on another backend here")
+    x, y = (part.numpy() for part in data())
+
+    def fitted(micro_batch, **given):
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(16), keras.layers.Dropout(0.4, **given)]
+        model = keras.Sequential([*layers, keras.layers.Dense(CLASSES)])
+        model.build((None, FEATURES))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        if is_compiled:
+            model.compile("adam", loss)
+        said, recipe = [], keyed(memory__micro_batch=micro_batch)
+        trainer = flatout.Trainer(model, recipe=recipe, allow="exact", say=said.append)
+        quietly = {"verbose": 0} if is_compiled else {"progress": False}
+        trainer.fit(x, y, batch_size=32, epochs=2, **quietly)
+        return [torch.as_tensor(weight) for weight in model.get_weights()], said
+
+    for whole, pieces in zip(fitted("whole")[0], fitted(5)[0], strict=True):
+        torch.testing.assert_close(whole, pieces, rtol=1e-5, atol=1e-6)
+    assert any("(Dropout) draws random numbers that" in line for line in fitted("whole", seed=3)[1])
