@@ -18,7 +18,16 @@ setup(
             py_limited_api=not free_threaded,
             optional=True,  # without a compiler the twins serve, and say so once
         )
-        for name in ("_criteo", "_example", "_gather", "_libsvm", "_lines", "_relu_pool", "_resize")
+        for name in (
+            "_criteo",
+            "_dropout",
+            "_example",
+            "_gather",
+            "_libsvm",
+            "_lines",
+            "_relu_pool",
+            "_resize",
+        )
     ],
     options={} if free_threaded else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

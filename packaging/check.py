@@ -29,7 +29,16 @@ NAME = f"flatout-{VERSION}"
 NOT_THE_PROJECT = (".git", "build", "dist", "site", "runs", "*.egg-info", "*.so", "__pycache__")
 CACHES = (".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv")
 
-EXTENSIONS = ("_criteo", "_example", "_gather", "_libsvm", "_lines", "_relu_pool", "_resize")
+EXTENSIONS = (
+    "_criteo",
+    "_dropout",
+    "_example",
+    "_gather",
+    "_libsvm",
+    "_lines",
+    "_relu_pool",
+    "_resize",
+)
 
 # Trains by the gather path, which the C extension serves where it was built.
 TRAINS = """

@@ -16,6 +16,7 @@ CONCRETE = {
     "compute.fused_optimizer": switch,
     "compute.compile": switch,
     "compute.matmul_precision": st.sampled_from(["highest", "high", "medium"]),
+    "compute.dropout": st.sampled_from(["torch", "by_sample"]),
     "compute.deterministic": st.booleans(),
     "memory.micro_batch": st.just("whole") | positive,
     "memory.activation_checkpointing": switch,

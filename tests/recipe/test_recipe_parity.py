@@ -10,6 +10,7 @@ from flatout.recipe import FIELDS, ModelFacts, Parity, of_change
 
 NOTHING = ModelFacts()
 DRAWS = ModelFacts(draws_random=True)
+KEYED = ModelFacts(draws_random=True, draws_by_sample=True)
 COUPLED = ModelFacts(batch_coupled=True)
 all_facts = st.builds(
     ModelFacts,
@@ -18,6 +19,7 @@ all_facts = st.builds(
     device=st.sampled_from(["cpu", "cuda"]),
     draws_random_in_input=st.booleans(),
     draws_by_layout=st.booleans(),
+    draws_by_sample=st.booleans(),
 )
 
 
@@ -84,6 +86,12 @@ EXPECTED = [
     ("input.pin_memory", "off", "on", NOTHING, Parity.EXACT),
     ("world.device", "cpu", "cuda", NOTHING, Parity.TOLERANT),
     ("world.device", "cpu", "cuda", DRAWS, Parity.REDRAWN),
+    ("world.device", "cpu", "cuda", KEYED, Parity.TOLERANT),
+    ("compute.memory_format", "contiguous", "channels_last", KEYED, Parity.TOLERANT),
+    ("memory.micro_batch", "whole", 8, KEYED, Parity.TOLERANT),
+    ("compute.dropout", "torch", "by_sample", NOTHING, Parity.EXACT),
+    ("compute.dropout", "torch", "by_sample", DRAWS, Parity.REDRAWN),
+    ("compute.dropout", "torch", "by_sample", KEYED, Parity.REDRAWN),
     ("world.placement", "soft", "strict", NOTHING, Parity.EXACT),
     ("world.reduction", "all_reduce", "ring", NOTHING, Parity.TOLERANT),
     ("world.compression", "off", "bf16", NOTHING, Parity.TOLERANT),

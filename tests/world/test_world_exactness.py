@@ -61,6 +61,41 @@ JOB = '''
             return self.inner(x.reshape(-1, 1, 4, 5))
 
 
+    def dropping():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(20, 32), nn.Dropout(0.3), nn.ReLU(), nn.Linear(32, 5), nn.AlphaDropout(0.1)
+        )
+
+
+    class DroppedPixels(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Sequential(
+                nn.Conv2d(1, 8, 3), nn.Dropout2d(0.4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(),
+                nn.Linear(48, 5),
+            )
+
+        def forward(self, x):
+            return self.inner(x.reshape(-1, 1, 4, 5))
+
+
+    class DroppedTagger(nn.Module):
+        """Time before samples, and dropped attention; biases of keys would follow rounding."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.tags = nn.Embedding(30, 16), nn.Linear(16, 4)
+            self.mix = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, bias=False)
+            self.read = nn.GRU(16, 8, 2, dropout=0.3, bidirectional=True)
+
+        def forward(self, words):
+            found, _ = self.read(self.mix(self.words(words).transpose(0, 1)))
+            return self.tags(found).permute(1, 2, 0)
+
+
     class Tagger(nn.Module):
         def __init__(self):
             super().__init__()
@@ -143,6 +178,16 @@ JOB = '''
     # Measured on parts of one sample.
     job(normed(), few, batch_size=3, allow="tolerant", say=said.append)
     found["measured"] = said
+    keyed = flatout.Recipe().replace({"compute.dropout": "by_sample"})
+    everything("dropout", *job(dropping(), (x, y), recipe=keyed))
+    small = {"batch_size": 2, "epochs": 1, "recipe": keyed}
+    everything("dropout, small batches", *job(dropping(), (x[:20], y[:20]), **small))
+    rows = flatout.data.libsvm(text).map(lambda i, t: (i.float(), t)).shuffle(seed=4).batch(10)
+    given = {"recipe": keyed.replace({"memory.micro_batch": 2}), "accumulate": 3, "epochs": 1}
+    everything("dropout, accumulated", *job(dropping(), rows, batch_size=None, **given))
+    everything("dropout of images", *job(DroppedPixels(), (x, y), recipe=keyed, epochs=1))
+    given = {"recipe": keyed, "batch_size": 8, "epochs": 1}
+    everything("dropout of time", *job(DroppedTagger(), (words, tags), **given), words, tags)
     torch.save(found, folder / f"found-{size}-{place().rank}.pt")
 '''
 
@@ -176,6 +221,11 @@ CASES = (
     "batch norm, all batches alike",
     "batch norm of images",
     "batch norm, one sample a part",
+    "dropout",
+    "dropout, small batches",
+    "dropout, accumulated",
+    "dropout of images",
+    "dropout of time",
 )
 
 

@@ -25,6 +25,8 @@ class Batch(NamedTuple):
         size: how many samples.
         copies: how many ranks have this very batch; 1 where each has samples of its own.
         is_copy: of such a batch, whether another rank's counts.
+        start: where among the samples of all ranks the first of these stands.
+        whole: how many samples all ranks have together; 0 where that is not known.
     """
 
     inputs: Tensors
@@ -34,6 +36,8 @@ class Batch(NamedTuple):
     size: int
     copies: int = 1
     is_copy: bool = False
+    start: int = 0
+    whole: int = 0
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -81,7 +85,15 @@ def rows(batch: Batch, start: int, stop: int) -> Batch:
     """Samples `start` to `stop` of the batch, as views."""
     inputs, targets, weight, indices = map_tensors(lambda tensor: tensor[start:stop], batch[:4])
     size = min(stop, batch.size) - start
-    return Batch(inputs, targets, weight, indices, size, batch.copies, batch.is_copy)
+    return batch._replace(
+        inputs=inputs,
+        targets=targets,
+        weight=weight,
+        indices=indices,
+        size=size,
+        start=batch.start + start,
+        whole=batch.whole or batch.size,
+    )
 
 
 def to(batch: Batch, device: torch.device, non_blocking: bool = False) -> Batch:

@@ -91,9 +91,10 @@ class _Ranked:
         size, samples = self._whole.batch_size, self._whole.samples
         if size is None or samples is None:
             return batch
-        if min(size, samples - step * size) >= self._world_size:
-            return batch
-        return self._copy(batch)
+        whole = min(size, samples - step * size)
+        if whole < self._world_size:
+            return self._copy(batch)
+        return batch._replace(start=whole * self._rank // self._world_size, whole=whole)
 
     def _copy(self, batch: Batch) -> Batch:
-        return batch._replace(copies=self._world_size, is_copy=self._rank > 0)
+        return batch._replace(copies=self._world_size, is_copy=self._rank > 0, whole=batch.size)

@@ -5,13 +5,10 @@ Where the C extension is absent, `fits` says no, and torch's own operators do th
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from pathlib import Path
-
 import torch
 
 from flatout.kernels import absent
+from flatout.kernels.openmp import parallel
 
 try:
     from flatout.kernels import _relu_pool as _c
@@ -41,7 +38,7 @@ def fits(images: torch.Tensor) -> bool:
         and images.numel() >= _LEAST
         and min(images.shape[2:]) >= 2
         and images.is_contiguous(memory_format=torch.channels_last)
-        and (torch.get_num_threads() == 1 or _parallel() != 0)
+        and (torch.get_num_threads() == 1 or parallel() != 0)
     )
 
 
@@ -100,22 +97,6 @@ def _run(is_backward: bool, images: torch.Tensor, small: torch.Tensor, codes: to
         width,
         channels,
         images.element_size(),
-        _parallel() if threads > 1 else 0,
+        parallel() if threads > 1 else 0,
         threads,
     )
-
-
-@cache
-def _parallel() -> int:
-    """The address of the GOMP_parallel that torch calls, or 0 where it has another OpenMP.
-
-    As for torch itself, a library that was preloaded comes before the one that torch brings.
-    """
-    libraries: list[str | None] = [None, *map(str, Path(torch.__path__[0], "lib").glob("*_cpu.so"))]
-    for library in libraries:
-        try:
-            function = ctypes.CDLL(library).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        return ctypes.cast(function, ctypes.c_void_p).value or 0
-    return 0

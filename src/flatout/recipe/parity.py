@@ -71,6 +71,8 @@ class ModelFacts:
             memory format decides which element gets which draw (`nn.Dropout` on a convolution's
             output; not after `Flatten`, and not `nn.Dropout2d`). Matters only with `draws_random`.
         rewrites_round: rewriting this model changes rounding, as with Keras' layers.
+        draws_by_sample: what the model draws is a function of the sample, so that neither layout
+            nor micro-batches nor the device change it. Matters only with `draws_random`.
     """
 
     batch_coupled: bool = False
@@ -79,6 +81,12 @@ class ModelFacts:
     draws_random_in_input: bool = False
     draws_by_layout: bool = True
     rewrites_round: bool = False
+    draws_by_sample: bool = False
+
+    @property
+    def draws_from_a_stream(self) -> bool:
+        """Whether what is drawn depends on what was drawn before."""
+        return self.draws_random and not self.draws_by_sample
 
 
 def of_change(field: str, before: Value, after: Value, facts: ModelFacts) -> Parity:
@@ -108,14 +116,14 @@ def _redrawn_if(draws: bool, otherwise: Parity) -> Parity:
 
 def _memory_format(facts: ModelFacts) -> Parity:
     # Other kernels round otherwise, and torch fills a random mask in the order of memory.
-    return _redrawn_if(facts.draws_random and facts.draws_by_layout, Parity.TOLERANT)
+    return _redrawn_if(facts.draws_from_a_stream and facts.draws_by_layout, Parity.TOLERANT)
 
 
 def _micro_batch(facts: ModelFacts) -> Parity:
     # BatchNorm would take its statistics over fewer samples.
     if facts.batch_coupled:
         return Parity.LEARNING
-    return _redrawn_if(facts.draws_random, Parity.TOLERANT)
+    return _redrawn_if(facts.draws_from_a_stream, Parity.TOLERANT)
 
 
 LEARNS: dict[str, Value] = {"world.compression": "powersgd"}
@@ -130,6 +138,7 @@ _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     # Inductor draws its random numbers from streams of its own.
     "compute.compile": lambda facts: _redrawn_if(facts.draws_random, Parity.TOLERANT),
     "compute.matmul_precision": Parity.TOLERANT,
+    "compute.dropout": lambda facts: _redrawn_if(facts.draws_random, Parity.EXACT),
     "compute.deterministic": Parity.TOLERANT,
     "memory.micro_batch": _micro_batch,
     # The second forward has the random state and the buffers of the first, and updates neither.
@@ -144,7 +153,7 @@ _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     "input.workers": lambda facts: _redrawn_if(facts.draws_random_in_input, Parity.EXACT),
     "input.pin_memory": Parity.EXACT,
     # Each kind of device has its own random streams.
-    "world.device": lambda facts: _redrawn_if(facts.draws_random, Parity.TOLERANT),
+    "world.device": lambda facts: _redrawn_if(facts.draws_from_a_stream, Parity.TOLERANT),
     "world.placement": Parity.EXACT,
     # The same numbers added up in another order.
     "world.reduction": Parity.TOLERANT,

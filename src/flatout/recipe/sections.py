@@ -93,6 +93,13 @@ class Compute(Section):
         description="How precisely fp32 matrix products are computed "
         "(torch.set_float32_matmul_precision).",
     )
+    dropout: Literal["torch", "by_sample"] = Field(
+        default="torch",
+        description="What decides which elements dropout drops. `torch`: torch's own stream of "
+        "random numbers, one on each rank. `by_sample`: seed, step, layer and sample alone, so "
+        "that they are the same on any number of ranks, in any micro-batches and memory format, "
+        "and after a resume; not with `compile`.",
+    )
     deterministic: Flag = Field(
         default=False, description="Only operators that give the same bits on every run."
     )
@@ -229,6 +236,7 @@ PLAIN: dict[str, Value] = {
     "compute.fused_optimizer": "off",
     "compute.compile": "off",
     "compute.matmul_precision": "highest",
+    "compute.dropout": "torch",
     "compute.deterministic": False,
     "memory.micro_batch": "whole",
     "memory.activation_checkpointing": "off",

@@ -92,7 +92,8 @@ def resolve(
         budget = _budget(step_s, steps)
         best = _decide(trials, options, budget, open_threads and step_s < SHORT_STEP_S)
         found = _choices(trials, options, best, facts)
-        if requested.get("compute.compile") == "auto" and steps is not None:
+        keyed = stepper.dropout is not None  # which does not reach into compiled code
+        if requested.get("compute.compile") == "auto" and steps is not None and not keyed:
             expected = steps * step_s / (trials.whole.ratio if trials.whole else 1.0)
             found |= _compile(trials, best, expected, facts, allow)
     resolved = requested.resolve({**plain, **found}, machine, facts)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain, count, islice
 from pathlib import Path
 from time import perf_counter_ns as clock
@@ -54,9 +54,10 @@ from flatout.train.resume import (
     put_back,
     state_of,
 )
+from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import set_random_state, untouched
-from flatout.train.step import Compute, Stepper
+from flatout.train.step import Compute, Stepper, placed
 from flatout.train.stragglers import Pace
 from flatout.train.tally import Tally
 from flatout.world import ONE, World, join, restarts
@@ -295,11 +296,24 @@ class Loop:
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
+        keyed, facts = sample_dropout(
+            self.requested,
+            self.model,
+            self.seed,
+            compute,
+            first,
+            facts_of(self.model, str(self.device)),
+            self.world,
+            self.say,
+        )
+        if keyed is not None:
+            self._undo.callback(keyed.close)
         self.stepper = Stepper(
             Switch(self.model, self.optimizer, self.device),
             clip_norm=self._clip[0],
             clip_value=self._clip[1],
             micro_batch=self.requested.memory.micro_batch,
+            dropout=keyed,
         )
         self._note_undo()
         if self.world.size > 1:
@@ -309,7 +323,6 @@ class Loop:
         if first and compute is not None:
             check_first_batch(self.model, compute, first[0])
             self._warn_of_trips(compute, first[0])
-        facts = facts_of(self.model, str(self.device))
         if self._kept is not None:
             choices = {
                 field: choice
@@ -555,7 +568,11 @@ class Loop:
     def _explain(
         self, compute: Compute, batches: Sequence[Batch], step: int, rate: float
     ) -> NumbersError:
+        batches, keyed = placed(batches), self.stepper.dropout
+
         def forward(batch: Batch) -> Any:
+            if keyed is not None:
+                keyed.at(batch.start, batch.size)
             with self.autocast():
                 return compute(batch)
 
@@ -564,26 +581,27 @@ class Loop:
 
         # Of several batches the first with a bad loss; where only a gradient is bad, the first.
         culprit = next(iter(batches), None)
-        if len(batches) > 1:
-            with untouched(self.model), torch.no_grad():
-                culprit = next(
-                    (
-                        batch
-                        for batch in batches
-                        if not all(_is_finite(forward(p)) for p in split(batch, pieces(batch)))
-                    ),
-                    culprit,
-                )
-        return guard.explain_bad_step(
-            self.model,
-            forward,
-            culprit,
-            step=step,
-            learning_rate=rate,
-            held_back=self.stepper.update.gated,
-            pieces=1 if culprit is None else pieces(culprit),
-            world=self.world,
-        )
+        with nullcontext() if keyed is None else keyed.step(step):
+            if len(batches) > 1:
+                with untouched(self.model), torch.no_grad():
+                    culprit = next(
+                        (
+                            batch
+                            for batch in batches
+                            if not all(_is_finite(forward(p)) for p in split(batch, pieces(batch)))
+                        ),
+                        culprit,
+                    )
+            return guard.explain_bad_step(
+                self.model,
+                forward,
+                culprit,
+                step=step,
+                learning_rate=rate,
+                held_back=self.stepper.update.gated,
+                pieces=1 if culprit is None else pieces(culprit),
+                world=self.world,
+            )
 
     # -- checkpoints -------------------------------------------------------------------------
 

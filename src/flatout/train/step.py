@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 
 from flatout.data.batch import Batch, split
-from flatout.errors import OutOfMemory
+from flatout.errors import DataError, OutOfMemory
 from flatout.models import is_batch_coupled
 from flatout.models.keras_model import is_keras
+from flatout.models.sample_dropout import SampleDropout
 from flatout.optim import LrScale, Update
 from flatout.optim.rates import scaled
 from flatout.strategies import Ddp, SyncBatchNorm, own_draws
@@ -58,6 +59,7 @@ class Stepper:
         clip_norm: largest total gradient norm, or None.
         clip_value: largest absolute gradient element, or None.
         micro_batch: "auto" (split only when memory runs out), "whole", or samples per micro-batch.
+        dropout: keys dropout by sample, where that was asked for.
         world: the ranks that train together, each on its part of the batch.
 
     Attributes:
@@ -74,9 +76,11 @@ class Stepper:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         micro_batch: str | int = "whole",
+        dropout: SampleDropout | None = None,
         world: World = ONE,
     ) -> None:
         self.switch = switch
+        self.dropout = dropout
         self.world = world
         self.wants_to_stop = self.stopping = False
         self.lr_scale: LrScale | None = None
@@ -113,12 +117,16 @@ class Stepper:
         Args:
             compute: forward and loss of one (micro-)batch.
             batches: on the device already.
-            step: number of the step, from 1.
+            step: number of the step, from 1; also for what is drawn.
 
         Raises:
             OutOfMemory: where the batch cannot be split further, or only by changing learning.
         """
-        found = self._gradients(compute, batches, step)
+        if self.dropout is None:
+            found = self._gradients(compute, batches, step)
+        else:
+            with self.dropout.step(step):
+                found = self._gradients(compute, batches, step)
         start = clock()
         # Here weights change: an error is no longer a reason to take the step again.
         if self.lr_scale is None:
@@ -142,6 +150,8 @@ class Stepper:
 
     def _whole(self, compute: Compute, batch: Batch) -> _Found:
         """The common case: one batch, one piece."""
+        if self.dropout is not None:
+            self.dropout.at(batch.start, batch.size)
         start = clock()
         if self._use_autocast:
             with self.switch.autocast():
@@ -190,8 +200,16 @@ class Stepper:
         Only the last piece's backward tells its gradients to other ranks.
         """
         assert self._norms is not None
+        if self.dropout is not None and not all(batch.whole for batch in batches):
+            raise DataError(
+                "dropout by sample wants to know where in the batch of all ranks these samples are",
+                do="let Flatout hand out each rank's part of a batch (no shard by files or rows); "
+                "give a Batch of your own its `start` and `whole`",
+            )
         pieces = [
-            piece for batch in batches for piece in split(batch, self._pieces_on_all_ranks(batch))
+            piece
+            for batch in placed(batches)
+            for piece in split(batch, self._pieces_on_all_ranks(batch))
         ]
         trail = self.world.trail
         total: torch.Tensor | float = 0.0
@@ -199,6 +217,8 @@ class Stepper:
         forward = backward = 0
         for number, piece in enumerate(pieces):
             self._norms.copies = piece.copies
+            if self.dropout is not None:
+                self.dropout.at(piece.start, piece.size)
             start, begun = clock(), trail.waited
             with self.switch.autocast():
                 part, part_weight = _sum(compute(piece), piece.size)
@@ -301,9 +321,11 @@ class Stepper:
         total: torch.Tensor | float = 0.0
         weight: torch.Tensor | float = 0.0
         forward = backward = 0
-        for batch in batches:
+        for batch in placed(batches):
             pieces = pieces_for(batch.size, self.micro_batch) * self.pieces
             for piece in split(batch, pieces):
+                if self.dropout is not None:
+                    self.dropout.at(piece.start, piece.size)
                 start = clock()
                 with self.switch.autocast():
                     part, part_weight = _sum(compute(piece), piece.size)
@@ -367,7 +389,7 @@ class Stepper:
             ) from error
         if on_rank and is_keras(self.switch.model):
             raise OutOfMemory(
-                f"memory ran out{on_rank}, and Keras' losses may meet those of other ranks within a "
+                f"memory ran out{on_rank}, and Keras' losses may meet other ranks' within a "
                 "step, so that none can take its part again",
                 where=f"step {step}, batch of {largest}",
                 do=f"set Memory(micro_batch={max(1, largest // 2)}), lower batch_size, or use "
@@ -378,6 +400,16 @@ class Stepper:
         self.notes.append(
             f"step {step}: memory ran out{on_rank}; {whose} now runs in {self.pieces} micro-batches"
         )
+
+
+def placed(batches: Sequence[Batch]) -> list[Batch]:
+    """The batches of one step, each with its place among the samples of the whole step."""
+    found: list[Batch] = []
+    before = 0
+    for batch in batches:
+        found.append(batch._replace(start=before + batch.start) if before else batch)
+        before += batch.whole or batch.size
+    return found
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -214,7 +214,7 @@ class ArraySource:
         data, size, used = self.data, self.plan.batch_size, self.plan.used
         whole = Batch(data.inputs, data.targets, data.weight, order, used)
         for start in range(first, used, size):
-            yield rows(whole, start, min(start + size, used))
+            yield rows(whole, start, min(start + size, used))._replace(start=0, whole=0)
 
     def _tensor_taker(self, tensor: Tensor, scaled: bool = False) -> Callable[[Tensor], Tensor]:
         if scaled and tensor.dtype == torch.uint8:

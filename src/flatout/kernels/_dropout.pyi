@@ -1,0 +1,21 @@
+# x, out and parallel are addresses.
+def run(
+    x: int,
+    out: int,
+    item: int,
+    outer: int,
+    samples: int,
+    inner: int,
+    channels: int,
+    spatial: int,
+    start: int,
+    draw: int,
+    step: int,
+    seed: int,
+    threshold: int,
+    scale: float,
+    parallel: int,
+    threads: int,
+    is_plain: bool,
+    /,
+) -> None: ...

@@ -1,0 +1,196 @@
+"""Dropout whose draws are a function of the sample, on any device and in any memory format.
+
+Which elements are kept is decided by the counter-based generator Philox 4x32-10 (Salmon, Moraes,
+Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). Its counter is (block of four
+elements, sample, draw, step) and its key the seed. So nothing is kept from call to call, and
+backward draws again what forward drew. `_dropout_core.h` says which element gets which word; here
+torch's operators do the same, bit for bit, on other devices and where the C extension is absent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from flatout.kernels import absent
+from flatout.kernels.openmp import parallel
+
+try:
+    from flatout.kernels import _dropout as _c
+except ImportError:
+    _c = None  # type: ignore[assignment]
+
+_use_c = _c is not None and absent.WANTED
+
+_GROUP, _BLOCKS, _ROUNDS = 32, 8, 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_BUMPS = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+# Bytes of the numbers that the kernel multiplies; of others it only says which are kept.
+_ITEMS = {torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
+
+
+def available() -> bool:
+    """Whether the C extension does the work on CPUs."""
+    return _use_c
+
+
+class Draw(NamedTuple):
+    """What the draws of one call are a function of, beside the element.
+
+    Attributes:
+        seed: of the job.
+        step: number of the optimiser step.
+        draw: number of this call among those of a forward.
+        start: place of the first sample among those of the step, whoever computes them.
+        samples: how many samples the tensor has.
+        outer: the tensor is seen as (outer, samples, rest): 1 where samples come first, as many as
+            there are time steps where these do.
+    """
+
+    seed: int
+    step: int
+    draw: int
+    start: int
+    samples: int
+    outer: int = 1
+
+
+def dropout(x: torch.Tensor, p: float, draw: Draw, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`x / (1 - p)` where an element is kept, `x * 0` where it is not.
+
+    Args:
+        x: floating point. Its memory format does not change which elements are kept.
+        p: the probability of an element to be dropped, from 0 to 1.
+        draw: what decides; `outer * samples` divide the elements of `x`.
+        out: `x` itself, to write into it.
+
+    Returns:
+        Of the shape and dtype of `x`, in its memory format where that is dense.
+    """
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    if not _takes_kernel(x) or x.dtype not in _ITEMS:
+        kept = keep(x.shape, p, draw, x.device)
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        result = (wide * (kept.to(wide.dtype) * scale)).to(x.dtype)
+        return result if out is None else out.copy_(result)
+    images = _channels_last(x) and draw.outer == 1
+    dense = x if images else x.contiguous()
+    result = torch.empty_like(dense) if out is None or dense is not x else out
+    inner = _rest(x.shape, draw)
+    channels, spatial = (x.shape[1], math.prod(x.shape[2:])) if images else (0, 0)
+    _run(dense, result, _ITEMS[x.dtype], inner, channels, spatial, p, scale, draw)
+    return result if out is None or result is out else out.copy_(result)
+
+
+def keep(shape: Sequence[int], p: float, draw: Draw, device: torch.device) -> torch.Tensor:
+    """Which elements of a tensor of this shape are kept: bool, contiguous."""
+    if device.type != "cpu" or not _threads_are_there():
+        return _keep_by_torch(shape, p, draw, device)
+    kept = torch.empty(tuple(shape), dtype=torch.bool)
+    inner = _rest(shape, draw)
+    _run(kept, kept, 1, inner, 0, 0, p, 1.0, draw)
+    return kept
+
+
+def _rest(shape: Sequence[int], draw: Draw) -> int:
+    return math.prod(shape) // (draw.outer * draw.samples)
+
+
+def _threshold(p: float) -> int:
+    return min(round(p * 2**32), _WORD)
+
+
+# -- the kernel ------------------------------------------------------------------------------------
+
+
+def _takes_kernel(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and _threads_are_there()
+
+
+def _threads_are_there() -> bool:
+    if _c is None:
+        absent.say_once()
+    return _use_c and (torch.get_num_threads() == 1 or parallel() != 0)
+
+
+def _channels_last(x: torch.Tensor) -> bool:
+    if x.is_contiguous() or x.dim() not in (4, 5):
+        return False
+    last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    return x.is_contiguous(memory_format=last)
+
+
+def _run(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    item: int,
+    inner: int,
+    channels: int,
+    spatial: int,
+    p: float,
+    scale: float,
+    draw: Draw,
+) -> None:
+    if not x.numel():
+        return
+    threads = torch.get_num_threads()
+    _c.run(
+        x.data_ptr(),
+        out.data_ptr(),
+        item,
+        draw.outer,
+        draw.samples,
+        inner,
+        channels,
+        spatial,
+        draw.start & _WORD,
+        draw.draw & _WORD,
+        draw.step & _WORD,
+        draw.seed & (2**64 - 1),
+        _threshold(p),
+        scale,
+        parallel() if threads > 1 else 0,
+        threads,
+        False,
+    )
+
+
+# -- the same by torch's operators -----------------------------------------------------------------
+
+
+def _keep_by_torch(
+    shape: Sequence[int], p: float, draw: Draw, device: torch.device
+) -> torch.Tensor:
+    rest = _rest(shape, draw)
+    elements = draw.outer * rest
+    groups = -(-elements // _GROUP)
+    blocks = torch.arange(groups * _BLOCKS, device=device)
+    samples = torch.arange(draw.start, draw.start + draw.samples, device=device) & _WORD
+    words = _philox(
+        [
+            blocks.expand(draw.samples, -1),
+            samples[:, None],
+            torch.tensor(draw.draw & _WORD, device=device),
+            torch.tensor(draw.step & _WORD, device=device),
+        ],
+        draw.seed,
+    )
+    kept = [(word >= _threshold(p)).view(draw.samples, groups, _BLOCKS) for word in words]
+    by_sample = torch.stack(kept, 2).flatten(1)[:, :elements]
+    return by_sample.reshape(draw.samples, draw.outer, rest).transpose(0, 1).reshape(tuple(shape))
+
+
+def _philox(counter: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Four words of 32 bits, in int64; products of two such words wrap, which leaves their bits."""
+    c0, c1, c2, c3 = counter
+    for number in range(_ROUNDS):
+        k0 = ((seed & _WORD) + number * _BUMPS[0]) & _WORD
+        k1 = ((seed >> 32 & _WORD) + number * _BUMPS[1]) & _WORD
+        a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1 = (b >> 32 & _WORD) ^ c1 ^ k0, b & _WORD
+        c2, c3 = (a >> 32 & _WORD) ^ c3 ^ k1, a & _WORD
+    return [c0, c1, c2, c3]

@@ -1,0 +1,390 @@
+"""Dropout keyed by sample: what is dropped is a function of (seed, step, layer, sample) alone.
+
+So it is the same on any number of ranks, in any micro-batches, accumulated or not, in any memory
+format, and after a resume. torch's own dropout draws from a stream instead, in which all that a
+process has drawn before counts.
+
+While a step runs, torch's dropout functions are replaced (those below `torch.nn.functional`, which
+modules and a written `forward` both end in), attention that drops weights, and recurrent layers
+that drop between them. Outside of a step all is torch's own.
+
+A checkpointed block runs twice and must drop the same twice. What replays in such a run is torch's
+generator, so each call draws one number from it: a number seen before is that same call again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import _VF, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from flatout.errors import ModelError
+from flatout.kernels.dropout import Draw, dropout, keep
+
+_NAMES = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+_TORCHS = {name: getattr(_VF, name) for one in _NAMES for name in (one, f"{one}_")}
+_RECURRENT = {name: getattr(_VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+_ATTENTION = F.scaled_dot_product_attention
+# The value far below that SELU goes to, with its sign turned (Klambauer et al., "Self-Normalizing
+# Neural Networks", 2017).
+_ALPHA = 1.7580993408473766
+
+
+class _Seen(NamedTuple):
+    """A call while looking where samples lie: whose, and what was given."""
+
+    site: int
+    given: torch.Tensor
+
+
+class Layout(NamedTuple):
+    """Where in a tensor samples lie.
+
+    Attributes:
+        axis: the dimension.
+        is_last: a dimension that other things share with them goes through them one by one.
+    """
+
+    axis: int
+    is_last: bool = False
+
+
+# Where nothing is known: rows of a sample follow one another.
+_FIRST = Layout(0)
+# Nothing in the tensor is a sample's: one draw for all.
+_SHARED = Layout(-1)
+# Samples in the smaller of two looks.
+_FEW = 2
+
+
+class SampleDropout:
+    """Makes dropout in a model's steps a function of the sample, until `close`.
+
+    Modules, parameters and the keys of the state dict stay.
+
+    Args:
+        model: the user's own.
+        seed: of the job.
+
+    Raises:
+        ModelError: the model is compiled.
+
+    Attributes:
+        found: whether `look` has seen dropout at work.
+        layouts: where samples lie in the input of each layer, by its number.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.found = False
+        self._seed = seed
+        self._marked: list[tuple[str, nn.Module]] = []
+        self.layouts: dict[int, Layout] = {}
+        self._looking: list[_Seen] | None = None
+        self._step = self._start = self._size = self._site = self._thread = 0
+        self._calls: Counter[int] = Counter()
+        self._known: dict[tuple[int, int], int] = {}
+        self._functions = {name: _function(self, name) for name in _TORCHS}
+        self._functions |= {name: _recurrent(self, name) for name in _RECURRENT}
+        for name, module in model.named_modules():
+            _refuse(name, module)
+            if isinstance(module, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)):
+                self._mark(name, module)
+
+    def _mark(self, name: str, module: nn.Module) -> None:
+        """Let calls tell which layer they are from."""
+        if "forward" in vars(module):
+            return  # somebody else replaced it: its calls count as those of the code around it
+        self._marked.append((f"{name} ({type(module).__name__})", module))
+        module.forward = MethodType(_forward(self, len(self._marked)), module)
+
+    def close(self) -> None:
+        """Give the layers their own forward back."""
+        for _, module in self._marked:
+            vars(module).pop("forward", None)
+
+    # -- where samples lie ---------------------------------------------------------------------
+
+    def look(self, run: Callable[[int], object]) -> None:
+        """Find out where in each layer's input the samples lie, from runs on a few of them.
+
+        Args:
+            run: forward of so many samples, without a trace; more of them begin with the same.
+
+        Raises:
+            ModelError: a layer's input is not divided among samples.
+        """
+        seen = []
+        for count in (_FEW, _FEW + 1):
+            self._looking = []
+            try:
+                with self._replacing():
+                    run(count)
+            except ModelError:
+                raise
+            except Exception:
+                return  # the first real step will say what is wrong
+            finally:
+                found, self._looking = self._looking, None
+            seen.append(found)
+        self.found = bool(seen[0])
+        for a, b in zip(*seen, strict=False):
+            if a.site == b.site:
+                self._place(a.site, _layout(a.given, b.given), a.given.shape)
+
+    def _place(self, site: int, found: Layout | None, shape: torch.Size) -> None:
+        if found is None or self.layouts.setdefault(site, found) != found:
+            raise self._cannot(site, shape)
+
+    def _cannot(self, site: int, shape: Sequence[int]) -> ModelError:
+        return self.refusal(
+            site,
+            f"is given a tensor of shape {tuple(shape)}, in which samples cannot be told apart",
+            "use a layer of its own for each shape, with the samples in one dimension",
+        )
+
+    def refusal(self, site: int, why: str, do: str) -> ModelError:
+        """The error for a layer that cannot be keyed by sample."""
+        name = self._marked[site - 1][0] if site else "a dropout in a written forward"
+        return ModelError(
+            f"dropout by sample: {name} {why}", do=f"{do}, or leave Compute(dropout='torch')"
+        )
+
+    # -- in a step -----------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Within it dropout draws for the optimiser step of this number."""
+        self._step = number
+        with self._replacing():
+            try:
+                yield
+            finally:
+                self._size = 0
+                self._known.clear()
+
+    def at(self, start: int, size: int) -> None:
+        """Next is the forward of these samples.
+
+        Args:
+            start: place of the first among all samples of the step, of all ranks.
+            size: how many.
+        """
+        self._start, self._size = start, size
+        self._calls.clear()
+        self._known.clear()
+
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        self._thread = threading.get_ident()
+        torchs = vars(_VF)
+        torchs.update(self._functions)
+        F.scaled_dot_product_attention = self._attention
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = _ATTENTION
+            for name in self._functions:
+                del torchs[name]
+
+    def _is_ours(self) -> bool:
+        """Whether the step calls, or its backward, not a thread that has nothing to do with it."""
+        if not self._size and self._looking is None:
+            return False
+        mine = threading.get_ident() == self._thread
+        return mine or torch._C._current_graph_task_id() != -1
+
+    def _draw(self, shape: Sequence[int]) -> Draw:
+        """What decides in this call, on a tensor of this shape."""
+        if torch.compiler.is_compiling():
+            raise ModelError(
+                "dropout by sample does not reach into compiled code",
+                do="set Compute(compile='off') and train the model itself, or leave "
+                "Compute(dropout='torch')",
+            )
+        site = self._site
+        # Of calls and layers, a number that no other call of this forward has.
+        number = self._call(site) * (len(self._marked) + 1) + site
+        layout = self.layouts.get(site, _FIRST)
+        if layout == _SHARED:
+            return Draw(self._seed, self._step, number, 0, 1)
+        if len(shape) <= layout.axis or shape[layout.axis] % self._size:
+            raise self._cannot(site, shape)
+        outer = math.prod(shape[: layout.axis])
+        if layout.is_last:
+            outer *= shape[layout.axis] // self._size
+        return Draw(self._seed, self._step, number, self._start, self._size, outer)
+
+    def _call(self, site: int) -> int:
+        """Which call of this layer in the forward it is; one that runs again keeps its number."""
+        ticket = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        known = self._known.get((site, ticket))
+        if known is None:
+            known = self._known[site, ticket] = self._calls[site]
+            self._calls[site] += 1
+        return known
+
+    def _drop(self, name: str, x: torch.Tensor, p: float) -> torch.Tensor:
+        if self._looking is not None:
+            self._looking.append(_Seen(self._site, x.detach().clone()))
+            return x
+        in_place, kind = name.endswith("_"), name.rstrip("_")
+        if kind == "dropout":
+            return _Dropped.apply(x, p, self._draw(x.shape), in_place)  # type: ignore[no-any-return, no-untyped-call]
+        shape = x.shape[:2] if kind.startswith("feature") else x.shape
+        kept = keep(shape, p, self._draw(shape), x.device).to(x.dtype)
+        kept = kept.view(*shape, *[1] * (x.dim() - len(shape)))
+        multiply, add = (x.mul_, torch.Tensor.add_) if in_place else (x.mul, torch.Tensor.add)
+        if kind == "feature_dropout":
+            return multiply(kept / (1 - p))
+        scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+        below = _ALPHA * scale
+        return add(multiply(kept * scale), (kept - 1) * below + below * p)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Attention by torch's own formula, but that we drop the weights."""
+        given: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        if not 0 < dropout_p < 1 or not self._is_ours():
+            return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **given)
+        if self._looking is not None:
+            # What is dropped is as large as the weights; its values do not matter here.
+            weights = query.new_zeros(*query.shape[:-1], key.shape[-2])
+            self._looking.append(_Seen(self._site, weights))
+            return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **given)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = query.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -math.inf)
+        # Of no values: only the weights are wanted.
+        _, weights = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value[..., :0], attn_mask, 0.0, is_causal, **given
+        )
+        if enable_gqa:
+            value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+        kept = _Dropped.apply(weights, dropout_p, self._draw(weights.shape), False)  # type: ignore[no-untyped-call]
+        return kept @ value  # type: ignore[no-any-return]
+
+
+def _function(draws: SampleDropout, name: str) -> Callable[..., torch.Tensor]:
+    def function(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        features = name.startswith("feature")
+        plain = not train or not 0 < p < 1 or not x.numel()
+        wrong = not (x.is_floating_point() or x.is_complex()) or (features and x.dim() < 2)
+        if plain or wrong or not draws._is_ours():
+            return _TORCHS[name](x, p, train)  # type: ignore[no-any-return]
+        return draws._drop(name, x, p)
+
+    return function
+
+
+def _recurrent(draws: SampleDropout, name: str) -> Callable[..., Any]:
+    """Layer by layer where torch would drop between them."""
+    run = _RECURRENT[name]
+
+    def function(x: torch.Tensor, state: Any, weights: Any, *options: Any) -> Any:
+        is_packed = not isinstance(weights, list)  # then it is the state, and weights come next
+        bias, layers, p, train, *ways = options[is_packed:]
+        if not train or not 0 < p < 1 or layers == 1 or not draws._is_ours():
+            return run(x, state, weights, *options)
+        if is_packed:
+            raise draws.refusal(
+                draws._site,
+                "drops between its layers, in packed sequences, where samples have no place",
+                "give it padded sequences",
+            )
+        one = torch.is_tensor(state)
+        # (directions of each layer, samples, features) of each kind of state
+        begins = [kind.chunk(layers) for kind in ([state] if one else state)]
+        ends = []
+        each = len(weights) // layers
+        for layer in range(layers):
+            begin = [kind[layer] for kind in begins]
+            own = weights[layer * each : (layer + 1) * each]
+            x, *end = run(x, begin[0] if one else begin, own, bias, 1, 0.0, train, *ways)
+            ends.append(end)
+            if layer + 1 < layers:
+                x = draws._drop("dropout", x, p)
+        return x, *(torch.cat(kind) for kind in zip(*ends, strict=True))
+
+    return function
+
+
+def _forward(draws: SampleDropout, site: int) -> Callable[..., Any]:
+    # Named `forward`, so that a pickled model looks its forward up in its class again.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before, draws._site = draws._site, site
+        try:
+            return type(self).forward(self, *args, **kwargs)
+        finally:
+            draws._site = before
+
+    return forward
+
+
+class _Dropped(torch.autograd.Function):
+    """Nothing is kept for backward: it draws again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, p: float, draw: Draw, in_place: bool) -> torch.Tensor:
+        ctx.given = p, draw
+        if not in_place:
+            return dropout(x, p, draw)
+        ctx.mark_dirty(x)
+        return dropout(x, p, draw, out=x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Dropped.apply(gradients[0], *ctx.given, False), None, None, None  # type: ignore[no-untyped-call]
+
+
+def _layout(a: torch.Tensor, b: torch.Tensor) -> Layout | None:
+    """Where samples lie, seen on tensors of two samples and of three; None for no telling."""
+    if a.shape == b.shape:
+        return _SHARED
+    differ = [axis for axis, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
+    if a.dim() != b.dim() or len(differ) != 1:
+        return None
+    axis = differ[0]
+    each, rest = divmod(a.shape[axis], _FEW)
+    if rest or b.shape[axis] != each * (_FEW + 1):
+        return None
+    if each == 1:
+        return Layout(axis)
+    # The same samples with one more behind them: right is what finds the same values again.
+    first = _distance(_cut(a, axis, _FEW, each), _cut(b, axis, _FEW + 1, each), axis)
+    last = _distance(_cut(a, axis, each, _FEW), _cut(b, axis, each, _FEW + 1), axis + 1)
+    return Layout(axis, is_last=last < first)
+
+
+def _cut(tensor: torch.Tensor, axis: int, *sizes: int) -> torch.Tensor:
+    """One dimension as two."""
+    return tensor.reshape(*tensor.shape[:axis], *sizes, *tensor.shape[axis + 1 :])
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor, axis: int) -> float:
+    return float((a - b.narrow(axis, 0, a.shape[axis])).abs().double().sum())
+
+
+def _refuse(name: str, module: nn.Module) -> None:
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        raise ModelError(
+            "dropout by sample does not reach into compiled code",
+            where=name or type(module).__name__,
+            do="train the model itself, or leave Compute(dropout='torch')",
+        )

@@ -1,0 +1,138 @@
+"""Dropout keyed by sample for a Loop: where samples lie, and what else the model draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.data.batch import Batch, map_tensors
+from flatout.data.randomness import same_state
+from flatout.errors import RecipeError
+from flatout.models.keras_model import is_keras
+from flatout.models.sample_dropout import SampleDropout
+from flatout.recipe import ModelFacts, Recipe
+from flatout.train.snapshot import random_state, untouched
+from flatout.train.step import Compute
+from flatout.world import World
+
+
+def sample_dropout(
+    recipe: Recipe,
+    model: nn.Module,
+    seed: int,
+    compute: Compute | None,
+    first: list[Batch],
+    facts: ModelFacts,
+    world: World,
+    say: Callable[[str], None],
+) -> tuple[SampleDropout | None, ModelFacts]:
+    """Dropout keyed by sample where the Recipe asks for it, and what is known of the model then.
+
+    Args:
+        recipe: as requested.
+        model: in training mode.
+        seed: of the job.
+        compute: forward and loss of a batch; None where that is not known.
+        first: the first batches, on the device.
+        facts: of the model.
+        world: of this rank.
+        say: tells the user of draws that are not keyed.
+
+    Raises:
+        RecipeError: the Recipe asks for `compile` too.
+        ModelError: a layer cannot be keyed by sample.
+    """
+    if recipe.compute.dropout != "by_sample":
+        return None, facts
+    if recipe.compute.compile == "on":
+        raise RecipeError(
+            "compute.dropout = by_sample does not reach into what compute.compile = on compiles",
+            do="set one of the two only",
+        )
+    keyed = SampleDropout(model, seed)
+    others: list[str] = []
+    if compute is not None and first:
+        batch = first[0]
+
+        def run(count: int) -> None:
+            with untouched(model), torch.no_grad(), _Watch(model, others):
+                compute(_some(batch, count))
+
+        try:
+            keyed.look(run)
+        except BaseException:
+            keyed.close()
+            raise
+        # The more samples of its own a rank has, the more it can tell.
+        found = world.gather((batch.size, keyed.layouts)) if world.size > 1 else []
+        keyed.layouts = max(found, key=itemgetter(0), default=(0, keyed.layouts))[1]
+    if others:
+        say(
+            f"{others[0]} draws random numbers that are not keyed by sample: "
+            "they are each rank's own, and others in micro-batches"
+        )
+    draws = facts.draws_random or keyed.found
+    return keyed, replace(facts, draws_random=draws, draws_by_sample=not others)
+
+
+def _some(batch: Batch, count: int) -> Batch:
+    """So many samples; where the batch has fewer, it begins again."""
+    numbers = torch.arange(count) % batch.size
+
+    def chosen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[numbers.to(tensor.device)]
+
+    inputs, targets, weight, indices = map_tensors(chosen, batch[:4])
+    return Batch(inputs, targets, weight, indices, count)
+
+
+class _Watch(ExitStack):
+    """Notes what in a forward draws from a generator of the process or, in Keras, of a layer."""
+
+    def __init__(self, model: nn.Module, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+        # Keras lists its layers elsewhere.
+        layers = model._flatten_layers() if is_keras(model) else ()  # type: ignore[operator]
+        self._names = {
+            module: f"{name or 'the model'} ({type(module).__name__})"
+            for name, module in (*model.named_modules(), *((la.name, la) for la in layers))
+        }
+        before: dict[nn.Module, Any] = {}
+
+        def begin(module: nn.Module, _inputs: Any) -> None:
+            before[module] = random_state()
+
+        def end(module: nn.Module, _inputs: Any, _output: Any) -> None:
+            # The innermost ends first.
+            if not found and not same_state(random_state(), before[module]):
+                found.append(self._names[module])
+
+        for module in self._names:
+            self.callback(module.register_forward_pre_hook(begin).remove)
+            self.callback(module.register_forward_hook(end).remove)
+        self._before, self._seeds = random_state(), self._layers_own()
+
+    def __exit__(self, *error: Any) -> Any:
+        now = self._layers_own()
+        drew = [name for name, seed in self._seeds.items() if not torch.equal(seed, now[name])]
+        if not drew and not same_state(random_state(), self._before):
+            drew = ["the loss, or code around the model,"]
+        if not self._found:
+            self._found.extend(drew)
+        return super().__exit__(*error)
+
+    def _layers_own(self) -> dict[str, torch.Tensor]:
+        """States of the generators of Keras' layers."""
+        generators = {name: getattr(m, "seed_generator", None) for m, name in self._names.items()}
+        return {
+            name: generator.state.value.detach().clone()
+            for name, generator in generators.items()
+            if generator is not None
+        }
