@@ -28,6 +28,7 @@ CONCRETE = {
     "input.pin_memory": switch,
     "world.device": st.sampled_from(["cpu", "cuda"]) | st.integers(0, 15).map("cuda:{}".format),
     "world.placement": st.sampled_from(["soft", "strict"]),
+    "world.timeout": positive,
     "save.every": st.none() | positive,
     "save.keep_last": positive,
     "save.asynchronous": st.booleans(),

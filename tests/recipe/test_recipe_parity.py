@@ -85,6 +85,7 @@ EXPECTED = [
     ("world.device", "cpu", "cuda", NOTHING, Parity.TOLERANT),
     ("world.device", "cpu", "cuda", DRAWS, Parity.REDRAWN),
     ("world.placement", "soft", "strict", NOTHING, Parity.EXACT),
+    ("world.timeout", 600, 60, NOTHING, Parity.EXACT),
     ("save.every", None, 5, NOTHING, Parity.EXACT),
     ("save.keep_last", 3, 5, NOTHING, Parity.EXACT),
     ("save.asynchronous", True, False, NOTHING, Parity.EXACT),

@@ -141,6 +141,7 @@ _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     # Each kind of device has its own random streams.
     "world.device": lambda facts: _redrawn_if(facts.draws_random, Parity.TOLERANT),
     "world.placement": Parity.EXACT,
+    "world.timeout": Parity.EXACT,
     "save.every": Parity.EXACT,
     "save.keep_last": Parity.EXACT,
     "save.asynchronous": Parity.EXACT,

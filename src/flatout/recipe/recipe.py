@@ -313,6 +313,7 @@ _PHRASES = {
     "input.workers": "{} workers",
     "input.pin_memory": "pinned memory",
     "world.placement": "{} placement",
+    "world.timeout": "{} s for a collective",
     "save.every": "checkpoint every {} steps",
     "save.keep_last": "last {} checkpoints",
     "save.asynchronous": "waits for each checkpoint",

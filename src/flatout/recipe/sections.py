@@ -167,6 +167,10 @@ class World(Section):
         default="soft",
         description="When a device cannot be used: `soft` falls back and says so, `strict` stops.",
     )
+    timeout: Positive = Field(
+        default=600,
+        description="Seconds that ranks wait for one another in a collective before they end.",
+    )
 
 
 class Save(Section):
@@ -212,6 +216,7 @@ PLAIN: dict[str, Value] = {
     "input.pin_memory": "off",
     "world.device": "cpu",
     "world.placement": "soft",
+    "world.timeout": 600,
     "save.every": None,
     "save.keep_last": 3,
     "save.asynchronous": True,

@@ -246,7 +246,7 @@ class Loop:
             self._world = ONE
             return ONE
         device = self._device_here()[0].type
-        self._world = join(device)
+        self._world = join(device, self.requested.world.timeout)
         if not self._world.is_first:
             self.say = lambda line: None
         if device == "cpu":

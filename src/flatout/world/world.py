@@ -13,13 +13,17 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import WorldError
+from flatout.world.network import address_towards, interface_of
 from flatout.world.place import ALONE, Place, place, restarts
 
 if TYPE_CHECKING:
     import torch
 
-# How long a rank waits for the others: to come at the start, and in each collective.
+# How long a rank waits for the others to come at the start.
 _PATIENCE = timedelta(minutes=10)
+
+TIMEOUT_S = 600
+"""How long it waits for them in a collective, in seconds, if nobody says."""
 
 
 class LostRank(WorldError, SystemExit):
@@ -123,11 +127,12 @@ ONE = World(ALONE)
 _joined: World | None = None
 
 
-def join(device: str = "cpu") -> World:
+def join(device: str = "cpu", timeout_s: float = TIMEOUT_S) -> World:
     """The World of this process: with the ranks beside it that a launcher has started, if any.
 
     Args:
         device: "cpu" or "cuda", where tensors lie that ranks add up.
+        timeout_s: how long a collective may take, in seconds.
 
     Raises:
         WorldError: the others do not come, or what the launcher says makes no sense.
@@ -141,7 +146,7 @@ def join(device: str = "cpu") -> World:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        _meet(here, device)
+        _meet(here, device, timedelta(seconds=timeout_s))
         atexit.register(leave)
     _joined = World(here)
     return _joined
@@ -157,34 +162,58 @@ def leave() -> None:
     _joined = None
 
 
-def _meet(here: Place, device: str) -> None:
+def _meet(here: Place, device: str, timeout: timedelta) -> None:
     import torch.distributed as dist
 
-    if here.nodes == 1:
-        # Names of hosts often lead to the wrong interface; on one node there is no question.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Where an agent has started the ranks, it keeps the store, also when they start again: what
     # earlier ranks have left in it must not be found.
     agent_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
+        found = dist.TCPStore(  # type: ignore[attr-defined]
             here.address,
             here.port,
             here.world_size,
             is_master=here.rank == 0 and not agent_keeps_it,
             timeout=_PATIENCE,
         )
+        store = dist.PrefixStore(f"flatout-{restarts()}", found)  # type: ignore[attr-defined]
+        _all_here(store, here)
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface(store, here)):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=dist.PrefixStore(f"flatout-{restarts()}", store),  # type: ignore[attr-defined]
+            store=store,
             world_size=here.world_size,
             rank=here.rank,
-            timeout=_PATIENCE,
+            timeout=timeout,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise WorldError(
             f"the {here.world_size} ranks did not meet at {here.address}:{here.port}: {error}",
             where=str(here),
             do="see that every node reaches this address, that the port is free, and that as many "
             "ranks were started as the launcher says",
         ) from error
+
+
+def _all_here(store: Any, here: Place) -> None:
+    """Wait for the slowest rank: from then on the timeout of collectives holds."""
+    if store.add("came", 1) == here.world_size:
+        store.set("all", "")
+    store.wait(["all"], _PATIENCE)
+
+
+def _interface(store: Any, here: Place) -> str | None:
+    """The network interface by which the other nodes reach this one; None leaves it to gloo.
+
+    Names of hosts, which gloo goes by, often lead to the wrong one. The nodes' ways to the first
+    one are asked for, and on that one its way to the second.
+    """
+    if here.nodes == 1:
+        return "lo"
+    own = address_towards(here.address, here.port)
+    if here.local_rank == 0:
+        store.set(f"address-{here.node}", own)
+    if here.node == 0:
+        own = address_towards(store.get("address-1").decode(), here.port)
+    return interface_of(own)
