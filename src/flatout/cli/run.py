@@ -129,10 +129,15 @@ class _Job:
     recipe: Mapping[str, object] = field(default_factory=dict)
 
     def launch(self, start: list[str]) -> int:
+        # Here a lost connection is told in words of our own; the ranks keep torch's.
+        level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+        os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
         from flatout.world.agreement import facts_here
         from flatout.world.launch import launch
         from flatout.world.world import TIMEOUT_S
 
+        if level is None:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
         ranks = self.where.ranks or 1
         facts = facts_here(self.script, self.is_module, ranks, self.recipe)
         timeout = self.timeout or TIMEOUT_S

@@ -18,10 +18,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
@@ -32,8 +32,12 @@ from flatout.world.agreement import Arrival, disagreement
 from flatout.world.network import is_here, listener
 from flatout.world.nodes import Nodes
 
+T = TypeVar("T")
+
 _LOOK_EVERY_S = 0.05
-_BEAT_EVERY_S = 0.5
+_BEAT_EVERY_S = 0.1
+# After this long a node counts as silent, when the loss of a rank is to be explained.
+_SILENCE_S = 5.0
 # After this long people want to know what is being waited for, and again every minute.
 _SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0
 # How long the first node stays so that the others hear why the job is over.
@@ -73,9 +77,14 @@ class Rendezvous(RendezvousHandler):
             facts={"--nodes": str(nodes.count), **facts},
         )
         self._hosts = {nodes.rank: self._own.host}
-        self._trouble: str | None = None
         self._heard: dict[int, tuple[bytes, float]] = {}
+        # What the listening thread has found, and what it is to tell.
+        self._trouble: str | None = None
+        self._seen = (0, 0, 0)
+        self._answered = time.monotonic()
+        self._last_words: str | None = None
         self._over = threading.Event()
+        self._listening: threading.Thread | None = None
 
     @property
     def where(self) -> str:
@@ -102,9 +111,11 @@ class Rendezvous(RendezvousHandler):
         if self.nodes.rank == 0:
             came = self._receive(until)
         else:
-            came = self._arrive(until)
+            came = _within(self._wait_s + 2 * _LAST_WORDS_S, lambda: self._arrive(until))
         self._hosts = {one.node: one.host for one in came}
-        threading.Thread(target=self._listen, daemon=True, name="flatout-nodes").start()
+        self._answered = time.monotonic()
+        self._listening = threading.Thread(target=self._listen, daemon=True, name="flatout-nodes")
+        self._listening.start()
 
     def _keep_store(self) -> Any:
         try:
@@ -147,7 +158,7 @@ class Rendezvous(RendezvousHandler):
 
     def _reach_store(self) -> Any:
         try:
-            return self._client()
+            return _within(self._silent_s, self._client)
         except RuntimeError as error:
             raise WorldError(
                 f"what listens at {self.where} is not the first node of this job ({_first(error)})",
@@ -246,23 +257,20 @@ class Rendezvous(RendezvousHandler):
             WorldError: the job is over on another node, or one is silent.
         """
         self.rounds += 1
-        key = f"round/{self.rounds}"
         waiting = _Waiting()
-        with self._in_words():
-            self._store.add(key, 1)
-            while self._store.add(key, 0) < self.nodes.count:
-                self._look()
-                waiting.say("waiting for the other nodes to start their ranks again")
-                time.sleep(_LOOK_EVERY_S)
+        while self.nodes.count > 1 and self._seen[:2] != (self.rounds, self.nodes.count):
+            self._look()
+            waiting.say("waiting for the other nodes to start their ranks again")
+            time.sleep(_LOOK_EVERY_S)
         return RendezvousInfo(
-            PrefixStore(key, self._store),
+            PrefixStore(f"start-{self.rounds}", self._store),
             self.nodes.rank,
             self.nodes.count,
             RendezvousStoreInfo(self._host, self._port),
         )
 
     def num_nodes_waiting(self) -> int:
-        """Whether another node wants all ranks to start again.
+        """How many other nodes want all ranks to start again.
 
         Raises:
             WorldError: the job is over on another node, or one is silent.
@@ -270,21 +278,15 @@ class Rendezvous(RendezvousHandler):
         if self.nodes.count == 1:
             return 0
         self._look()
-        with self._in_words():
-            return int(self._store.add(f"round/{self.rounds + 1}", 0))
+        now, _, waiting = self._seen
+        return waiting if now == self.rounds else 0
 
     def end(self, why: str) -> None:
         """Tell the other nodes that the job is over; the first node stays until they have heard."""
-        if self.nodes.count == 1 or self._over.is_set():
-            return
-        self._over.set()
-        with suppress(RuntimeError):
-            self._store.set("ended", f"node {self.nodes.rank} ({self._own.host}): {why}")
-            until = time.monotonic() + _LAST_WORDS_S
-            while self.nodes.rank == 0 and time.monotonic() < until:
-                if self._store.add("heard", 0) >= self.nodes.count - 1:
-                    return
-                time.sleep(_LOOK_EVERY_S)
+        if self._listening is not None and not self._over.is_set():
+            self._last_words = f"node {self.nodes.rank} ({self._own.host}): {why}"
+            self._over.set()
+            self._listening.join(_LAST_WORDS_S)
 
     def silent(self) -> str:
         """Which node has not been heard of for some seconds, in words; "" where all have."""
@@ -292,34 +294,21 @@ class Rendezvous(RendezvousHandler):
         return ", ".join(
             f"node {node} ({self._hosts[node]}) has been silent for {now - since:.0f} s"
             for node, (_, since) in sorted(self._heard.items())
-            if now - since > 10 * _BEAT_EVERY_S
+            if now - since > _SILENCE_S
         )
 
     def _look(self) -> None:
+        if self._trouble is None and time.monotonic() - self._answered > self._silent_s:
+            self._trouble = self._lost_first
         if self._trouble is not None:
             raise WorldError(self._trouble, where=f"node {self.nodes.rank}, {self._own.host}")
 
-    @contextmanager
-    def _in_words(self) -> Iterator[None]:
-        """Says what it means that the store does not answer."""
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, WorldError):
-                raise
-            self._trouble = self._trouble or self._lost_first
-            self._look()
-
     def _listen(self) -> None:
-        """In a thread, over a connection of its own: beat, and listen to the other nodes."""
-        others = [node for node in range(self.nodes.count) if node != self.nodes.rank]
+        """Beat and listen, in a thread: no call of a store returns while its host is cut off."""
         try:
             store = self._client()
-            beats = 0
             while not self._over.is_set():
-                beats += 1
-                store.set(f"beat/{self.nodes.rank}", str(beats))
-                self._compare(others, store.multi_get([f"beat/{node}" for node in others]))
+                self._beat(store)
                 if store.check(["ended"]):
                     why = store.get("ended").decode()
                     store.add("heard", 1)
@@ -327,14 +316,25 @@ class Rendezvous(RendezvousHandler):
                     self._over.wait(_LAST_WORDS_S)
                     self._trouble = self._trouble or why
                     return
+                self._answered = time.monotonic()
                 time.sleep(_BEAT_EVERY_S)
+            if self._last_words is not None:
+                store.set("ended", self._last_words)
+                # Who keeps the store stays until the others have heard.
+                while self.nodes.rank == 0 and store.add("heard", 0) < self.nodes.count - 1:
+                    time.sleep(_LOOK_EVERY_S)
         except RuntimeError:
             self._trouble = self._trouble or self._lost_first
 
-    @property
-    def _lost_first(self) -> str:
-        """What a broken connection to the store means."""
-        return f"node 0 ({self._hosts.get(0, self._host)}) at {self.where} does not answer any more"
+    def _beat(self, store: Any) -> None:
+        store.set(f"beat/{self.nodes.rank}", str(time.monotonic_ns()))
+        others = [node for node in range(self.nodes.count) if node != self.nodes.rank]
+        self._compare(others, store.multi_get([f"beat/{node}" for node in others]))
+        now = self.rounds
+        if now > self._seen[0]:
+            store.add(f"round/{now}", 1)
+        here, waiting = store.add(f"round/{now}", 0), store.add(f"round/{now + 1}", 0)
+        self._seen = (now, here, waiting)
 
     def _compare(self, others: list[int], beats: list[bytes]) -> None:
         now = time.monotonic()
@@ -347,6 +347,11 @@ class Rendezvous(RendezvousHandler):
                     f"node {node} ({self._hosts[node]}) does not answer any more: nothing was "
                     f"heard of it for {self._silent_s:.0f} s"
                 )
+
+    @property
+    def _lost_first(self) -> str:
+        """What it means that the store does not answer."""
+        return f"node 0 ({self._hosts.get(0, self._host)}) at {self.where} does not answer any more"
 
     # -- what the agent wants to know besides ----------------------------------------------------
 
@@ -375,6 +380,27 @@ class Rendezvous(RendezvousHandler):
         """Nothing more will be asked."""
         self._over.set()
         return True
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """What a call gives that may never return.
+
+    Raises:
+        RuntimeError: it did not return in time.
+    """
+    found: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return found.result(seconds)
+    except TimeoutError as error:
+        raise RuntimeError(f"no answer for {seconds:.0f} s") from error
 
 
 class _Waiting:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -117,7 +118,8 @@ def _together(world: World) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, WorldError):
             raise
-        words = str(error).split("\n")[0].strip()
+        # Without the place in gloo's source, and its advice.
+        words = re.sub(r"^\[[^\]]*\] *", "", str(error).split("\n")[0]).split(". ")[0].strip()
         raise LostRank(f"another rank has ended or does not answer ({words})") from error
 
 
