@@ -25,6 +25,7 @@ from flatout.train.keras_callbacks import KerasCallbacks, WatchedSource
 from flatout.train.keras_job import KerasJob, call, compiled_metrics, targets_of
 from flatout.train.keras_slow_metrics import SlowMetrics
 from flatout.train.loop import Loop
+from flatout.train.notebook import check_ranks_asked
 from flatout.train.predict import predict
 from flatout.train.trainer import Trainer
 from flatout.train.warm_start import warm_start as start_warm
@@ -60,10 +61,13 @@ class KerasTrainer(Trainer):
 
     def __init__(self, model: Any, **arguments: Any) -> None:
         keras_model.check_trainable(model)
+        self.devices = arguments.pop("devices", 1)
+        check_ranks_asked(self.devices)
         here = place()
-        if here.world_size > 1:
+        if here.world_size > 1 or self.devices > 1:
+            found = f"this is {here}" if here.world_size > 1 else f"devices is {self.devices}"
             raise ModelError(
-                f"a compiled Keras model trains on one rank, and this is {here}",
+                f"a compiled Keras model trains on one rank, and {found}",
                 do="leave model.compile out, and give loss, optimizer and metrics to the Trainer",
             )
         own = [name for name in (*_COMPILED, *_COMPILED_TOO) if name in arguments]

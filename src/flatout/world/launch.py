@@ -97,27 +97,25 @@ def run_ranks(
         WorldError: the nodes do not meet, or lose one another.
         SignalException: a stop signal came; the ranks got it too, and have ended.
     """
+    spec = WorkerSpec(
+        role="flatout",
+        local_world_size=rendezvous.nodes.ranks or 1,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=rendezvous,
+        max_restarts=restarts,
+        monitor_interval=_LOOK_EVERY_S,
+    )
     with _quiet(), _stop_signals():
         rendezvous.open()
+        agent = _Agent(spec, rendezvous, logs or DefaultLogsSpecs(log_dir=os.devnull))
         try:
-            agent = _Agent(
-                WorkerSpec(
-                    role="flatout",
-                    local_world_size=rendezvous.nodes.ranks or 1,
-                    entrypoint=command[0],
-                    args=tuple(command[1:]),
-                    rdzv_handler=rendezvous,
-                    max_restarts=restarts,
-                    monitor_interval=_LOOK_EVERY_S,
-                ),
-                rendezvous,
-                logs or DefaultLogsSpecs(log_dir=os.devnull),
-            )
             result: RunResult = agent.run()
         except WorldError as error:
             rendezvous.end(error.what)
             raise
         except BaseException as error:
+            agent.kill()  # whatever is left, where a second signal has cut the end short
             rendezvous.end(f"was stopped ({error})")
             raise
         if result.is_failed():
@@ -163,6 +161,10 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, rendezvous: Rendezvous, logs: LogsSpecs) -> None:
         super().__init__(spec, logs_specs=logs, shutdown_timeout=_LAST_WORDS_S)
         self._nodes = rendezvous
+
+    def kill(self) -> None:
+        """End ranks that still run."""
+        self._shutdown(signal.SIGKILL, _SOON_S)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         try:

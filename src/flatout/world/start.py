@@ -21,7 +21,7 @@ from flatout.world.world import LostRank
 
 # A rank that has lost another one lets that one speak and leave first: then whoever has started the
 # ranks ends this one.
-_POLITE_S = 20.0
+POLITE_S = 20.0
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     try:
         _run(arguments)
     except LostRank as lost:
-        time.sleep(_POLITE_S)
+        time.sleep(POLITE_S)
         print(f"flatout: rank {place().rank}: {lost.what}", file=sys.stderr)
         raise
 
