@@ -49,7 +49,8 @@ def go_on(one):
         time.sleep(0.05)
 
 
-def test_nodes_that_agree_start_their_ranks_together():
+def test_nodes_that_agree_start_their_ranks_together(monkeypatch):
+    monkeypatch.setattr("flatout.world.rendezvous._LAST_WORDS_S", 0.3)
     port = free_port()
     nodes = [node(rank, port) for rank in range(2)]
     assert meet(*nodes) == [None, None]
