@@ -144,7 +144,7 @@ def _stop_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # where Python allows no handlers
         return
-    before = {signum: signal.signal(signum, stop) for signum in _STOPS}
+    before = {signum: signal.signal(signum, stop) for signum in (*_STOPS, signal.SIGQUIT)}
     try:
         yield
     finally:
