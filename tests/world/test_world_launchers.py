@@ -1,4 +1,4 @@
-"""Ranks that Open MPI, MPICH and SLURM have started, for real where these are installed."""
+"""Ranks that torchrun, Open MPI, MPICH and SLURM have started, where these are installed."""
 
 import os
 import shutil
@@ -87,6 +87,16 @@ def test_mpirun(tmp_path, alone, kind):
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert f"rank {rank} of 2, started by mpirun" in done.stdout
+    check(tmp_path, alone)
+
+
+def test_torchrun(tmp_path, alone):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    job = [*begin(tmp_path)[1:], "together.safetensors", "0"]
+    done = run(tmp_path, *torchrun, "--nproc-per-node", "2", *job)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} of 2, started by torchrun" in done.stdout
     check(tmp_path, alone)
 
 

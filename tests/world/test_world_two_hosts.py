@@ -62,6 +62,16 @@ def test_two_hosts_give_what_one_rank_gives(tmp_path, hosts):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=2e-6)
 
 
+def test_a_short_cut_does_no_harm(tmp_path, hosts):
+    nodes = begin(hosts, tmp_path, "4")
+    wait_for_step(tmp_path, 10, nodes)
+    hosts.cut()
+    time.sleep(3)
+    hosts.mend()
+    assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
+    assert "start again" not in nodes[0].said + nodes[1].said
+
+
 def test_a_cut_network_ends_both_sides_with_words(tmp_path, hosts):
     nodes = begin(hosts, tmp_path, "1000", "--set", "world.timeout=4")
     wait_for_step(tmp_path, 10, nodes)

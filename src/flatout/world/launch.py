@@ -120,6 +120,7 @@ def run_ranks(
             raise
         if result.is_failed():
             rendezvous.end(_ended(*first_failure(result.failures)))
+        rendezvous.shutdown()
         return result
 
 

@@ -1,45 +1,32 @@
 """Where the nodes of a job meet: before its first rank, and whenever the ranks start again.
 
-All of it goes through one store, which the first node keeps and the ranks use too.
+All of it goes through one store, which the first node keeps and the ranks use too; besides what the
+roll call leaves there,
 
-    came                a line for each node that has come, with what it is about to run
-    agreed, refused     the first node's verdict on them
     round/N             how many nodes have come to the N-th start of the ranks
     beat/NODE           changes while that node's agent lives
-    ended               why the job is over
+    ended               why the job is over; heard: how many know
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from datetime import timedelta
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from flatout.errors import WorldError
-from flatout.world.agreement import Arrival, disagreement
-from flatout.world.network import is_here, listener
 from flatout.world.nodes import Nodes
-
-T = TypeVar("T")
+from flatout.world.roll_call import RollCall, Waiting
 
 _LOOK_EVERY_S = 0.05
 _BEAT_EVERY_S = 0.1
 # After this long a node counts as silent, when the loss of a rank is to be explained.
 _SILENCE_S = 5.0
-# After this long people want to know what is being waited for, and again every minute.
-_SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0
 # How long the first node stays so that the others hear why the job is over.
 _LAST_WORDS_S = 5.0
 
@@ -65,17 +52,9 @@ class Rendezvous(RendezvousHandler):
     ) -> None:
         self.nodes = nodes
         self.rounds = 0
-        self._wait_s = wait_s
         self._silent_s = silent_s
-        host, _, port = nodes.rendezvous.rpartition(":")
-        self._host, self._port = host or "127.0.0.1", int(port or 0)
-        self._own = Arrival(
-            node=nodes.rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            key=uuid.uuid4().hex,
-            facts={"--nodes": str(nodes.count), **facts},
-        )
+        self._roll_call = RollCall(nodes, facts, wait_s=wait_s, answer_s=silent_s)
+        self._own = self._roll_call.own
         self._hosts = {nodes.rank: self._own.host}
         self._heard: dict[int, tuple[bytes, float]] = {}
         # What the listening thread has found, and what it is to tell.
@@ -86,167 +65,19 @@ class Rendezvous(RendezvousHandler):
         self._over = threading.Event()
         self._listening: threading.Thread | None = None
 
-    @property
-    def where(self) -> str:
-        """The rendezvous, for people."""
-        return f"{self._host}:{self._port}"
-
-    # -- before the first rank -------------------------------------------------------------------
-
     def open(self) -> None:
         """Meet the other nodes, and see that all are about to run the same.
 
         Raises:
             WorldError: the port is in use, a node does not come, or they disagree.
         """
-        until = time.monotonic() + self._wait_s
-        if self.nodes.rank == 0:
-            self._store = self._keep_store()
-            self._port = int(self._store.port)
-        else:
-            self._wait_for_port(until)
-            self._store = self._reach_store()
+        self._store, came = self._roll_call.open()
         if self.nodes.count == 1:
             return
-        if self.nodes.rank == 0:
-            came = self._receive(until)
-        else:
-            came = _within(self._wait_s + 2 * _LAST_WORDS_S, lambda: self._arrive(until))
         self._hosts = {one.node: one.host for one in came}
         self._answered = time.monotonic()
         self._listening = threading.Thread(target=self._listen, daemon=True, name="flatout-nodes")
         self._listening.start()
-
-    def _keep_store(self) -> Any:
-        try:
-            return TCPStore(
-                "127.0.0.1",
-                self._port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self._silent_s),
-            )
-        except RuntimeError as error:
-            holder = listener(self._port)
-            raise WorldError(
-                f"the nodes cannot meet at {self.where}: port {self._port} of this node "
-                + (f"is in use by {holder}" if holder else f"cannot be taken: {_first(error)}"),
-                where=f"node 0, {self._own.host}",
-                do="choose another port with --rendezvous, the same on every node, or end what "
-                "uses it",
-            ) from error
-
-    def _wait_for_port(self, until: float) -> None:
-        """Until the first node listens; a name that nobody knows yet may come with it."""
-        waiting = _Waiting()
-        why = ""
-        while True:
-            try:
-                socket.create_connection((self._host, self._port), timeout=2).close()
-                return
-            except OSError as error:
-                why = error.strerror or str(error)
-            if time.monotonic() > until:
-                raise WorldError(
-                    f"node 0 did not open {self.where} within {self._wait_s:.0f} s ({why})",
-                    where=f"node {self.nodes.rank}, {self._own.host}",
-                    do="start node 0 on that host, with the same --rendezvous, and see that this "
-                    "node reaches the port",
-                )
-            waiting.say(f"waiting for node 0 at {self.where} ({why})")
-            time.sleep(4 * _LOOK_EVERY_S)
-
-    def _reach_store(self) -> Any:
-        try:
-            return _within(self._silent_s, self._client)
-        except RuntimeError as error:
-            raise WorldError(
-                f"what listens at {self.where} is not the first node of this job ({_first(error)})",
-                where=f"node {self.nodes.rank}, {self._own.host}",
-                do="start node 0 there, or choose another port with --rendezvous on every node",
-            ) from error
-
-    def _client(self) -> Any:
-        return TCPStore(
-            "127.0.0.1" if self.nodes.rank == 0 else self._host,
-            self._port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._silent_s),
-        )
-
-    def _receive(self, until: float) -> list[Arrival]:
-        """As the first node: look at each that comes, and tell all what is wrong, or who came."""
-        waiting = _Waiting()
-        came = [self._own]
-        while len(came) < self.nodes.count:
-            lines = self._store.get("came").splitlines() if self._store.check(["came"]) else []
-            for line in lines[len(came) - 1 :]:
-                came.append(Arrival.read(line))
-                wrong = disagreement(came)
-                if wrong is not None:
-                    self._refuse(wrong, len(lines))
-            missing = sorted(set(range(self.nodes.count)) - {one.node for one in came})
-            if missing and time.monotonic() > until:
-                self._refuse(self._nobody(missing), len(came) - 1)
-            waiting.say(f"waiting at {self.where} for {_nodes(missing)} of {self.nodes.count}")
-            time.sleep(_LOOK_EVERY_S)
-        for one in came:
-            self._store.set(f"beat/{one.node}", "")
-        self._store.set("agreed", json.dumps([one.words() for one in came]))
-        return came
-
-    def _nobody(self, missing: list[int]) -> WorldError:
-        elsewhere = (
-            f"; {self._host} is no address of this node, where --node-rank 0 was started"
-            if not is_here(self._host)
-            else ""
-        )
-        return WorldError(
-            f"{_nodes(missing)} of {self.nodes.count} did not come to {self.where} within "
-            f"{self._wait_s:.0f} s{elsewhere}",
-            where=f"node 0, {self._own.host}",
-            do=f"start {_nodes(missing)} with the same --nodes and --rendezvous, and see that the "
-            "port is reached from there",
-        )
-
-    def _refuse(self, error: WorldError, others: int) -> None:
-        self._store.set("refused", json.dumps([error.what, error.where, error.do]))
-        until = time.monotonic() + _LAST_WORDS_S
-        while self._store.add("heard", 0) < others and time.monotonic() < until:
-            time.sleep(_LOOK_EVERY_S)
-        raise error
-
-    def _arrive(self, until: float) -> list[Arrival]:
-        """As another node: say what is here, and wait for the first node's verdict."""
-        waiting = _Waiting()
-        try:
-            self._store.append("came", self._own.words() + "\n")
-            while not self._store.check(["agreed"]):
-                if self._store.check(["refused"]):
-                    what, where, do = json.loads(self._store.get("refused"))
-                    self._store.add("heard", 1)
-                    raise WorldError(what, where=where, do=do)
-                if time.monotonic() > until + _LAST_WORDS_S:
-                    raise WorldError(f"no verdict of node 0 came within {self._wait_s:.0f} s")
-                waiting.say(f"at {self.where} with node 0, waiting for the other nodes")
-                time.sleep(_LOOK_EVERY_S)
-            came = [Arrival.read(one) for one in json.loads(self._store.get("agreed"))]
-        except RuntimeError as error:
-            if isinstance(error, WorldError):
-                raise
-            raise WorldError(
-                f"node 0 at {self.where} ended before all nodes had come ({_first(error)})",
-                where=f"node {self.nodes.rank}, {self._own.host}",
-            ) from error
-        if self._own.key not in {one.key for one in came}:
-            there = next((one for one in came if one.node == self.nodes.rank), came[0])
-            raise WorldError(
-                f"the job at {self.where} has begun already, with {there} as node {there.node}",
-                where=f"node {self.nodes.rank}, {self._own.host}",
-                do="wait until it has ended, or choose another port with --rendezvous",
-            )
-        return came
 
     # -- while the ranks run ---------------------------------------------------------------------
 
@@ -257,7 +88,7 @@ class Rendezvous(RendezvousHandler):
             WorldError: the job is over on another node, or one is silent.
         """
         self.rounds += 1
-        waiting = _Waiting()
+        waiting = Waiting()
         while self.nodes.count > 1 and self._seen[:2] != (self.rounds, self.nodes.count):
             self._look()
             waiting.say("waiting for the other nodes to start their ranks again")
@@ -266,7 +97,7 @@ class Rendezvous(RendezvousHandler):
             PrefixStore(f"start-{self.rounds}", self._store),
             self.nodes.rank,
             self.nodes.count,
-            RendezvousStoreInfo(self._host, self._port),
+            RendezvousStoreInfo(self._roll_call.host, self._roll_call.port),
         )
 
     def num_nodes_waiting(self) -> int:
@@ -301,12 +132,12 @@ class Rendezvous(RendezvousHandler):
         if self._trouble is None and time.monotonic() - self._answered > self._silent_s:
             self._trouble = self._lost_first
         if self._trouble is not None:
-            raise WorldError(self._trouble, where=f"node {self.nodes.rank}, {self._own.host}")
+            raise WorldError(self._trouble, where=self._roll_call.who)
 
     def _listen(self) -> None:
         """Beat and listen, in a thread: no call of a store returns while its host is cut off."""
         try:
-            store = self._client()
+            store = self._roll_call.connect()
             while not self._over.is_set():
                 self._beat(store)
                 if store.check(["ended"]):
@@ -352,7 +183,8 @@ class Rendezvous(RendezvousHandler):
     @property
     def _lost_first(self) -> str:
         """What it means that the store does not answer."""
-        return f"node 0 ({self._hosts.get(0, self._host)}) at {self.where} does not answer any more"
+        where = self._roll_call.where
+        return f"node 0 ({self._hosts[0]}) at {where} does not answer any more"
 
     # -- what the agent wants to know besides ----------------------------------------------------
 
@@ -381,45 +213,3 @@ class Rendezvous(RendezvousHandler):
         """Nothing more will be asked."""
         self._over.set()
         return True
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call gives that may never return.
-
-    Raises:
-        RuntimeError: it did not return in time.
-    """
-    found: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            found.set_result(call())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        return found.result(seconds)
-    except TimeoutError as error:
-        raise RuntimeError(f"no answer for {seconds:.0f} s") from error
-
-
-class _Waiting:
-    """Says now and then what is waited for."""
-
-    def __init__(self) -> None:
-        self._next = time.monotonic() + _SAY_AFTER_S
-
-    def say(self, line: str) -> None:
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + _SAY_EVERY_S
-        print(f"flatout: {line}", file=sys.stderr, flush=True)
-
-
-def _nodes(missing: list[int]) -> str:
-    return f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-
-
-def _first(error: BaseException) -> str:
-    return str(error).split("\n")[0].strip()
