@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from two_nodes import alive, both, wait_for_step
+from two_nodes import TRAIN, alive, both, wait_for, wait_for_step
 from world_ranks import run
 
 from flatout.measure import usable_cpus
@@ -61,6 +61,21 @@ def test_after_a_rank_was_killed_all_start_again_on_both_nodes(tmp_path, undistu
     assert [one.end() for one in nodes] == [0, 0], [one.said for one in nodes]
     assert f"rank 1 (process {rank}) was killed by SIGKILL; all ranks start" in nodes[1].said
     assert "resumed step" in nodes[0].said
+    assert same(undisturbed, tmp_path / "runs.safetensors")
+
+
+def test_a_rank_that_is_killed_when_the_other_node_is_done(tmp_path, undisturbed):
+    late = """
+    if os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "00":
+        open("late", "w").close()
+        time.sleep(100)
+    """
+    nodes = both(tmp_path, "runs", "2", script=TRAIN + late)
+    (other,) = wait_for(nodes[1].ranks)
+    wait_for(lambda: (tmp_path / "late").exists() and not alive(other))
+    (rank,) = nodes[0].ranks()
+    os.kill(rank, signal.SIGKILL)
+    assert [one.end() for one in nodes] == [0, 0], [one.said for one in nodes]
     assert same(undisturbed, tmp_path / "runs.safetensors")
 
 

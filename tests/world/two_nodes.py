@@ -77,12 +77,21 @@ def children(pid):
         return [int(child) for child in file.read().split()]
 
 
-def both(folder, *arguments, options=(), rendezvous=None, befores=((), ())):
+def both(folder, *arguments, options=(), rendezvous=None, befores=((), ()), script=TRAIN):
     rendezvous = rendezvous or f"127.0.0.1:{free_port()}"
     return [
-        Node(folder, rank, rendezvous, *arguments, options=options, before=before)
+        Node(folder, rank, rendezvous, *arguments, options=options, before=before, script=script)
         for rank, before in enumerate(befores)
     ]
+
+
+def wait_for(happened, seconds=60):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if found := happened():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")
 
 
 def wait_for_step(folder, step, nodes):

@@ -15,7 +15,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import (
     DefaultLogsSpecs,
@@ -182,6 +187,8 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED and not self._nodes.finished():
+            return RunResult(WorkerState.HEALTHY)  # another node may want all to start again
         if not result.is_failed():
             return result
         killed = [rank for rank, one in result.failures.items() if _was_killed(one)]

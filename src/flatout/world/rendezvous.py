@@ -4,6 +4,7 @@ All of it goes through one store, which the first node keeps and the ranks use t
 roll call leaves there,
 
     round/N             how many nodes have come to the N-th start of the ranks
+    done/N              how many nodes' ranks have all ended well since then
     beat/NODE           changes while that node's agent lives
     ended               why the job is over; heard: how many know
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
@@ -29,6 +30,15 @@ _BEAT_EVERY_S = 0.1
 _SILENCE_S = 5.0
 # How long the first node stays so that the others hear why the job is over.
 _LAST_WORDS_S = 5.0
+
+
+class _Seen(NamedTuple):
+    """How many nodes have come to a start of the ranks, want the next one, and are done."""
+
+    round: int
+    here: int
+    waiting: int
+    done: int
 
 
 class Rendezvous(RendezvousHandler):
@@ -59,7 +69,9 @@ class Rendezvous(RendezvousHandler):
         self._heard: dict[int, tuple[bytes, float]] = {}
         # What the listening thread has found, and what it is to tell.
         self._trouble: str | None = None
-        self._seen = (0, 0, 0)
+        self._seen = _Seen(0, 0, 0, 0)
+        self._done = 0
+        self._told = (0, 0)
         self._answered = time.monotonic()
         self._last_words: str | None = None
         self._over = threading.Event()
@@ -89,7 +101,7 @@ class Rendezvous(RendezvousHandler):
         """
         self.rounds += 1
         waiting = Waiting()
-        while self.nodes.count > 1 and self._seen[:2] != (self.rounds, self.nodes.count):
+        while self.nodes.count > 1 and not self._all_here():
             self._look()
             waiting.say("waiting for the other nodes to start their ranks again")
             time.sleep(_LOOK_EVERY_S)
@@ -100,6 +112,10 @@ class Rendezvous(RendezvousHandler):
             RendezvousStoreInfo(self._roll_call.host, self._roll_call.port),
         )
 
+    def _all_here(self) -> bool:
+        seen = self._seen
+        return (seen.round, seen.here) == (self.rounds, self.nodes.count)
+
     def num_nodes_waiting(self) -> int:
         """How many other nodes want all ranks to start again.
 
@@ -109,8 +125,21 @@ class Rendezvous(RendezvousHandler):
         if self.nodes.count == 1:
             return 0
         self._look()
-        now, _, waiting = self._seen
-        return waiting if now == self.rounds else 0
+        seen = self._seen
+        return seen.waiting if seen.round == self.rounds else 0
+
+    def finished(self) -> bool:
+        """Tell that the ranks of this node have ended well; whether those of all nodes have.
+
+        Raises:
+            WorldError: the job is over on another node, or one is silent.
+        """
+        if self.nodes.count == 1:
+            return True
+        self._done = self.rounds
+        self._look()
+        seen = self._seen
+        return (seen.round, seen.done) == (self.rounds, self.nodes.count)
 
     def end(self, why: str) -> None:
         """Tell the other nodes that the job is over; the first node stays until they have heard."""
@@ -162,11 +191,14 @@ class Rendezvous(RendezvousHandler):
         store.set(f"beat/{self.nodes.rank}", str(time.monotonic_ns()))
         others = [node for node in range(self.nodes.count) if node != self.nodes.rank]
         self._compare(others, store.multi_get([f"beat/{node}" for node in others]))
-        now = self.rounds
-        if now > self._seen[0]:
-            store.add(f"round/{now}", 1)
-        here, waiting = store.add(f"round/{now}", 0), store.add(f"round/{now + 1}", 0)
-        self._seen = (now, here, waiting)
+        now, done = self.rounds, self._done
+        self._seen = _Seen(
+            round=now,
+            here=store.add(f"round/{now}", int(now > self._told[0])),
+            waiting=store.add(f"round/{now + 1}", 0),
+            done=store.add(f"done/{done}", int(done > self._told[1])) if done == now else 0,
+        )
+        self._told = (now, done)
 
     def _compare(self, others: list[int], beats: list[bytes]) -> None:
         now = time.monotonic()
@@ -212,4 +244,7 @@ class Rendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Nothing more will be asked."""
         self._over.set()
+        if self._listening is not None:
+            # Python must not end while a thread of its own is about to leave the store's C++.
+            self._listening.join(_LAST_WORDS_S)
         return True
