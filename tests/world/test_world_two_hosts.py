@@ -73,7 +73,7 @@ def test_a_short_cut_does_no_harm(tmp_path, hosts):
 
 
 def test_a_cut_network_ends_both_sides_with_words(tmp_path, hosts):
-    nodes = begin(hosts, tmp_path, "1000", "--set", "world.timeout=4")
+    nodes = begin(hosts, tmp_path, "100", "--set", "world.timeout=10")
     wait_for_step(tmp_path, 10, nodes)
     ranks = [pid for node in nodes for pid in node.ranks()]
     assert len(ranks) == 2
