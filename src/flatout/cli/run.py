@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,6 +72,9 @@ def run(
         int,
         typer.Option(min=0, help="How often ranks start again after one of them was killed."),
     ] = 3,
+    wait: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="How long nodes wait for one another.")
+    ] = 900,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")
     ] = False,
@@ -95,9 +99,10 @@ def run(
     if devices == "auto":
         where = asked_for(_measured(what, where, dry_run), nodes, node_rank, rendezvous)
     start = [sys.executable, *(["-m", "flatout.world.start"] if where.is_world else []), *what]
+    job = _Job(where, script, is_module, restarts, wait)
     # Without a Recipe the script starts at once and as it is: no setting is a default unmeasured.
     if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
-        _start(start, variables, (), dry_run, where, restarts)
+        _start(start, variables, (), dry_run, job)
         return
     from flatout.devices.process import environment
     from flatout.devices.threads import set_affinity
@@ -107,7 +112,36 @@ def run(
     if cpus:
         set_affinity(cpus)
     _say_applied(asked, recipe is not None, bool(settings))
-    _start(start, variables | environment(asked), cpus, dry_run, where, restarts)
+    job = replace(job, timeout=asked.world.timeout, recipe=_asked_anywhere())
+    _start(start, variables | environment(asked), cpus, dry_run, job)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What several ranks need besides the command that each of them runs."""
+
+    where: Nodes
+    script: str
+    is_module: bool
+    restarts: int
+    wait: float
+    timeout: float | None = None
+    recipe: Mapping[str, object] = field(default_factory=dict)
+
+    def launch(self, start: list[str]) -> int:
+        # Here a lost connection is told in words of our own; the ranks keep torch's.
+        level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+        os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
+        from flatout.world.agreement import facts_here
+        from flatout.world.launch import launch
+        from flatout.world.world import TIMEOUT_S
+
+        if level is None:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+        ranks = self.where.ranks or 1
+        facts = facts_here(self.script, self.is_module, ranks, self.recipe)
+        timeout = self.timeout or TIMEOUT_S
+        return launch(start, self.where, self.restarts, facts, wait_s=self.wait, timeout_s=timeout)
 
 
 def _count(devices: str | None) -> int | None:
@@ -187,6 +221,15 @@ def _recipe_here() -> Recipe:
     return effective(file=found)
 
 
+def _asked_anywhere() -> dict[str, object]:
+    """Returns the fields that are asked for by name, whatever machine they were measured on."""
+    from flatout.recipe import ResolvedRecipe, effective, from_file
+
+    found = from_file()
+    asked = found.request() if isinstance(found, ResolvedRecipe) else found
+    return dict(effective(file=asked).named())
+
+
 def _say_applied(asked: Recipe, from_recipe: bool, from_settings: bool) -> None:
     """Prints what takes hold at the start of any script, and what waits for a Trainer or Loop."""
     from flatout.devices.process import at_start
@@ -225,8 +268,7 @@ def _start(
     variables: dict[str, str],
     cpus: tuple[int, ...],
     dry_run: bool,
-    where: Nodes,
-    restarts: int,
+    job: _Job,
 ) -> None:
     """Becomes the script: the same process, so signals, exit code and terminal are its own.
 
@@ -235,12 +277,10 @@ def _start(
     if dry_run:
         added = [f"{name}={value}" for name, value in variables.items()]
         bound = ["taskset", "-c", ",".join(map(str, cpus))] if cpus else []
-        ranks = f" # {where}" if where.is_world else ""
+        ranks = f" # {job.where}" if job.where.is_world else ""
         typer.echo(shlex.join(["env", *added, *bound, *start]) + ranks)
         return
-    if where.is_world:
-        from flatout.world.launch import launch
-
+    if job.where.is_world:
         os.environ.update(variables)
-        raise typer.Exit(launch(start, where, restarts))
+        raise typer.Exit(job.launch(start))
     os.execve(sys.executable, start, {**os.environ, **variables})

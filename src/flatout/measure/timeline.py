@@ -72,6 +72,17 @@ class Timeline:
         self._stopped_at: int | None = None
         self.reset()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy in another process needs: all but the lock and the view of the rows."""
+        with self._lock:
+            return {k: v for k, v in vars(self).items() if k not in ("_lock", "_buffer")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
+        self._buffer = self._rows.data
+        weakref.finalize(self, self._collections.stop)
+
     def reset(self) -> None:
         """Forgets everything recorded so far."""
         with self._lock:

@@ -28,6 +28,7 @@ from flatout.train.keras_job import KerasJob, call, compiled_metrics, targets_of
 from flatout.train.keras_ranks import save_on_first
 from flatout.train.keras_slow_metrics import SlowMetrics
 from flatout.train.loop import Loop
+from flatout.train.notebook import check_ranks_asked
 from flatout.train.predict import predict
 from flatout.train.trainer import Trainer
 from flatout.train.warm_start import warm_start as start_warm
@@ -64,7 +65,15 @@ class KerasTrainer(Trainer):
 
     def __init__(self, model: Any, **arguments: Any) -> None:
         keras_model.check_trainable(model)
+        self.devices = arguments.pop("devices", 1)
+        check_ranks_asked(self.devices)
         here = place()
+        if self.devices > 1 and here.world_size == 1:
+            raise ModelError(
+                "the ranks of a compiled Keras model are started by the command, not in a notebook",
+                do=f"flatout run --devices {self.devices} script.py; or leave model.compile out, "
+                "and give loss, optimizer and metrics to the Trainer",
+            )
         if here.world_size > 1 and keras_model.has_own_step(model):
             raise ModelError(
                 f"{type(model).__name__} has its own train_step, which runs in Keras' own loop, on "

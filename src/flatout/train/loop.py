@@ -348,6 +348,18 @@ class Loop:
         if first and compute is not None:
             self._fit_in_memory(compute, first[0])
 
+    def follow(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, resolved: ResolvedRecipe
+    ) -> None:
+        """Evaluate in this process, at the precision at which ranks elsewhere have trained."""
+        self.model, self.optimizer, self.resolved = model, optimizer, resolved
+        self._place(model)
+        switch = Switch(model, optimizer, self.device)
+        switch.now = switch.now.but(precision=resolved.compute.precision)
+        self.stepper = Stepper(switch)
+        self._reads_are_free = self.device.type == "cpu"
+        self._channels_last = False
+
     def _note_undo(self) -> None:
         """What a script expects to find as it was: its model's code and torch's global settings."""
         undo = self._undo.callback

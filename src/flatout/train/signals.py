@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -61,6 +62,10 @@ class StopSignals:
         self.received = signum
 
 
+NOTEBOOK = "FLATOUT_NOTEBOOK"
+"""Set in the ranks of a notebook's fit."""
+
+
 def is_interactive() -> bool:
     """In a notebook or at a prompt Ctrl-C must not end the interpreter."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules or NOTEBOOK in os.environ

@@ -32,6 +32,7 @@ from flatout.train.job import Job, TorchJob
 from flatout.train.loop import Loop, say
 from flatout.train.losses import Loss, as_loss
 from flatout.train.metrics import Given, as_metrics
+from flatout.train.notebook import check_ranks_asked, on_ranks
 from flatout.train.predict import predict
 from flatout.train.warm_start import warm_start as start_warm
 from flatout.world import World
@@ -81,10 +82,13 @@ class Trainer:
         run: folder or fsspec URL for checkpoints and the log; None writes nothing.
         warm_start: a run, checkpoint or model file whose weights and optimiser state to start
             from; step count and schedule start anew.
+        devices: ranks that `fit` trains on, in a notebook: processes that are spawned for it, after
+            which this model holds the weights. 1 takes the ranks that `flatout run` has started.
         say: prints the decisions made for the user; `lambda line: None` for silence.
 
     Raises:
         ModelError: for a model, loss, optimiser or metric that cannot be used.
+        WorldError: for devices that are not here, or are for `flatout run` to start.
     """
 
     def __new__(cls, model: Any = None, **arguments: Any) -> Trainer:
@@ -116,8 +120,11 @@ class Trainer:
         seed: int = 0,
         run: str | Path | None = None,
         warm_start: str | Path | None = None,
+        devices: int = 1,
         say: Callable[[str], None] = say,
     ) -> None:
+        check_ranks_asked(devices)
+        self.devices = devices
         if not isinstance(model, nn.Module):
             raise ModelError(
                 f"a model is a torch.nn.Module, found {type(model).__name__}",
@@ -133,8 +140,6 @@ class Trainer:
         self.scheduler = _as_scheduler(scheduler, self.optimizer)
         self.schedule_every = schedule_every
         self.seed = seed
-        self.history: History | None = None
-        self._fit: Fit | None = None
         self._loop_arguments: dict[str, Any] = {
             "recipe": recipe,
             "allow": allow,
@@ -146,10 +151,17 @@ class Trainer:
             "run": run,
             "say": say,
         }
-        self.loop = Loop(**self._loop_arguments)
+        self.get_ready()
         if warm_start is not None:
             say(start_warm(model, self.optimizer, warm_start))
 
+    def get_ready(self) -> None:
+        """Begin with nothing fitted."""
+        self.history: History | None = None
+        self._fit: Fit | None = None
+        self.loop = Loop(**self._loop_arguments)
+
+    @on_ranks
     def fit(
         self,
         x: Any,
@@ -266,6 +278,11 @@ class Trainer:
         Raises:
             CheckpointError: without a run folder, before the first fit, or if it cannot be written.
         """
+        if self._fit is None and self.devices > 1:
+            raise CheckpointError(
+                "the ranks that have trained are gone, and with them what a checkpoint holds",
+                do="give the Trainer a run folder: they write checkpoints while they train",
+            )
         if self._fit is None:
             raise CheckpointError("there is nothing to save before the first fit")
         return self._fit.save_checkpoint(score)

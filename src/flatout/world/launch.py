@@ -7,126 +7,210 @@ that ends by an error of its own is no reason to try again: the error would come
 from __future__ import annotations
 
 import logging
+import os
 import signal
-import socket
 import sys
-import uuid
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import (
     DefaultLogsSpecs,
+    LogsSpecs,
     SignalException,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from flatout.errors import WorldError
 from flatout.world.nodes import Nodes
-from flatout.world.world import LostRank
+from flatout.world.rendezvous import Rendezvous
+from flatout.world.world import TIMEOUT_S, LostRank
 
+# How long nodes wait for one another at the start.
+WAIT_S = 900.0
+# After this long without a sign of another node the job ends, or sooner where collectives may not
+# take as long.
+_SILENT_S = 60.0
 # How often the agent looks after its ranks.
 _LOOK_EVERY_S = 0.1
-# What ranks may take to write their last checkpoint after a stop signal.
-_LAST_WORDS_S = 120
-# How long nodes wait for one another at the start.
-_PATIENCE_S = 900
+# What ranks may take to write their last checkpoint after a stop signal; and to end without one.
+_LAST_WORDS_S, _SOON_S = 120, 5
+
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# How ranks end that have only lost another one.
+_LEFT = (LostRank.code, -signal.SIGTERM)
 
 Failures = Mapping[int, ProcessFailure]
 
 
-def launch(command: Sequence[str], nodes: Nodes, restarts: int) -> int:
+def launch(
+    command: Sequence[str],
+    nodes: Nodes,
+    restarts: int,
+    facts: Mapping[str, str],
+    *,
+    wait_s: float = WAIT_S,
+    timeout_s: float = TIMEOUT_S,
+) -> int:
     """Run a command as the ranks of this node, until all have ended.
 
     Args:
         command: the interpreter, the script and its arguments.
         nodes: which node this is, where they meet, and how many ranks it has.
         restarts: how often all ranks are started again after one was killed.
+        facts: what must be the same on all nodes, by name.
+        wait_s: how long nodes wait for one another at the start, in seconds.
+        timeout_s: how long a collective may take, in seconds.
 
     Returns:
         The exit code: 0, that of the first rank that failed, or 128 + the signal.
 
     Raises:
-        WorldError: the nodes do not meet.
+        WorldError: the nodes do not meet, are not about to run the same, or lose one another.
     """
-    # In this process the agent alone logs, and what it says is said below, in plain words.
-    logging.disable(logging.CRITICAL)
-    meeting = RendezvousParameters(
-        backend="c10d",
-        endpoint=nodes.rendezvous or "127.0.0.1:0",
-        run_id=f"flatout-{nodes.rendezvous}" if nodes.count > 1 else uuid.uuid4().hex,
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        local_addr=None if nodes.count > 1 else "127.0.0.1",
-        join_timeout=_PATIENCE_S,
-        is_host=nodes.rank == 0,
-    )
+    rendezvous = Rendezvous(nodes, facts, wait_s=wait_s, silent_s=min(timeout_s, _SILENT_S))
     try:
-        handler = get_rendezvous_handler(meeting)
-        agent = _Agent(
-            WorkerSpec(
-                role="flatout",
-                local_world_size=nodes.ranks or 1,
-                entrypoint=command[0],
-                args=tuple(command[1:]),
-                rdzv_handler=handler,
-                max_restarts=restarts,
-                monitor_interval=_LOOK_EVERY_S,
-                master_addr=None,
-                master_port=None,
-                local_addr=None if nodes.count > 1 else "127.0.0.1",
-            ),
-            logs_specs=DefaultLogsSpecs(),
-            shutdown_timeout=_LAST_WORDS_S,
-        )
-        result = _run(agent)
-    except (RendezvousError, OSError) as error:
-        raise WorldError(
-            f"the {nodes.count} nodes did not meet at {meeting.endpoint}: {error}",
-            where=f"node {nodes.rank}, {socket.gethostname()}",
-            do="start every node with the same --nodes and --rendezvous, and its own --node-rank; "
-            "see that the port is free on the first node, and reached from the others",
-        ) from error
+        result = run_ranks(command, rendezvous, restarts)
     except SignalException as stop:
         return 128 + int(stop.sigval)
-    handler.shutdown()
-    return _told(result.failures) if result.is_failed() else 0
+    return _told(result.failures, rendezvous.silent()) if result.is_failed() else 0
 
 
-def _run(agent: _Agent) -> RunResult:
-    """Until the end, or a stop signal, which the ranks get as well."""
+def run_ranks(
+    command: Sequence[str],
+    rendezvous: Rendezvous,
+    restarts: int,
+    logs: LogsSpecs | None = None,
+) -> RunResult:
+    """Meet the other nodes, then run a command as the ranks of this one until all have ended.
+
+    Args:
+        command: as for `launch`.
+        rendezvous: where the nodes meet.
+        restarts: as for `launch`.
+        logs: where what the ranks print goes; where this process prints, if None.
+
+    Raises:
+        WorldError: the nodes do not meet, or lose one another.
+        SignalException: a stop signal came; the ranks got it too, and have ended.
+    """
+    spec = WorkerSpec(
+        role="flatout",
+        local_world_size=rendezvous.nodes.ranks or 1,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=rendezvous,
+        max_restarts=restarts,
+        monitor_interval=_LOOK_EVERY_S,
+    )
+    with _quiet(), _stop_signals():
+        rendezvous.open()
+        agent = _Agent(spec, rendezvous, logs or DefaultLogsSpecs(log_dir=os.devnull))
+        try:
+            result: RunResult = agent.run()
+        except WorldError as error:
+            rendezvous.end(error.what)
+            raise
+        except BaseException as error:
+            agent.kill()  # whatever is left, where a second signal has cut the end short
+            rendezvous.end(f"was stopped ({error})")
+            raise
+        if result.is_failed():
+            rendezvous.end(_ended(*first_failure(result.failures)))
+        rendezvous.shutdown()
+        return result
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The agent alone logs meanwhile, and what it says is said here, in plain words."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[None]:
+    """A stop signal ends the agent, which hands it on to its ranks."""
 
     def stop(signum: int, frame: object) -> None:
         raise SignalException(f"signal {signum}", sigval=signal.Signals(signum))
 
-    before = {
-        signum: signal.signal(signum, stop)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    }
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where Python allows no handlers
+        return
+    before = {signum: signal.signal(signum, stop) for signum in (*_STOPS, signal.SIGQUIT)}
     try:
-        result: RunResult = agent.run()
-        return result
+        yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
 
 class _Agent(LocalElasticAgent):
-    """Starts ranks again only where one was killed, not where its own error ended it."""
+    """Starts ranks again only where one was killed, not where its own error ended it.
+
+    All nodes count the starts alike, whichever of them the killed rank was on.
+    """
+
+    def __init__(self, spec: WorkerSpec, rendezvous: Rendezvous, logs: LogsSpecs) -> None:
+        super().__init__(spec, logs_specs=logs, shutdown_timeout=_LAST_WORDS_S)
+        self._nodes = rendezvous
+
+    def kill(self) -> None:
+        """End ranks that still run."""
+        self._shutdown(signal.SIGKILL, _SOON_S)
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        try:
+            result: RunResult = super()._invoke_run(role)
+            return result
+        except WorldError:
+            # Ranks that have lost another node cannot agree on a last checkpoint.
+            self._shutdown_timeout = _SOON_S
+            raise
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        self._remaining_restarts = worker_group.spec.max_restarts - self._nodes.rounds + 1
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED and not self._nodes.finished():
+            return RunResult(WorkerState.HEALTHY)  # another node may want all to start again
         if not result.is_failed():
             return result
         killed = [rank for rank, one in result.failures.items() if _was_killed(one)]
-        if not killed:
-            self._remaining_restarts = 0
-        elif self._remaining_restarts > 0:
+        if killed and self._remaining_restarts > 0:
             words = _ended(killed[0], result.failures[killed[0]])
             _say(f"{words}; all ranks start again ({self._remaining_restarts} times at most)")
+        elif not killed and not self._another_node_starts_again(result):
+            self._remaining_restarts = 0
         return result
+
+    def _another_node_starts_again(self, result: RunResult) -> bool:
+        """Whether ranks of this node have only lost one that was killed on another node."""
+        if any(one.exitcode not in _LEFT for one in result.failures.values()):
+            return False
+        until = time.monotonic() + _LAST_WORDS_S / 4
+        while self._nodes.nodes.count > 1 and time.monotonic() < until:
+            if self._nodes.num_nodes_waiting() > 0:
+                return True
+            if self._nodes.silent():
+                break
+            time.sleep(_LOOK_EVERY_S)
+        return False
 
 
 def _was_killed(failure: ProcessFailure) -> bool:
@@ -134,12 +218,9 @@ def _was_killed(failure: ProcessFailure) -> bool:
     return failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, signal.SIGINT)
 
 
-def _told(failures: Failures) -> int:
-    """Say which rank failed first; the exit code for all."""
-    # Ranks that only lost another one leave with a code of their own.
-    culprits = {
-        r: f for r, f in failures.items() if f.exitcode not in (LostRank.code, -signal.SIGTERM)
-    }
+def first_failure(failures: Failures) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, and how; not one that only lost another."""
+    culprits = {rank: one for rank, one in failures.items() if one.exitcode not in _LEFT}
     among = culprits or failures
 
     def order(rank: int) -> tuple[bool, bool, int, int]:
@@ -148,16 +229,28 @@ def _told(failures: Failures) -> int:
         return not _was_killed(one), one.exitcode == -signal.SIGTERM, one.timestamp, rank
 
     rank = min(among, key=order)
-    code = int(among[rank].exitcode)
-    _say(f"{_ended(rank, among[rank])}; all ranks have ended")
+    return rank, among[rank]
+
+
+def _told(failures: Failures, silent: str) -> int:
+    """Say which rank failed first; the exit code for all."""
+    rank, failure = first_failure(failures)
+    elsewhere = f"; {silent}" if silent and failure.exitcode in _LEFT else ""
+    _say(f"{_ended(rank, failure)}; all ranks have ended{elsewhere}")
+    code = int(failure.exitcode)
     return code if code > 0 else 128 - code
 
 
 def _ended(rank: int, failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
-        how = f"was killed by {signal.Signals(-failure.exitcode).name}"
+    code = int(failure.exitcode)
+    if code == LostRank.code:
+        how = "has lost another rank"
+    elif code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    elif code - 128 in _STOPS:
+        how = f"was stopped by {signal.Signals(code - 128).name}"
     else:
-        how = f"has ended with exit code {failure.exitcode}"
+        how = f"has ended with exit code {code}"
     return f"rank {rank} (process {failure.pid}) {how}"
 
 

@@ -69,12 +69,16 @@ def asked_for(
         raise WorldError(
             f"--nodes {count}, but not which of them this is", do="pass --node-rank, from 0"
         )
-    _check_devices(found.ranks or 1)
+    check_devices(found.ranks or 1)
     return checked(found)
 
 
-def _check_devices(ranks: int) -> None:
-    """More ranks than devices would share one, which is slower than fewer ranks."""
+def check_devices(ranks: int) -> None:
+    """Refuse more ranks than devices: they would share one, which is slower than fewer ranks.
+
+    Raises:
+        WorldError: there are fewer GPUs, or without any fewer CPUs.
+    """
     if ranks == 1:
         return
     from flatout.devices.inventory import inventory

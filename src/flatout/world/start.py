@@ -6,7 +6,10 @@ and of several ranks only the one that failed tells its story.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import runpy
+import signal
 import sys
 import time
 from types import TracebackType
@@ -18,19 +21,21 @@ from flatout.world.world import LostRank, is_first_to_fail
 
 # A rank that has lost another one lets that one speak and leave first: then whoever has started the
 # ranks ends this one.
-_POLITE_S = 20.0
+POLITE_S = 20.0
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def main(arguments: list[str]) -> None:
     """Run a script, or after -m a module, as `python` would."""
     if place().world_size > 1:
+        end_with_parent()
         _watch_optimisers()
         sys.excepthook = _tell
     try:
         _run(arguments)
     except LostRank as lost:
         if not lost.is_told:
-            time.sleep(_POLITE_S)
+            time.sleep(POLITE_S)
         print(f"flatout: rank {place().rank}: {lost.what}", file=sys.stderr)
         raise
 
@@ -45,6 +50,18 @@ def _run(arguments: list[str]) -> None:
 
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def end_with_parent() -> None:
+    """Let the system kill this rank when the agent that started it is killed.
+
+    Nobody would watch it any more, and whoever starts the job again must not meet it: the last
+    checkpoint holds.
+    """
+    agent = os.getppid()
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != agent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _watch_optimisers() -> None:

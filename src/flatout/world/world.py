@@ -15,6 +15,7 @@ from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.errors import WorldError
+from flatout.world.network import address_towards, interface_of
 from flatout.world.place import ALONE, Place, place, restarts
 from flatout.world.trail import Trail, Waiting
 from flatout.world.watch import Watch
@@ -201,7 +202,8 @@ def _together(world: World, number: int) -> Iterator[None]:
         if isinstance(error, WorldError):
             raise
         trail.is_lost = True
-        words = re.sub(r"^\[.*?\] ", "", str(error).split("\n")[0].strip())
+        # Without the place in gloo's source, and its advice.
+        words = re.sub(r"^\[[^\]]*\] *", "", str(error).split("\n")[0]).split(". ")[0].strip()
         blame = "" if _watch is None else _watch.blame()
         raise LostRank(
             f"{blame or 'another rank has ended or does not answer'} ({words})", is_told=bool(blame)
@@ -271,31 +273,55 @@ def leave() -> None:
 def _meet(here: Place, device: str, timeout: timedelta) -> None:
     import torch.distributed as dist
 
-    if here.nodes == 1:
-        # Names of hosts often lead to the wrong interface; on one node there is no question.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Where an agent has started the ranks, it keeps the store, also when they start again: what
     # earlier ranks have left in it must not be found.
     agent_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
+        found = dist.TCPStore(  # type: ignore[attr-defined]
             here.address,
             here.port,
             here.world_size,
             is_master=here.rank == 0 and not agent_keeps_it,
             timeout=_PATIENCE,
         )
+        store = dist.PrefixStore(f"flatout-{restarts()}", found)  # type: ignore[attr-defined]
+        _all_here(store, here)
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface(store, here)):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=dist.PrefixStore(f"flatout-{restarts()}", store),  # type: ignore[attr-defined]
+            store=store,
             world_size=here.world_size,
             rank=here.rank,
             timeout=timeout,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise WorldError(
             f"the {here.world_size} ranks did not meet at {here.address}:{here.port}: {error}",
             where=str(here),
             do="see that every node reaches this address, that the port is free, and that as many "
             "ranks were started as the launcher says",
         ) from error
+
+
+def _all_here(store: Any, here: Place) -> None:
+    """Wait for the slowest rank: from then on the timeout of collectives holds."""
+    if store.add("came", 1) == here.world_size:
+        store.set("all", "")
+    store.wait(["all"], _PATIENCE)
+
+
+def _interface(store: Any, here: Place) -> str | None:
+    """The network interface by which the other nodes reach this one; None leaves it to gloo.
+
+    Names of hosts, which gloo goes by, often lead to the wrong one. The nodes' ways to the first
+    one are asked for, and on that one its way to the second.
+    """
+    if here.nodes == 1:
+        return "lo"
+    own = address_towards(here.address, here.port)
+    if here.local_rank == 0:
+        store.set(f"address-{here.node}", own)
+    if here.node == 0:
+        own = address_towards(store.get("address-1").decode(), here.port)
+    return interface_of(own)

@@ -1,0 +1,212 @@
+"""`Trainer(model, devices=2).fit(...)` in a notebook: the fit runs on ranks spawned for it.
+
+Model, optimiser, data and callbacks go to the ranks in a file, and what training has changed comes
+back into the notebook's own objects. Ranks are fresh processes: a fork of one that has computed
+would hang in libgomp.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
+
+import torch
+
+from flatout.errors import ModelError, WorldError
+from flatout.models import load_weights
+from flatout.train.loop import Loop
+from flatout.train.parcel import pack, unpack_result
+from flatout.train.signals import is_interactive
+from flatout.world import place
+from flatout.world.nodes import Nodes, check_devices
+
+if TYPE_CHECKING:
+    from flatout.train.history import History
+    from flatout.train.trainer import Trainer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# How often ranks start again after one of them was killed.
+_RESTARTS = 3
+# So many of the last characters that a killed rank wrote are told.
+_LAST_CHARACTERS = 2_000
+
+
+def check_ranks_asked(devices: int) -> None:
+    """Refuse a number of ranks that cannot be had here.
+
+    Args:
+        devices: ranks on this node; 1 takes those that were started, if any.
+
+    Raises:
+        WorldError: with the command that starts as many.
+    """
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ModelError(f"devices is a number of ranks from 1, found {devices!r}")
+    here = place()
+    if devices == 1 or (here.world_size > 1 and devices == here.local_world_size):
+        return
+    if here.world_size > 1:
+        raise WorldError(
+            f"devices={devices}, but {here.local_world_size} ranks were started on this node",
+            where=str(here),
+            do=f"start {devices} with flatout run --devices {devices}, or leave devices out: the "
+            "Trainer takes the ranks that are there",
+        )
+    if not is_interactive():
+        script = shlex.join(sys.argv) if sys.argv and sys.argv[0] not in ("", "-c") else "script.py"
+        raise WorldError(
+            f"devices={devices} in a script that runs as one process: Flatout does not start "
+            "scripts again behind their user's back",
+            do=f"flatout run --devices {devices} {script}",
+        )
+    check_devices(devices)
+
+
+def on_ranks(fit: F) -> F:
+    """Let a fit run on ranks of its own where the Trainer was asked for several in a notebook."""
+
+    @wraps(fit)
+    def fit_here_or_there(trainer: Trainer, *args: Any, **kwargs: Any) -> History:
+        if trainer.devices == 1 or place().world_size > 1:
+            found: History = fit(trainer, *args, **kwargs)
+            return found
+        return _fit_there(trainer, args, kwargs)
+
+    return cast(F, fit_here_or_there)
+
+
+def _fit_there(trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> History:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from flatout.world.launch import first_failure, run_ranks
+    from flatout.world.rendezvous import Rendezvous
+
+    # What is iterated over twice must not be used up the first time.
+    kwargs["callbacks"] = list(kwargs.get("callbacks") or ())
+    nodes = Nodes(ranks=trainer.devices)
+    command = [sys.executable, "-u", "-m", "flatout.train.notebook_rank"]
+    with tempfile.TemporaryDirectory(prefix="flatout-") as name:
+        folder = Path(name)
+        pack(folder, trainer, args, kwargs)
+        meeting = Rendezvous(nodes, {}, wait_s=60, silent_s=60)
+        try:
+            with _output(folder) as logs:
+                result = run_ranks([*command, name], meeting, _RESTARTS, logs)
+        except SignalException as stop:
+            _take_back(folder, trainer, kwargs["callbacks"])
+            if stop.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + int(stop.sigval)) from None
+        finished = _take_back(folder, trainer, kwargs["callbacks"])
+        if result.is_failed():
+            rank, failure = first_failure(result.failures)
+            raise _error(folder, rank, failure.exitcode)
+    assert finished
+    assert trainer.history is not None
+    return trainer.history
+
+
+@torch.no_grad()
+def _take_back(folder: Path, trainer: Trainer, callbacks: list[Any]) -> bool:
+    """Put what training has changed into the notebook's own objects; whether there is anything."""
+    found = unpack_result(folder, trainer)
+    if found is None:
+        return False
+    load_weights(trainer.model, found["weights"])
+    trainer.optimizer.load_state_dict(found["optimizer"])
+    if trainer.scheduler is not None:
+        trainer.scheduler.load_state_dict(found["scheduler"])
+    for callback, theirs in zip(callbacks, found["callbacks"], strict=True):
+        if theirs is not None:
+            vars(callback).update(theirs)
+    trainer.history = found["history"]
+    trainer.loop = Loop(**trainer._loop_arguments)
+    if found["recipe"] is not None:
+        trainer.loop.follow(trainer.model, trainer.optimizer, found["recipe"])
+    return True
+
+
+class _RankTraceback(Exception):
+    """The traceback of a rank, shown as the cause of the error that came from there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _error(folder: Path, rank: int, code: int) -> BaseException:
+    """The exception that ended a rank, or where it left none, what is known of its end."""
+    with suppress(OSError):
+        text, pickled = pickle.loads((folder / f"error-{rank}").read_bytes())
+        try:
+            error = pickle.loads(pickled)
+        except Exception:  # its class cannot be made again from its arguments
+            error = WorldError(text.strip().rpartition("\n")[2])
+        error.__cause__ = _RankTraceback(text)
+        return error if isinstance(error, BaseException) else WorldError(text)
+    ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    last = ""  # of the first rank it has been shown already
+    with suppress(OSError):
+        last = (
+            ""
+            if rank == 0
+            else (folder / f"stderr-{rank}").read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
+        )
+    return WorldError(f"rank {rank} {ended}; all ranks have ended", where=last or None)
+
+
+@contextmanager
+def _output(folder: Path) -> Iterator[Any]:
+    """What rank 0 prints shows in the notebook; what others say in errors is kept until the end."""
+    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+    class Logs(LogsSpecs):
+        root_log_dir = str(folder)
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            for env in envs.values():
+                env["TORCHELASTIC_ERROR_FILE"] = ""
+            others = range(1, len(envs))
+            return LogsDest(
+                stdouts={0: str(folder / "stdout-0")} | dict.fromkeys(others, os.devnull),
+                stderrs={rank: str(folder / f"stderr-{rank}") for rank in envs},
+                error_files=dict.fromkeys(envs, os.devnull),
+            )
+
+    over = threading.Event()
+    showing = []
+    for name, stream in (("stdout-0", sys.stdout), ("stderr-0", sys.stderr)):
+        os.mkfifo(folder / name)
+        # Open for writing too, so that there is an end only where it is said.
+        pipe = os.open(folder / name, os.O_RDWR)
+        showing.append(threading.Thread(target=_show, args=(pipe, stream, over), daemon=True))
+        showing[-1].start()
+    try:
+        yield Logs()
+    finally:
+        over.set()
+        for thread in showing:
+            thread.join()
+
+
+def _show(pipe: int, stream: TextIO, over: threading.Event) -> None:
+    """Copy what comes through a pipe until it is over and empty."""
+    while True:
+        ending = over.is_set()
+        if select.select([pipe], [], [], 0.05)[0]:
+            stream.write(os.read(pipe, 65_536).decode(errors="replace"))
+            stream.flush()
+        elif ending:
+            os.close(pipe)
+            return

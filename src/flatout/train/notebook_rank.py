@@ -1,0 +1,43 @@
+"""One rank of a notebook's fit: `python -m flatout.train.notebook_rank FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from flatout.train.parcel import pack_error, pack_result, unpack
+from flatout.train.signals import NOTEBOOK
+from flatout.world import LostRank, place
+from flatout.world.start import POLITE_S, end_with_parent
+
+
+def main(folder: Path) -> int:
+    """Fit, and leave what came of it; the exit code."""
+    end_with_parent()
+    os.environ[NOTEBOOK] = "1"
+    # A kernel asks for colours; a bar that is drawn anew needs more of a terminal than it shows.
+    os.environ.pop("FORCE_COLOR", None)
+    # It knows its optimiser by a mark that does not travel.
+    warnings.filterwarnings("ignore", message=r".*`optimizer.step\(\)` has been overridden")
+    rank = place().rank
+    try:
+        trainer, args, kwargs = unpack(folder)
+        try:
+            trainer.fit(*args, **kwargs)
+        finally:
+            if rank == 0:
+                pack_result(folder, trainer, kwargs["callbacks"])
+    except LostRank:
+        time.sleep(POLITE_S)
+        return LostRank.code
+    except BaseException as error:
+        pack_error(folder, rank, error)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,190 @@
+"""What travels between a notebook and the ranks of its fit, as files in a folder of their own.
+
+Classes and functions that were defined in the notebook travel with their code. Large arrays are
+mapped by the ranks, not read, so that all of them share one copy.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import DataError, FlatoutError
+from flatout.models import weights_of
+
+if TYPE_CHECKING:
+    from flatout.train.trainer import Trainer
+
+# What a Trainer makes anew in each process.
+_OWN = ("loop", "_fit", "history")
+
+
+def pack(folder: Path, trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Write a Trainer and the arguments of its fit.
+
+    Raises:
+        DataError: something of it cannot be sent to another process.
+        FlatoutError: cloudpickle is missing.
+    """
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise FlatoutError(
+            "what a notebook defines goes to other processes by cloudpickle, which is missing",
+            do="pip install 'flatout[notebook]'",
+        ) from error
+    state = {name: value for name, value in vars(trainer).items() if name not in _OWN}
+    job = {
+        "kind": type(trainer),
+        "state": state,
+        # A Keras model is made anew from its description: the optimiser's parameters with it.
+        "parameters": list(trainer.model.parameters()),
+        "args": args,
+        "kwargs": kwargs,
+    }
+    (folder / "path").write_bytes(pickle.dumps(sys.path))
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        with open(folder / "job", "wb") as file:
+            cloudpickle.dump(job, file, protocol=5, buffer_callback=buffers.append)
+    except Exception as error:
+        raise DataError(
+            f"the fit cannot be sent to other processes: {error}",
+            do="give data as arrays, a Dataset or files instead of generators and open files, or "
+            "write a script for flatout run --devices",
+        ) from error
+    sizes = []
+    with open(folder / "arrays", "wb") as file:
+        for buffer in buffers:
+            raw = buffer.raw()
+            sizes.append((file.tell(), raw.nbytes))
+            file.write(raw)
+            file.write(bytes(-file.tell() % 64))  # numpy likes its arrays aligned
+    (folder / "sizes").write_bytes(pickle.dumps(sizes))
+
+
+def unpack(folder: Path) -> tuple[Trainer, tuple[Any, ...], dict[str, Any]]:
+    """In a rank: the Trainer and the arguments of its fit."""
+    sys.path[:] = pickle.loads((folder / "path").read_bytes())
+    sizes = pickle.loads((folder / "sizes").read_bytes())
+    arrays = []
+    if sizes:
+        with open(folder / "arrays", "rb") as file:
+            # Copied where it is written to, and by this rank alone.
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        arrays = [mapped[start : start + size] for start, size in sizes]
+    with open(folder / "job", "rb") as file:
+        job = pickle.load(file, buffers=arrays)
+    trainer: Trainer = object.__new__(job["kind"])
+    vars(trainer).update(job["state"])
+    _follow_parameters(trainer, job["parameters"])
+    trainer.get_ready()
+    return trainer, job["args"], job["kwargs"]
+
+
+def _follow_parameters(trainer: Trainer, sent: list[Any]) -> None:
+    """Let the optimiser hold the parameters of the model that was made here."""
+    here = list(trainer.model.parameters())
+    if all(own is other for own, other in zip(here, sent, strict=True)):
+        return
+    new = {id(other): own for own, other in zip(here, sent, strict=True)}
+    optimizer = trainer.optimizer
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(id(p), p) for p in group["params"]]
+    moved = [(new.get(id(p), p), state) for p, state in optimizer.state.items()]
+    optimizer.state.clear()
+    optimizer.state.update(moved)
+
+
+# -- and back ------------------------------------------------------------------------------------
+
+
+def pack_result(folder: Path, trainer: Trainer, callbacks: list[Any]) -> None:
+    """In rank 0: write what training has changed, whole or not at all."""
+    scheduler = trainer.scheduler
+    found = {
+        "weights": {name: tensor.cpu() for name, tensor in weights_of(trainer.model).items()},
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "history": trainer.history,
+        "recipe": trainer.resolved,
+    }
+    parts: dict[str, Any] = {name: _dumps(value, trainer) for name, value in found.items()}
+    parts["callbacks"] = [_dumps_or_say(callback, trainer) for callback in callbacks]
+    beside = folder / "result.new"
+    beside.write_bytes(pickle.dumps(parts))
+    beside.rename(folder / "result")
+
+
+def unpack_result(folder: Path, trainer: Trainer) -> dict[str, Any] | None:
+    """In the notebook: what came back, with references to its own objects; None without any."""
+    if not (folder / "result").exists():
+        return None
+    parts = pickle.loads((folder / "result").read_bytes())
+    callbacks = [None if part is None else _loads(part, trainer) for part in parts["callbacks"]]
+    del parts["callbacks"]
+    return {name: _loads(part, trainer) for name, part in parts.items()} | {"callbacks": callbacks}
+
+
+def pack_error(folder: Path, rank: int, error: BaseException) -> None:
+    """In a rank: leave the exception that ends it, with its traceback."""
+    import cloudpickle
+
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = cloudpickle.dumps(error)
+    except Exception:
+        pickled = b""
+    beside = folder / f"error-{rank}.new"
+    beside.write_bytes(pickle.dumps((text, pickled)))
+    os.replace(beside, folder / f"error-{rank}")
+
+
+def _dumps_or_say(callback: Any, trainer: Trainer) -> bytes | None:
+    try:
+        return _dumps(vars(callback), trainer)
+    except Exception as error:
+        name = type(callback)
+        if not name.__module__.startswith("flatout."):
+            trainer.loop.say(f"what {name.__qualname__} holds stays with the ranks: {error}")
+        return None
+
+
+def _known(trainer: Trainer) -> dict[str, Any]:
+    """What both sides have, and is not to come back as a copy."""
+    return {
+        "trainer": trainer,
+        "model": trainer.model,
+        "optimizer": trainer.optimizer,
+        "scheduler": trainer.scheduler,
+    }
+
+
+def _dumps(value: Any, trainer: Trainer) -> bytes:
+    import cloudpickle
+
+    names = {id(one): name for name, one in _known(trainer).items() if one is not None}
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def persistent_id(self, one: Any) -> str | None:
+            return names.get(id(one))
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _loads(value: bytes, trainer: Trainer) -> Any:
+    known = _known(trainer)
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, name: str) -> Any:
+            return known[name]
+
+    return Unpickler(io.BytesIO(value)).load()

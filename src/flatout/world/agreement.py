@@ -1,0 +1,112 @@
+"""What must be the same on all nodes of a job, compared before its first rank starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
+from importlib.metadata import version
+from pathlib import Path
+
+from flatout import __version__
+from flatout.errors import WorldError
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A node that has come to the rendezvous.
+
+    Attributes:
+        node: its number.
+        host: its name.
+        pid: of its agent.
+        key: tells it from another one with the same number.
+        facts: what must be the same on all nodes, by name.
+    """
+
+    node: int
+    host: str
+    pid: int
+    key: str
+    facts: dict[str, str]
+
+    @classmethod
+    def read(cls, words: str | bytes) -> Arrival:
+        """From what `words` wrote."""
+        return cls(**json.loads(words))
+
+    def words(self) -> str:
+        """As a string for a store."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        return f"{self.host} (process {self.pid})"
+
+
+def facts_here(
+    script: str, is_module: bool, ranks: int, recipe: Mapping[str, object]
+) -> dict[str, str]:
+    """What this node is about to run.
+
+    Args:
+        script: a path, or the name of a module.
+        is_module: which of the two.
+        ranks: on this node.
+        recipe: the fields that are asked for by name.
+    """
+    path = _file_of(script) if is_module else Path(script)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path is not None else "?"
+    return {
+        "--devices": str(ranks),
+        "script": f"{'-m ' if is_module else ''}{Path(script).name}, sha256 {digest}",
+        "flatout": __version__,
+        "torch": version("torch"),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        **{field: str(value) for field, value in recipe.items()},
+    }
+
+
+def _file_of(module: str) -> Path | None:
+    """The file that `python -m` would run, without importing the packages around it."""
+    path: Sequence[str] | None = ["", *sys.path]
+    spec = None
+    for name in [*module.split("."), "__main__"]:
+        found = PathFinder.find_spec(name, path)
+        if found is None:
+            break
+        spec, path = found, found.submodule_search_locations
+        if path is None:
+            break
+    return None if spec is None or not spec.has_location else Path(str(spec.origin))
+
+
+def disagreement(came: Sequence[Arrival]) -> WorldError | None:
+    """What is wrong with the newest of the nodes that have come, if anything."""
+    first, newest = came[0], came[-1]
+    same = next((one for one in came[:-1] if one.node == newest.node), None)
+    if same is not None:
+        return WorldError(
+            f"two nodes say that they are node {newest.node}: {same} and {newest}",
+            do="give each node its own --node-rank, from 0",
+        )
+    differing = [
+        f"{name}: {_told(first, name)} on node {first.node} ({first.host}), "
+        f"{_told(newest, name)} on node {newest.node} ({newest.host})"
+        for name in dict.fromkeys([*first.facts, *newest.facts])
+        if first.facts.get(name) != newest.facts.get(name)
+    ]
+    if differing:
+        return WorldError(
+            f"nodes {first.node} and {newest.node} are not about to run the same",
+            where="\n  ".join(differing),
+            do="start all nodes with the same options, script, Recipe and versions",
+        )
+    return None
+
+
+def _told(one: Arrival, name: str) -> str:
+    return one.facts.get(name, "nothing")

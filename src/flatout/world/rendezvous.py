@@ -1,0 +1,250 @@
+"""Where the nodes of a job meet: before its first rank, and whenever the ranks start again.
+
+All of it goes through one store, which the first node keeps and the ranks use too; besides what the
+roll call leaves there,
+
+    round/N             how many nodes have come to the N-th start of the ranks
+    done/N              how many nodes' ranks have all ended well since then
+    beat/NODE           changes while that node's agent lives
+    ended               why the job is over; heard: how many know
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from flatout.errors import WorldError
+from flatout.world.nodes import Nodes
+from flatout.world.roll_call import RollCall, Waiting
+
+_LOOK_EVERY_S = 0.05
+_BEAT_EVERY_S = 0.1
+# After this long a node counts as silent, when the loss of a rank is to be explained.
+_SILENCE_S = 5.0
+# How long the first node stays so that the others hear why the job is over.
+_LAST_WORDS_S = 5.0
+
+
+class _Seen(NamedTuple):
+    """How many nodes have come to a start of the ranks, want the next one, and are done."""
+
+    round: int
+    here: int
+    waiting: int
+    done: int
+
+
+class Rendezvous(RendezvousHandler):
+    """The meeting of a fixed set of nodes, for torch.distributed's elastic agent.
+
+    Node ranks are those that the nodes were given, and all ranks reach the first node by the name
+    that the user gave it.
+
+    Args:
+        nodes: which node this is, and where they meet.
+        facts: what must be the same on all nodes, by name.
+        wait_s: how long nodes wait for one another, in seconds.
+        silent_s: how long a node may be silent before the job ends, in seconds.
+
+    Attributes:
+        rounds: how often all nodes have met to start ranks.
+    """
+
+    def __init__(
+        self, nodes: Nodes, facts: Mapping[str, str], *, wait_s: float, silent_s: float
+    ) -> None:
+        self.nodes = nodes
+        self.rounds = 0
+        self._silent_s = silent_s
+        self._roll_call = RollCall(nodes, facts, wait_s=wait_s, answer_s=silent_s)
+        self._own = self._roll_call.own
+        self._hosts = {nodes.rank: self._own.host}
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        # What the listening thread has found, and what it is to tell.
+        self._trouble: str | None = None
+        self._seen = _Seen(0, 0, 0, 0)
+        self._done = 0
+        self._told = (0, 0)
+        self._answered = time.monotonic()
+        self._last_words: str | None = None
+        self._over = threading.Event()
+        self._listening: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Meet the other nodes, and see that all are about to run the same.
+
+        Raises:
+            WorldError: the port is in use, a node does not come, or they disagree.
+        """
+        self._store, came = self._roll_call.open()
+        if self.nodes.count == 1:
+            return
+        self._hosts = {one.node: one.host for one in came}
+        self._answered = time.monotonic()
+        self._listening = threading.Thread(target=self._listen, daemon=True, name="flatout-nodes")
+        self._listening.start()
+
+    # -- while the ranks run ---------------------------------------------------------------------
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until every node is ready to start its ranks.
+
+        Raises:
+            WorldError: the job is over on another node, or one is silent.
+        """
+        self.rounds += 1
+        waiting = Waiting()
+        while self.nodes.count > 1 and not self._all_here():
+            self._look()
+            waiting.say("waiting for the other nodes to start their ranks again")
+            time.sleep(_LOOK_EVERY_S)
+        return RendezvousInfo(
+            PrefixStore(f"start-{self.rounds}", self._store),
+            self.nodes.rank,
+            self.nodes.count,
+            RendezvousStoreInfo(self._roll_call.host, self._roll_call.port),
+        )
+
+    def _all_here(self) -> bool:
+        seen = self._seen
+        return (seen.round, seen.here) == (self.rounds, self.nodes.count)
+
+    def num_nodes_waiting(self) -> int:
+        """How many other nodes want all ranks to start again.
+
+        Raises:
+            WorldError: the job is over on another node, or one is silent.
+        """
+        if self.nodes.count == 1:
+            return 0
+        self._look()
+        seen = self._seen
+        return seen.waiting if seen.round == self.rounds else 0
+
+    def finished(self) -> bool:
+        """Tell that the ranks of this node have ended well; whether those of all nodes have.
+
+        Raises:
+            WorldError: the job is over on another node, or one is silent.
+        """
+        if self.nodes.count == 1:
+            return True
+        self._done = self.rounds
+        self._look()
+        seen = self._seen
+        return (seen.round, seen.done) == (self.rounds, self.nodes.count)
+
+    def end(self, why: str) -> None:
+        """Tell the other nodes that the job is over; the first node stays until they have heard."""
+        if self._listening is not None and not self._over.is_set():
+            self._last_words = f"node {self.nodes.rank} ({self._own.host}): {why}"
+            self._over.set()
+            self._listening.join(_LAST_WORDS_S)
+
+    def silent(self) -> str:
+        """Which node has not been heard of for some seconds, in words; "" where all have."""
+        now = time.monotonic()
+        return ", ".join(
+            f"node {node} ({self._hosts[node]}) has been silent for {now - since:.0f} s"
+            for node, (_, since) in sorted(self._heard.items())
+            if now - since > _SILENCE_S
+        )
+
+    def _look(self) -> None:
+        if self._trouble is None and time.monotonic() - self._answered > self._silent_s:
+            self._trouble = self._lost_first
+        if self._trouble is not None:
+            raise WorldError(self._trouble, where=self._roll_call.who)
+
+    def _listen(self) -> None:
+        """Beat and listen, in a thread: no call of a store returns while its host is cut off."""
+        try:
+            store = self._roll_call.connect()
+            while not self._over.is_set():
+                self._beat(store)
+                if store.check(["ended"]):
+                    why = store.get("ended").decode()
+                    store.add("heard", 1)
+                    # Where all have agreed to stop, the ranks of this node are about to end too.
+                    self._over.wait(_LAST_WORDS_S)
+                    self._trouble = self._trouble or why
+                    return
+                self._answered = time.monotonic()
+                time.sleep(_BEAT_EVERY_S)
+            if self._last_words is not None:
+                store.set("ended", self._last_words)
+                store.add("heard", int(self.nodes.rank > 0))
+                # Who keeps the store stays until the others have heard.
+                while self.nodes.rank == 0 and store.add("heard", 0) < self.nodes.count - 1:
+                    time.sleep(_LOOK_EVERY_S)
+        except RuntimeError:
+            self._trouble = self._trouble or self._lost_first
+
+    def _beat(self, store: Any) -> None:
+        store.set(f"beat/{self.nodes.rank}", str(time.monotonic_ns()))
+        others = [node for node in range(self.nodes.count) if node != self.nodes.rank]
+        self._compare(others, store.multi_get([f"beat/{node}" for node in others]))
+        now, done = self.rounds, self._done
+        self._seen = _Seen(
+            round=now,
+            here=store.add(f"round/{now}", int(now > self._told[0])),
+            waiting=store.add(f"round/{now + 1}", 0),
+            done=store.add(f"done/{done}", int(done > self._told[1])) if done == now else 0,
+        )
+        self._told = (now, done)
+
+    def _compare(self, others: list[int], beats: list[bytes]) -> None:
+        now = time.monotonic()
+        for node, beat in zip(others, beats, strict=True):
+            before, since = self._heard.get(node, (b"", now))
+            if beat != before or node not in self._heard:
+                self._heard[node] = (beat, now)
+            elif now - since > self._silent_s and self._trouble is None:
+                self._trouble = (
+                    f"node {node} ({self._hosts[node]}) does not answer any more: nothing was "
+                    f"heard of it for {self._silent_s:.0f} s"
+                )
+
+    @property
+    def _lost_first(self) -> str:
+        """What it means that the store does not answer."""
+        where = self._roll_call.where
+        return f"node 0 ({self._hosts[0]}) at {where} does not answer any more"
+
+    # -- what the agent wants to know besides ----------------------------------------------------
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks meet in this store."""
+        return True
+
+    def get_backend(self) -> str:
+        """The name of this way to meet."""
+        return "flatout"
+
+    def get_run_id(self) -> str:
+        """The name of the job."""
+        return f"flatout-{self._own.key}"
+
+    def is_closed(self) -> bool:
+        """Whether the job is over."""
+        return self._over.is_set()
+
+    def set_closed(self) -> None:
+        """The job is over."""
+        self._over.set()
+
+    def shutdown(self) -> bool:
+        """Nothing more will be asked."""
+        self._over.set()
+        if self._listening is not None:
+            # Python must not end while a thread of its own is about to leave the store's C++.
+            self._listening.join(_LAST_WORDS_S)
+        return True

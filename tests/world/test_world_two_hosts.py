@@ -1,0 +1,90 @@
+"""Two hosts with a network between them: found without help, and cut."""
+
+import time
+
+import pytest
+import torch
+from two_hosts import ADDRESSES, Hosts, cannot_be_made
+from world_ranks import free_port, run
+
+from flatout.measure import usable_cpus
+from flatout.save.model_file import load_model
+from two_nodes import both, wait_for_step
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(usable_cpus() < 2, reason="two hosts take two CPUs"),
+]
+
+ALONE = """
+    import sys
+    import numpy as np, torch, flatout
+
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(200, 20)).astype(np.float32)
+    y = rng.integers(0, 5, 200)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
+    trainer = flatout.Trainer(model, lr=0.01, allow="exact")
+    trainer.fit((x, y), batch_size=10, epochs=2)
+    trainer.save(sys.argv[1] + "/alone.safetensors")
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    why = cannot_be_made()
+    if why:
+        pytest.skip(why)
+    with Hosts() as hosts:
+        yield hosts
+
+
+def begin(hosts, folder, epochs, *options):
+    return both(
+        folder,
+        "runs",
+        epochs,
+        options=options,
+        rendezvous=f"{ADDRESSES[0]}:{free_port()}",
+        befores=hosts.before,
+    )
+
+
+def test_two_hosts_give_what_one_rank_gives(tmp_path, hosts):
+    nodes = begin(hosts, tmp_path, "2")
+    assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
+    run(ALONE, 1, tmp_path)
+    together, alone = (
+        load_model(str(tmp_path / f"{name}.safetensors")) for name in ("runs", "alone")
+    )
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=2e-6)
+
+
+def test_a_short_cut_does_no_harm(tmp_path, hosts):
+    nodes = begin(hosts, tmp_path, "4")
+    wait_for_step(tmp_path, 10, nodes)
+    hosts.cut()
+    time.sleep(3)
+    hosts.mend()
+    assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
+    assert "start again" not in nodes[0].said + nodes[1].said
+
+
+def test_a_cut_network_ends_both_sides_with_words(tmp_path, hosts):
+    nodes = begin(hosts, tmp_path, "100", "--set", "world.timeout=10")
+    wait_for_step(tmp_path, 10, nodes)
+    ranks = [pid for node in nodes for pid in node.ranks()]
+    assert len(ranks) == 2
+    hosts.cut()
+    began = time.monotonic()
+    try:
+        assert all(node.end() not in (0, None) for node in nodes), [node.said for node in nodes]
+    finally:
+        hosts.mend()
+    assert time.monotonic() - began < 60
+    assert "node 1 (" in nodes[0].said
+    assert f"at {ADDRESSES[0]}:" in nodes[1].said
+    for node in nodes:
+        assert "does not answer any more" in node.said, node.said
