@@ -109,7 +109,6 @@ class Fit:
             "history": self.state.history.epochs,
             "notes": self.state.history.notes,
             "logs": self.state.logs,
-            "metrics": self.job.state_dict(),
             "callback_kinds": [type(c).__qualname__ for c in stateful],
             "callbacks": [c.state_dict() for c in stateful],
         }
@@ -146,6 +145,7 @@ class Fit:
         state.step_in_epoch = loop.step_in_epoch
         if loop.restored_extra is not None:
             self._load_state_dict(loop.restored_extra)
+            self.job.load_state_dict(self._own_metrics(loop.restored_own))
         self._open_run()
         place = loop.world.place
         state.history.world_size, state.history.nodes = place.world_size, place.nodes
@@ -170,9 +170,15 @@ class Fit:
         state.history.epochs.extend(saved["history"])
         state.history.notes.extend(saved["notes"])
         state.logs = saved["logs"]
-        self.job.load_state_dict(saved["metrics"])
         for callback, its in zip(callbacks, saved["callbacks"], strict=True):
             callback.load_state_dict(its)
+
+    def _own_metrics(self, saved: list[Any]) -> list[Any]:
+        """What this rank's metrics go on from; another World deals out what there is."""
+        world = self.loop.world
+        if len(saved) == world.size:
+            return list(saved[world.rank]["metrics"])
+        return [state for one in saved for state in one["metrics"]][world.rank :: world.size]
 
     def _check_callbacks(self, saved: Any) -> None:
         if not isinstance(saved, dict) or "callback_kinds" not in saved:
@@ -371,7 +377,7 @@ class Fit:
         self.loop.check_numbers(self.compute)
         asked, self._asked = self._asked, []
         score = next((score for score in asked if score is not None), None)
-        self._path = self.loop.save(self.state_dict(), score)
+        self._path = self.loop.save(self.state_dict(), score, {"metrics": self.job.state_dict()})
         self.loop.timeline.add("saving", time.perf_counter_ns() - start)
         for callback in self.callbacks:
             callback.on_checkpoint(self.state, self._path)

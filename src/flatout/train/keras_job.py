@@ -80,15 +80,16 @@ class KerasJob:
         self._model.reset_metrics()
         self._own_results = {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> list[dict[str, Any]]:
         """The metrics' variables, in their order."""
         if self._slow is not None:
             self._slow.flush()
-        return {str(n): v.value.detach().clone() for n, v in enumerate(self._variables())}
+        return [{str(n): v.value.detach().clone() for n, v in enumerate(self._variables())}]
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Go on from there; a compiled model has one rank."""
+        [state] = states
         for number, variable in enumerate(self._variables()):
             if str(number) in state:
                 variable.value.copy_(state[str(number)])

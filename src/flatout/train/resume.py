@@ -40,7 +40,6 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scheduler_kind": None if scheduler is None else type(scheduler).__qualname__,
         "scaler": None if scaler is None else scaler.state_dict(),
-        "random": loop.world.gather(random_state()),
         "loss": loop.tally.state_dict(),
         "source": None if loop.source is None else source_state(loop.source),
         "first_samples": loop.first_samples,
@@ -48,14 +47,22 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
     }
 
 
+def own_state_of(loop: Loop, own: Any) -> dict[str, Any]:
+    """What the next step depends on and each rank has for itself."""
+    return {
+        "random": random_state(),
+        "source": None if loop.source is None else loop.source.state_dict(),
+        "own": own,
+    }
+
+
 def source_state(source: Source) -> dict[str, Any]:
-    """What tells the data, and what the source needs to go on."""
+    """What tells the data."""
     return {
         "digest": source.digest,
         "batch_size": source.batch_size,
         "steps": source.steps,
         "words": source.describe(),
-        "state": source.state_dict(),
     }
 
 
