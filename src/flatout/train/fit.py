@@ -34,6 +34,7 @@ from flatout.train.ranks import agreed
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.state import FitState
+from flatout.world import LostRank
 
 if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
@@ -74,6 +75,16 @@ class Fit:
 
     def run(self) -> History:
         """Train, and leave the model, optimiser and process as a script expects them."""
+        try:
+            self._run()
+        except LostRank:
+            # Noted until now; it comes from whoever started the ranks, and ends this one.
+            self.signals.pass_on()
+            raise
+        self.signals.pass_on()
+        return self.state.history
+
+    def _run(self) -> None:
         self._running = True
         with self.signals:
             try:
@@ -87,8 +98,6 @@ class Fit:
             finally:
                 self._running = False
             self.loop.close()
-        self.signals.pass_on()
-        return self.state.history
 
     def save_checkpoint(self, score: float | None) -> str:
         """Write a checkpoint, while fit runs once all callbacks had their turn; returns its path.

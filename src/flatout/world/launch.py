@@ -7,6 +7,7 @@ that ends by an error of its own is no reason to try again: the error would come
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import (
     DefaultLogsSpecs,
     SignalException,
+    SubprocessContext,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
@@ -25,12 +27,15 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from flatout.errors import WorldError
 from flatout.world.nodes import Nodes
+from flatout.world.start import STARTED_BY
 from flatout.world.world import LostRank
 
 # How often the agent looks after its ranks.
 _LOOK_EVERY_S = 0.1
 # What ranks may take to write their last checkpoint after a stop signal.
 _LAST_WORDS_S = 120
+# What the others may take to leave after one was killed.
+_LAST_BREATH_S = 1
 # How long nodes wait for one another at the start.
 _PATIENCE_S = 900
 
@@ -53,6 +58,7 @@ def launch(command: Sequence[str], nodes: Nodes, restarts: int) -> int:
     """
     # In this process the agent alone logs, and what it says is said below, in plain words.
     logging.disable(logging.CRITICAL)
+    os.environ[STARTED_BY] = str(os.getpid())
     meeting = RendezvousParameters(
         backend="c10d",
         endpoint=nodes.rendezvous or "127.0.0.1:0",
@@ -117,6 +123,7 @@ class _Agent(LocalElasticAgent):
     """Starts ranks again only where one was killed, not where its own error ended it."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._end_those_of_a_killed_rank()
         result: RunResult = super()._monitor_workers(worker_group)
         if not result.is_failed():
             return result
@@ -128,10 +135,22 @@ class _Agent(LocalElasticAgent):
             _say(f"{words}; all ranks start again ({self._remaining_restarts} times at most)")
         return result
 
+    def _end_those_of_a_killed_rank(self) -> None:
+        """What the others are at is lost, so that none may make all wait for its end."""
+        ranks = self._pcontext
+        if not isinstance(ranks, SubprocessContext):
+            return
+        if any(_is_kill(one.proc.poll() or 0) for one in ranks.subprocess_handlers.values()):
+            ranks.close(signal.SIGTERM, timeout=_LAST_BREATH_S)
+
 
 def _was_killed(failure: ProcessFailure) -> bool:
     """By a signal that is not the agent's own, which ends ranks where another one has failed."""
-    return failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, signal.SIGINT)
+    return _is_kill(failure.exitcode)
+
+
+def _is_kill(code: int) -> bool:
+    return code < 0 and -code not in (signal.SIGTERM, signal.SIGINT)
 
 
 def _told(failures: Failures) -> int:

@@ -6,7 +6,10 @@ and of several ranks only the one that failed tells its story.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import runpy
+import signal
 import sys
 import time
 from types import TracebackType
@@ -16,6 +19,10 @@ from flatout.errors import WorldError
 from flatout.world.place import place
 from flatout.world.world import LostRank
 
+# Names the process that has started the ranks of this node and watches them.
+STARTED_BY = "FLATOUT_STARTED_BY"
+# prctl(2): the signal that this process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 # A rank that has lost another one lets that one speak and leave first: then whoever has started the
 # ranks ends this one.
 _POLITE_S = 20.0
@@ -23,6 +30,7 @@ _POLITE_S = 20.0
 
 def main(arguments: list[str]) -> None:
     """Run a script, or after -m a module, as `python` would."""
+    _end_with_whoever_started_this()
     if place().world_size > 1:
         _watch_optimisers()
         sys.excepthook = _tell
@@ -32,6 +40,15 @@ def main(arguments: list[str]) -> None:
         time.sleep(_POLITE_S)
         print(f"flatout: rank {place().rank}: {lost.what}", file=sys.stderr)
         raise
+
+
+def _end_with_whoever_started_this() -> None:
+    """Nobody would watch this rank any more, and another run may go on from its checkpoints."""
+    if sys.platform != "linux" or STARTED_BY not in os.environ:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if str(os.getppid()) != os.environ[STARTED_BY]:  # it has ended already
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run(arguments: list[str]) -> None:
