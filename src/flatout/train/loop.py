@@ -678,7 +678,7 @@ class Loop:
         self.restored_own = [one["own"] for one in loaded.own]
         self._resumed = loaded
         self._saved = (self.epoch, self.step_count)
-        then, now = len(loaded.state["random"]), self.world.size
+        then, now = len(loaded.own), self.world.size
         ranks = "" if then == now else f", {then} -> {now} ranks"
         self.say(
             f"resumed step {self.step_count:,} from {loaded.name}{ranks}, 0 samples repeated, "
