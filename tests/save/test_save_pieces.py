@@ -214,3 +214,32 @@ def test_ranks_that_do_not_share_a_folder_are_told_before_training(tmp_path):
         assert "rank 1 (node 0): it does not see what rank 0 has written there" in words
         assert "put run on a path that all nodes share, or set save.pieces=merged" in words
     assert not any(path.is_file() for path in tmp_path.glob("node*/**/*"))
+
+
+MERGED = """
+    import sys
+    import flatout, torch
+    from flatout.world import place
+
+    def fit(folder, epochs, **given):
+        torch.manual_seed(0)
+        x, y = torch.randn(40, 3), torch.arange(40) % 2
+        layers = torch.nn.Linear(3, 8), torch.nn.Dropout(), torch.nn.Linear(8, 2)
+        model = torch.nn.Sequential(*layers)
+        trainer = flatout.Trainer(model, run=folder, allow="exact", metrics=["auc"])
+        trainer.fit((x, y), batch_size=8, epochs=epochs, progress=False, **given)
+        return model.state_dict()
+
+    folder = f"{sys.argv[1]}/node{place().rank}"
+    fit(folder, 1)
+    resumed = fit(folder, 2, resume=True)
+    whole = fit(folder + "-whole", 2)
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+"""
+
+
+@pytest.mark.slow
+def test_without_a_shared_folder_the_first_rank_sends_what_it_has_merged(tmp_path):
+    run(MERGED, 2, tmp_path)
+    found = {path.parent.parent.name for path in tmp_path.glob("node*/checkpoints/step-*")}
+    assert found == {"node0", "node0-whole"}
