@@ -42,7 +42,9 @@ def main(folder, run, pieces, stop_at, resume=""):
     x[:, 0] = np.arange(SAMPLES) / SAMPLES
     y = rng.integers(0, 5, SAMPLES)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
+    # A bias before BatchNorm has no gradient but rounding, of which Adam would make steps.
+    first = nn.Linear(20, 32, bias=False)
+    model = nn.Sequential(first, nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
     seen = Seen(int(stop_at))
     model.register_forward_pre_hook(
         lambda _, inputs: setattr(

@@ -38,7 +38,7 @@ from flatout.save import manifest as manifests
 from flatout.save import unfinished
 from flatout.save.manifest import MANIFEST, Manifest
 from flatout.save.model_file import INDEX, MODEL, check, decode, encode
-from flatout.save.pieces import Pieces, parts
+from flatout.save.pieces import LostPiece, Pieces, parts
 from flatout.save.snapshot import Snapshot
 from flatout.save.storage import Chunk, Folder, Written
 from flatout.save.tree import flatten, unflatten
@@ -262,7 +262,8 @@ class Checkpoints:
             self._write(*args)
         except BaseException as error:
             self._error = error
-            _log.error("saving failed: %s", error)
+            if not isinstance(error, LostPiece):  # that rank tells it
+                _log.error("saving failed: %s", error)
 
     def _claim_together(self, step: int) -> tuple[str, str]:
         if self._pieces is None:
