@@ -2,6 +2,10 @@
 
     python bench/parallel.py --data DIR [--restarts 5] [--json [FILE]]
 
+On one node: the step of two ranks beside the best DistributedDataParallel loop that one writes by
+hand (MLP 784-1024-1024-10, batch 128, one thread each, Adam, gloo). Then a rank is killed under
+`flatout run --devices 2`, once the first and once the second: how long until the next step?
+
 Two nodes with a link of 1 Gbit/s train an MLP of 4 M parameters on images of 28x28 until a training
 loss is reached: plain DistributedDataParallel, and Flatout with each of its reductions, otherwise
 as plain. The nodes are network namespaces of this machine, which takes root. `--data` names a
@@ -17,10 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+import one_node
 from convnet import from_idx
 from flatout.data import idx_split
 from restarts import PEERS, Peer, Row, end_peers_on_sigterm, ratio, run_in_turn, versions
-from results import Key, Results, add_arguments, finish, lines_of, rows_as_data
+from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
 from two_nodes import two_nodes, why_not
 
 sys.path.append(str(PEERS))
@@ -105,9 +110,16 @@ def read_arguments() -> argparse.Namespace:
     add_arguments(parser, restarts=5)
     parser.add_argument("--data", metavar="DIR", help="a folder of IDX files")
     parser.add_argument("--loss", type=float, default=0.1, help="of training, to be reached")
-    names = [peer.name for peer in compression_peers(Path(), 1, ())]
+    parser.add_argument("--epochs", type=positive, default=10, help="timed epochs on one node")
+    parser.add_argument("--samples", type=positive, default=4096, help="samples in such an epoch")
+    peers = [*on_one_node(1, 1), *compression_peers(Path(), 1, ())]
+    names = [peer.name for peer in peers]
     parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="PEER")
     return parser.parse_args()
+
+
+def on_one_node(epochs: int, samples: int) -> list[Peer]:
+    return [*one_node.step_peers(epochs, samples), *one_node.recover_peers()]
 
 
 def tell(line: str) -> None:
@@ -117,17 +129,32 @@ def tell(line: str) -> None:
 def main() -> int:
     arguments = read_arguments()
     end_peers_on_sigterm()
+    here = run_in_turn(
+        on_one_node(arguments.epochs, arguments.samples),
+        restarts=arguments.restarts,
+        only=arguments.only,
+        tell=tell,
+    )
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
-        rows = compressed(arguments, folder)
+        apart = compressed(arguments, folder)
+    rows = {**here, **apart}
     results = Results(
-        title=f"MLP of 4 M parameters, batch {BATCH}, two nodes at {MBIT} Mbit/s, seconds to a "
-        f"training loss of {arguments.loss}; restarts of each: {arguments.restarts}",
-        headers=["", "s", "fastest .. slowest", "time / plain-ddp's", "accuracy", ""],
-        lines=lines_of(rows, PLAIN, lambda seconds: f"{seconds:.2f}"),
-        remarks=[f"{name}: {note}" for name, row in rows.items() for note in row.notes[:1]],
-        keys=compression_keys(rows),
+        title=f"Two ranks on one node, batch 128: ms a step, and from a kill to the next step. Two "
+        f"nodes at {MBIT} Mbit/s, MLP of 4 M parameters, batch {BATCH}: s to a training loss of "
+        f"{arguments.loss}. Restarts of each: {arguments.restarts}",
+        headers=["", "median", "fastest .. slowest", "over raw-ddp, plain-ddp", "accuracy", ""],
+        lines=[
+            *lines_of(here, one_node.RAW, lambda seconds: f"{seconds * 1e3:,.2f}"),
+            *lines_of(apart, PLAIN, lambda seconds: f"{seconds:.2f}"),
+        ],
+        remarks=[f"{name}: {note}" for name, row in apart.items() for note in row.notes[:1]],
+        keys=[
+            *one_node.step_keys(here),
+            *one_node.recover_keys(here),
+            *compression_keys(apart),
+        ],
         data={
-            "rows": rows_as_data(rows, PLAIN),
+            "rows": [*rows_as_data(here, one_node.RAW), *rows_as_data(apart, PLAIN)],
             "versions": versions([row.peer for row in rows.values()]),
         },
     )

@@ -185,7 +185,7 @@ def lines_of(
                 figure(median(row.seconds)),
                 f"{figure(min(row.seconds))} .. {figure(max(row.seconds))}",
                 "" if isinstance(against, str) else interval_words(against),
-                f"{mean(row.accuracies):.1%}",
+                f"{mean(row.accuracies):.1%}" if row.accuracies else "",
                 "",
             ]
         )

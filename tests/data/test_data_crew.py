@@ -2,9 +2,12 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from data_made_up import MadeUp, same
@@ -31,6 +34,38 @@ def fatal(inputs, target):
 
 def ended(pipeline):
     pipeline._program.crew.close()
+
+
+KILLED = """
+    import os, signal, sys
+    sys.path.append({here!r})
+    from data_made_up import MadeUp
+    from test_data_crew import slow
+    from flatout.data.pipeline import Pipeline
+
+    if __name__ == "__main__":
+        made = Pipeline(MadeUp(60)).map(slow).batch(8).options(processes=2)
+        next(iter(made.batches(0)))
+        print(*made._program.crew._pool._processes, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_processes_end_with_one_that_is_killed(tmp_path):
+    script = tmp_path / "script.py"
+    here = str(Path(__file__).parent)
+    script.write_text(textwrap.dedent(KILLED).format(here=here))
+    done = subprocess.run(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    until = time.monotonic() + 60
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < until, "left behind"
+        time.sleep(0.05)
 
 
 def test_processes_make_the_same_batches_as_threads():

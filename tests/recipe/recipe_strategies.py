@@ -37,6 +37,7 @@ CONCRETE = {
     "save.every": st.none() | positive,
     "save.keep_last": positive,
     "save.asynchronous": st.booleans(),
+    "save.pieces": st.sampled_from(["merged", "per_rank"]),
 }
 
 TAKES_AUTO = [field for field in FIELDS if Recipe().get(field) == "auto"]

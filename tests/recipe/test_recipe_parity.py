@@ -103,6 +103,7 @@ EXPECTED = [
     ("save.every", None, 5, NOTHING, Parity.EXACT),
     ("save.keep_last", 3, 5, NOTHING, Parity.EXACT),
     ("save.asynchronous", True, False, NOTHING, Parity.EXACT),
+    ("save.pieces", "merged", "per_rank", NOTHING, Parity.EXACT),
 ]
 
 

@@ -315,7 +315,8 @@ def test_on_another_machine_settings_are_decided_anew_and_said(tmp_path, monkeyp
     here = loaded.meta["recipe"]
     cpu = next(line for line in here.splitlines() if line.startswith("cpu = "))
     elsewhere = here.replace(cpu, 'cpu = "Zuse Z4"')
-    newest.save(loaded.step, loaded.model, loaded.state, {**loaded.meta, "recipe": elsewhere})
+    meta = {**loaded.meta, "recipe": elsewhere}
+    newest.save(loaded.step, loaded.model, loaded.state, meta, own=loaded.own)
     newest.wait()
     job = Job(run).fit(resume=True)
     assert job.said[0].startswith('settings are decided anew on this machine: cpu: "Zuse Z4"')

@@ -30,6 +30,11 @@ def start(script, size, folder, *arguments):
     """Start the ranks; with one, no launcher is there."""
     path = folder / f"job{size}.py"
     path.write_text(textwrap.dedent(script))
+    return start_file(path, size, folder, folder, size, *arguments)
+
+
+def start_file(path, size, folder, *arguments):
+    """Start a script's ranks in a folder; with one, no launcher is there."""
     port = free_port()
     ranks = []
     for rank in range(size):
@@ -37,7 +42,7 @@ def start(script, size, folder, *arguments):
         own = environment(rank, size, port) if size > 1 else {"OMP_NUM_THREADS": "1"}
         ranks.append(
             subprocess.Popen(
-                [sys.executable, str(path), str(folder), str(size), *map(str, arguments)],
+                [sys.executable, str(path), *map(str, arguments)],
                 env={**os.environ, **own, "FLATOUT_CACHE": str(folder / "cache")},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -50,7 +55,16 @@ def start(script, size, folder, *arguments):
 
 def run(script, size, folder, *arguments):
     """What each rank printed; all must end well."""
-    ranks = start(script, size, folder, *arguments)
+    return finish(start(script, size, folder, *arguments))
+
+
+def run_file(path, size, folder, *arguments):
+    """The same of a script that is there already."""
+    return finish(start_file(path, size, folder, *arguments))
+
+
+def finish(ranks):
+    """Wait for the ranks; what each printed."""
     try:
         said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     finally:

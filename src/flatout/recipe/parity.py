@@ -165,4 +165,5 @@ _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     "save.every": Parity.EXACT,
     "save.keep_last": Parity.EXACT,
     "save.asynchronous": Parity.EXACT,
+    "save.pieces": Parity.EXACT,
 }

@@ -321,4 +321,5 @@ _PHRASES = {
     "save.every": "checkpoint every {} steps",
     "save.keep_last": "last {} checkpoints",
     "save.asynchronous": "waits for each checkpoint",
+    "save.pieces": "checkpoints in pieces",
 }

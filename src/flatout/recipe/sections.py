@@ -216,6 +216,11 @@ class Save(Section):
     asynchronous: Flag = Field(
         default=True, description="Write while training goes on; off waits for each checkpoint."
     )
+    pieces: Literal["merged", "per_rank"] = Field(
+        default="merged",
+        description="With several ranks: the first writes each checkpoint, or every rank its part "
+        "of it into the same folder, which all nodes must share.",
+    )
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -255,6 +260,7 @@ PLAIN: dict[str, Value] = {
     "save.every": None,
     "save.keep_last": 3,
     "save.asynchronous": True,
+    "save.pieces": "merged",
 }
 """What a plain PyTorch script does. The thread counts are missing: they depend on the machine."""
 

@@ -6,6 +6,8 @@
         state.json           everything else, without its tensors
         manifest.json        sizes and checksums of the three
 
+Where all ranks of a World write, each its part, there are several of the first three: `pieces.py`.
+
 On a local disk the folder is written under another name and renamed. In a store the manifest is
 written last. A step that is saved again becomes `step-000000120.1`; the older one goes when the
 newer is whole. Nothing in a checkpoint is ever executed.
@@ -21,11 +23,11 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +37,12 @@ from flatout.errors import CheckpointError, RecipeError
 from flatout.save import manifest as manifests
 from flatout.save import unfinished
 from flatout.save.manifest import MANIFEST, Manifest
-from flatout.save.model_file import check, decode, encode
+from flatout.save.model_file import INDEX, MODEL, check, decode, encode
+from flatout.save.pieces import LostPiece, Pieces, parts
 from flatout.save.snapshot import Snapshot
-from flatout.save.storage import Chunk, Folder
+from flatout.save.storage import Chunk, Folder, Written
 from flatout.save.tree import flatten, unflatten
 
-MODEL = "model.safetensors"
 _TENSORS = "state.safetensors"
 _TREE = "state.json"
 _NAME = re.compile(r"step-(\d{9,})(?:\.(\d+))?")
@@ -59,6 +61,7 @@ class LoadedCheckpoint:
         state: what was given as `state`.
         meta: what was given as `meta`, with `model_digest`, `torch`, `flatout` and `time` (UTC).
         score: what was given as `score`, None if nothing or not finite.
+        own: what was given as `own`, by rank.
     """
 
     name: str
@@ -67,13 +70,24 @@ class LoadedCheckpoint:
     state: Any
     meta: dict[str, Any]
     score: float | None
+    own: list[Any] = field(default_factory=list)
+
+
+class _Content(NamedTuple):
+    """What one rank writes: weights, the tensors of the rest, the rest, and an index of weights."""
+
+    weights: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    trees: dict[str, Any]
+    weight_map: bytes | None = None
 
 
 class Checkpoints:
     """The checkpoints in a folder.
 
-    Only one rank may save. Writers of different runs in one folder leave each other's checkpoints
-    alone: a writer deletes those that it saved or that were there when it began.
+    One rank saves for all, or with `pieces` all do together. Writers of different runs in one
+    folder leave each other's checkpoints alone: a writer deletes those that it saved or that were
+    there when it began.
 
     Args:
         url: a folder or an fsspec URL; made when it is first written to.
@@ -83,6 +97,7 @@ class Checkpoints:
         asynchronous: whether `save` returns once the tensors are copied to CPU memory, and a
             thread writes them. At most one is being written; the next save waits for it. The
             memory for the copy is kept.
+        pieces: this rank's part, where all ranks write; None where one writes it all.
     """
 
     def __init__(
@@ -92,6 +107,7 @@ class Checkpoints:
         keep_best: int = 0,
         mode: Literal["min", "max"] = "min",
         asynchronous: bool = True,
+        pieces: Pieces | None = None,
     ) -> None:
         if keep_last < 1 or keep_best < 0 or mode not in ("min", "max"):
             raise RecipeError(
@@ -101,6 +117,7 @@ class Checkpoints:
         self.asynchronous = asynchronous
         self._keep_last, self._keep_best, self._mode = keep_last, keep_best, mode
         self._folder = Folder(url)
+        self._pieces = pieces
         self._at_start = self._remove_abandoned()
         self._mine: list[str] | None = None  # in the order of saving; None before the first save
         self._scores: dict[str, float | None] = {}
@@ -121,15 +138,20 @@ class Checkpoints:
         state: Any = None,
         meta: Mapping[str, Any] | None = None,
         score: float | None = None,
+        own: Sequence[Any] = (),
+        replicated: Sequence[str] = (),
     ) -> str:
         """Save a checkpoint and return its name; when asynchronous, `wait` until it is whole.
 
         Args:
             step: the number of steps done, 0 or more.
             model: the module's `state_dict()`.
-            state: anything that `flatout.save.tree.flatten` takes.
+            state: anything that `flatout.save.tree.flatten` takes; with pieces a dict, of which
+                the first rank's is kept.
             meta: further plain data to find in the manifest.
             score: for `keep_best`; what is not finite counts as no score.
+            own: the like of single ranks: of all, by rank, or with pieces of this one alone.
+            replicated: keys of `state` that hold the same on every rank: all share in writing them.
 
         Raises:
             CheckpointError: this save, or the asynchronous one before it, failed. The checkpoints
@@ -138,24 +160,24 @@ class Checkpoints:
         self.wait()
         if step < 0:
             raise CheckpointError(f"a step is 0 or more, found {step}")
-        weights = {key: value for key, value in model.items() if isinstance(value, Tensor)}
-        # A module's get_extra_state may be anything.
-        extra = {key: value for key, value in model.items() if key not in weights}
-        tensors, tree = flatten(state)
-        extra_tensors, extra_tree = flatten(extra, "model")
-        tensors |= extra_tensors
-        trees = {"state": tree, "model": extra_tree}
         described = Manifest(
             step=int(step),
             files={},
             score=float(score) if score is not None and math.isfinite(score) else None,
-            meta={**(meta or {}), **_provenance(weights)},
+            meta={**(meta or {}), **_provenance(model)},
         )
         manifests.dump(described)  # so that bad meta data is refused here, not by the thread
+        if self._pieces is None:
+            content = _all_of(model, state, own)
+        else:
+            content = _part_of(self._pieces, model, state, own, replicated)
         if self.asynchronous:
-            weights, tensors = self._model_copy.copy(weights), self._state_copy.copy(tensors)
-        name, mark = self._claim(described.step)
-        job = (name, mark, described, weights, tensors, trees)
+            content = content._replace(
+                weights=self._model_copy.copy(content.weights),
+                tensors=self._state_copy.copy(content.tensors),
+            )
+        name, mark = self._claim_together(described.step)
+        job = (name, mark, described, content)
         if self.asynchronous:
             # No daemon: a program that ends finishes its last checkpoint.
             self._thread = threading.Thread(
@@ -176,6 +198,11 @@ class Checkpoints:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def give_up(self, after_s: float) -> None:
+        """Wait for what other ranks write this long at most: one of them has ended or failed."""
+        if self._pieces is not None:
+            self._pieces.give_up(after_s)
 
     def latest(self) -> str | None:
         """The name of the newest whole checkpoint (highest step), None if there is none.
@@ -235,7 +262,13 @@ class Checkpoints:
             self._write(*args)
         except BaseException as error:
             self._error = error
-            _log.error("saving failed: %s", error)
+            if not isinstance(error, LostPiece):  # that rank tells it
+                _log.error("saving failed: %s", error)
+
+    def _claim_together(self, step: int) -> tuple[str, str]:
+        if self._pieces is None:
+            return self._claim(step)
+        return self._pieces.agree(self._claim(step) if self._pieces.is_first else None)
 
     def _claim(self, step: int) -> tuple[str, str]:
         """A name for a checkpoint that no other writer uses, and one to write it under."""
@@ -252,24 +285,16 @@ class Checkpoints:
                 folder.remove(mark)  # another writer came to the same name at the same moment
         return name, mark
 
-    def _write(
-        self,
-        name: str,
-        mark: str,
-        manifest: Manifest,
-        model: dict[str, Tensor],
-        tensors: dict[str, Tensor],
-        trees: Any,
-    ) -> None:
+    def _write(self, name: str, mark: str, manifest: Manifest, content: _Content) -> None:
         folder = self._folder.child(mark if self._folder.renames else name)
+        if self._pieces is not None and not self._pieces.is_first:
+            self._write_part(folder, name, mark, content, self._pieces)
+            return
         try:
-            files: dict[str, list[Chunk]] = {
-                MODEL: encode(model, where=self._folder.where(f"{name}/{MODEL}")),
-                _TENSORS: encode(tensors, where=self._folder.where(f"{name}/{_TENSORS}")),
-                _TREE: [json.dumps(trees, ensure_ascii=False, allow_nan=False).encode()],
-            }
-            written = {file: folder.write(file, chunks) for file, chunks in files.items()}
-            folder.write(MANIFEST, [manifests.dump(replace(manifest, files=written))])
+            files = self._write_content(folder, name, content)
+            if self._pieces is not None:
+                files |= self._pieces.collect(mark)
+            folder.write(MANIFEST, [manifests.dump(replace(manifest, files=files))])
             if self._folder.renames:
                 names = itertools.chain([name], _names(manifest.step))
                 name = next(n for n in names if self._folder.rename_folder(mark, n))
@@ -282,6 +307,31 @@ class Checkpoints:
             with suppress(CheckpointError):  # beside a manifest it does no harm
                 folder.remove(mark)
         self._keep(name, manifest.score)
+
+    def _write_part(
+        self, folder: Folder, name: str, mark: str, content: _Content, pieces: Pieces
+    ) -> None:
+        """What a rank writes that is not the first; that one cleans up where this fails."""
+        try:
+            pieces.tell(mark, self._write_content(folder, name, content))
+        except BaseException as error:
+            pieces.tell_failure(mark, error)
+            raise
+
+    def _write_content(self, folder: Folder, name: str, content: _Content) -> dict[str, Written]:
+        model, tensors, tree = MODEL, _TENSORS, _TREE
+        if self._pieces is not None:
+            model = self._pieces.file("model", "safetensors")
+            tensors = self._pieces.file("state", "safetensors")
+            tree = self._pieces.file("state", "json")
+        files: dict[str, list[Chunk]] = {
+            model: encode(content.weights, where=self._folder.where(f"{name}/{model}")),
+            tensors: encode(content.tensors, where=self._folder.where(f"{name}/{tensors}")),
+            tree: [json.dumps(content.trees, ensure_ascii=False, allow_nan=False).encode()],
+        }
+        if content.weight_map is not None:
+            files[INDEX] = [content.weight_map]
+        return {file: folder.write(file, chunks) for file, chunks in files.items()}
 
     def _keep(self, saved: str, score: float | None) -> None:
         """Delete what is no longer to be kept, now that `saved` is whole."""
@@ -359,10 +409,11 @@ class Checkpoints:
         return manifest
 
 
-def read_weights(folder: Folder) -> dict[str, Tensor]:
-    """The model's tensors alone, from the folder of one checkpoint, checked."""
+def read_weights(folder: Folder) -> tuple[dict[str, Tensor], str]:
+    """The model's tensors alone, from the folder of one checkpoint, checked; and their file."""
     manifest = manifests.read(folder)
-    return decode(_model_bytes(folder, manifest), folder.where(MODEL))
+    where = folder.where(INDEX if INDEX in manifest.files else MODEL)
+    return _weights(folder, manifest), where
 
 
 def is_checkpoint(name: str) -> bool:
@@ -370,31 +421,94 @@ def is_checkpoint(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def _read(folder: Folder, name: str) -> LoadedCheckpoint:
-    manifest = manifests.read(folder)
-    model = decode(_model_bytes(folder, manifest), folder.where(MODEL))
-    tensors = decode(manifests.read_file(folder, manifest, _TENSORS), folder.where(_TENSORS))
-    trees = json.loads(manifests.read_file(folder, manifest, _TREE))
-    return LoadedCheckpoint(
-        name=name,
-        step=manifest.step,
-        model={**model, **unflatten(tensors, trees["model"])},
-        state=unflatten(tensors, trees["state"]),
-        meta=manifest.meta,
-        score=manifest.score,
+def _all_of(model: Mapping[str, Any], state: Any, own: Sequence[Any]) -> _Content:
+    """What the one rank writes that writes for all."""
+    weights, extra = _without_extra(model)
+    tensors, tree = flatten(state)
+    extra_tensors, extra_tree = flatten(extra, "model")
+    own_tensors, own_tree = flatten(list(own), "own")
+    trees = {"state": tree, "model": extra_tree, "own": own_tree}
+    return _Content(weights, tensors | extra_tensors | own_tensors, trees)
+
+
+def _part_of(
+    pieces: Pieces,
+    model: Mapping[str, Any],
+    state: Mapping[str, Any],
+    own: Sequence[Any],
+    replicated: Sequence[str],
+) -> _Content:
+    """What one rank writes of several; what is not replicated, the first."""
+    weights, extra = _without_extra(model)
+    tensors, common_tree = flatten({key: state[key] for key in replicated})
+    tensors = pieces.own(tensors)
+    own_tensors, own_tree = flatten(list(own), "own")
+    if not pieces.is_first:
+        return _Content(pieces.own(weights), tensors | own_tensors, {"own": own_tree})
+    rest = {key: value for key, value in state.items() if key not in replicated}
+    content = _all_of(extra, rest, own)
+    return _Content(
+        pieces.own(weights),
+        tensors | content.tensors,
+        {**content.trees, "replicated": common_tree},
+        pieces.index(weights),
     )
 
 
-def _model_bytes(folder: Folder, manifest: Manifest) -> bytes:
+def _without_extra(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a state_dict, and the rest: a module's get_extra_state may be anything."""
+    weights = {key: value for key, value in model.items() if isinstance(value, Tensor)}
+    return weights, {key: value for key, value in model.items() if key not in weights}
+
+
+def _read(folder: Folder, name: str) -> LoadedCheckpoint:
+    manifest = manifests.read(folder)
+    by_rank = [
+        decode(manifests.read_file(folder, manifest, file), folder.where(file))
+        for file in _files(manifest, "state", _TENSORS)
+    ]
+    trees = [
+        json.loads(manifests.read_file(folder, manifest, file))
+        for file in _files(manifest, "state", _TREE)
+    ]
+    tensors = {name: tensor for part in by_rank for name, tensor in part.items()}
+    state = unflatten(tensors, trees[0]["state"])
+    if "replicated" in trees[0]:
+        state |= unflatten(tensors, trees[0]["replicated"])
+    own = [unflatten(part, tree["own"]) for part, tree in zip(by_rank, trees, strict=True)]
+    return LoadedCheckpoint(
+        name=name,
+        step=manifest.step,
+        model={**_weights(folder, manifest), **unflatten(tensors, trees[0]["model"])},
+        state=state,
+        meta=manifest.meta,
+        score=manifest.score,
+        own=[one for of_rank in own for one in of_rank],
+    )
+
+
+def _weights(folder: Folder, manifest: Manifest) -> dict[str, Tensor]:
+    files = _files(manifest, "model", MODEL)
+    read = [decode(_model_bytes(folder, manifest, file), folder.where(file)) for file in files]
+    return dict(sorted((name, tensor) for part in read for name, tensor in part.items()))
+
+
+def _files(manifest: Manifest, kind: str, whole: str) -> list[str]:
+    """The files of a kind: the parts of all ranks, or the one that holds it whole."""
+    return parts(list(manifest.files), kind, whole.rpartition(".")[2]) or [whole]
+
+
+def _model_bytes(folder: Folder, manifest: Manifest, file: str) -> bytes:
     try:
-        return manifests.read_file(folder, manifest, MODEL)
+        return manifests.read_file(folder, manifest, file)
     except CheckpointError:
         # The file's own checksums can name the tensor.
-        check(folder.read(MODEL), folder.where(MODEL))
+        check(folder.read(file), folder.where(file))
         raise
 
 
-def _provenance(weights: Mapping[str, Tensor]) -> dict[str, str]:
+def _provenance(model: Mapping[str, Any]) -> dict[str, str]:
+    weights = {key: value for key, value in model.items() if isinstance(value, Tensor)}
     described = sorted((key, str(t.dtype), list(t.shape)) for key, t in weights.items())
     return {
         "model_digest": hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16],

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import CheckpointError, ModelError
-from flatout.save.checkpoint import MODEL
 from flatout.save.fits import check_fits
 from flatout.save.foreign import Weights, read_weights_of
-from flatout.save.model_file import save_model
+from flatout.save.model_file import MODEL, save_model
 from flatout.save.names import DDP, LIGHTNING, all_begin, without_levels
 from flatout.save.storage import Folder
 
@@ -184,7 +183,8 @@ def _target(
 ) -> str | os.PathLike[str]:
     if target is None:
         parent, name = Folder(source).parent()
-        stem = name if Folder(source).is_folder() else os.path.splitext(name)[0]
+        plain = name.removesuffix(".safetensors.index.json")
+        stem = name if Folder(source).is_folder() else os.path.splitext(plain)[0]
         return parent.where(f"{stem}.safetensors")
     folder, name = Folder(target).parent()
     suffix = os.path.splitext(name)[1]

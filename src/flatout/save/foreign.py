@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flatout.errors import CheckpointError
-from flatout.save.checkpoint import MODEL, Checkpoints, is_checkpoint, read_weights
+from flatout.save.checkpoint import Checkpoints, is_checkpoint, read_weights
 from flatout.save.manifest import MANIFEST
-from flatout.save.model_file import open_model
+from flatout.save.model_file import INDEX, MODEL, is_model_file, open_model
 from flatout.save.storage import Folder
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
@@ -59,7 +59,7 @@ def read_weights_of(source: str | os.PathLike[str]) -> Weights:
     parent, name = folder.parent()
     if not parent.exists(name):
         raise CheckpointError("there is no such file or folder", where=folder.where())
-    if name.endswith(".safetensors"):
+    if is_model_file(name):
         tensors, metadata, own = open_model(source)
         return Weights(tensors, folder.where(), own=own, metadata=metadata)
     if name.endswith(TORCH_FILES):
@@ -73,15 +73,15 @@ def read_weights_of(source: str | os.PathLike[str]) -> Weights:
 
 def _of_folder(folder: Folder) -> Weights:
     if folder.exists(MANIFEST):
-        return Weights(read_weights(folder), folder.where(MODEL), own=True)
+        return Weights(*read_weights(folder), own=True)
     for place in (folder, folder.child("checkpoints")):
         if any(map(is_checkpoint, place.list())):
             name = Checkpoints(place.url).latest()
             if name is not None:
-                chosen = place.child(name)
-                return Weights(read_weights(chosen), chosen.where(MODEL), own=True)
-    if folder.exists(MODEL):
-        return read_weights_of(folder.where(MODEL))
+                return Weights(*read_weights(place.child(name)), own=True)
+    for file in (MODEL, INDEX):
+        if folder.exists(file):
+            return read_weights_of(folder.where(file))
     raise CheckpointError(
         f"expected a checkpoint, a run with checkpoints, or {MODEL}; found none of them",
         where=folder.where(),

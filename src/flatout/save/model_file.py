@@ -22,6 +22,11 @@ from flatout.save.seal import BLANK, seal, unbroken
 from flatout.save.storage import Chunk, Folder, Written
 from flatout.save.tensors import DTYPES, flat_bytes, refusal
 
+MODEL = "model.safetensors"
+# As transformers and others write models in several files: which tensor is in which of them.
+INDEX = "model.safetensors.index.json"
+
+_ENDING, _INDEX_ENDING = ".safetensors", ".safetensors.index.json"
 _SEAL = "flatout.sha256"
 _DIGESTS = "flatout.tensors"
 
@@ -48,8 +53,17 @@ def save_model(
     return folder.write_whole(name, encode(state_dict, metadata, where=folder.where(name)))
 
 
+def is_model_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a name is that of a safetensors file, or of an index of several."""
+    return os.fspath(path).endswith((_ENDING, _INDEX_ENDING))
+
+
 def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU, sorted by name.
+
+    Args:
+        path: a path or an fsspec URL; where there is no such file, that of its index
+            (`model.safetensors.index.json`), which names several.
 
     Raises:
         CheckpointError: the file is missing or is not safetensors, or any byte of a file that
@@ -61,10 +75,55 @@ def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 def open_model(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str], bool]:
     """Like `load_model`, with the metadata but our own, and whether Flatout wrote the file."""
     folder, name = Folder(path).parent()
+    if not name.endswith(_INDEX_ENDING):
+        index = name.removesuffix(_ENDING) + _INDEX_ENDING
+        if not name.endswith(_ENDING) or folder.exists(name) or not folder.exists(index):
+            return _open_one(folder, name)
+        name = index
+    return _open_several(folder, name)
+
+
+def _open_one(folder: Folder, name: str) -> tuple[dict[str, Tensor], dict[str, str], bool]:
     data = folder.read(name)
     own = check(data, folder.where(name))
     metadata = _metadata(_header(data, folder.where(name))[0])
     return decode(data, folder.where(name)), _without_ours(metadata), own
+
+
+def _open_several(folder: Folder, index: str) -> tuple[dict[str, Tensor], dict[str, str], bool]:
+    """What an index lists, of the files beside it."""
+    held = _weight_map(folder, index)
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    own = True
+    for file in sorted(set(held.values())):
+        found, described, is_own = _open_one(folder, file)
+        missing = [name for name, of in held.items() if of == file and name not in found]
+        if missing:
+            raise CheckpointError(
+                f"{missing[0]!r} is not in it, though {index} says so", where=folder.where(file)
+            )
+        tensors |= {name: tensor for name, tensor in found.items() if held.get(name) == file}
+        metadata |= described
+        own = own and is_own
+    return dict(sorted(tensors.items())), metadata, own
+
+
+def _weight_map(folder: Folder, index: str) -> dict[str, str]:
+    try:
+        held = json.loads(folder.read(index))["weight_map"]
+        files = set(held.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"expected JSON with a weight_map of names to files: {error}", where=folder.where(index)
+        ) from error
+    for file in files:
+        if not isinstance(file, str) or os.path.basename(file) != file or not is_model_file(file):
+            raise CheckpointError(
+                f"expected names of safetensors files beside it, found {file!r}",
+                where=folder.where(index),
+            )
+    return dict(held)
 
 
 def encode(

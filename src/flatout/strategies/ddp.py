@@ -167,12 +167,13 @@ class Ddp:
         self.world.until(last)
         self._next = 0
         with self.world.within(last):
-            self._give_out(numbers[3:])
+            # What this rank has used is used. Only where something is missing must it know more.
+            self._give_out(used if all(used) else numbers[3:].tolist())
         return Sums(numbers[0], numbers[1], numbers[2])
 
-    def _give_out(self, used: torch.Tensor) -> None:
+    def _give_out(self, used: list[float]) -> None:
         """Gradients are views of the buckets; where no rank has one, there is none."""
-        is_used = dict(zip(map(id, self.parameters), used.tolist(), strict=True))
+        is_used = dict(zip(map(id, self.parameters), used, strict=True))
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 # Unused now, but an error of earlier steps may have come for it.

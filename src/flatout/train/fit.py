@@ -35,6 +35,7 @@ from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.state import FitState
 from flatout.train.stragglers import RankTimes
+from flatout.world import LostRank
 
 if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
@@ -75,6 +76,16 @@ class Fit:
 
     def run(self) -> History:
         """Train, and leave the model, optimiser and process as a script expects them."""
+        try:
+            self._run()
+        except LostRank:
+            # Noted until now; it comes from whoever started the ranks, and ends this one.
+            self.signals.pass_on()
+            raise
+        self.signals.pass_on()
+        return self.state.history
+
+    def _run(self) -> None:
         self._running = True
         with self.signals:
             try:
@@ -88,8 +99,6 @@ class Fit:
             finally:
                 self._running = False
             self.loop.close()
-        self.signals.pass_on()
-        return self.state.history
 
     def save_checkpoint(self, score: float | None) -> str:
         """Write a checkpoint, while fit runs once all callbacks had their turn; returns its path.
@@ -110,7 +119,6 @@ class Fit:
             "history": self.state.history.epochs,
             "notes": self.state.history.notes,
             "logs": self.state.logs,
-            "metrics": self.job.state_dict(),
             "callback_kinds": [type(c).__qualname__ for c in stateful],
             "callbacks": [c.state_dict() for c in stateful],
         }
@@ -147,6 +155,7 @@ class Fit:
         state.step_in_epoch = loop.step_in_epoch
         if loop.restored_extra is not None:
             self._load_state_dict(loop.restored_extra)
+            self.job.load_state_dict(self._own_metrics(loop.restored_own))
         state.history.lr_scale = loop.lr_scale
         state.history.notes.extend(loop.notes())
         self._open_run()
@@ -174,9 +183,15 @@ class Fit:
         state.history.epochs.extend(saved["history"])
         state.history.notes.extend(saved["notes"])
         state.logs = saved["logs"]
-        self.job.load_state_dict(saved["metrics"])
         for callback, its in zip(callbacks, saved["callbacks"], strict=True):
             callback.load_state_dict(its)
+
+    def _own_metrics(self, saved: list[Any]) -> list[Any]:
+        """What this rank's metrics go on from; another World deals out what there is."""
+        world = self.loop.world
+        if len(saved) == world.size:
+            return list(saved[world.rank]["metrics"])
+        return [state for one in saved for state in one["metrics"]][world.rank :: world.size]
 
     def _check_callbacks(self, saved: Any) -> None:
         if not isinstance(saved, dict) or "callback_kinds" not in saved:
@@ -382,7 +397,7 @@ class Fit:
         self.loop.check_numbers(self.compute)
         asked, self._asked = self._asked, []
         score = next((score for score in asked if score is not None), None)
-        self._path = self.loop.save(self.state_dict(), score)
+        self._path = self.loop.save(self.state_dict(), score, {"metrics": self.job.state_dict()})
         self._add("saving", start)
         for callback in self.callbacks:
             callback.on_checkpoint(self.state, self._path)

@@ -28,12 +28,12 @@ class Job(Protocol):
         """Forget all batches."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint in the middle of an epoch needs."""
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What a checkpoint in the middle of an epoch needs of this rank: one state or more."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Go on from there; of another World's ranks there may be several, or none."""
         ...
 
 
@@ -51,15 +51,16 @@ class TorchJob:
         self, model: nn.Module, loss: Loss, metrics: dict[str, Metric], *, unweighted: bool
     ) -> None:
         self._metrics = metrics
+        self._earlier: list[dict[str, Any]] = []  # of ranks that are no more
         self.compute = build_compute(model, loss, metrics.values(), unweighted=unweighted)
 
     def results(self, world: World = ONE) -> dict[str, float]:
         """The metrics over all batches of all ranks since `reset`, by name."""
-        if world.size == 1:
+        if world.size == 1 and not self._earlier:
             return {name: metric.compute() for name, metric in self._metrics.items()}
-        states = world.gather(self.state_dict())
+        states = [state for of_rank in world.gather(self.state_dict()) for state in of_rank]
         return {
-            name: metric.compute([state[name] for state in states])
+            name: metric.compute([state[name] for state in states if name in state])
             for name, metric in self._metrics.items()
         }
 
@@ -67,13 +68,17 @@ class TorchJob:
         """Forget all batches."""
         for metric in self._metrics.values():
             metric.reset()
+        self._earlier = []
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint in the middle of an epoch needs."""
-        return {name: metric.state_dict() for name, metric in self._metrics.items()}
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What a checkpoint in the middle of an epoch needs: this rank's, and what it took over."""
+        own = {name: metric.state_dict() for name, metric in self._metrics.items()}
+        return [own, *self._earlier]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Go on from there; a metric that is new begins with nothing."""
-        for name, metric in self._metrics.items():
-            if name in state:
-                metric.load_state_dict(state[name])
+        for state in states[:1]:
+            for name, metric in self._metrics.items():
+                if name in state:
+                    metric.load_state_dict(state[name])
+        self._earlier = states[1:]

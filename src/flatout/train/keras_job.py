@@ -137,18 +137,21 @@ class KerasJob:
         self._model.reset_metrics()
         self._own_results = {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> list[dict[str, Any]]:
         """The metrics' variables, in their order."""
         if self._slow is not None:
             self._slow.flush()
-        return {str(n): v.value.detach().clone() for n, v in enumerate(self._variables())}
+        return [{str(n): v.value.detach().clone() for n, v in enumerate(self._variables())}]
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Go on from there: what each rank has fed is added up, what all have fed is taken once."""
+        summed = {id(variable) for variable in self._summed()}
         for number, variable in enumerate(self._variables()):
-            if str(number) in state:
-                variable.value.copy_(state[str(number)])
+            found = [state[str(number)] for state in states if str(number) in state]
+            if found:
+                each = torch.stack(found) if id(variable) in summed else found[0][None]
+                variable.value.copy_(each.sum(0))
 
     def _variables(self) -> list[Any]:
         return [v for metric in self._model.metrics for v in metric.variables]

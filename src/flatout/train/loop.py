@@ -38,6 +38,7 @@ from flatout.models import facts_of, weights_of
 from flatout.optim import LrRule, LrScale
 from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, effective, from_file, loads
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
+from flatout.save.pieces import Pieces, check_shared
 from flatout.save.storage import Folder
 from flatout.strategies import check_replicas
 from flatout.strategies.reductions import check_reduction, reduction_of
@@ -51,6 +52,7 @@ from flatout.train.resume import (
     check_same_data,
     check_same_job,
     first_samples,
+    own_state_of,
     put_back,
     state_of,
 )
@@ -60,9 +62,12 @@ from flatout.train.snapshot import set_random_state, untouched
 from flatout.train.step import Compute, Stepper, placed
 from flatout.train.stragglers import Pace
 from flatout.train.tally import Tally
-from flatout.world import ONE, World, join, restarts
+from flatout.world import ONE, LostRank, World, join, restarts
 from flatout.world import place as place_here
 from flatout.world.cpus import share_cpus
+
+# After an error, how long the first rank waits for the other ranks' parts of a checkpoint.
+_LAST_PIECES_S = 5.0
 
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
 
@@ -108,6 +113,7 @@ class Loop:
         lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
         pace: of several ranks, what this one's steps take without waiting for others.
         restored_extra: after a resume, what was given to `save` as `extra`.
+        restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
     """
 
     def __init__(
@@ -145,11 +151,12 @@ class Loop:
         self.first_batch_size: int | None = None
         self.lr_scale: LrScale | None = None
         self.restored_extra: Any = None
+        self.restored_own: list[Any] = []
         self._clip = (clip_norm, clip_value)
         self.lr_rule = as_rule(lr_rule)
         # After a rank was killed all start again, and go on where the last checkpoint was.
         self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
-        self._resumed: dict[str, Any] | None = None
+        self._resumed: LoadedCheckpoint | None = None
         self._kept: ResolvedRecipe | None = None
         self._taken = 0
         self._gathered: list[Batch] = []
@@ -225,8 +232,7 @@ class Loop:
         if loaded is not None:
             check_same_job(loaded, self, model, optimizer, scheduler)
             self._take_recipe(loaded)
-        if self.run is not None and self.world.is_first:
-            self.checkpoints.check_writable()
+        self._check_folder()
         for line in process.apply(self.requested.process):
             self.say(line)
         self._place(model)
@@ -457,14 +463,15 @@ class Loop:
 
     def _begin(self, source: Source) -> Iterator[Batch]:
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed["source"] is not None:
-            check_same_data(source, resumed, None)
-            source.load_state_dict(resumed["source"]["state"])
+        if resumed is not None and resumed.state["source"] is not None:
+            check_same_data(source, resumed.state, None)
+            own = self._own_of(resumed)
+            source.load_state_dict(own["source"])
             # Once more, because callbacks may have drawn since the checkpoint was loaded.
-            set_random_state(self._own_random(resumed))
+            set_random_state(own["random"])
         self._taken = self.batch_in_epoch
-        own = part_of(source, self.world)
-        batches = own.batches(self.epoch, self.batch_in_epoch)
+        part = part_of(source, self.world)
+        batches = part.batches(self.epoch, self.batch_in_epoch)
         if isinstance(source, Pipeline) and source.prefetches is None and self.device.type != "cpu":
             return prefetch(batches, self.device)
         return batches
@@ -630,8 +637,22 @@ class Loop:
                 keep_last=self.requested.save.keep_last,
                 keep_best=1,
                 asynchronous=self.requested.save.asynchronous,
+                pieces=Pieces(self.world) if self._writes_pieces else None,
             )
         return self._checkpoints
+
+    @property
+    def _writes_pieces(self) -> bool:
+        return self.requested.save.pieces == "per_rank" and self.world.size > 1
+
+    def _check_folder(self) -> None:
+        """Find out now, and not an hour later, whether checkpoints can be written."""
+        if self.run is None:
+            return
+        if self._writes_pieces:
+            check_shared(Folder(self._checkpoint_folder), self.world)
+        elif self.world.is_first:
+            self.checkpoints.check_writable()
 
     @property
     def _checkpoint_folder(self) -> str:
@@ -641,12 +662,14 @@ class Loop:
             )
         return f"{self.run}/checkpoints"
 
-    def save(self, extra: Any = None, score: float | None = None) -> str:
+    def save(self, extra: Any = None, score: float | None = None, own: Any = None) -> str:
         """Write a checkpoint of everything; returns its path. Resuming from it is bitwise.
 
         Args:
-            extra: more state of the caller: numbers, strings, lists, dicts, tensors.
+            extra: more state of the caller: numbers, strings, lists, dicts, tensors. Of several
+                ranks that of the first is kept.
             score: the checkpoint with the smallest is kept beside the newest.
+            own: the like, of which that of each rank is kept.
 
         Raises:
             NumbersError: if a weight or buffer is not finite.
@@ -655,13 +678,20 @@ class Loop:
         assert self.resolved is not None
         guard.check_state(self.model, "saving")
         meta = {"recipe": dumps(self.resolved)}
-        state = state_of(self, extra)
-        path = self.next_checkpoint()
-        if self.world.is_first:
-            # The same name: nobody else writes into a run folder.
-            weights = weights_of(self.model)
-            name = self.checkpoints.save(self.step_count, weights, state, meta, score)
+        state, weights = state_of(self, extra), weights_of(self.model)
+        own_state = own_state_of(self, own)
+        if self._writes_pieces:
+            name = self.checkpoints.save(
+                self.step_count, weights, state, meta, score, [own_state], ["optimizer"]
+            )
             path = f"{self._checkpoint_folder}/{name}"
+        else:
+            by_rank = self.world.gather(own_state)
+            path = self.next_checkpoint()
+            if self.world.is_first:
+                # The same name: nobody else writes into a run folder.
+                name = self.checkpoints.save(self.step_count, weights, state, meta, score, by_rank)
+                path = f"{self._checkpoint_folder}/{name}"
         self._saved = (self.epoch, self.step_count)
         return path
 
@@ -685,10 +715,10 @@ class Loop:
         return str(self.world.from_first(path))
 
     def _find_checkpoint(self) -> LoadedCheckpoint | None:
-        if isinstance(self._resume, str):
-            return self.checkpoints.load(self._resume)
         if not self._resume and self.run is None:
             return None
+        if isinstance(self._resume, str):
+            return self._load(self._resume)
         # One rank looks, so that all find the same.
         name = self.world.from_first(self.checkpoints.latest() if self.world.is_first else None)
         if name is None:
@@ -699,7 +729,16 @@ class Loop:
                 where=self._checkpoint_folder,
                 do="go on from it with resume=True, choose another run folder, or delete this one",
             )
-        return self.checkpoints.load(name)
+        return self._load(name)
+
+    def _load(self, name: str) -> LoadedCheckpoint:
+        """Each rank reads the checkpoint; where not all see it, the first sends it."""
+        sees = Folder(self._checkpoint_folder).exists(name)
+        if all(self.world.gather(sees)):
+            return self.checkpoints.load(name)
+        loaded = self.checkpoints.load(name) if self.world.is_first else None
+        found: LoadedCheckpoint = self.world.from_first(loaded)
+        return found
 
     def _take_recipe(self, loaded: LoadedCheckpoint) -> None:
         """A resumed run keeps the settings it had, but for those that are asked for by name now.
@@ -724,20 +763,20 @@ class Loop:
 
     def _restore(self, loaded: LoadedCheckpoint) -> None:
         put_back(self, loaded, same_machine=self._kept is not None)
-        set_random_state(self._own_random(loaded.state))
-        self._resumed = loaded.state
+        set_random_state(self._own_of(loaded)["random"])
+        self.restored_own = [one["own"] for one in loaded.own]
+        self._resumed = loaded
         self._saved = (self.epoch, self.step_count)
-        then, now = len(loaded.state["random"]), self.world.size
+        then, now = len(loaded.own), self.world.size
         ranks = "" if then == now else f", {then} -> {now} ranks"
         self.say(
             f"resumed step {self.step_count:,} from {loaded.name}{ranks}, 0 samples repeated, "
             "0 skipped"
         )
 
-    def _own_random(self, state: dict[str, Any]) -> Any:
-        """The generators' states of this rank; on another World, those of the first."""
-        states = state["random"]
-        return states[self.world.rank if len(states) == self.world.size else 0]
+    def _own_of(self, loaded: LoadedCheckpoint) -> Any:
+        """What was this rank's own; on another World, the first's."""
+        return loaded.own[self.world.rank if len(loaded.own) == self.world.size else 0]
 
     def close(self) -> None:
         """Take code changes off the model, put torch's settings back, and end the saving.
@@ -745,6 +784,7 @@ class Loop:
         Raises:
             CheckpointError: if the last checkpoint could not be written.
         """
+        failed = sys.exc_info()[0]
         if self._trial is not None and sys.exc_info()[0] is None:
             self._trial.end()
         self.timeline.stop()
@@ -752,6 +792,8 @@ class Loop:
             self.stepper.close()
         self._undo.close()
         if self._checkpoints is not None:
+            if failed is not None:
+                self._checkpoints.give_up(0 if issubclass(failed, LostRank) else _LAST_PIECES_S)
             self._checkpoints.wait()
 
 

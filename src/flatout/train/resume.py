@@ -42,8 +42,6 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scheduler_kind": None if scheduler is None else type(scheduler).__qualname__,
         "scaler": None if scaler is None else scaler.state_dict(),
-        "random": loop.world.gather(random_state()),
-        "reduction": _reduction_states(loop),
         "loss": loop.tally.state_dict(),
         "source": None if loop.source is None else source_state(loop.source),
         "first_samples": loop.first_samples,
@@ -51,22 +49,29 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
     }
 
 
-def _reduction_states(loop: Loop) -> list[dict[str, Any]]:
-    """By rank, what a reduction keeps from step to step."""
+def own_state_of(loop: Loop, own: Any) -> dict[str, Any]:
+    """What the next step depends on and each rank has for itself."""
+    return {
+        "random": random_state(),
+        "source": None if loop.source is None else loop.source.state_dict(),
+        "reduction": _reduction_state(loop),
+        "own": own,
+    }
+
+
+def _reduction_state(loop: Loop) -> dict[str, Any] | None:
+    """What a reduction keeps from step to step, if it does."""
     reduction = loop.stepper.reduction
-    if reduction is None or not reduction.carries:
-        return []
-    return loop.world.gather(reduction.state_dict())
+    return reduction.state_dict() if reduction is not None and reduction.carries else None
 
 
 def source_state(source: Source) -> dict[str, Any]:
-    """What tells the data, and what the source needs to go on."""
+    """What tells the data."""
     return {
         "digest": source.digest,
         "batch_size": source.batch_size,
         "steps": source.steps,
         "words": source.describe(),
-        "state": source.state_dict(),
     }
 
 
@@ -170,7 +175,8 @@ def put_back(loop: Loop, loaded: LoadedCheckpoint, *, same_machine: bool) -> Non
     if loop.stepper.scaler is not None and state["scaler"] is not None:
         loop.stepper.scaler.load_state_dict(state["scaler"])
     if loop.stepper.reduction is not None:
-        loop.stepper.reduction.load_state_dicts(state["reduction"])
+        kept = [own["reduction"] for own in loaded.own]
+        loop.stepper.reduction.load_state_dicts([one for one in kept if one is not None])
     loop.epoch, loop.step_count = state["epoch"], state["step"]
     loop.step_in_epoch, loop.batch_in_epoch = state["step_in_epoch"], state["batch_in_epoch"]
     loop.tally.load_state_dict(state["loss"])

@@ -347,7 +347,9 @@ class Stepper:
 
     def _divide(self, samples: float, weight: torch.Tensor | float) -> None:
         """Gradients were divided by the sample count; make that the loss's own weight."""
-        if not torch.is_tensor(weight) and weight == samples:
+        # Where reading costs nothing. Elsewhere a pass over the gradients is cheaper than waiting.
+        is_known = not torch.is_tensor(weight) or weight.device.type == "cpu"
+        if is_known and float(weight) == samples:
             return
         # In float64, so that a float64 model keeps its digits.
         factor = samples / _not_zero(weight, torch.float64)

@@ -11,7 +11,7 @@ from flatout.models import load_weights, weights_of
 from flatout.optim.fused import align_state
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint, is_checkpoint
 from flatout.save.fits import check_fits
-from flatout.save.model_file import load_model
+from flatout.save.model_file import is_model_file, load_model
 from flatout.train.resume import check_optimizer
 
 
@@ -30,7 +30,7 @@ def warm_start(model: nn.Module, optimizer: torch.optim.Optimizer, source: str |
             optimiser; nothing is changed then.
     """
     path = str(source).rstrip("/")
-    if path.endswith(".safetensors"):
+    if is_model_file(path):
         weights = load_model(path)
         check_fits(weights_of(model), weights, where=path)
         load_weights(model, weights)

@@ -26,12 +26,14 @@ from torch.distributed.elastic.multiprocessing.api import (
     DefaultLogsSpecs,
     LogsSpecs,
     SignalException,
+    SubprocessContext,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flatout.errors import WorldError
 from flatout.world.nodes import Nodes
 from flatout.world.rendezvous import Rendezvous
+from flatout.world.start import STARTED_BY
 from flatout.world.world import TIMEOUT_S, LostRank
 
 # How long nodes wait for one another at the start.
@@ -41,8 +43,9 @@ WAIT_S = 900.0
 _SILENT_S = 60.0
 # How often the agent looks after its ranks.
 _LOOK_EVERY_S = 0.1
-# What ranks may take to write their last checkpoint after a stop signal; and to end without one.
-_LAST_WORDS_S, _SOON_S = 120, 5
+# What ranks may take to write their last checkpoint after a stop signal; to end without one; and
+# to leave after another one was killed.
+_LAST_WORDS_S, _SOON_S, _LAST_BREATH_S = 120, 5, 1
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # How ranks end that have only lost another one.
@@ -111,6 +114,7 @@ def run_ranks(
         max_restarts=restarts,
         monitor_interval=_LOOK_EVERY_S,
     )
+    os.environ[STARTED_BY] = str(os.getpid())
     with _quiet(), _stop_signals():
         rendezvous.open()
         agent = _Agent(spec, rendezvous, logs or DefaultLogsSpecs(log_dir=os.devnull))
@@ -186,6 +190,7 @@ class _Agent(LocalElasticAgent):
         self._remaining_restarts = worker_group.spec.max_restarts - self._nodes.rounds + 1
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._end_those_of_a_killed_rank()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED and not self._nodes.finished():
             return RunResult(WorkerState.HEALTHY)  # another node may want all to start again
@@ -212,10 +217,22 @@ class _Agent(LocalElasticAgent):
             time.sleep(_LOOK_EVERY_S)
         return False
 
+    def _end_those_of_a_killed_rank(self) -> None:
+        """What the others are at is lost, so that none may make all wait for its end."""
+        ranks = self._pcontext
+        if not isinstance(ranks, SubprocessContext):
+            return
+        if any(_is_kill(one.proc.poll() or 0) for one in ranks.subprocess_handlers.values()):
+            ranks.close(signal.SIGTERM, timeout=_LAST_BREATH_S)
+
 
 def _was_killed(failure: ProcessFailure) -> bool:
     """By a signal that is not the agent's own, which ends ranks where another one has failed."""
-    return failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, signal.SIGINT)
+    return _is_kill(failure.exitcode)
+
+
+def _is_kill(code: int) -> bool:
+    return code < 0 and -code not in (signal.SIGTERM, signal.SIGINT)
 
 
 def first_failure(failures: Failures) -> tuple[int, ProcessFailure]:

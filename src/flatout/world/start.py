@@ -19,6 +19,8 @@ from flatout.errors import WorldError
 from flatout.world.place import place
 from flatout.world.world import LostRank, is_first_to_fail
 
+# Names the process that has started the ranks of this node and watches them.
+STARTED_BY = "FLATOUT_STARTED_BY"
 # A rank that has lost another one lets that one speak and leave first: then whoever has started the
 # ranks ends this one.
 POLITE_S = 20.0
@@ -58,9 +60,9 @@ def end_with_parent() -> None:
     Nobody would watch it any more, and whoever starts the job again must not meet it: the last
     checkpoint holds.
     """
-    agent = os.getppid()
+    agent = os.environ.get(STARTED_BY, str(os.getppid()))
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != agent:
+    if str(os.getppid()) != agent:  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
 
 

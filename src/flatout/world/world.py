@@ -182,6 +182,19 @@ class World:
             _groups[sets] = next((Group(p, p.index(self.rank), one) for p, one in own), None)
         return _groups[sets]
 
+    def store(self, name: str) -> Any:
+        """The ranks' common store of keys and bytes (torch's), on a connection of its own.
+
+        So a thread may use it while others use theirs.
+
+        Args:
+            name: what the keys are for; other names have other keys.
+        """
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return dist.PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]
+
     def part(self, count: int) -> tuple[int, int]:
         """Which of `count` things in order are this rank's: from the first to before the second."""
         return count * self.rank // self.size, count * (self.rank + 1) // self.size

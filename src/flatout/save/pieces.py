@@ -1,0 +1,193 @@
+"""Checkpoints that all ranks write together, each its own part, in one folder that all see.
+
+    model-00001-of-00002.safetensors    each rank's part of the weights
+    model.safetensors.index.json        which of them are in which file, as others write it too
+    state-00001-of-00002.safetensors    each rank's part of the optimiser, and what is its own
+    state-00001-of-00002.json           the rest, as in a checkpoint of one rank
+    manifest.json                       written last, by the first rank, when all parts are on disk
+
+Replicas are equal, so that any rank may write any tensor: each gets about as many bytes. That a
+part is on disk, with its checksums, is told through the ranks' store.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flatout.errors import CheckpointError
+from flatout.save import unfinished
+from flatout.save.storage import Folder, Written
+from flatout.world import LostRank, World
+
+_PART = re.compile(r"(model|state)-(\d{5})-of-(\d{5})\.(safetensors|json)")
+
+# How often the first rank looks whether the others are done.
+_LOOK_EVERY_S = 0.01
+# As in a collective.
+_PATIENCE_S = 600.0
+# A shared file system may show a new file late to other nodes.
+_SEEN_WITHIN_S = 5.0
+
+
+class LostPiece(CheckpointError, LostRank):
+    """Another rank could not write its part; that one tells why."""
+
+
+class Pieces:
+    """One rank's part in the checkpoints of all.
+
+    Args:
+        world: the ranks; every one of them must come to each save.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store = world.store("pieces")
+        self._until = math.inf
+        self.is_first = world.is_first
+
+    def agree(self, claimed: tuple[str, str] | None) -> tuple[str, str]:
+        """The name of the next checkpoint and that of its unfinished folder, of the first rank."""
+        found: tuple[str, str] = self._world.from_first(claimed)
+        return found
+
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those tensors that this rank writes."""
+        return {name: tensors[name] for name in shares(tensors, self._world.size)[self._world.rank]}
+
+    def file(self, kind: str, ending: str) -> str:
+        """The name of this rank's file."""
+        return file_of(kind, self._world.rank, self._world.size, ending)
+
+    def index(self, weights: Mapping[str, Tensor]) -> bytes:
+        """Which of all weights is in which file."""
+        held = {
+            name: file_of("model", rank, self._world.size, "safetensors")
+            for rank, names in enumerate(shares(weights, self._world.size))
+            for name in names
+        }
+        total = sum(map(_bytes_of, weights.values()))
+        text = {"metadata": {"total_size": total}, "weight_map": dict(sorted(held.items()))}
+        return json.dumps(text, indent=1, ensure_ascii=False).encode()
+
+    def tell(self, mark: str, files: Mapping[str, Written]) -> None:
+        """Say that this rank's part is on disk."""
+        self._store.set(f"{mark}/{self._world.rank}", json.dumps({"files": files}))
+
+    def tell_failure(self, mark: str, error: BaseException) -> None:
+        """Say that this rank's part cannot be written."""
+        self._store.set(f"{mark}/{self._world.rank}", json.dumps({"error": str(error)}))
+
+    def collect(self, mark: str) -> dict[str, Written]:
+        """The first rank waits for the parts of all others: their files.
+
+        Raises:
+            LostPiece: a rank could not write its part, or this one has been told to give up.
+        """
+        files: dict[str, Written] = {}
+        for rank in range(1, self._world.size):
+            told = self._hear(f"{mark}/{rank}", rank)
+            if "error" in told:
+                raise LostPiece(
+                    f"rank {rank} could not write its part of the checkpoint: {told['error']}"
+                )
+            files |= {name: Written(*written) for name, written in told["files"].items()}
+        return files
+
+    def give_up(self, after_s: float) -> None:
+        """Wait for other ranks this long at most, because one of them has ended or failed."""
+        self._until = time.monotonic() + after_s
+
+    def _hear(self, key: str, rank: int) -> Any:
+        began = time.monotonic()
+        while time.monotonic() < min(self._until, began + _PATIENCE_S):
+            try:
+                if self._store.check([key]):
+                    told = json.loads(self._store.get(key))
+                    self._store.delete_key(key)
+                    return told
+            except RuntimeError as error:  # whoever keeps the store has ended
+                raise LostPiece(f"rank {rank} cannot be heard any more: {error}") from error
+            time.sleep(_LOOK_EVERY_S)
+        raise LostPiece(f"rank {rank} did not write its part of the checkpoint")
+
+
+def shares(tensors: Mapping[str, Tensor], ranks: int) -> list[list[str]]:
+    """The names that each rank writes: the largest first, to the one with the fewest bytes."""
+    found: list[list[str]] = [[] for _ in range(ranks)]
+    bytes_of = [0] * ranks
+    for name in sorted(tensors, key=lambda name: (-_bytes_of(tensors[name]), name)):
+        rank = bytes_of.index(min(bytes_of))
+        found[rank].append(name)
+        bytes_of[rank] += _bytes_of(tensors[name])
+    return found
+
+
+def file_of(kind: str, rank: int, ranks: int, ending: str) -> str:
+    """The name of a part, counted from 1 as is usual."""
+    return f"{kind}-{rank + 1:05d}-of-{ranks:05d}.{ending}"
+
+
+def parts(files: Sequence[str], kind: str, ending: str) -> list[str]:
+    """Those of a checkpoint's files that are parts of this kind, by rank."""
+    matches = map(_PART.fullmatch, sorted(files))
+    return [m[0] for m in matches if m is not None and (m[1], m[4]) == (kind, ending)]
+
+
+def check_shared(folder: Folder, world: World) -> None:
+    """See, before training, that all ranks write into the folder that the first one reads.
+
+    Raises:
+        CheckpointError: on every rank, naming those that do not see it, and their nodes.
+    """
+    marker = world.from_first(unfinished.new_name() if world.is_first else None)
+    problem = ""
+    if world.is_first:
+        problem = _written(folder, marker)
+    world.wait()
+    if not problem and not _seen(folder, marker):
+        problem = "it does not see what rank 0 has written there"
+    if not problem and not world.is_first:
+        problem = _written(folder, unfinished.new_name(), remove=True)
+    found = world.gather((world.place.node, problem))
+    if world.is_first:
+        folder.remove(marker)
+    ranks = [f"rank {r} (node {n}): {words}" for r, (n, words) in enumerate(found) if words]
+    if ranks:
+        raise CheckpointError(
+            "with save.pieces=per_rank every rank writes its part into one folder, and that fails "
+            "on\n  " + "\n  ".join(ranks[:5]),
+            where=folder.where(),
+            do="put run on a path that all nodes share, or set save.pieces=merged",
+        )
+
+
+def _written(folder: Folder, name: str, *, remove: bool = False) -> str:
+    """Write a small file; what went wrong, if anything."""
+    try:
+        folder.write(name, [b"flatout"])
+        if remove:
+            folder.remove(name)
+    except CheckpointError as error:
+        return error.what
+    return ""
+
+
+def _seen(folder: Folder, name: str) -> bool:
+    until = time.monotonic() + _SEEN_WITHIN_S
+    while name not in folder.list():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
