@@ -18,7 +18,19 @@ FACTS = {"--devices": "1", "script": "train.py, sha256 12", "torch": "2.13.0"}
 
 def node(rank, port, facts=FACTS, count=2, wait_s=20.0, silent_s=20.0):
     nodes = Nodes(count=count, rank=rank, rendezvous=f"127.0.0.1:{port}", ranks=1)
-    return Rendezvous(nodes, facts, wait_s=wait_s, silent_s=silent_s)
+    made.append(Rendezvous(nodes, facts, wait_s=wait_s, silent_s=silent_s))
+    return made[-1]
+
+
+made = []
+
+
+@pytest.fixture(autouse=True)
+def _nobody_goes_on():
+    yield
+    for one in made[::-1]:
+        one.shutdown()
+    made.clear()
 
 
 def meet(*nodes):
