@@ -185,7 +185,7 @@ def test_a_rank_whose_disk_is_full_says_so_and_the_last_good_one_stays(tmp_path)
     assert "File too large" in said
     assert "model-00002-of-00002.safetensors" in said
     assert first.returncode == 75  # the code of a rank that has lost another
-    assert "rank 1 could not write its part of the checkpoint" in quiet
+    assert not quiet
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["step-000000001"]
     assert Checkpoints(tmp_path / "run").load().step == 1
 
