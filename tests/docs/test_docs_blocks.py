@@ -41,7 +41,11 @@ SHORT = (
 )
 PAGES = [DOCS / f"{name}.md" for name in SHORT]
 # What measuring decides differs between machines, and so do the machines themselves.
-DIFFERS = ("flatout: auto:", "of it ", "ran ", "CPU ", "RAM ", "GPU ", "torch ")
+# What a machine has, and what is wrong with it, is its own.
+DIFFERS = (
+    "flatout: auto:", "of it ", "ran ", "CPU ", "RAM ", "GPU ", "torch ", "DANGER", "SLOW", "  do:",
+    "12 of 14",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,9 @@ def _count(devices: str | None) -> int | None:
     if devices is None or devices == "auto":
         return None
     if not (devices.isascii() and devices.isdigit() and int(devices) > 0):
-        raise typer.BadParameter(f"expected a whole number above 0, or auto; found {devices!r}")
+        raise typer.BadParameter(
+            f"--devices: expected a whole number above 0, or auto; found {devices!r}"
+        )
     return int(devices)
 
 

@@ -303,6 +303,7 @@ _PHRASES = {
     "compute.compile": "compiled",
     "compute.matmul_precision": "matmul {}",
     "compute.deterministic": "deterministic",
+    "compute.dropout": "dropout {}",
     "process.threads": "{} threads",
     "process.interop_threads": "{} interop threads",
     "process.affinity": "CPUs {}",
