@@ -1,8 +1,8 @@
 """How parameters, gradients and samples are laid over the World: a file per strategy."""
 
-from flatout.strategies.ddp import Ddp
+from flatout.strategies.ddp import Ddp, Sums
 from flatout.strategies.own_draws import own_draws
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["Ddp", "SyncBatchNorm", "check_replicas", "own_draws"]
+__all__ = ["Ddp", "Sums", "SyncBatchNorm", "check_replicas", "own_draws"]

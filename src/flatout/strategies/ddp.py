@@ -2,10 +2,11 @@
 
 Each rank has the gradient of its part's loss *sum*. The sums are added up in buckets, while
 backward still computes the gradients of earlier layers (Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", 2020). One more, small bucket carries the
-losses' sums and weights, so that the division by the weight comes after, exactly as on one rank,
-without a collective of its own. It also tells which parameters any rank has used, and whether any
-rank wants to stop, and is always added up exactly.
+Experiences on Accelerating Data Parallel Training", 2020). The losses' sums and weights travel
+behind the last bucket's gradients, so that the division by the weight comes after, exactly as on
+one rank, without a collective of its own. With them goes which parameters any rank has used, and
+whether any rank wants to stop. Where gradients are compressed, or have few digits, these numbers
+are added up exactly in a small bucket of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
 
 
 class Sums(NamedTuple):
-    """What the small bucket brings: of all ranks together.
+    """What travels with the gradients: of one rank, or of all together.
 
     Attributes:
         total: sum of the losses.
@@ -32,20 +33,24 @@ class Sums(NamedTuple):
         votes: how many ranks want to stop.
     """
 
-    total: torch.Tensor
-    weight: torch.Tensor
-    votes: torch.Tensor
+    total: torch.Tensor | float
+    weight: torch.Tensor | float
+    votes: torch.Tensor | float
 
 
 class _Bucket:
     """Gradients of some parameters in one piece of memory."""
 
-    def __init__(self, number: int, parameters: Sequence[torch.Tensor], name: str) -> None:
+    def __init__(
+        self, number: int, parameters: Sequence[torch.Tensor], name: str, more: int = 0
+    ) -> None:
         self.parameters = list(parameters)
+        self.used = [False] * len(self.parameters)
         self.name = name
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(sum(sizes) + more, dtype=first.dtype, device=first.device)
+        self.more = self.flat[sum(sizes) :]
         self.views: list[torch.Tensor] = []
         start = 0
         for parameter, size in zip(self.parameters, sizes, strict=True):
@@ -59,8 +64,13 @@ class _Bucket:
         self.missing = len(self.parameters)
         self.sending: Later | None = None
 
+    def note_used(self) -> None:
+        """Which parameters have a gradient on this rank."""
+        self.used = [parameter.grad is not None for parameter in self.parameters]
+
     def send(self, world: World, reduction: Beside) -> None:
         """Begin to add up; what has no gradient on this rank counts as zero."""
+        self.note_used()
         views, gradients = [], []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
@@ -91,7 +101,23 @@ class Ddp:
         self.world, self.reduction = world, reduction
         self._of = parameters
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._buckets = _buckets(self.parameters)
+        groups = _groups(self.parameters)
+        count = 3 + len(self.parameters)
+        # In the last bucket the numbers cost no collective of their own.
+        self._rides = _has_room_for_numbers(groups, reduction)
+        names = [
+            f"sum of gradients, bucket {n} of {len(groups)}" for n in range(1, len(groups) + 1)
+        ]
+        self._buckets = [
+            _Bucket(n, group, names[n], count if self._rides and n + 1 == len(groups) else 0)
+            for n, group in enumerate(groups)
+        ]
+        self._numbers = (
+            self._buckets[-1].more
+            if self._rides
+            else torch.zeros(count, dtype=torch.float64, device=self.parameters[0].device)
+        )
+        self._own = Sums(0.0, 0.0, 0.0)
         self._next = 0
         self._armed = self._is_weighed = False
         self._hooks = [
@@ -115,18 +141,21 @@ class Ddp:
         for hook in self._hooks:
             hook.remove()
 
-    def arm(self, weight: torch.Tensor | float, scaler: torch.amp.GradScaler | None = None) -> None:
+    def arm(self, own: Sums, samples: float, scaler: torch.amp.GradScaler | None = None) -> None:
         """The next backward completes the gradients: send each bucket as soon as it is full.
 
         Before it, backwards of other pieces of the batch only add to this rank's own gradients.
         Buckets that were sent in this step already, before `disarm`, are not sent again.
 
         Args:
-            weight: what this rank's part of the step weighs, in the unit of its loss.
+            own: this rank's part of the sums.
+            samples: what the loss was divided by.
             scaler: what the loss was scaled by, if it was.
         """
+        self._own = own
         if self.reduction.carries and not self._is_weighed:
             self._is_weighed = True
+            weight = own.weight / samples
             number = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
             number += weight if scaler is None else scaler.scale(number + weight)
             self.reduction.weigh(self.world.sum(number, "weight of the step", later=True), number)
@@ -143,41 +172,60 @@ class Ddp:
         self._armed = False
 
     @torch.no_grad()
-    def finish(self, total: torch.Tensor | float, weight: torch.Tensor | float, vote: bool) -> Sums:
-        """Wait for all sums, which become the gradients.
-
-        Args:
-            total: sum of this rank's losses.
-            weight: sum of their weights.
-            vote: whether this rank wants to stop.
-        """
+    def finish(self) -> Sums:
+        """Wait for all sums, which become the gradients."""
         self._armed = self._is_weighed = False
-        device = self.parameters[0].device
-        used = [float(p.grad is not None) for p in self.parameters]
-        numbers = torch.tensor([0.0, 0.0, float(vote), *used], dtype=torch.float64, device=device)
-        numbers[0], numbers[1] = total, weight
-        for bucket in self._buckets[self._next :]:
-            bucket.send(self.world, self.reduction)
-        last = self.world.sum(numbers, "sum of the losses", later=True)
+        while self._next < len(self._buckets):
+            self._send_next()
+        last = self._buckets[-1].sending
+        if not self._rides:
+            self._write_numbers()
+            last = self.world.sum(self._numbers, "sum of the losses", later=True)
         assert last is not None
         for bucket in self._buckets:
             assert bucket.sending is not None
             self.world.until(bucket.sending)
             bucket.sending = None
-        self.world.until(last)
+        if not self._rides:
+            self.world.until(last)
         self._next = 0
+        used = [one for bucket in self._buckets for one in bucket.used]
         with self.world.within(last):
             # What this rank has used is used. Only where something is missing must it know more.
-            self._give_out(used if all(used) else numbers[3:].tolist())
-        return Sums(numbers[0], numbers[1], numbers[2])
+            self._give_out(used if all(used) else self._numbers[3:].tolist())
+        # A copy, for the next step writes here again.
+        total, weight, votes = self._numbers[:3].double()
+        return Sums(total, weight, votes)
 
-    def _give_out(self, used: list[float]) -> None:
-        """Gradients are views of the buckets; where no rank has one, there is none."""
-        is_used = dict(zip(map(id, self.parameters), used, strict=True))
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        if self._rides and bucket is self._buckets[-1]:
+            bucket.note_used()
+            self._write_numbers()
+        bucket.send(self.world, self.reduction)
+
+    def _write_numbers(self) -> None:
+        """This rank's part of the sums, and which parameters it has used."""
+        for place, number in enumerate(self._own):
+            self._numbers[place] = number
+        used = [float(one) for bucket in self._buckets for one in bucket.used]
+        if all(used):
+            self._numbers[3:] = 1
+        else:
+            self._numbers[3:] = torch.tensor(used, dtype=self._numbers.dtype)
+
+    def _give_out(self, used: Sequence[float]) -> None:
+        """Gradients are views of the buckets; where no rank has one, there is none.
+
+        Args:
+            used: how many ranks have used each parameter, bucket by bucket.
+        """
+        each = iter(used)
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 # Unused now, but an error of earlier steps may have come for it.
-                has_one = is_used[id(parameter)] or (self.reduction.carries and bool(view.any()))
+                has_one = next(each) or (self.reduction.carries and bool(view.any()))
                 parameter.grad = view if has_one else None
 
     def _on_ready(self, bucket: _Bucket) -> Any:
@@ -188,14 +236,13 @@ class Ddp:
             # In one order on all ranks, whatever order their backwards come in.
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
                 with torch.no_grad():
-                    self._buckets[self._next].send(self.world, self.reduction)
-                self._next += 1
+                    self._send_next()
 
         return ready
 
 
-def _buckets(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:
-    """The last parameters first, for backward reaches them first."""
+def _groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """What the buckets hold: the last parameters first, for backward reaches them first."""
     groups: list[list[torch.Tensor]] = []
     room = 0
     for parameter in reversed(parameters):
@@ -208,10 +255,13 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:
         else:
             room = (_BUCKET_BYTES if groups else _FIRST_BYTES) - size
             groups.append([parameter])
-    return [
-        _Bucket(number, group, f"sum of gradients, bucket {number + 1} of {len(groups)}")
-        for number, group in enumerate(groups)
-    ]
+    return groups
+
+
+def _has_room_for_numbers(groups: Sequence[Sequence[torch.Tensor]], reduction: Beside) -> bool:
+    """Whether gradients are added up exactly, in numbers that losses and weights fit in as well."""
+    kinds = {parameter.dtype for group in groups for parameter in group}
+    return reduction.is_exact and kinds in ({torch.float32}, {torch.float64})
 
 
 def _matrix(view: torch.Tensor) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from flatout.models.keras_model import is_keras
 from flatout.models.sample_dropout import SampleDropout
 from flatout.optim import LrScale, Update
 from flatout.optim.rates import scaled
-from flatout.strategies import Ddp, SyncBatchNorm, own_draws
+from flatout.strategies import Ddp, Sums, SyncBatchNorm, own_draws
 from flatout.strategies.reductions import Beside, Reduction
 from flatout.train.losses import Value
 from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
@@ -171,7 +171,7 @@ class Stepper:
             if self._moving is not None:
                 self._moving.keep()
             try:
-                total, weight, forward, backward = self._own_part(compute, batches, ddp)
+                total, forward, backward = self._own_part(compute, batches, ddp)
                 break
             except (RuntimeError, MemoryError) as error:
                 ddp.disarm()
@@ -183,19 +183,20 @@ class Stepper:
             # So that what is waited for from here on is other ranks, and not this one's backward.
             torch.cuda.current_stream(self.switch.device).synchronize()
         waited = self.world.trail.waited
-        sums = ddp.finish(total, weight, self.wants_to_stop)
+        sums = ddp.finish()
         self.stopping = bool(sums.votes)
         waited = self.world.trail.waited - waited
         self._divide(self.samples, sums.weight)
         assert torch.is_tensor(total)
+        assert torch.is_tensor(sums.total)
         loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(total.dtype)
         backward += clock() - start - waited
         return loss, sums.weight, forward, backward, self.world.trail.waited - before
 
     def _own_part(
         self, compute: Compute, batches: Sequence[Batch], ddp: Ddp
-    ) -> tuple[torch.Tensor | float, torch.Tensor | float, int, int]:
-        """Sums of losses and weights, and times of forward and backward without waiting.
+    ) -> tuple[torch.Tensor | float, int, int]:
+        """The sum of losses, and times of forward and backward without waiting.
 
         Only the last piece's backward tells its gradients to other ranks.
         """
@@ -230,11 +231,12 @@ class Stepper:
             if self._scaler is not None:
                 scaled = self._scaler.scale(scaled)
             if number + 1 == len(pieces):
-                ddp.arm(weight / self.samples, self._scaler)
+                vote = float(self.wants_to_stop)
+                ddp.arm(Sums(total, weight, vote), self.samples, self._scaler)
             scaled.backward()  # type: ignore[no-untyped-call]
             forward += middle - start - (waited - begun)
             backward += clock() - middle - (trail.waited - waited)
-        return total, weight, forward, backward
+        return total, forward, backward
 
     def _pieces_on_all_ranks(self, batch: Batch) -> int:
         """Into how many: equally many on each where what they compute has collectives in it."""

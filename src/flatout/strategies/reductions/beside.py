@@ -97,6 +97,11 @@ class Beside:
         """Whether a part of the gradients is kept for later steps."""
         return self.reduction.carries
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is the library's own sum, which anything may ride along in."""
+        return isinstance(self.reduction, AllReduce)
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps for later steps; between steps."""
         return self.reduction.state_dict()
