@@ -4,12 +4,12 @@ import time
 
 import pytest
 import torch
+from node_pair import both, wait_for_step
 from two_hosts import ADDRESSES, Hosts, cannot_be_made
 from world_ranks import free_port, run
 
 from flatout.measure import usable_cpus
 from flatout.save.model_file import load_model
-from two_nodes import both, wait_for_step
 
 pytestmark = [
     pytest.mark.root,

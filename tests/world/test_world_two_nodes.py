@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
+from node_pair import TRAIN, alive, both, wait_for, wait_for_step
 from world_ranks import run
 
 from flatout.measure import usable_cpus
 from flatout.save.model_file import load_model
-from two_nodes import TRAIN, alive, both, wait_for, wait_for_step
 
 pytestmark = [
     pytest.mark.slow,
