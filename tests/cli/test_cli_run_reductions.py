@@ -89,6 +89,7 @@ def plain(tmp_path_factory):
     return weights(folder)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_together_is_an_error_before_training(tmp_path):
     code, error = finish(begin(tmp_path, "world.reduction=ring", "world.compression=bf16"))
     assert code == 1, error

@@ -202,6 +202,7 @@ APART = """
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_share_a_folder_are_told_before_training(tmp_path):
     ranks = start(textwrap.dedent(APART), 2, tmp_path)
     try:

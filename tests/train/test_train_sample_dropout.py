@@ -11,9 +11,10 @@ import flatout
 from flatout.data.batch import Batch
 from flatout.errors import DataError, ModelError, NumbersError, RecipeError
 from flatout.recipe import Compute, ModelFacts, Parity, Recipe, of_change
+from flatout.strategies.reductions.all_reduce import AllReduce
 from flatout.train.loop import Loop
 from flatout.train.sample_dropout import sample_dropout
-from flatout.world import ONE
+from flatout.world import ONE, Place, World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -248,16 +249,12 @@ def test_on_several_ranks_a_batch_of_ones_own_has_to_tell_its_place():
     model = network()
     loop = Loop(Recipe(compute=Compute(dropout="by_sample")), say=quiet)
     loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    loop.stepper.train_with(TwoRanks(), 8.0)
+    two = World(Place(0, 2, 0, 2))  # asked for nothing: the step is refused before
+    loop.stepper.meet(two)
+    loop.stepper.train_with(two, 8.0, AllReduce(None))
     with pytest.raises(DataError, match="where in the batch of all ranks"):
         loop.step(lambda batch: model(batch.inputs).sum(), Batch(data()[0], None, None, None, 150))
     loop.close()
-
-
-class TwoRanks:
-    """Never asked for anything: the step is refused before."""
-
-    size, rank = 2, 0
 
 
 @pytest.mark.slow

@@ -285,7 +285,7 @@ def test_a_resolved_recipe_says_all_of_it():
             "flush_denormals": "off",
         },
         input={"workers": 0, "pin_memory": "off"},
-        world={"device": "cpu"},
+        world={"device": "cpu", "reduction": "all_reduce"},
     )
     assert Settings.of(asked.resolve({}, {})) == Settings(
         precision="bf16",

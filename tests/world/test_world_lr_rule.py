@@ -45,6 +45,7 @@ def found(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "lars", "lamb"])
 def test_two_ranks_do_as_one(found, name):
     weights, scale = found[1, 0][name]

@@ -54,8 +54,10 @@ def check_ranks_asked(devices: int) -> None:
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ModelError(f"devices is a number of ranks from 1, found {devices!r}")
+    if devices == 1:
+        return
     here = place()
-    if devices == 1 or (here.world_size > 1 and devices == here.local_world_size):
+    if here.world_size > 1 and devices == here.local_world_size:
         return
     if here.world_size > 1:
         raise WorldError(
