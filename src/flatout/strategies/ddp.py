@@ -194,7 +194,7 @@ class Ddp:
             # What this rank has used is used. Only where something is missing must it know more.
             self._give_out(used if all(used) else self._numbers[3:].tolist())
         # A copy, for the next step writes here again.
-        total, weight, votes = self._numbers[:3].double()
+        total, weight, votes = self._numbers[:3].to(torch.float64, copy=True)
         return Sums(total, weight, votes)
 
     def _send_next(self) -> None:
