@@ -40,6 +40,8 @@ from flatout.world import LostRank
 if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
 
+# Replicas are compared at the end of an epoch, but no more often.
+_COMPARE_EVERY_S = 10.0
 # From this share of waiting for batches on, the user is told.
 _HELD_BACK = 0.1
 
@@ -73,6 +75,7 @@ class Fit:
         self._asked: list[float | None] = []
         self._path: str | None = None
         self._running = False
+        self._compare_at = 0.0
 
     def run(self) -> History:
         """Train, and leave the model, optimiser and process as a script expects them."""
@@ -320,7 +323,8 @@ class Fit:
     def _end_epoch(self, began: float) -> None:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
-        check_replicas(self.trainer.model, loop.world, f"after epoch {state.epoch + 1}")
+        if self._is_time_to_compare():
+            check_replicas(self.trainer.model, loop.world, f"after epoch {state.epoch + 1}")
         logs = {"loss": loop.mean_loss(), **self._results()}
         self._check_loss(logs["loss"])
         state.logs = logs
@@ -338,6 +342,20 @@ class Fit:
             self._checkpoint()
         if (signum := self._asked_to_stop()) is not None:
             self._interrupt(signum)
+
+    def _is_time_to_compare(self) -> bool:
+        """Whether to compare the replicas now: after the last epoch, and not all the time before.
+
+        Reading all weights takes as long as many a small epoch.
+        """
+        if self.loop.world.size == 1:
+            return False
+        is_last = self.state.epoch + 1 >= self.state.epochs
+        is_due = is_last or time.monotonic() > self._compare_at
+        if self.loop.world.from_first(is_due, "time to compare the replicas"):
+            self._compare_at = time.monotonic() + _COMPARE_EVERY_S
+            return True
+        return False
 
     def _take_notes(self) -> None:
         """What the user should know, of all ranks, and which of them is slow."""

@@ -319,7 +319,7 @@ class KerasTrainer(Trainer):
             training=source is not None,
             slow_metrics=self._slow_metrics,
             # Evaluation is the same code on all ranks; of training, the steps are.
-            together=self.world if source is None else lambda: self.loop.stepper.together,
+            together=self.world if source is None else lambda: self.loop.together,
         )
 
     def evaluation(

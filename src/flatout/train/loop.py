@@ -174,6 +174,11 @@ class Loop:
         """The ranks that train together."""
         return self.join()
 
+    @property
+    def together(self) -> World:
+        """The ranks that run the same code right now: all within a step, else this one alone."""
+        return self.stepper.together if hasattr(self, "stepper") else ONE
+
     def _effective(self, recipe: Recipe | ResolvedRecipe | None) -> Recipe:
         """`--set` over code over `--recipe`; what another machine measured is decided anew."""
         file = from_file()
