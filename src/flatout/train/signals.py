@@ -68,4 +68,8 @@ NOTEBOOK = "FLATOUT_NOTEBOOK"
 
 def is_interactive() -> bool:
     """In a notebook or at a prompt Ctrl-C must not end the interpreter."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules or NOTEBOOK in os.environ
+    if hasattr(sys, "ps1") or NOTEBOOK in os.environ:
+        return True
+    # Scripts may import parts of IPython too; only what runs in it has a shell.
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
