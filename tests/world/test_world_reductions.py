@@ -13,13 +13,13 @@ from flatout.strategies.reductions import Flat, check_reduction
 from flatout.strategies.reductions.power_sgd import PowerSgd
 from flatout.world import ALONE, Group, World
 
-KINDS = ("all_reduce", "ring", "to_one", "hierarchical", "fp16", "bf16", "nodes-bf16")
+KINDS = ("all_reduce", "shared", "ring", "to_one", "hierarchical", "fp16", "bf16", "nodes-bf16")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 # One number, fewer numbers than ranks, a length that no number of ranks divides, and a long one.
 LENGTHS = (1, 2, 10_007)
 SCALES = (1.0, 1e7, 1e-9)
 STEPS = 40
-TRAINED = ("all_reduce", "ring", "to_one", "fp16", "bf16", "powersgd")
+TRAINED = ("all_reduce", "shared", "ring", "to_one", "fp16", "bf16", "powersgd")
 
 
 def numbers(length, rank, dtype=torch.float64, scale=1.0):
@@ -69,31 +69,31 @@ JOB = '''
 
     def made(kind):
         if kind in ("fp16", "bf16", "powersgd"):
-            return reduction_of(Asked(compression=kind), world)
+            return reduction_of(Asked(compression=kind), world, cpu)
         if kind in ("nodes-bf16", "nodes-powersgd"):
             asked = Asked(reduction="hierarchical", compression=kind[6:])
-            return reduction_of(asked, nodes)
-        return reduction_of(Asked(reduction=kind), nodes)
+            return reduction_of(asked, nodes, cpu)
+        return reduction_of(Asked(reduction=kind), world if kind == "shared" else nodes, cpu)
 
     cpu = torch.device("cpu")
     found = {}
     for kind in KINDS:
         beside = Beside(made(kind), cpu)
-        for case in product(DTYPES, LENGTHS, SCALES):
-            dtype, length, scale = case
-            # All at once: the thread has to keep their order.
-            values = numbers(length, rank, dtype, scale)
-            found[kind, *case] = values, beside.begin(Flat(values))
         broken = torch.ones(50)
         broken[7] = float("nan") if rank == 0 else 1
         broken[9] = float("inf") if rank == size - 1 else 1
-        found[kind, "broken"] = broken, beside.begin(Flat(broken))
-        none = torch.empty(0)
-        found[kind, "none"] = none, beside.begin(Flat(none))
-        for key in [key for key in found if key[0] == kind]:
-            values, work = found[key]
+        given = {(kind, "broken"): broken, (kind, "none"): torch.empty(0)}
+        for dtype, length, scale in product(DTYPES, LENGTHS, SCALES):
+            given[kind, dtype, length, scale] = numbers(length, rank, dtype, scale)
+        flats = {}
+        for number, (key, values) in enumerate(given.items()):
+            flats[key] = Flat(beside.memory(number, len(values), values.dtype), number)
+            flats[key].values.copy_(values)
+        # All at once: the thread has to keep their order.
+        under_way = {key: beside.begin(flat) for key, flat in flats.items()}
+        for key, work in under_way.items():
             work.wait()
-            found[key] = values
+            found[key] = flats[key].values.clone()
         beside.close()
 
     def powersgd(kind):
@@ -272,6 +272,7 @@ def test_training_ends_with_the_same_bits_on_all_ranks(found, kind):
 @pytest.mark.parametrize(
     ("kind", "plain", "close"),
     [
+        ("shared", "all_reduce", {"rtol": 1e-3, "atol": 1e-5}),
         ("ring", "all_reduce", {"rtol": 1e-3, "atol": 1e-5}),
         ("to_one", "all_reduce", {"rtol": 1e-3, "atol": 1e-5}),
         ("accumulated", "accumulated plain", {"rtol": 1e-3, "atol": 1e-5}),
@@ -331,12 +332,15 @@ def said(asked, size=2, nodes=1):
 
 
 def test_a_compression_that_does_not_go_with_the_reduction():
-    with pytest.raises(WorldError, match="reduction=ring cannot be had with it"):
-        said(Asked(reduction="ring", compression="bf16"))
+    for reduction in ("ring", "shared"):
+        with pytest.raises(WorldError, match=f"reduction={reduction} cannot be had with it"):
+            said(Asked(reduction=reduction, compression="bf16"))
 
 
 def test_what_changes_nothing_is_said():
     assert said(Asked(reduction="hierarchical"))[0].startswith("there is one node")
     assert said(Asked(reduction="hierarchical"), size=4, nodes=2) == []
+    assert said(Asked(reduction="shared"), size=4, nodes=2)[0].startswith("there are several nodes")
+    assert said(Asked(reduction="shared")) == []
     assert said(Asked(compression="powersgd"), size=1)[0].startswith("one rank has no gradients")
     assert said(Asked(), size=1) == said(Asked(), size=3) == []

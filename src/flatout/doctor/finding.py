@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["danger", "slow", "note"]
@@ -18,12 +18,24 @@ class Finding:
             "note" for what is only good to know.
         what: what was found, with its numbers.
         do: what to do about it.
+        number: of the pitfall in the list of those known, or None.
+        where: file:line of the user's code.
+        cost_ms: the most per step that the cure can give back; None where that is not known.
+        parity: of the cure, in the four words; "" where it changes no result.
+        recipe: the cure as changes of a Recipe, by dotted name; empty where code must change.
+        proven: the measured ratio of time with its interval, [low, mid, high]; None before a trial.
     """
 
     name: str
     kind: Kind
     what: str
     do: str
+    number: int | None = None
+    where: str = ""
+    cost_ms: float | None = None
+    parity: str = ""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    proven: tuple[float, float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""

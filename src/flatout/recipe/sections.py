@@ -174,11 +174,13 @@ class World(Section):
         default="soft",
         description="When a device cannot be used: `soft` falls back and says so, `strict` stops.",
     )
-    reduction: Literal["auto", "all_reduce", "ring", "to_one", "hierarchical"] = Field(
+    reduction: Literal["auto", "all_reduce", "shared", "ring", "to_one", "hierarchical"] = Field(
         default="auto",
         description="How several ranks add up their gradients: `all_reduce` as gloo or NCCL does "
-        "it, which is what `auto` takes; `ring` passes pieces around; `to_one` sends all to the "
-        "first rank and back; `hierarchical` adds up within each node first, then between nodes.",
+        "it; `shared` in memory that the ranks of one node share, which is what `auto` takes where "
+        "all ranks compute on one node's CPUs; `ring` passes pieces around; `to_one` sends all to "
+        "the first rank and back; `hierarchical` adds up within each node first, then between "
+        "nodes.",
     )
     compression: Literal["off", "fp16", "bf16", "powersgd"] = Field(
         default="off",

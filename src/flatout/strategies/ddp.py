@@ -42,14 +42,19 @@ class _Bucket:
     """Gradients of some parameters in one piece of memory."""
 
     def __init__(
-        self, number: int, parameters: Sequence[torch.Tensor], name: str, more: int = 0
+        self,
+        number: int,
+        parameters: Sequence[torch.Tensor],
+        name: str,
+        reduction: Beside,
+        more: int = 0,
     ) -> None:
         self.parameters = list(parameters)
         self.used = [False] * len(self.parameters)
         self.name = name
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
-        self.flat = torch.zeros(sum(sizes) + more, dtype=first.dtype, device=first.device)
+        self.flat = reduction.memory(number, sum(sizes) + more, first.dtype)
         self.more = self.flat[sum(sizes) :]
         self.views: list[torch.Tensor] = []
         start = 0
@@ -109,7 +114,9 @@ class Ddp:
             f"sum of gradients, bucket {n} of {len(groups)}" for n in range(1, len(groups) + 1)
         ]
         self._buckets = [
-            _Bucket(n, group, names[n], count if self._rides and n + 1 == len(groups) else 0)
+            _Bucket(
+                n, group, names[n], reduction, count if self._rides and n + 1 == len(groups) else 0
+            )
             for n, group in enumerate(groups)
         ]
         self._numbers = (
@@ -246,15 +253,15 @@ def _groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     groups: list[list[torch.Tensor]] = []
     room = 0
     for parameter in reversed(parameters):
-        size = parameter.numel() * parameter.element_size()
         last = groups[-1][-1] if groups else None
         fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if fits and size <= room:
-            groups[-1].append(parameter)
-            room -= size
-        else:
-            room = (_BUCKET_BYTES if groups else _FIRST_BYTES) - size
-            groups.append([parameter])
+        if not fits or room <= 0:
+            room = _BUCKET_BYTES if groups else _FIRST_BYTES
+            groups.append([])
+        # The one that fills a bucket still goes into it: where one were left for a bucket of its
+        # own, more would have to wait for the end of backward.
+        groups[-1].append(parameter)
+        room -= parameter.numel() * parameter.element_size()
     return groups
 
 

@@ -36,12 +36,21 @@ from flatout.errors import CheckpointError, DeviceError, FlatoutError, NumbersEr
 from flatout.measure import Timeline, fingerprint
 from flatout.models import facts_of, weights_of
 from flatout.optim import LrRule, LrScale
-from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, effective, from_file, loads
+from flatout.recipe import (
+    Choice,
+    Parity,
+    Recipe,
+    ResolvedRecipe,
+    dumps,
+    effective,
+    from_file,
+    loads,
+)
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
 from flatout.save.pieces import Pieces, check_shared
 from flatout.save.storage import Folder
 from flatout.strategies import check_replicas
-from flatout.strategies.reductions import check_reduction, reduction_of
+from flatout.strategies.reductions import Reduction, Shared, check_reduction, reduction_of
 from flatout.train import auto, guard
 from flatout.train.checks import check_first_batch
 from flatout.train.large_batch import as_rule, resumed_words, scale_rates
@@ -350,14 +359,26 @@ class Loop:
             self.resolved = self.world.from_first(self.resolved)
             self.pace = Pace(self.world.trail)
             samples = sum(self.world.gather(_samples_of(first)))
-            self.stepper.train_with(
-                self.world, samples, reduction_of(self.resolved.world, self.world)
-            )
+            self.stepper.train_with(self.world, samples, self._reduction())
         self.stepper.use(Settings.of(self.resolved))
         self._reads_are_free = self.device.type == "cpu"
         self._channels_last = self.resolved.compute.memory_format == "channels_last"
         if first and compute is not None:
             self._fit_in_memory(compute, first[0])
+
+    def _reduction(self) -> Reduction:
+        """How the ranks add up, which is noted in the Recipe where that left it open."""
+        assert self.resolved is not None
+        asked = self.requested.world
+        is_exact = self.allow < Parity.TOLERANT
+        reduction = reduction_of(asked, self.world, self.device, exact=is_exact)
+        if asked.reduction == "auto" and isinstance(reduction, Shared):
+            parity = Parity.EXACT if self.world.size == 2 else Parity.TOLERANT
+            why = "all ranks share one node's memory"
+            choice = Choice(value="shared", reason=why, parity=parity)
+            choices = {**self.resolved.choices, "world.reduction": choice}
+            self.resolved = self.requested.resolve(choices, self.resolved.machine)
+        return reduction
 
     def follow(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, resolved: ResolvedRecipe
@@ -761,8 +782,10 @@ class Loop:
         if changed:
             self.say(f"settings differ from the checkpoint's: {', '.join(changed)}")
         # Whether a step may be split when memory runs out is a rule, not a measured value.
-        micro_batch = self.requested.memory.micro_batch
-        self.requested = saved.request().replace({**asked, "memory.micro_batch": micro_batch})
+        open_again = {"memory.micro_batch": self.requested.memory.micro_batch}
+        if len(loaded.own) != self.world.size:
+            open_again["world.reduction"] = "auto"
+        self.requested = saved.request().replace({**open_again, **asked})
         self._kept = saved
         self._checkpoints = None  # made anew, as the saved settings say
 

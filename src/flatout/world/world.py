@@ -86,6 +86,7 @@ class World:
 
     Args:
         place: of this rank.
+        timeout_s: how long a collective may take, in seconds.
 
     Attributes:
         rank: of this process, from 0.
@@ -94,8 +95,9 @@ class World:
         trail: the collectives so far.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, timeout_s: float = TIMEOUT_S) -> None:
         self.place = place
+        self.timeout_s = timeout_s
         self.trail = Trail()
         self.rank = place.rank
         self.size = place.world_size
@@ -176,8 +178,9 @@ class World:
             import torch.distributed as dist
 
             number = self.trail.begin("channels among parts of the ranks")
+            timeout = timedelta(seconds=self.timeout_s)
             with _together(self, number):
-                made = [dist.new_group(list(part), timeout=_PATIENCE) for part in sets]
+                made = [dist.new_group(list(part), timeout=timeout) for part in sets]
             own = [(part, one) for part, one in zip(sets, made, strict=True) if self.rank in part]
             _groups[sets] = next((Group(p, p.index(self.rank), one) for p, one in own), None)
         return _groups[sets]
@@ -257,7 +260,7 @@ def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = 
     if not dist.is_initialized():
         _meet(here, device, timedelta(seconds=timeout_s))
         atexit.register(leave)
-    _joined = World(here)
+    _joined = World(here, timeout_s)
     _watch = Watch(here, _joined.trail, patience_s)
     _watch.start()
     atexit.register(_watch.stop)

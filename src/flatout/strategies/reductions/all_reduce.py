@@ -13,6 +13,8 @@ from flatout.world import Group
 class AllReduce(Reduction):
     """Leaves it to the library."""
 
+    is_exact = True
+
     def __init__(self, group: Group) -> None:
         self.group = group
 

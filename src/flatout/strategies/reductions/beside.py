@@ -99,8 +99,12 @@ class Beside:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is the library's own sum, which anything may ride along in."""
-        return isinstance(self.reduction, AllReduce)
+        """Whether other numbers may travel with the gradients."""
+        return self.reduction.is_exact
+
+    def memory(self, number: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros where a bucket's gradients shall lie."""
+        return self.reduction.memory(number, length, dtype, self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps for later steps; between steps."""

@@ -11,9 +11,11 @@ from flatout.recipe.sections import World as Asked
 from flatout.strategies.reductions.all_reduce import AllReduce
 from flatout.strategies.reductions.halves import Halves
 from flatout.strategies.reductions.hierarchical import Hierarchical
+from flatout.strategies.reductions.meeting import meeting_of
 from flatout.strategies.reductions.power_sgd import PowerSgd
 from flatout.strategies.reductions.reduction import Reduction
 from flatout.strategies.reductions.ring import Ring
+from flatout.strategies.reductions.shared import Shared
 from flatout.strategies.reductions.to_one import ToOne
 from flatout.world import Group, World
 
@@ -29,7 +31,7 @@ def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> N
     Raises:
         WorldError: a compression that does not go with the reduction.
     """
-    if asked.compression != "off" and asked.reduction in ("ring", "to_one"):
+    if asked.compression != "off" and asked.reduction in ("shared", "ring", "to_one"):
         raise WorldError(
             f"compression={asked.compression} adds up in a way of its own, so "
             f"reduction={asked.reduction} cannot be had with it",
@@ -39,19 +41,36 @@ def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> N
     if world.size == 1:
         if asked.compression != "off" or asked.reduction not in ("auto", "all_reduce"):
             say("one rank has no gradients to add up: reduction and compression change nothing")
+    elif asked.reduction == "shared" and world.place.nodes > 1:
+        say(
+            "there are several nodes, which share no memory: reduction=shared does what all_reduce "
+            "does; hierarchical adds up within each node first"
+        )
     elif asked.reduction == "hierarchical" and world.place.nodes == 1:
         say("there is one node, so reduction=hierarchical does what all_reduce does")
 
 
-def reduction_of(asked: Asked, world: World) -> Reduction:
+def reduction_of(
+    asked: Asked, world: World, device: torch.device, *, exact: bool = False
+) -> Reduction:
     """What the Recipe asks for, among these ranks; all of them call it at once.
 
     Args:
         asked: the Recipe's section.
         world: of several ranks.
+        device: where the gradients lie.
+        exact: where it says `auto`, add up in the library's own order.
     """
     whole = world.among(range(world.size))
     assert whole is not None
+    # Of two numbers every order has the same sum.
+    wanted = asked.reduction == "shared" or (
+        asked.reduction == "auto" and asked.compression == "off" and (world.size == 2 or not exact)
+    )
+    if wanted and world.place.nodes == 1 and device.type == "cpu":
+        meeting = meeting_of(whole, world.timeout_s)
+        if meeting is not None:
+            return Shared(whole, meeting)
     if asked.reduction == "ring":
         return Ring(whole)
     if asked.reduction == "to_one":

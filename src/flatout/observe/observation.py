@@ -1,0 +1,246 @@
+"""What was seen of one rank of a script, as plain data: what the checks look at.
+
+Signals that could not be had are None, never zero: a check that lacks its signal says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the user's code.
+
+    Attributes:
+        file: as Python names it; of the user, not of torch or another installed package.
+        line: from 1.
+        code: the line itself, without the space around it; empty where it cannot be read.
+    """
+
+    file: str
+    line: int
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass
+class Call:
+    """Calls of one kind from one place.
+
+    Attributes:
+        kind: what was called: "item", "tolist", "cpu", "numpy", "print", "log", "save",
+            "empty_cache", "zero_grad", "backward", "gc", "index" (a batch by advanced indexing),
+            "metric", "device_count", "data_parallel", "set_epoch", "no_sync".
+        site: the user's line that led to it.
+        count: how often, from the first observed step to the last.
+        seconds: spent in them, all together; None where that is not timed.
+        steps: in how many different steps they happened.
+        detail: whatever else a check needs, such as {"set_to_none": False}.
+    """
+
+    kind: str
+    site: Site
+    count: int = 0
+    seconds: float | None = None
+    steps: int = 0
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Loader:
+    """A torch DataLoader, or whatever else gave the batches.
+
+    Attributes:
+        kind: the class, as module.Name.
+        site: where the user iterates over it.
+        dataset: class of the dataset; with its length and site of `__getitem__`, if it has them.
+        batch_size, num_workers, persistent_workers, pin_memory, drop_last, prefetch_factor: as in
+            torch.
+        shuffles: whether its sampler draws the order.
+        is_distributed: whether its sampler gives each rank a part of its own.
+        epochs: how often an iteration over it was begun.
+        first_ms: how long the first batch of each epoch took.
+        wait_ms: median wait for one of the other batches.
+        batches: how many batches were taken.
+        batch_bytes: of one batch.
+        sample_bytes: of one sample as the dataset returns it.
+        hashes: of the indices of the first batches of each epoch, one number per epoch; None
+            where the sampler is out of sight.
+        worker_hashes: of each worker's random state at the first sample of its first epoch.
+        lanes_ms: per batch, within the loader: "read", "decode", "transform", "collate"; of the
+            worker where there are workers.
+        hot: the user's lines in which the loader's time goes, with their share, largest first.
+        opens_per_sample: files opened for one sample.
+        in_training: whether batches of it were trained on, and not only evaluated.
+    """
+
+    kind: str
+    site: Site | None = None
+    dataset: str = ""
+    dataset_site: Site | None = None
+    length: int | None = None
+    batch_size: int | None = None
+    num_workers: int | None = None
+    persistent_workers: bool | None = None
+    pin_memory: bool | None = None
+    drop_last: bool | None = None
+    prefetch_factor: int | None = None
+    shuffles: bool | None = None
+    is_distributed: bool | None = None
+    epochs: int = 0
+    first_ms: list[float] = field(default_factory=list)
+    wait_ms: float | None = None
+    batches: int = 0
+    batch_bytes: int | None = None
+    sample_bytes: int | None = None
+    hashes: list[int] | None = None
+    worker_hashes: list[int] | None = None
+    lanes_ms: dict[str, float] = field(default_factory=dict)
+    hot: list[tuple[Site, float]] = field(default_factory=list)
+    opens_per_sample: float | None = None
+    in_training: bool = True
+
+
+@dataclass
+class Optimizer:
+    """An optimiser that stepped.
+
+    Attributes:
+        kind: the class, as module.Name.
+        site: where the user calls step().
+        steps: how often it stepped.
+        backwards: how many backward passes went into a step, at the median.
+        fused, foreach: as asked for; None where it takes no such option.
+        parameters: how many tensors.
+        elements: how many numbers.
+        devices, dtypes: of the parameters.
+        sparse_share: share of the elements whose gradient is not zero, of tables of embeddings.
+    """
+
+    kind: str
+    site: Site | None = None
+    steps: int = 0
+    backwards: float = 1.0
+    fused: bool | None = None
+    foreach: bool | None = None
+    parameters: int = 0
+    elements: int = 0
+    devices: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    sparse_share: float | None = None
+
+
+@dataclass
+class Model:
+    """A root module whose parameters an optimiser steps.
+
+    Attributes:
+        kind: the class, as module.Name.
+        site: where the user calls it.
+        elements: numbers in its parameters.
+        layers: how many modules of each class.
+        has_convolutions, is_channels_last, is_compiled: what they say.
+        wrapper: "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel" or "".
+        wrapper_options: such as {"find_unused_parameters": True}.
+        unused_parameters: any parameter of it that had no gradient in some step; None if unknown.
+        autocast: dtype of autocast in its training forward, "" without.
+        inputs: shapes and dtypes of its inputs, as seen: [[shape, dtype], count].
+        evaluated_in_train_mode: where it was called without gradients, in train mode, although
+            that changes what it computes (dropout, BatchNorm).
+        trained_in_eval_mode: where it was called with gradients, then stepped, in eval mode.
+        evaluated_with_grad: where it was called in eval mode with gradients enabled, and no
+            backward came.
+        not_finite: names of parameters and buffers with NaN or infinity at the end of what was
+            seen, or before an evaluation or a save.
+        frozen_share: share of the forward time in leading modules without trainable parameters.
+        pool_after: names of (activation, pooling) pairs that could change places.
+    """
+
+    kind: str
+    site: Site | None = None
+    elements: int = 0
+    layers: dict[str, int] = field(default_factory=dict)
+    has_convolutions: bool = False
+    is_channels_last: bool = False
+    is_compiled: bool = False
+    wrapper: str = ""
+    wrapper_options: dict[str, Any] = field(default_factory=dict)
+    unused_parameters: bool | None = None
+    autocast: str = ""
+    inputs: list[tuple[str, int]] = field(default_factory=list)
+    evaluated_in_train_mode: Site | None = None
+    trained_in_eval_mode: Site | None = None
+    evaluated_with_grad: Site | None = None
+    not_finite: list[str] = field(default_factory=list)
+    frozen_share: float | None = None
+    pool_after: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class Observation:
+    """One rank, from its first observed step to its last.
+
+    Attributes:
+        command: the script and its arguments.
+        framework: "torch", "keras", "lightning", "accelerate", "transformers" or "flatout".
+        versions: of Python and of the packages that matter.
+        rank, world_size: of this process.
+        device: where the model computes, such as "cpu" or "cuda:0".
+        threads: torch's, and usable_cpus, of this process.
+        steps: optimiser steps that were seen.
+        step_ms: durations of those steps in order, evaluation and saving between them left out.
+        lanes_ms: per step, by the names of measure.LANES; None where a lane could not be seen.
+        memory_mb: resident memory at each of `memory_at` steps.
+        page_faults: minor faults per step.
+        major_faults: per step.
+        runnable: processes and threads of this job that could run, per usable CPU.
+        ended: "done", "stopped" (enough was seen), "failed", "no steps".
+        error: the script's own error, as Python prints it.
+        added_us_per_step: what observing has cost, counted directly.
+        notes: what could not be seen, and why.
+    """
+
+    command: list[str]
+    framework: str = "torch"
+    versions: dict[str, str] = field(default_factory=dict)
+    rank: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+    threads: int | None = None
+    usable_cpus: int | None = None
+    steps: int = 0
+    step_ms: list[float] = field(default_factory=list)
+    lanes_ms: dict[str, float | None] = field(default_factory=dict)
+    memory_mb: list[float] = field(default_factory=list)
+    memory_at: list[int] = field(default_factory=list)
+    page_faults: float | None = None
+    major_faults: float | None = None
+    runnable: float | None = None
+    calls: list[Call] = field(default_factory=list)
+    loaders: list[Loader] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    models: list[Model] = field(default_factory=list)
+    saved: list[dict[str, Any]] = field(default_factory=list)
+    ended: str = "done"
+    error: str = ""
+    added_us_per_step: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Observation:
+        """From plain data.
+
+        Raises:
+            pydantic.ValidationError: it does not fit.
+        """
+        return TypeAdapter(cls).validate_python(data)

@@ -1,0 +1,98 @@
+"""Ranks of one node meet: none goes on before all have come.
+
+Each pair of ranks has two pipes. A byte through them takes a few microseconds, and their end tells
+that a rank has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from io import FileIO
+from typing import Any
+
+import torch.distributed as dist
+
+from flatout.world import Group
+
+
+class Meeting:
+    """The pipes of one rank.
+
+    Args:
+        to: by rank, where this one writes.
+        of: by rank, where it reads what that one has written.
+        timeout_s: how long one waits for another rank.
+    """
+
+    def __init__(self, to: dict[int, FileIO], of: dict[int, FileIO], timeout_s: float) -> None:
+        self._to, self._of = to, of
+        self._timeout_ms = timeout_s * 1e3
+        self._polls = {rank: select.poll() for rank in of}
+        for rank, poll in self._polls.items():
+            poll.register(of[rank], select.POLLIN)
+
+    def __call__(self) -> None:
+        """Wait for all.
+
+        Raises:
+            RuntimeError: a rank has ended, or has not come in time.
+        """
+        for rank, pipe in self._to.items():
+            try:
+                pipe.write(b"!")
+            except BrokenPipeError as error:
+                raise RuntimeError(f"rank {rank} has closed its pipe") from error
+        for rank, poll in self._polls.items():
+            if not poll.poll(self._timeout_ms):
+                raise RuntimeError(f"rank {rank} has not come for {self._timeout_ms / 1e3:g} s")
+            if not self._of[rank].read(1):
+                raise RuntimeError(f"rank {rank} has closed its pipe")
+
+
+def meeting_of(group: Group, timeout_s: float) -> Meeting | None:
+    """Of a group's ranks, which all call it; None where some cannot open others' files.
+
+    So it is in containers that share a host, but not their processes.
+    """
+    others = [rank for rank in group.ranks if rank != group.ranks[group.own]]
+    ends = {rank: os.pipe2(os.O_CLOEXEC) for rank in others}
+    of = {rank: FileIO(read, "rb") for rank, (read, _) in ends.items()}
+    writing = {rank: FileIO(write, "wb") for rank, (_, write) in ends.items()}
+    offered = {rank: (os.getpid(), pipe.fileno()) for rank, pipe in writing.items()}
+    found = gathered(group, offered)
+    to: dict[int, FileIO] = {}
+    own = group.ranks[group.own]
+    for rank, there in zip(group.ranks, found, strict=True):
+        if rank == own:
+            continue
+        try:
+            pid, fd = there[own]
+            to[rank] = FileIO(opened(pid, fd, os.O_WRONLY), "wb")
+        except OSError:
+            break
+    all_could = all(gathered(group, len(to) == len(others)))
+    # Only what the others have opened stays, so that a pipe ends with its rank.
+    for pipe in writing.values():
+        pipe.close()
+    if all_could:
+        return Meeting(to, of, timeout_s)
+    for pipe in (*to.values(), *of.values()):
+        pipe.close()
+    return None
+
+
+def gathered(group: Group, value: Any) -> list[Any]:
+    """What every rank of the group gives."""
+    found: list[Any] = [None] * len(group.ranks)
+    dist.all_gather_object(found, value, group=group.channel)
+    return found
+
+
+def opened(pid: int, fd: int, flags: int) -> int:
+    """A file that another process of this node has open, as a file of this one's.
+
+    Raises:
+        OSError: it is out of reach.
+    """
+    return os.open(f"/proc/{pid}/fd/{fd}", flags | os.O_CLOEXEC)
