@@ -9,7 +9,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-class NoSignal(Exception):  # noqa: N818 (an answer, no error)
+class NoSignal(Exception):
     """What a check needs was not seen, and why."""
 
 
