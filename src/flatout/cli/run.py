@@ -161,7 +161,8 @@ def _measured(what: list[str], where: Nodes, dry_run: bool) -> int:
         raise typer.BadParameter("--devices auto measures one node alone: say how many ranks here")
     if dry_run:
         raise typer.BadParameter("--dry-run runs nothing, so nothing is measured: say --devices N")
-    from flatout.world.choose import choose, say
+    from flatout.say import say
+    from flatout.world.choose import choose
 
     def command(ranks: int) -> list[str]:
         itself = [sys.executable, "-c", "from flatout.cli.main import main; main()", "run"]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from flatout.errors import ModelError
-from flatout.optim.trust import Part, Tensors, parts_of, ratio
+from flatout.optim.trust import Layerwise, Part, Tensors, ratio
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(Layerwise):
     """Layer-wise adaptive moments, for very large batches (You et al. 2020, algorithm 2).
 
     For each tensor w with gradient g in its step t:
@@ -36,9 +35,6 @@ class Lamb(torch.optim.Optimizer):
     Raises:
         ModelError: for a value out of range.
     """
-
-    # Whoever scales losses leaves the look at `found_inf` to this class.
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -71,22 +67,6 @@ class Lamb(torch.optim.Optimizer):
         for parameter, own in self.state.items():
             if "step" in own:
                 own["step"] = own["step"].to(parameter.device)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients; returns what `closure` gives.
-
-        Raises:
-            RuntimeError: for a sparse gradient.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for part in parts_of(self, group):
-                self._step(part, group)
-        return loss
 
     def _step(self, part: Part, group: dict[str, Any]) -> None:
         weights, rate = part.parameters, group["lr"]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from flatout.errors import ModelError
-from flatout.optim.trust import Part, Tensors, parts_of, ratio
+from flatout.optim.trust import Layerwise, Part, Tensors, ratio
 
 
-class Lars(torch.optim.Optimizer):
+class Lars(Layerwise):
     """Layer-wise adaptive rate scaling, for very large batches (You, Gitman, Ginsburg 2017).
 
     For each tensor w with gradient g, weight decay b and momentum m:
@@ -36,9 +35,6 @@ class Lars(torch.optim.Optimizer):
         ModelError: for a value out of range.
     """
 
-    # Whoever scales losses leaves the look at `found_inf` to this class.
-    _step_supports_amp_scaling = True
-
     def __init__(
         self,
         params: Any,
@@ -62,22 +58,6 @@ class Lars(torch.optim.Optimizer):
             "adapt_1d": adapt_1d,
         }
         super().__init__(params, options)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients; returns what `closure` gives.
-
-        Raises:
-            RuntimeError: for a sparse gradient.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for part in parts_of(self, group):
-                self._step(part, group)
-        return loss
 
     def _step(self, part: Part, group: dict[str, Any]) -> None:
         weights, momentum = part.parameters, group["momentum"]

@@ -7,7 +7,7 @@ optimiser. Nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,32 @@ class Part(NamedTuple):
         if not torch.is_tensor(value):
             value = torch.full((), value, dtype=self.dtype, device=self.bad.device)
         return torch.where(self.bad, otherwise, value)
+
+
+class Layerwise(torch.optim.Optimizer):
+    """An optimiser that steps part by part."""
+
+    # Whoever scales losses leaves the look at `found_inf` to this class.
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply the gradients; returns what `closure` gives.
+
+        Raises:
+            RuntimeError: for a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for part in parts_of(self, group):
+                self._step(part, group)
+        return loss
+
+    def _step(self, part: Part, group: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
 def parts_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[Part]:

@@ -49,6 +49,7 @@ from flatout.recipe import (
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
 from flatout.save.pieces import Pieces, check_shared
 from flatout.save.storage import Folder
+from flatout.say import say
 from flatout.strategies import check_replicas
 from flatout.strategies.reductions import Reduction, Shared, check_reduction, reduction_of
 from flatout.train import auto, guard
@@ -79,11 +80,6 @@ from flatout.world.cpus import share_cpus
 _LAST_PIECES_S = 5.0
 
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
-
-
-def say(line: str) -> None:
-    """Tell the user something that was decided for them."""
-    print(f"flatout: {line}", file=sys.stderr, flush=True)
 
 
 class _Flag(NamedTuple):

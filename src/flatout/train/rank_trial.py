@@ -11,15 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 
-# Set to a file by the command that measures; the first rank writes its steps per second there.
-FILE = "FLATOUT_RANK_TRIAL"
+from flatout.world.place import RANK_TRIAL
+
 _WARM_S, _WARM_STEPS, _MEASURE_S = 1.0, 3, 4.0
 _LOOK_EVERY_S = 0.005
 
 
 def is_trial() -> bool:
     """Whether this process trains only to be measured."""
-    return FILE in os.environ
+    return RANK_TRIAL in os.environ
 
 
 class RankTrial:
@@ -65,7 +65,7 @@ class RankTrial:
     def _report(self) -> None:
         (start, before), (stop, after) = self._seen[0], self._seen[-1]
         rate = (after - before) / (stop - start) if after > before else 0.0
-        file = os.environ[FILE]
+        file = os.environ[RANK_TRIAL]
         with open(f"{file}.new", "w") as out:
             out.write(repr(rate))
         os.replace(f"{file}.new", file)

@@ -22,6 +22,7 @@ from flatout.optim import Lamb, Lars, LrRule
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.save.fits import check_fits
 from flatout.save.model_file import load_model, save_model
+from flatout.say import say
 from flatout.train import guard
 from flatout.train.callbacks import Callback
 from flatout.train.compute import call
@@ -29,7 +30,7 @@ from flatout.train.evaluate import evaluate
 from flatout.train.fit import Fit
 from flatout.train.history import History
 from flatout.train.job import Job, TorchJob
-from flatout.train.loop import Loop, say
+from flatout.train.loop import Loop
 from flatout.train.losses import Loss, as_loss
 from flatout.train.metrics import Given, as_metrics
 from flatout.train.notebook import check_ranks_asked, on_ranks

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +23,8 @@ import psutil
 from flatout.cache_folder import cache_folder
 from flatout.errors import WorldError
 from flatout.measure.fingerprint import fingerprint
+from flatout.world.place import RANK_TRIAL
 
-_TRIAL = "FLATOUT_RANK_TRIAL"
 # A script may load its data first, and decide its settings by measuring.
 _PATIENCE_S = 300.0
 _LOOK_EVERY_S = 0.05
@@ -120,7 +119,7 @@ def _measure(command: Sequence[str], ranks: int) -> float:
         with output.open("wb") as out:
             process = psutil.Popen(
                 list(command),
-                env={**os.environ, _TRIAL: str(told)},
+                env={**os.environ, RANK_TRIAL: str(told)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -173,8 +172,3 @@ def _kept_under(command: Sequence[str], script: Path | None) -> Path:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'' if count == 1 else 's'}"
-
-
-def say(line: str) -> None:
-    """Tell the user."""
-    print(f"flatout: {line}", file=sys.stderr, flush=True)

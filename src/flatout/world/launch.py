@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flatout.errors import WorldError
+from flatout.say import say
 from flatout.world.nodes import Nodes
 from flatout.world.rendezvous import Rendezvous
 from flatout.world.start import STARTED_BY
@@ -199,7 +199,7 @@ class _Agent(LocalElasticAgent):
         killed = [rank for rank, one in result.failures.items() if _was_killed(one)]
         if killed and self._remaining_restarts > 0:
             words = _ended(killed[0], result.failures[killed[0]])
-            _say(f"{words}; all ranks start again ({self._remaining_restarts} times at most)")
+            say(f"{words}; all ranks start again ({self._remaining_restarts} times at most)")
         elif not killed and not self._another_node_starts_again(result):
             self._remaining_restarts = 0
         return result
@@ -253,7 +253,7 @@ def _told(failures: Failures, silent: str) -> int:
     """Say which rank failed first; the exit code for all."""
     rank, failure = first_failure(failures)
     elsewhere = f"; {silent}" if silent and failure.exitcode in _LEFT else ""
-    _say(f"{_ended(rank, failure)}; all ranks have ended{elsewhere}")
+    say(f"{_ended(rank, failure)}; all ranks have ended{elsewhere}")
     code = int(failure.exitcode)
     return code if code > 0 else 128 - code
 
@@ -269,7 +269,3 @@ def _ended(rank: int, failure: ProcessFailure) -> str:
     else:
         how = f"has ended with exit code {code}"
     return f"rank {rank} (process {failure.pid}) {how}"
-
-
-def _say(line: str) -> None:
-    print(f"flatout: {line}", file=sys.stderr, flush=True)

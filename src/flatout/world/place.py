@@ -18,6 +18,10 @@ from flatout.errors import WorldError
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
+RANK_TRIAL = "FLATOUT_RANK_TRIAL"
+"""Set for a job that is only to be measured: the file for the first rank's steps per second."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A rank's place in its job. All numbers are from 0.

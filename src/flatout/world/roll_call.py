@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from flatout.errors import WorldError
+from flatout.say import say
 from flatout.world.agreement import Arrival, disagreement
 from flatout.world.network import is_here, listener
 from flatout.world.nodes import Nodes
@@ -258,7 +258,7 @@ class Waiting:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _SAY_EVERY_S
-        print(f"flatout: {line}", file=sys.stderr, flush=True)
+        say(line)
 
 
 def _nodes(missing: list[int]) -> str:

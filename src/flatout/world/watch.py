@@ -19,6 +19,7 @@ from time import monotonic, sleep
 from time import perf_counter_ns as clock
 from typing import Any, NamedTuple
 
+from flatout.say import say
 from flatout.world.hang import Stand, explain
 from flatout.world.place import Place, restarts
 from flatout.world.stacks import Process, look_at, own_stack, this_process
@@ -193,7 +194,7 @@ class Watch:
         hang = explain(question.collective, self._here.rank, stands, seconds)
         kind = stands[self._here.rank].at(question.collective), hang.culprits
         # What was told before is told in short: a callback of rank 0 that takes long each epoch.
-        _say(hang.lines[:1] if kind in self._said else hang.lines)
+        say(*(hang.lines[:1] if kind in self._said else hang.lines))
         self._said.add(kind)
         self._set("blame", hang.blame)
         self._question = question._replace(is_told=True)
@@ -218,7 +219,7 @@ class Watch:
         """The collective is over, or has failed; then the error tells."""
         if question.is_told and not self._trail.is_lost:
             seconds = (clock() - question.since) / 1e9
-            _say([f"all have come after {seconds:.0f} s, and the job goes on"])
+            say(f"all have come after {seconds:.0f} s, and the job goes on")
             self._set("blame", "")
         if not self._trail.is_lost:
             self._store.compare_set("teller", str(self._here.rank), "")
@@ -243,7 +244,3 @@ def _store_of(here: Place) -> Any:
         wait_for_workers=False,
     )
     return dist.PrefixStore(f"flatout-watch-{restarts()}", store)  # type: ignore[attr-defined]
-
-
-def _say(lines: list[str]) -> None:
-    print("\n".join(f"flatout: {line}" for line in lines), file=sys.stderr, flush=True)

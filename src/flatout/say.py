@@ -1,0 +1,10 @@
+"""Telling the user something, beside what the script prints."""
+
+from __future__ import annotations
+
+import sys
+
+
+def say(*lines: str) -> None:
+    """Print lines on stderr, at once and in one piece, as other processes may print too."""
+    print("\n".join(f"flatout: {line}" for line in lines), file=sys.stderr, flush=True)

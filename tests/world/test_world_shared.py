@@ -1,0 +1,153 @@
+"""Ranks of one node that add up in each other's memory: how they meet, and when they do not."""
+
+import os
+import threading
+import time
+from io import FileIO
+
+import pytest
+import torch
+from world_ranks import run
+
+from flatout.measure import usable_cpus
+from flatout.strategies.reductions.meeting import Meeting
+
+two_cpus = pytest.mark.skipif(usable_cpus() < 2, reason="two ranks take two CPUs")
+
+
+def meetings(count, timeout_s=20.0):
+    ends = {(a, b): os.pipe() for a in range(count) for b in range(count) if a != b}
+    return [
+        Meeting(
+            {other: FileIO(ends[own, other][1], "wb") for other in range(count) if other != own},
+            {other: FileIO(ends[other, own][0], "rb") for other in range(count) if other != own},
+            timeout_s,
+        )
+        for own in range(count)
+    ]
+
+
+def test_nobody_goes_on_before_all_have_come():
+    came, wrong = [0] * 3, []
+
+    def rank(own, meet):
+        for turn in range(200):
+            if own == turn % 3:
+                time.sleep(0.0005)
+            came[own] = turn + 1
+            meet()
+            if min(came) < turn + 1:
+                wrong.append((own, turn))
+            meet()
+
+    threads = [threading.Thread(target=rank, args=one) for one in enumerate(meetings(3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert came == [200] * 3
+    assert not wrong
+
+
+def test_a_rank_that_has_ended_is_named():
+    first, second = meetings(2)
+    del second
+    with pytest.raises(RuntimeError, match="rank 1 has closed its pipe"):
+        first()
+
+
+def test_a_rank_that_ends_while_it_is_waited_for_is_named():
+    first, second = meetings(2)
+    pipes = [*second._to.values(), *second._of.values()]
+    threading.Timer(0.2, lambda: [pipe.close() for pipe in pipes]).start()
+    with pytest.raises(RuntimeError, match="rank 1 has closed its pipe"):
+        first()
+
+
+def test_a_rank_that_does_not_come_is_named():
+    first, _second = meetings(2, timeout_s=0.2)
+    with pytest.raises(RuntimeError, match=r"rank 1 has not come for 0\.2 s"):
+        first()
+
+
+JOB = """
+    import os, sys
+    from pathlib import Path
+    import torch
+    from torch import nn
+    import flatout
+    from flatout.recipe.sections import World as Asked
+    from flatout.strategies.reductions import Shared, meeting, reduction_of
+    from flatout.world import join
+
+    world = join()
+    cpu = torch.device("cpu")
+
+    def files():
+        return len(os.listdir("/proc/self/fd"))
+
+    open_files = meeting.opened
+    def out_of_reach(pid, fd, flags):
+        if world.rank == 1:
+            raise PermissionError("as in another container")
+        return open_files(pid, fd, flags)
+
+    reduction_of(Asked(), world, cpu)  # what is opened once
+    before = files()
+    meeting.opened = out_of_reach
+    without = reduction_of(Asked(), world, cpu)
+    meeting.opened = open_files
+    said = {
+        "kinds": [type(without).__name__, type(reduction_of(Asked(), world, cpu)).__name__],
+        "left open": files() - before,
+        "exact": type(reduction_of(Asked(), world, cpu, exact=True)).__name__,
+        "compressed": type(reduction_of(Asked(compression="bf16"), world, cpu)).__name__,
+    }
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    weights = {}
+    for asked in ("auto", "all_reduce"):
+        torch.manual_seed(0)
+        recipe = flatout.Recipe(world={"reduction": asked}, process={"threads": 1})
+        trainer = flatout.Trainer(
+            nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)), loss="cross_entropy",
+            lr=0.01, allow="exact", recipe=recipe, say=lambda line: None,
+        )
+        history = trainer.fit((x, x.argmax(1) % 3), batch_size=8, epochs=3, progress=False)
+        weights[asked] = trainer.model.state_dict()
+        said[asked] = history.recipe.choices["world.reduction"].value
+    said["weights"] = weights
+    torch.save(said, Path(sys.argv[1]) / f"said-{world.rank}.pt")
+"""
+
+
+@two_cpus
+def test_two_ranks_take_it_unasked_and_get_the_same_bits(tmp_path):
+    run(JOB, 2, tmp_path)
+    for rank in range(2):
+        said = torch.load(tmp_path / f"said-{rank}.pt")
+        assert said["kinds"] == ["AllReduce", "Shared"]
+        assert said["left open"] == 0
+        assert said["exact"] == "Shared"
+        assert said["compressed"] == "Halves"
+        assert said["auto"] == "shared"
+        assert said["all_reduce"] == "all_reduce"
+        for name, weight in said["weights"]["auto"].items():
+            assert weight.equal(said["weights"]["all_reduce"][name])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(usable_cpus() < 2, reason="ranks take CPUs")
+def test_three_ranks_keep_the_librarys_order_where_bits_count(tmp_path):
+    job = """
+        import sys
+        from pathlib import Path
+        import torch
+        from flatout.recipe.sections import World as Asked
+        from flatout.strategies.reductions import reduction_of
+        from flatout.world import join
+        world, cpu = join(), torch.device("cpu")
+        kinds = [type(reduction_of(Asked(), world, cpu, exact=e)).__name__ for e in (True, False)]
+        Path(sys.argv[1], f"kinds-{world.rank}").write_text(" ".join(kinds))
+    """
+    run(job, 3, tmp_path)
+    assert (tmp_path / "kinds-2").read_text() == "AllReduce Shared"
