@@ -1,0 +1,264 @@
+"""A doctor's verdict as one HTML file that loads nothing from elsewhere.
+
+    Path("doctor.html").write_text(page(verdict), encoding="utf-8")
+
+The page is read on a phone or printed as well as on a screen. Whatever comes from the script, such
+as paths and lines of code, is escaped; besides, the page forbids itself scripts and the network.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+from flatout.report.observed import observed
+from flatout.report.pictures import (
+    MOST_RANKS,
+    Forest,
+    forest,
+    histogram,
+    lane_bars,
+    lane_rows,
+    milliseconds,
+)
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+LANE_WORDS = {
+    "input": "waiting for input",
+    "copy": "copying batches to the device",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "sync": "adding up gradients over the ranks",
+    "optimiser": "updating the parameters",
+    "host": "work between the calls, such as logging and reading values back",
+    "evaluation": "evaluation on other data",
+    "saving": "writing checkpoints and models",
+    "gc": "Python's garbage collection",
+    "idle": "outside of all calls that were seen",
+}
+"""What a step does in each lane."""
+
+PARITY_WORDS = {
+    "bit-identical": "the same bits as before",
+    "rounding": "the same computation, rounded otherwise",
+    "redrawn": "the same distribution, other random draws",
+    "changes learning": "something else is optimised; never applied unasked",
+}
+
+
+def page(verdict: Mapping[str, Any]) -> str:
+    """Return a verdict as an HTML page.
+
+    Args:
+        verdict: plain data. Any of its keys may be absent: `command` (text or list), `environment`
+            (name to value), `observations` (`Observation.as_dict()` of each rank), `findings`
+            (`Finding.as_dict()`), `passed` (names of checks), `unknown` ([name, reason] of checks
+            without their signal), `trials` (dicts with `name`, `ratio` [low, mid, high] of time
+            before / time after, and if known `floor`, `parity`, `loss`, `verdict`), `floor` (of all
+            trials that have none of their own: 0.01 is 1%), `before_s` and `after_s` (seconds of
+            the user's whole run).
+
+    Raises:
+        pydantic.ValidationError: an observation or a finding is not what its room writes.
+    """
+    ranks = observed(verdict.get("observations"))
+    findings = TypeAdapter(list[Finding]).validate_python(verdict.get("findings") or [])
+    trials = [_trial(one, verdict.get("floor")) for one in verdict.get("trials") or []]
+    command = verdict.get("command") or (ranks[0].command if ranks else "")
+    lanes = {one.rank: one.lanes_ms for one in ranks}
+    slowest = max(ranks, key=lambda one: median(_finite(one.step_ms) or [0.0]), default=None)
+    bars = lane_bars(lanes)
+    shown = {bar.rank for bar in bars}
+    return _template().render(
+        command=command if isinstance(command, str) else shlex.join(map(str, command)),
+        sentence=_sentence(verdict, ranks),
+        dangers=[one for one in findings if one.kind == "danger"],
+        slow=[one for one in findings if one.kind == "slow"],
+        notes=[one for one in findings if one.kind == "note"],
+        code=_code(verdict.get("observations") or []),
+        ranks=ranks,
+        drawn=[one for one in ranks if one.rank in shown] if shown else ranks[:MOST_RANKS],
+        step_ms=mean(bar.ms for bar in bars) if bars else None,
+        bars=bars,
+        rows=lane_rows(lanes),
+        lane_words=LANE_WORDS,
+        unseen=sorted({lane for of in lanes.values() for lane, ms in of.items() if ms is None}),
+        slowest=slowest,
+        steps=histogram(slowest.step_ms) if slowest else None,
+        trials=trials,
+        forest=_forest(trials),
+        parity_words=PARITY_WORDS,
+        passed=[str(name) for name in verdict.get("passed") or []],
+        unknown=[(str(name), str(reason)) for name, reason in verdict.get("unknown") or []],
+        environment={
+            str(name).replace("_", " "): plain(value)
+            for name, value in (verdict.get("environment") or {}).items()
+        },
+    )
+
+
+def sentence(verdict: Mapping[str, Any]) -> str:
+    """Return the verdict in one plain sentence, with what matters most to the reader first."""
+    return _sentence(verdict, observed(verdict.get("observations")))
+
+
+def _sentence(verdict: Mapping[str, Any], ranks: Sequence[Observation]) -> str:
+    kinds = [one.get("kind") for one in verdict.get("findings") or []]
+    speed = _about_the_run(ranks) or _about_speed(verdict, ranks, kinds.count("slow"))
+    dangers = kinds.count("danger")
+    if not dangers:
+        return f"{speed}."
+    return f"{speed}; {_counted(dangers, 'danger')} to the job or its result."
+
+
+def _about_the_run(ranks: Sequence[Observation]) -> str | None:
+    """What keeps a verdict on speed from being given."""
+    failed = next((one for one in ranks if one.ended == "failed"), None)
+    if failed is not None:
+        last = failed.error.strip().splitlines()[-1:] or ["it left no message"]
+        on_rank = f" on rank {failed.rank}" if len(ranks) > 1 else ""
+        return f"The script failed{on_rank}: {last[0].strip().rstrip('.')}"
+    if ranks and all(not one.steps for one in ranks):
+        return "No training step was seen, so there is nothing to say about speed"
+    return None
+
+
+def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow: int) -> str:
+    before, after = verdict.get("before_s"), verdict.get("after_s")
+    if before and after and after < before:
+        return (
+            f"With what was proven your whole run takes {duration(after)} instead of "
+            f"{duration(before)}, {before / after:.2g} times as fast, warm-up included"
+        )
+    if verdict.get("trials"):
+        if any(_trial(one, verdict.get("floor")).wins for one in verdict["trials"]):
+            return "At least one change was proven to make a step faster than noise can explain"
+        return "No change that was tried is faster than noise can explain: leave it as it is"
+    rows = lane_rows({one.rank: one.lanes_ms for one in ranks})
+    where = ""
+    if rows:
+        whole = sum(row.ms for row in rows)
+        words = LANE_WORDS.get(rows[0].lane, rows[0].lane)
+        where = f"A step takes {milliseconds(whole)} ms, {rows[0].share:.0%} of it {words}"
+    if slow:
+        cures = f"{_counted(slow, 'finding')} may give time back, nothing is proven yet"
+        return f"{where}; {cures}" if where else cures
+    if where:
+        return f"{where}; no check found anything that holds it back"
+    return "Nothing was found that holds this job back"
+
+
+@dataclass(frozen=True)
+class _Trial:
+    name: str
+    ratio: tuple[float, float, float] | None
+    floor: float | None
+    parity: str
+    loss: str
+    verdict: str
+
+    @property
+    def wins(self) -> bool:
+        """Whether the whole interval lies beyond the floor."""
+        return self.ratio is not None and self.ratio[0] > 1 + (self.floor or 0.0)
+
+    @property
+    def loses(self) -> bool:
+        return self.ratio is not None and self.ratio[2] < 1 - (self.floor or 0.0)
+
+    @property
+    def words(self) -> str:
+        if self.ratio is None:
+            return "not measured"
+        low, mid, high = self.ratio
+        return f"{mid:.2f}x [{low:.2f}, {high:.2f}]"
+
+
+def _trial(data: Mapping[str, Any], floor_of_all: float | None) -> _Trial:
+    ratio = data.get("ratio")
+    floor = floor_of_all if data.get("floor") is None else data["floor"]
+    usable = ratio is not None and len(_finite(ratio)) == 3
+    return _Trial(
+        name=str(data.get("name") or "unnamed"),
+        ratio=tuple(map(float, ratio)) if usable else None,  # type: ignore[arg-type]
+        floor=None if floor is None else float(floor),
+        parity=str(data.get("parity") or ""),
+        loss="" if data.get("loss") is None else plain(data["loss"]),
+        verdict="" if data.get("verdict") is None else plain(data["verdict"]),
+    )
+
+
+def _forest(trials: Sequence[_Trial]) -> Forest | None:
+    return forest([one.ratio for one in trials], [one.floor for one in trials])
+
+
+def _code(observed: Any) -> dict[str, str]:
+    """The lines of code that the observations hold, by "file:line"."""
+    return {f"{one['file']}:{one['line']}": one["code"] for one in _sites(observed)}
+
+
+def _sites(data: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(data, Mapping):
+        if data.get("code") and "file" in data and "line" in data:
+            yield data
+        for value in data.values():
+            yield from _sites(value)
+    elif isinstance(data, list | tuple) and data and isinstance(data[0], Mapping | list | tuple):
+        for value in data:
+            yield from _sites(value)
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("flatout", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(ms=milliseconds, plain=plain, counted=_counted)
+    return environment.get_template("page.html.jinja")
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them, such as `13m23s`."""
+    if seconds < 59.95:
+        return f"{seconds:.3g}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,}h{minutes:02d}m"
+
+
+def plain(value: Any) -> str:
+    """Return nested plain data on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {plain(one)}" for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(plain, value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "unknown" if value is None else str(value)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [one for one in values if one is not None and math.isfinite(one) and one > 0]
