@@ -176,13 +176,17 @@ class Timeline:
         lanes = self.lanes()
         return max(lanes, key=lanes.__getitem__)
 
-    def step_times(self) -> npt.NDArray[np.float64]:
-        """Returns the durations in seconds of the last `capacity` steps, oldest first (float64)."""
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Returns the last `capacity` steps, oldest first, as (steps, 8): start, durations; ns."""
         with self._lock:
             filled = self._at // _ROW.size
-            newest = self._rows[:filled, 1:].sum(axis=1)
-            oldest = self._rows[filled:, 1:].sum(axis=1) if self._rounds else newest[:0]
-        return np.concatenate([oldest, newest]) / 1e9
+            older = self._rows[filled:] if self._rounds else self._rows[:0]
+            return np.concatenate([older, self._rows[:filled]])
+
+    def step_times(self) -> npt.NDArray[np.float64]:
+        """Returns the durations in seconds of the last `capacity` steps, oldest first (float64)."""
+        seconds: npt.NDArray[np.float64] = self.rows()[:, 1:].sum(axis=1) / 1e9
+        return seconds
 
     def percentiles(self, qs: Sequence[float] = (50, 90, 99)) -> dict[float, float]:
         """Returns the percentiles of `step_times()` in seconds; nothing without a step."""

@@ -1,0 +1,162 @@
+"""Steps as a trace that ui.perfetto.dev and chrome://tracing open.
+
+    Path("trace.json").write_text(json.dumps(trace(observations)))
+
+The form is the JSON object of the Trace Event Format (Google, "Trace Event Format"): each rank is a
+process, each step a complete event ("X") with its lanes as complete events within it, resident
+memory a counter ("C"), names are metadata events ("M"). Times are in microseconds.
+
+What was observed of a script says how long each step took, but of the lanes only their means. So
+each step is drawn with its own length and the lanes in their mean shares, one after the other; a
+Timeline knows when each lane of each step began and ended. `otherData` of the trace says which.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from flatout.measure.timeline import LANES, Timeline
+from flatout.observe import Observation
+from flatout.report.observed import observed
+
+MOST_STEPS = 5_000
+"""The latest steps of each rank that are drawn: more make a file that no viewer opens quickly."""
+
+# What lies between two steps, so that no step's own length holds it.
+_BETWEEN = ("evaluation", "saving")
+_STEP_LANES = LANES[:7]
+_STEPS, _REST = 1, 2
+
+_Event = dict[str, Any]
+
+
+def trace(
+    observations: Iterable[Observation | Mapping[str, Any]], *, most_steps: int = MOST_STEPS
+) -> dict[str, Any]:
+    """Return a trace of what was observed of each rank.
+
+    Args:
+        observations: one for each rank, also as their plain data.
+        most_steps: the latest steps of each rank that are drawn.
+
+    Returns:
+        A mapping for `json.dump`. A rank starts at time 0, whenever it really did.
+
+    Raises:
+        pydantic.ValidationError: plain data that are no Observation.
+    """
+    ranks = observed(observations)
+    events = [event for one in ranks for event in _observed(one, most_steps)]
+    notes = [
+        "Lanes are means over all steps: within a step their order is that of LANES and their "
+        "length their mean share of it. A gap at a step's end is time that no lane accounts for.",
+        "Each rank begins at time 0. Evaluation and saving are drawn after the last step, each as "
+        "one slice of all its time.",
+        "A rank without the lengths of its steps is drawn with steps of mean length.",
+    ]
+    command = shlex.join(ranks[0].command) if ranks else ""
+    return _file(events, notes, command=command, most_steps=most_steps)
+
+
+def trace_timelines(
+    timelines: Mapping[int, Timeline], *, most_steps: int = MOST_STEPS
+) -> dict[str, Any]:
+    """Return a trace of steps as they were recorded.
+
+    Args:
+        timelines: by rank. The ranks of one machine share a clock; those of several do not.
+        most_steps: the latest steps of each rank that are drawn.
+
+    Returns:
+        A mapping for `json.dump`. The first step of any rank starts at time 0.
+    """
+    rows = {rank: one.rows()[-most_steps:].tolist() for rank, one in timelines.items()}
+    zero = min((of[0][0] for of in rows.values() if of), default=0)
+    events: list[_Event] = []
+    for rank, steps in rows.items():
+        events += _names(rank, f"rank {rank}", "")
+        number = timelines[rank].steps - len(steps)
+        for start, *lanes in steps:
+            of = dict(zip(_STEP_LANES, lanes, strict=True))
+            events += _step(rank, number, start - zero, sum(lanes), of)
+            number += 1
+    notes = [
+        "Lanes were recorded in each step. The time of a garbage collection lies in the lane that "
+        "it interrupted.",
+        "Ranks of different machines have clocks of their own.",
+    ]
+    return _file(events, notes, most_steps=most_steps)
+
+
+def _observed(one: Observation, most_steps: int) -> Iterator[_Event]:
+    yield from _names(one.rank, f"rank {one.rank}", f"{one.framework} on {one.device}")
+    lanes = {name: ms for name, ms in one.lanes_ms.items() if ms is not None and 0 < ms < math.inf}
+    within = {name: ms for name, ms in lanes.items() if name not in _BETWEEN}
+    order = [name for name in dict.fromkeys([*LANES, *within]) if name in within]
+    lengths = [ms for ms in one.step_ms if 0 < ms < math.inf]
+    lengths = lengths or [sum(within.values())] * (one.steps if within else 0)
+    if not lengths:
+        return
+    # Lanes that were not seen leave a gap: the others are not stretched over it.
+    whole = max(sum(within.values()), sum(lengths) / len(lengths))
+    first = max(0, len(lengths) - most_steps)
+    starts = [0, *accumulate(round(ms * 1e6) for ms in lengths[first:])]
+    for at, ms in enumerate(lengths[first:]):
+        of = {name: int(ms * 1e6 * within[name] / whole) for name in order}
+        yield from _step(one.rank, first + at, starts[at], starts[at + 1] - starts[at], of)
+    for step, mb in zip(one.memory_at, one.memory_mb, strict=False):
+        if step >= first:
+            at = starts[min(step - first, len(starts) - 1)]
+            yield _event("C", one.rank, "resident memory", at, args={"MB": mb})
+    end = starts[-1]
+    if any(name in lanes for name in _BETWEEN):
+        yield _named(one.rank, "thread_name", _REST, "beside the steps, all together")
+    for name in _BETWEEN:
+        if name in lanes:
+            length = round(lanes[name] * 1e6 * max(one.steps, len(lengths)))
+            yield _event("X", one.rank, name, end, tid=_REST, dur=length / 1e3, cat="lane")
+            end += length
+
+
+def _step(
+    rank: int, number: int, start: int, length: int, lanes: Mapping[str, int]
+) -> list[_Event]:
+    """A step and its lanes, one after the other; `start` and all lengths in ns."""
+    took = length / 1e3
+    of_step = {"step": number}
+    events = [_event("X", rank, f"step {number}", start, dur=took, cat="step", args=of_step)]
+    for name, ns in lanes.items():
+        if ns > 0:
+            events.append(_event("X", rank, name, start, dur=ns / 1e3, cat="lane", args=of_step))
+        start += ns
+    return events
+
+
+def _names(rank: int, name: str, labels: str) -> Iterator[_Event]:
+    yield _named(rank, "process_name", 0, name)
+    if labels:
+        yield _event("M", rank, "process_labels", args={"labels": labels}, tid=0)
+    yield _event("M", rank, "process_sort_index", args={"sort_index": rank}, tid=0)
+    yield _named(rank, "thread_name", _STEPS, "steps")
+
+
+def _named(rank: int, what: str, tid: int, name: str) -> _Event:
+    return _event("M", rank, what, tid=tid, args={"name": name})
+
+
+def _event(
+    ph: str, rank: int, name: str, start_ns: int = 0, *, tid: int = _STEPS, **more: Any
+) -> _Event:
+    return {"ph": ph, "name": name, "pid": rank, "tid": tid, "ts": start_ns / 1e3, **more}
+
+
+def _file(events: list[_Event], notes: list[str], **more: Any) -> dict[str, Any]:
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"source": "flatout", "notes": " ".join(notes), **more},
+    }
