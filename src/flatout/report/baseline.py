@@ -1,0 +1,486 @@
+"""Whether a job got worse: a new verdict against one that was kept.
+
+    Baseline.of(verdict, fingerprint().as_dict()).write("baseline.json")
+    compared = compare(Baseline.read("baseline.json"), verdict, fingerprint().as_dict())
+    sys.exit(compared.exit_code)
+
+It fails on a danger that was not there before, and on steps that take longer than noise explains.
+Steps are judged by the ratio of their medians, new / kept, above 1 means slower.
+
+**The interval.** Steps that follow each other resemble each other (a neighbour's load, clocks, a
+queue that drains), so resampling them singly would promise far too narrow an interval. They are
+resampled in blocks instead (the block bootstrap: Künsch 1989, "The jackknife and the bootstrap for
+general stationary observations"; wrapped around the end: Politis and Romano 1992, "A circular
+block-resampling procedure for stationary data"). How long blocks must be follows from how far the
+resemblance reaches (Politis and White 2004, "Automatic block-length selection for the dependent
+bootstrap", with the correction of Patton, Politis and White 2009), taken from which steps lie above
+the median, since that is what moves a median. A percentile interval over few blocks is too narrow;
+it is widened as Student's t is wider than the normal (Hesterberg 2015, "What teachers should know
+about the bootstrap", the expanded percentile interval).
+
+**The floor.** Two processes that run the same thing differ for as long as they live, by what no
+number of steps within one of them can show: 1 to 6% were measured. So a slow-down counts only where
+the whole interval lies beyond 1 + floor, 6% unless said otherwise; and where the baseline holds
+several runs, no less than they differ among themselves.
+
+Times of another machine are not compared. Software is: a new torch that made steps slower is what
+one wants to hear of, and is named beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import NormalDist, mean
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
+
+from flatout.errors import FlatoutError
+from flatout.measure.trial import Interval
+from flatout.observe import Observation
+from flatout.report.observed import observed
+from flatout.report.pictures import milliseconds
+
+FLOOR = 0.06
+FEWEST_STEPS = 30
+"""With fewer, the ends of the interval are guesses."""
+
+_MOST_STEPS = 2_000
+_MOST_WARM_UP = 10
+_RESAMPLES = 1_000
+_CONFIDENCE = 0.95
+_CALM_LAGS = 5
+_SOFTWARE = ("torch", "python", "libc")
+
+_Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a job.
+
+    Attributes:
+        step_ms: durations of its latest steps in order, without the first, which warm up; of the
+            rank with the slowest median.
+        lanes_ms: per step by lane, the mean of all ranks that saw it.
+        ranks: how many there were.
+        device: where they computed.
+    """
+
+    step_ms: list[float]
+    lanes_ms: dict[str, float]
+    ranks: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What later verdicts are compared with.
+
+    Attributes:
+        command: the script and its arguments.
+        machine: its fingerprint, as plain data.
+        dangers: each danger that was known, as (name of the check, file name).
+        runs: at least one.
+    """
+
+    command: str
+    machine: dict[str, Any]
+    dangers: list[tuple[str, str]]
+    runs: list[Run]
+    version: int = 1
+
+    @classmethod
+    def of(cls, verdict: Mapping[str, Any], machine: Mapping[str, Any]) -> Baseline:
+        """From a verdict as plain data (see `flatout.report.page`) and a machine's fingerprint.
+
+        Raises:
+            FlatoutError: the script failed, or too few steps were seen.
+        """
+        ranks = observed(verdict.get("observations"))
+        why = _unfit(ranks)
+        if why:
+            raise FlatoutError(
+                f"no baseline can be made of this: {why}",
+                do=f"let the doctor see at least {FEWEST_STEPS + _MOST_WARM_UP} steps",
+            )
+        command = verdict.get("command") or (ranks[0].command if ranks else "")
+        return cls(
+            command=command if isinstance(command, str) else " ".join(map(str, command)),
+            machine=dict(machine),
+            dangers=sorted(_dangers(verdict).elements()),
+            runs=[_run(ranks)],
+        )
+
+    def also(self, verdict: Mapping[str, Any], machine: Mapping[str, Any]) -> Baseline:
+        """With one more run, from which it learns how much runs differ.
+
+        Dangers that the run has in addition become known ones.
+
+        Raises:
+            FlatoutError: as `of`; or it was another machine.
+        """
+        more = Baseline.of(verdict, machine)
+        other = _differences(self.machine, machine, hardware=True)
+        if other:
+            raise FlatoutError(f"the baseline is of another machine ({'; '.join(other)})")
+        dangers = Counter(self.dangers) | Counter(more.dangers)
+        return Baseline(
+            self.command, self.machine, sorted(dangers.elements()), [*self.runs, *more.runs]
+        )
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; the file is whole or as it was before."""
+        beside = Path(f"{os.fspath(path)}.new")
+        try:
+            beside.write_text(json.dumps(asdict(self)) + "\n")
+            os.replace(beside, path)
+        except OSError as error:
+            raise FlatoutError(
+                f"cannot write the baseline: {error.strerror}", where=str(path)
+            ) from error
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Baseline:
+        """Read what `write` wrote.
+
+        Raises:
+            FlatoutError: the file is missing, or is none.
+        """
+        try:
+            found = TypeAdapter(cls).validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise FlatoutError(
+                f"cannot read the baseline: {error.strerror}", where=str(path)
+            ) from error
+        except ValidationError as error:
+            raise FlatoutError(
+                f"expected a baseline, found something else ({error.errors()[0]['msg']})",
+                where=str(path),
+                do="write it anew",
+            ) from error
+        if found.version != 1 or not all(run.step_ms for run in found.runs) or not found.runs:
+            raise FlatoutError(
+                "the baseline holds no steps that this version can read", where=str(path)
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A new verdict against a baseline.
+
+    Attributes:
+        new_dangers: what they say, of those that the baseline does not know.
+        ratio: median step, new / kept, with its 95% interval; None where times were not compared.
+        floor: how far from 1 the ratio may lie by noise.
+        not_compared: why times were not compared; "" where they were.
+        broken: why the new run is no run to speak of; "" where it is one.
+        grew: by lane (milliseconds per step before, now), the largest growth first.
+        software: what differs of the software, if anything.
+    """
+
+    new_dangers: list[str]
+    ratio: Interval | None
+    floor: float
+    not_compared: str = ""
+    broken: str = ""
+    grew: dict[str, tuple[float, float]] = field(default_factory=dict)
+    software: list[str] = field(default_factory=list)
+
+    @property
+    def slower(self) -> bool:
+        """Whether steps take longer, beyond noise."""
+        return self.ratio is not None and self.ratio.low > 1 + self.floor
+
+    @property
+    def faster(self) -> bool:
+        """Whether they take less, beyond noise."""
+        return self.ratio is not None and self.ratio.high < 1 - self.floor
+
+    @property
+    def exit_code(self) -> int:
+        """3 where something got worse, else 0."""
+        return 3 if self.new_dangers or self.slower or self.broken else 0
+
+    def words(self) -> list[str]:
+        """What to tell, a line each, the worst first."""
+        lines = [f"NEW DANGER  {one}" for one in self.new_dangers]
+        if self.broken:
+            lines.append(f"FAILED  {self.broken}")
+        if self.not_compared:
+            lines.append(f"times were not compared: {self.not_compared}")
+        if self.ratio is not None:
+            low, middle, high = self.ratio
+            figures = f"{middle:.2f} times as long [{low:.2f}, {high:.2f}], noise ±{self.floor:.0%}"
+            if self.slower:
+                lines.append(f"SLOWER  a step takes {figures}")
+            elif self.faster:
+                lines.append(f"faster: a step takes {figures}; consider a new baseline")
+            else:
+                lines.append(f"as fast as before, as far as noise lets one see: {figures}")
+        if self.slower:
+            lines += [
+                f"  {lane} grew from {milliseconds(before)} to {milliseconds(now)} ms per step"
+                for lane, (before, now) in self.grew.items()
+            ]
+            lines += [f"  may be the cause: {one}" for one in self.software]
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        own = {**asdict(self), "ratio": None if self.ratio is None else list(self.ratio)}
+        return {**own, "slower": self.slower, "faster": self.faster, "exit_code": self.exit_code}
+
+
+def compare(
+    baseline: Baseline,
+    verdict: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    *,
+    floor: float = FLOOR,
+    seed: int = 0,
+) -> Compared:
+    """Return what got worse since the baseline.
+
+    Args:
+        baseline: what was kept.
+        verdict: the new one, as plain data (see `flatout.report.page`).
+        machine: fingerprint of the machine on which it was made, as plain data.
+        floor: how far from 1 the ratio of two runs of the same thing may lie: 0.06 is 6%.
+        seed: of the resampling.
+    """
+    ranks = observed(verdict.get("observations"))
+    new_dangers = _new_dangers(baseline, verdict)
+    floor = max(floor, _spread(baseline.runs))
+    broken = _broken(ranks)
+    why = broken or _incomparable(baseline, ranks, machine)
+    if why:
+        return Compared(new_dangers, None, floor, "" if broken else why, broken)
+    new = _run(ranks)
+    return Compared(
+        new_dangers,
+        ratio_of_medians([run.step_ms for run in baseline.runs], new.step_ms, seed=seed),
+        floor,
+        grew=_growth(baseline.runs, new),
+        software=_differences(baseline.machine, machine, hardware=False),
+    )
+
+
+def ratio_of_medians(
+    kept: Sequence[Sequence[float]], new: Sequence[float], *, seed: int = 0
+) -> Interval:
+    """Return the median of `new` over that of `kept`, with its 95% interval.
+
+    Args:
+        kept: durations in order of each run that was kept, any unit; of several runs the geometric
+            mean of their medians counts.
+        new: durations in order of the new run, same unit.
+        seed: of the resampling.
+
+    Returns:
+        The ratio, and the percentile interval of the block bootstrap that the module explains.
+    """
+    generator = np.random.default_rng(seed)
+    runs = [np.asarray(run, dtype=np.float64) for run in kept]
+    steps = np.asarray(new, dtype=np.float64)
+    middle = np.log(np.median(steps)) - np.mean([np.log(np.median(run)) for run in runs])
+    resampled = np.log(_resampled_medians(steps, generator)) - np.mean(
+        [np.log(_resampled_medians(run, generator)) for run in runs], axis=0
+    )
+    tail = (1 - _CONFIDENCE) / 2
+    ends = np.quantile(resampled, [tail, 1 - tail])
+    low, high = middle + _expansion(min(map(_blocks, [steps, *runs]))) * (ends - middle)
+    return Interval(*(float(np.exp(one)) for one in (low, middle, high)))
+
+
+def _expansion(blocks: float) -> float:
+    """How much too narrow a percentile interval over so few blocks is: Student's t for normal."""
+    freedom = max(blocks - 1, 2.0)
+    z = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
+    # The quantile of t by its expansion (Abramowitz and Stegun 1964, 26.7.5).
+    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return t / z * math.sqrt((freedom + 1) / freedom)
+
+
+def _blocks(values: _Array) -> float:
+    return len(values) / block_length(values)
+
+
+def _resampled_medians(values: _Array, generator: np.random.Generator) -> _Array:
+    """Medians of series made of blocks of `values`, which wrap around its end: (resamples,)."""
+    count, block = len(values), block_length(values)
+    begins = generator.integers(0, count, (_RESAMPLES, -(-count // block)))
+    drawn = (begins[:, :, None] + np.arange(block)).reshape(_RESAMPLES, -1)[:, :count]
+    wrapped = np.concatenate([values, values[:block]])
+    medians: _Array = np.median(wrapped[drawn], axis=1)
+    return medians
+
+
+def block_length(values: npt.ArrayLike) -> int:
+    """Return how many values in a row a block must hold to keep their resemblance.
+
+    The rule of Politis and White (2004), corrected in 2009, for blocks that wrap around, of the
+    series that says which values lie above the median. 1 where they do not resemble each other.
+
+    Args:
+        values: in order, of shape (count,).
+    """
+    series = np.asarray(values, dtype=np.float64)
+    count = len(series)
+    if count < 2 * _CALM_LAGS:
+        return 1
+    above = np.sign(series - np.median(series))
+    above -= above.mean()
+    furthest = min(count - 1, math.ceil(math.sqrt(count)) + _CALM_LAGS)
+    covariance = np.array([above[: count - lag] @ above[lag:] for lag in range(furthest + 1)])
+    if covariance[0] <= 0:
+        return 1
+    reach = _reach(covariance[1:] / covariance[0], count)
+    width = min(2 * max(reach, 1), furthest)
+    lags = np.arange(-width, width + 1)
+    window = np.clip(2 * (1 - np.abs(lags) / width), 0, 1)  # flat, then falling to 0
+    weighted = window * covariance[np.abs(lags)]
+    slope, level = float(weighted @ np.abs(lags)), float(weighted.sum())
+    if level <= 0:
+        return 1
+    length = (1.5 * (slope / level) ** 2 * count) ** (1 / 3)
+    longest = min(3 * math.sqrt(count), count / 3)
+    return max(1, math.ceil(float(min(length, longest))))
+
+
+def _reach(correlation: _Array, count: int) -> int:
+    """The lag after which so many in a row are as small as chance makes them; [0] is lag 1."""
+    small = np.abs(correlation) < 2 * math.sqrt(math.log10(count) / count)
+    for lag in range(len(small) - _CALM_LAGS + 1):
+        if small[lag : lag + _CALM_LAGS].all():
+            return lag
+    return int(np.flatnonzero(~small)[-1]) + 1
+
+
+def _run(ranks: Sequence[Observation]) -> Run:
+    lanes: dict[str, list[float]] = {}
+    for one in ranks:
+        for name, ms in one.lanes_ms.items():
+            if ms is not None:
+                lanes.setdefault(name, []).append(ms)
+    # Ranks wait for each other: the slowest one's steps are the job's.
+    slowest = max(
+        (_steady(one.step_ms) for one in ranks), key=lambda steps: float(np.median(steps))
+    )
+    return Run(
+        step_ms=[float(f"{ms:.5g}") for ms in slowest[-_MOST_STEPS:]],
+        lanes_ms={name: mean(of) for name, of in lanes.items()},
+        ranks=len(ranks),
+        device=ranks[0].device,
+    )
+
+
+def _steady(step_ms: Sequence[float]) -> list[float]:
+    """Without the first tenth, which warms up, but no more than some."""
+    warm_up = min(_MOST_WARM_UP, len(step_ms) // 10)
+    return [ms for ms in step_ms[warm_up:] if 0 < ms < math.inf]
+
+
+def _broken(ranks: Sequence[Observation]) -> str:
+    for one in ranks:
+        if one.ended == "failed":
+            last = one.error.strip().splitlines()[-1:] or ["it left no message"]
+            return f"the script failed: {last[0].strip()}"
+    if not any(_steady(one.step_ms) for one in ranks):
+        return "no training step was seen"
+    return ""
+
+
+def _unfit(ranks: Sequence[Observation]) -> str:
+    fewest = min((len(_steady(one.step_ms)) for one in ranks), default=0)
+    few = f"{fewest} steps after the warm-up are too few to tell noise from change"
+    return _broken(ranks) or (few if fewest < FEWEST_STEPS else "")
+
+
+def _incomparable(
+    baseline: Baseline, ranks: Sequence[Observation], machine: Mapping[str, Any]
+) -> str:
+    """Why times say nothing here; "" where they do."""
+    other = _differences(baseline.machine, machine, hardware=True)
+    if other:
+        return f"the baseline is of another machine ({'; '.join(other)})"
+    kept = baseline.runs[0]
+    if kept.ranks != len(ranks):
+        return f"{len(ranks)} ranks now, {kept.ranks} in the baseline"
+    if kept.device.partition(":")[0] != ranks[0].device.partition(":")[0]:
+        return f"on {ranks[0].device} now, on {kept.device} in the baseline"
+    return _unfit(ranks)
+
+
+def _differences(kept: Mapping[str, Any], new: Mapping[str, Any], *, hardware: bool) -> list[str]:
+    names = [name for name in dict.fromkeys([*kept, *new]) if (name in _SOFTWARE) != hardware]
+    return [
+        f"{name} {_say(kept.get(name))}, now {_say(new.get(name))}"
+        for name in names
+        if _plain(kept.get(name)) != _plain(new.get(name))
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _say(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return "unknown" if value in (None, "") else str(value)
+
+
+def _danger(finding: Mapping[str, Any]) -> tuple[str, str]:
+    # Not the line: it moves with every edit above it. Not the folder: CI checks out anywhere.
+    file, _, line = str(finding.get("where") or "").rpartition(":")
+    return str(finding["name"]), Path(file if line.isdigit() else "").name
+
+
+def _dangers(verdict: Mapping[str, Any]) -> Counter[tuple[str, str]]:
+    found = verdict.get("findings") or []
+    return Counter(_danger(one) for one in found if one["kind"] == "danger")
+
+
+def _new_dangers(baseline: Baseline, verdict: Mapping[str, Any]) -> list[str]:
+    """What the dangers say that the baseline does not know: of two alike in a file, one more."""
+    known, new = Counter(baseline.dangers), []
+    for one in verdict.get("findings") or []:
+        if one["kind"] != "danger":
+            continue
+        if known[_danger(one)] > 0:
+            known[_danger(one)] -= 1
+        else:
+            new.append(f"{one.get('where') or one['name']}: {one['what']}")
+    return new
+
+
+def _spread(runs: Sequence[Run]) -> float:
+    """How much the slowest of the runs takes more than the fastest: 0.05 is 5%."""
+    medians = [float(np.median(run.step_ms)) for run in runs]
+    return max(medians) / min(medians) - 1
+
+
+def _growth(kept: Sequence[Run], new: Run) -> dict[str, tuple[float, float]]:
+    """By lane what it took before and takes now, where it grew by more than 1% of a step."""
+    before = {
+        lane: mean(run.lanes_ms[lane] for run in kept)
+        for lane in new.lanes_ms
+        if all(lane in run.lanes_ms for run in kept)
+    }
+    least = 0.01 * float(np.median(new.step_ms))
+    grown = {
+        lane: (ms, new.lanes_ms[lane])
+        for lane, ms in before.items()
+        if new.lanes_ms[lane] - ms > least
+    }
+    return dict(sorted(grown.items(), key=lambda one: one[1][0] - one[1][1]))
