@@ -54,6 +54,7 @@ def verdict(**other: Any) -> dict[str, Any]:
             ),
             finding("busy", "note"),
         ],
+        "critical": {"words": "the model waits for input", "share": 0.3, "where": "train.py:88"},
         "passed": ["pin memory", "set epoch"],
         "unknown": [["allocator", "the kernel does not count page faults here"]],
         "floor": 0.009,

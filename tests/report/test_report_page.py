@@ -63,7 +63,7 @@ class Parsed(HTMLParser):
             "warm-up included; 1 danger to the job or its result.",
         ),
         (
-            verdict(after_s=None, trials=[], observations=[observation()]),
+            verdict(after_s=None, trials=[], critical=None, observations=[observation()]),
             "A step takes 105 ms, 38% of it waiting for input; 2 findings may give time back, "
             "nothing is proven yet; 1 danger to the job or its result.",
         ),
@@ -83,6 +83,14 @@ class Parsed(HTMLParser):
             {"observations": [observation()]},
             "A step takes 105 ms, 38% of it waiting for input; no check found anything that holds "
             "it back.",
+        ),
+        (
+            {
+                "observations": [observation()],
+                "critical": {"words": "the model waits for input: decoding", "share": 0.38},
+            },
+            "A step takes 105 ms; the model waits for input: decoding (38%); no check found "
+            "anything that holds it back.",
         ),
         (
             verdict(
@@ -111,6 +119,7 @@ def test_everything_of_the_verdict_is_told():
         "gives back at most 4 ms per step (4%)",
         "input.workers = 6",
         "measured 2.30x [2.20, 2.40]",
+        "the model waits for input: train.py:88",
         "Could not be seen: sync.",
         "1.00x [0.99, 1.01]",
         "0.0012",

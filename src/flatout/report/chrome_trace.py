@@ -103,9 +103,11 @@ def _observed(one: Observation, most_steps: int) -> Iterator[_Event]:
         return
     # Lanes that were not seen leave a gap: the others are not stretched over it.
     whole = max(sum(within.values()), sum(lengths) / len(lengths))
-    first = max(0, len(lengths) - most_steps)
-    starts = [0, *accumulate(round(ms * 1e6) for ms in lengths[first:])]
-    for at, ms in enumerate(lengths[first:]):
+    lengths = lengths[-most_steps:]
+    # Of many steps an Observation holds the latest lengths only.
+    first = max(0, one.steps - len(lengths))
+    starts = [0, *accumulate(round(ms * 1e6) for ms in lengths)]
+    for at, ms in enumerate(lengths):
         of = {name: int(ms * 1e6 * within[name] / whole) for name in order}
         yield from _step(one.rank, first + at, starts[at], starts[at + 1] - starts[at], of)
     for step, mb in zip(one.memory_at, one.memory_mb, strict=False):
@@ -117,7 +119,7 @@ def _observed(one: Observation, most_steps: int) -> Iterator[_Event]:
         yield _named(one.rank, "thread_name", _REST, "beside the steps, all together")
     for name in _BETWEEN:
         if name in lanes:
-            length = round(lanes[name] * 1e6 * max(one.steps, len(lengths)))
+            length = round(lanes[name] * 1e6 * one.steps)
             yield _event("X", one.rank, name, end, tid=_REST, dur=length / 1e3, cat="lane")
             end += length
 

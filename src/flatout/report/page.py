@@ -63,8 +63,9 @@ def page(verdict: Mapping[str, Any]) -> str:
     Args:
         verdict: plain data. Any of its keys may be absent: `command` (text or list), `environment`
             (name to value), `observations` (`Observation.as_dict()` of each rank), `findings`
-            (`Finding.as_dict()`), `passed` (names of checks), `unknown` ([name, reason] of checks
-            without their signal), `trials` (dicts with `name`, `ratio` [low, mid, high] of time
+            (`Finding.as_dict()`), `critical` (what steps wait for most: `words`, `share` from 0 to
+            1, `where`), `passed` (names of checks), `unknown` ([name, reason] of checks without
+            their signal), `trials` (dicts with `name`, `ratio` [low, mid, high] of time
             before / time after, and if known `floor`, `parity`, `loss`, `verdict`), `floor` (of all
             trials that have none of their own: 0.01 is 1%), `before_s` and `after_s` (seconds of
             the user's whole run).
@@ -93,6 +94,7 @@ def page(verdict: Mapping[str, Any]) -> str:
         bars=bars,
         rows=lane_rows(lanes),
         lane_words=LANE_WORDS,
+        critical={"where": "", **(verdict.get("critical") or {"words": ""})},
         unseen=sorted({lane for of in lanes.values() for lane, ms in of.items() if ms is None}),
         slowest=slowest,
         steps=histogram(slowest.step_ms) if slowest else None,
@@ -151,6 +153,9 @@ def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow:
         whole = sum(row.ms for row in rows)
         words = LANE_WORDS.get(rows[0].lane, rows[0].lane)
         where = f"A step takes {milliseconds(whole)} ms, {rows[0].share:.0%} of it {words}"
+        if critical := verdict.get("critical"):
+            share = f"{critical['share']:.0%}"
+            where = f"A step takes {milliseconds(whole)} ms; {critical['words']} ({share})"
     if slow:
         cures = f"{_counted(slow, 'finding')} may give time back, nothing is proven yet"
         return f"{where}; {cures}" if where else cures
@@ -230,7 +235,7 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(ms=milliseconds, plain=plain, counted=_counted)
+    environment.filters.update(ms=milliseconds, plain=plain, counted=_counted, percent=_percent)
     return environment.get_template("page.html.jinja")
 
 
@@ -254,6 +259,10 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "unknown" if value is None else str(value)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.2%}"
 
 
 def _counted(count: int, noun: str) -> str:
