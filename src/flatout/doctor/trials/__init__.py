@@ -1,0 +1,16 @@
+"""Trials: a user's unmodified script, run twice and compared, without harm to anything of theirs.
+
+    pair.py        two live processes of the script, measured block by block: A B B A
+    baton.py       their side: where a step ends, a process waits until it may go on
+    keeper.py      the parent of one such process: contains it, stops it, ends it with all it began
+    contained.py   what every Python process below a keeper does first
+    overlay.py     files copied on write by the kernel, where it allows that
+    landlock.py    elsewhere: the kernel refuses to write outside the scratch folder,
+    redirect.py    and Python's file functions write there instead
+    guard.py       connections to elsewhere, and writes that nothing redirected, end the trial
+    scratch.py     the folders, and what is left of trials that were killed
+    offline.py     loggers and hubs stay offline
+    network.py     what a script would send elsewhere, read from its code beforehand
+
+Nothing is imported here: contained.py runs at the start of each process of a trial.
+"""

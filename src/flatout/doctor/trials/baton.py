@@ -1,0 +1,112 @@
+"""A trial's process at a step boundary: it tells how long its block took, and waits for the next.
+
+Whoever sees the script's optimiser steps calls `at_step()` after each. Outside a trial that does
+nothing. The first process of a script that gets here takes part; its other ranks and workers wait
+for it where they always do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from time import perf_counter_ns
+from typing import Any
+
+# Name of the abstract Unix socket on which the trial listens.
+VARIABLE = "FLATOUT_BATON"
+
+
+class Baton:
+    """One process' end.
+
+    Args:
+        connection: to the trial.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("r", encoding="ascii")
+        self._pid = os.getpid()
+        self._done = 0
+        # The steps after which there is something to do: where the block's clock starts, and its
+        # end. Before the first block that is the script's first step.
+        self._first = self._last = self._next = 1
+        self._began = 0
+
+    def step(self) -> None:
+        """A step has ended; returns when the next one may begin."""
+        self._done += 1
+        if self._done < self._next or os.getpid() != self._pid:
+            return
+        _finish_device()
+        now = perf_counter_ns()
+        if self._done == self._first < self._last:
+            self._began, self._next = now, self._last
+            return
+        steps = self._last - self._first
+        self._tell(
+            {"steps": steps, "began": self._began, "ended": now, "done": self._done}
+            if steps
+            else {"queue": _queued_batches(), "pid": self._pid}
+        )
+        self._wait()
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        self._connection.sendall(json.dumps(what).encode() + b"\n")
+
+    def _wait(self) -> None:
+        line = self._lines.readline()
+        if not line:  # the trial is over
+            os._exit(0)
+        dropped, steps = map(int, line.split())
+        self._first = self._next = self._done + dropped
+        self._last = self._first + steps
+
+
+_baton: Baton | None = None
+_is_asked = False
+
+
+def at_step() -> None:
+    """To be called after each optimiser step, before the next one's work begins."""
+    if _baton is not None:
+        _baton.step()
+    elif not _is_asked:
+        _join()
+
+
+def _join() -> None:
+    global _baton, _is_asked
+    _is_asked = True
+    name = os.environ.get(VARIABLE)
+    if name is None or os.environ.get("RANK", "0") != "0":
+        return
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(f"\0{name}")
+    except OSError:  # another process of this script takes part
+        connection.close()
+        return
+    _baton = Baton(connection)
+    _baton.step()
+
+
+def _finish_device() -> None:
+    """Wait for what the host has only queued: a block's time is the device's too."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _queued_batches() -> int:
+    """How many batches the workers of this process' DataLoaders make ahead."""
+    loader = sys.modules.get("torch.utils.data.dataloader")
+    if loader is None:
+        return 0
+    import gc
+
+    kind = loader._MultiProcessingDataLoaderIter
+    alive = [one for one in gc.get_objects() if isinstance(one, kind)]
+    return max((one._num_workers * (one._prefetch_factor or 1) for one in alive), default=0)

@@ -1,0 +1,83 @@
+"""What every Python process of a trial does first: see what it must not do, and end in time.
+
+Called by site/sitecustomize.py, which is on PYTHONPATH: also in spawned workers, and in ranks that
+torchrun starts. The keeper says in the environment how.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+# JSON: folder, temporary, passes and whether files are redirected.
+VARIABLE = "FLATOUT_TRIAL"
+# JSON lines: what was refused, in the folder for temporary files.
+REFUSED = "refused"
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def begin() -> None:
+    """Contain this process as its environment says."""
+    said = os.environ.get(VARIABLE)
+    if said is None:
+        return
+    from pathlib import Path
+
+    from flatout.doctor.trials import guard
+
+    how = json.loads(said)
+    writable = None
+    if how["is_redirected"]:
+        from flatout.doctor.trials import redirect
+
+        redirect.install(redirect.View(Path(how["folder"]), how["passes"]))
+        kernels = ("/dev", "/proc", "/sys")
+        writable = (os.path.realpath(how["folder"]), *how["passes"], *kernels)
+    else:
+        _move_folders_by_copy()
+    guard.install(os.path.join(how["temporary"], REFUSED), writable)
+    _end_forks_too()
+
+
+def _move_folders_by_copy() -> None:
+    """An overlay cannot rename a folder that lies below it: as between two disks, it says."""
+    import shutil
+
+    def on_move(native: Callable[..., None]) -> Callable[..., None]:
+        def move(src: Any, dst: Any, **options: Any) -> None:
+            try:
+                native(src, dst, **options)
+            except OSError as error:
+                if error.errno != errno.EXDEV or not os.path.isdir(src):
+                    raise
+                with suppress(FileNotFoundError):
+                    os.rmdir(dst)  # an empty folder may be there
+                shutil.copytree(src, dst, symlinks=True)
+                shutil.rmtree(src)
+
+        return move
+
+    os.rename, os.replace = on_move(os.rename), on_move(os.replace)
+
+
+def _end_forks_too() -> None:
+    """A fork of the main thread dies with this process, also while it is stopped."""
+    prctl = ctypes.CDLL(None).prctl
+    by_main = [False]
+
+    def before() -> None:
+        # The signal comes when the thread ends that has forked.
+        by_main[0] = threading.current_thread() is threading.main_thread()
+
+    def in_child() -> None:
+        if by_main[0]:
+            prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+    os.register_at_fork(before=before, after_in_child=in_child)

@@ -1,0 +1,143 @@
+"""What a trial's process must not do, refused by an audit hook with a plain error.
+
+Connections to elsewhere are refused: to anything but this machine's own addresses, Unix sockets
+and where the ranks meet. Where files are redirected, so are writes that nothing has redirected.
+Python announces both (https://docs.python.org/3/library/audit_events.html); what native code does
+by itself is not announced.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import sys
+import sysconfig
+from contextlib import suppress
+from functools import cache
+from types import FrameType
+from typing import Any
+
+from flatout.errors import FlatoutError
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Which of an event's arguments are paths that change.
+_CHANGES = {
+    "os.remove": (0,),
+    "os.rename": (0, 1),
+    "os.mkdir": (0,),
+    "os.rmdir": (0,),
+    "os.link": (0, 1),
+    "os.symlink": (1,),
+    "os.truncate": (0,),
+    "os.utime": (0,),
+    "os.chmod": (0,),
+    "os.chown": (0,),
+    "os.setxattr": (0,),
+    "os.removexattr": (0,),
+    "sqlite3.connect": (0,),
+}
+_OWN = (os.path.dirname(__file__), "<frozen")
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+class Refused(FlatoutError, OSError):
+    """A trial's process would have reached beyond its trial."""
+
+
+def install(note: str, writable: tuple[str, ...] | None) -> None:
+    """Refuse from now on, in this process.
+
+    Args:
+        note: a file to which a line is added for each refusal: {"what", "where", "kind"}.
+        writable: folders that files may change in; None where the kernel sees to that.
+    """
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            if writable is not None and _opens_to_write(args):
+                _refuse_outside(args[0], writable, note)
+        elif event in _CHANGES:
+            if writable is not None:
+                for place in _CHANGES[event]:
+                    _refuse_outside(args[place], writable, note)
+        elif event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
+            _refuse_elsewhere(args[0].family, args[1], note)
+        elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
+            _refuse_host(args[0], note)
+
+    sys.addaudithook(hook)
+
+
+def _opens_to_write(args: tuple[Any, ...]) -> bool:
+    mode, flags = args[1], args[2]
+    if isinstance(mode, str):
+        return any(letter in mode for letter in "wax+")
+    return bool(isinstance(flags, int) and flags & _WRITING)
+
+
+def _refuse_outside(path: Any, writable: tuple[str, ...], note: str) -> None:
+    if isinstance(path, int) or path in ("", b"", ":memory:"):
+        return
+    text = os.path.abspath(os.fsdecode(path))
+    if text.startswith("file:") or any(
+        text == one or text.startswith(one + "/") for one in writable
+    ):
+        return
+    _refuse("write", f"a trial must not change {text}, and nothing has redirected it", note)
+
+
+def _refuse_elsewhere(family: int, address: Any, note: str) -> None:
+    if family in (socket.AF_INET, socket.AF_INET6) and isinstance(address, tuple):
+        _refuse_host(address[0], note)
+
+
+def _refuse_host(host: Any, note: str) -> None:
+    if host is None:
+        return
+    name = host.decode() if isinstance(host, (bytes, bytearray)) else str(host)
+    if not _is_here(name):
+        _refuse("network", f"a trial sends nothing elsewhere, here to {name}", note)
+
+
+@cache
+def _is_here(name: str) -> bool:
+    """Whether an address or name is of this machine, or of the ranks' first."""
+    if name in ("", "localhost", "0.0.0.0", "::", os.environ.get("MASTER_ADDR")):
+        return True
+    with suppress(ValueError):
+        address = ipaddress.ip_address(name.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        return bool(mapped.is_loopback) or str(mapped) in _addresses()
+    return name == socket.gethostname()
+
+
+@cache
+def _addresses() -> frozenset[str]:
+    import psutil
+
+    found = psutil.net_if_addrs().values()
+    return frozenset(one.address.partition("%")[0] for some in found for one in some)
+
+
+def _refuse(kind: str, what: str, note: str) -> None:
+    where = user_line()
+    # The file is writable: its own event passes. Opened anew, since the script may close any.
+    with suppress(OSError), open(note, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"kind": kind, "what": what, "where": where}) + "\n")
+    raise Refused(what, where=where)
+
+
+def user_line() -> str:
+    """The innermost line of the user's own code that is being run, as file:line."""
+    frame: FrameType | None = sys._getframe(1)
+    outermost = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OWN):
+            outermost = f"{file}:{frame.f_lineno}"
+            if not file.startswith(_INSTALLED) and not file.startswith("<"):
+                return outermost
+        frame = frame.f_back
+    return outermost

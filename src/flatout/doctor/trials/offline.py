@@ -1,0 +1,38 @@
+"""Environment in which loggers and hubs stay offline, and write into a trial's own folder.
+
+What a script asks for in its code (`wandb.init(mode="online")`) counts more than the environment;
+then the connection is refused (guard.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def offline(folder: Path) -> dict[str, str]:
+    """Variables to add to the environment of a trial's process.
+
+    Args:
+        folder: where loggers may write; need not exist yet.
+    """
+    logs = str(folder / "logs")
+    return {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": logs,
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": f"file:{logs}/mlflow",
+        "MLFLOW_REGISTRY_URI": f"file:{logs}/mlflow",
+        "COMET_MODE": "offline",
+        "COMET_START_ONLINE": "0",
+        "COMET_OFFLINE_DIRECTORY": logs,
+        "NEPTUNE_MODE": "offline",
+        "NEPTUNE_DATA_DIRECTORY": f"{logs}/neptune",
+        "CLEARML_OFFLINE_MODE": "1",
+        "SWANLAB_MODE": "offline",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_EVALUATE_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+    }

@@ -1,0 +1,162 @@
+"""Files copied on write by the kernel: a mount namespace in which all folders are overlays.
+
+Whoever is inside sees the machine's files, and what was written inside. The writes lie in the
+scratch folder, and no process outside sees them: not of Python, native code or subprocesses.
+
+Every folder is covered in which no other file system is mounted; what lies directly in a folder
+above such mounts cannot be written to (`Read-only file system`). Files of other users cannot be
+changed unless the caller is root.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from flatout.errors import FlatoutError
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# From <sched.h>, <sys/mount.h> and <fcntl.h>.
+_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
+_BIND, _RECURSIVE, _PRIVATE = 4096, 16384, 1 << 18
+_MOUNT_SETATTR = 442  # the same number on every architecture
+_AT_CWD, _ATTR_READ_ONLY = -100, 1
+# Not files, or what processes meet through. /dev/shm is given anew, so that nothing stays in it.
+_AS_THEY_ARE = ("/proc", "/sys", "/dev")
+_SHARED_MEMORY = "/dev/shm"
+_MOST = 400
+
+
+def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = None) -> None:
+    """Puts this process, and all that it starts from now on, into such a namespace.
+
+    It must have one thread only. The current folder stays.
+
+    Args:
+        upper: an empty folder for the writes. It cannot be seen from within.
+        passes: folders whose writes are real.
+        as_user: make a user namespace first; None: unless this is root.
+
+    Raises:
+        OSError: the kernel, or what contains this process, does not allow it. This process may
+            then be in a namespace that is half made: end it.
+        FlatoutError: the current folder cannot be covered.
+    """
+    here = os.getcwd()
+    _unshare(os.geteuid() != 0 if as_user is None else as_user)
+    real = [(path, os.open(path, os.O_PATH)) for path in passes]
+    mounted = _mounted()
+    # The one that holds the writes comes last: then they can no longer be reached by name.
+    wanted = sorted(_to_cover(mounted), key=lambda one: _holds(one, os.path.realpath(upper)))
+    covered = [folder for folder in wanted if _cover(folder, upper)]
+    if not any(_holds(folder, os.path.realpath(here)) for folder in covered):
+        raise FlatoutError(f"{here} cannot be overlaid")
+    for path, descriptor in real:
+        _mount(f"/proc/self/fd/{descriptor}", str(path), "", _BIND | _RECURSIVE)
+        os.close(descriptor)
+    for mount in mounted:
+        if mount not in covered:
+            _make_read_only(mount)
+    if os.path.isdir(_SHARED_MEMORY):
+        size = os.statvfs(_SHARED_MEMORY)
+        _mount("tmpfs", _SHARED_MEMORY, "tmpfs", 0, f"size={size.f_blocks * size.f_frsize}")
+    os.chdir(here)
+
+
+def _unshare(as_user: bool) -> None:
+    user, group = os.geteuid(), os.getegid()
+    _checked(_libc.unshare(_NEW_MOUNTS | (_NEW_USER if as_user else 0)), "unshare")
+    if as_user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    # Or what is mounted here would be mounted outside too.
+    _mount("", "/", "", _RECURSIVE | _PRIVATE)
+
+
+def _to_cover(mounted: Sequence[str]) -> list[str]:
+    """Returns the folders to cover, of which none holds another: as few as possible."""
+    found = [folder for mount in mounted for folder in _without_mounts(mount, set(mounted))]
+    if len(found) > _MOST:
+        raise FlatoutError(f"{len(found)} folders would have to be covered")
+    return found
+
+
+def _without_mounts(folder: str, mounted: set[str]) -> Iterator[str]:
+    if not os.path.isdir(folder):
+        return
+    if not any(_holds(folder, mount) for mount in mounted if mount != folder):
+        yield folder
+        return
+    with suppress(PermissionError), os.scandir(folder) as entries:
+        for entry in entries:
+            is_special = entry.path in _AS_THEY_ARE or entry.path in mounted
+            if not is_special and entry.is_dir(follow_symlinks=False):
+                yield from _without_mounts(entry.path, mounted)
+
+
+def _cover(folder: str, upper: Path) -> bool:
+    """Overlays one folder. Returns whether its file system allows that."""
+    number = len(list(upper.iterdir())) // 2
+    layer, work = upper / f"{number}", upper / f"{number}.work"
+    layer.mkdir()
+    work.mkdir()
+    layers = {"lowerdir": folder, "upperdir": str(layer), "workdir": str(work)}
+    options = ",".join(f"{key}={_escaped(value)}" for key, value in layers.items())
+    try:
+        os.chmod(layer, os.stat(folder).st_mode & 0o7777)
+        _mount("overlay", folder, "overlay", 0, f"{options},userxattr")
+    except OSError:
+        return False
+    return True
+
+
+def _make_read_only(mount: str) -> None:
+    attributes = (ctypes.c_uint64 * 4)(_ATTR_READ_ONLY, 0, 0, 0)
+    size = ctypes.sizeof(attributes)
+    result = _libc.syscall(
+        _MOUNT_SETATTR, _AT_CWD, os.fsencode(mount), 0, attributes, ctypes.c_size_t(size)
+    )
+    _checked(result, f"making {mount} read-only")
+
+
+def _mounted() -> list[str]:
+    """Where file systems are mounted, but for those of the kernel; each once."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    names = [line.split(" ")[4].encode().decode("unicode_escape") for line in lines]
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if not any(_holds(kept, name) for kept in _AS_THEY_ARE) and os.path.exists(name)
+    ]
+
+
+def _holds(folder: str, path: str | Path) -> bool:
+    return f"{path}/".startswith(folder.rstrip("/") + "/")
+
+
+def _escaped(path: str) -> str:
+    """A path within overlay's options, in which commas and colons separate."""
+    for special in ("\\", ",", ":"):
+        path = path.replace(special, f"\\{special}")
+    return path
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    result = _libc.mount(
+        os.fsencode(source or "none"),
+        os.fsencode(target),
+        kind.encode() or None,
+        ctypes.c_ulong(flags),
+        os.fsencode(options) or None,
+    )
+    _checked(result, f"mounting at {target}")
+
+
+def _checked(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)

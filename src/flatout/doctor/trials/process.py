@@ -1,0 +1,201 @@
+"""One contained process of a script, seen from the trial."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flatout.doctor.trials.contained import REFUSED
+from flatout.doctor.trials.offline import offline
+from flatout.errors import FlatoutError
+
+_TAIL = 4096
+_ANSWERS_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one side of a trial runs.
+
+    Attributes:
+        command: such as [sys.executable, "train.py"].
+        variables: of the environment, beside the caller's.
+    """
+
+    command: Sequence[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+class Ended(FlatoutError):
+    """A process of a trial cannot go on; says why."""
+
+
+class Process:
+    """A script that runs contained from now on, until `end`.
+
+    Args:
+        job: what to run, in the current folder.
+        folder: its own, in the trial's.
+        temporary: its own folder for temporary files and logs.
+        passes: folders whose files it may change.
+        is_redirected: None: only where the kernel does not overlay files.
+
+    Attributes:
+        held: what contains it: "overlay", "landlock" or "python".
+        pid: of the script.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        temporary: Path,
+        *,
+        passes: Sequence[Path] = (),
+        is_redirected: bool | None = None,
+    ) -> None:
+        folder.mkdir()
+        temporary.mkdir()
+        self._temporary = temporary
+        self._output = folder / "output"
+        self._waiting = b""
+        self.exit: int | None = None
+        how = {
+            "folder": str(folder),
+            "temporary": str(temporary),
+            "passes": [os.path.realpath(one) for one in (temporary, *passes)],
+            "command": list(job.command),
+        }
+        variables = {**os.environ, **offline(temporary), **job.variables}
+        for tried in [False, True] if is_redirected is None else [is_redirected]:
+            said = self._start({**how, "is_redirected": tried}, variables)
+            if "cannot" not in said:
+                self.pid, self.held = int(said["pid"]), str(said["held"])
+                return
+            self._close()
+        raise FlatoutError(f"a trial cannot begin: {said['cannot']}")
+
+    def _start(self, how: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+        with open(self._output, "wb") as output:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-m", "flatout.doctor.trials.keeper", json.dumps(how)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=dict(variables),
+                start_new_session=True,
+            )
+        return self._heard(time.monotonic() + _ANSWERS_WITHIN_S)
+
+    @property
+    def said(self) -> int:
+        """A descriptor that is ready when the keeper has said something unasked: `hear` it."""
+        assert self._keeper.stdout is not None
+        return self._keeper.stdout.fileno()
+
+    def hear(self) -> None:
+        """Take what the keeper says unasked: that the script has ended.
+
+        Raises:
+            Ended: with the reason.
+        """
+        self.exit = self._heard(math.inf).get("exit")
+        raise Ended(self._why())
+
+    def wait(self) -> int | None:
+        """Wait until the script ends; returns its exit code, -N where signal N ended it."""
+        with suppress(Ended):
+            while self.exit is None:
+                self.hear()
+        return self.exit
+
+    def stop(self) -> None:
+        """Hold the script and everything that it has begun."""
+        self._ask("stop")
+
+    def go(self) -> None:
+        """Let it go on."""
+        self._ask("go")
+
+    def end(self) -> None:
+        """End the script and everything that it has begun."""
+        with suppress(FlatoutError, OSError):
+            if self.exit is None and self._keeper.poll() is None:
+                self._ask("end")
+        self._close()
+
+    def _ask(self, word: str) -> None:
+        assert self._keeper.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended; what it said last is read below
+            self._keeper.stdin.write(word.encode() + b"\n")
+            self._keeper.stdin.flush()
+        said = self._heard(time.monotonic() + _ANSWERS_WITHIN_S)
+        if said.get("did") != word:
+            self.exit = said.get("exit")
+            raise Ended(self._why())
+
+    def _heard(self, until: float) -> dict[str, Any]:
+        """The keeper's next line."""
+        while b"\n" not in self._waiting:
+            left = None if until == math.inf else max(until - time.monotonic(), 0)
+            ready, _, _ = select.select([self.said], [], [], left)
+            read = os.read(self.said, 65536) if ready else b""
+            if not read:
+                raise Ended("the process that watches the script has ended or does not answer")
+            self._waiting += read
+        line, _, self._waiting = self._waiting.partition(b"\n")
+        return dict(json.loads(line))
+
+    def _close(self) -> None:
+        # Its standard input closed, it ends everything below it.
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        with suppress(BrokenPipeError):
+            self._keeper.stdin.close()
+        try:
+            self._keeper.wait(_ANSWERS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+        self._keeper.stdout.close()
+        self._waiting = b""
+
+    def refused(self) -> list[dict[str, str]]:
+        """What it was not allowed to do, once for each line of the user's: what, where, kind."""
+        try:
+            lines = (self._temporary / REFUSED).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return []
+        return [json.loads(line) for line in dict.fromkeys(lines)]
+
+    def output(self) -> str:
+        """The end of what it has printed."""
+        with suppress(OSError), open(self._output, "rb") as file:
+            file.seek(max(self._output.stat().st_size - _TAIL, 0))
+            return file.read().decode(errors="replace")
+        return ""
+
+    def _why(self) -> str:
+        """Why the script has ended, in a line."""
+        for refused in self.refused():
+            if self.exit != 0:
+                return f"the script ended: {refused['what']} ({refused['where']})"
+        if self.exit == 0:
+            return "the script ended by itself before the trial did"
+        if self.exit == -signal.SIGKILL:
+            return "the script was killed (signal 9), as the system does when memory runs out"
+        if self.exit is not None and self.exit < 0:
+            return f"the script was ended by {signal.Signals(-self.exit).name}"
+        last = [line for line in self.output().splitlines() if line.strip()][-1:]
+        return f"the script failed: {last[0].strip() if last else f'exit code {self.exit}'}"
