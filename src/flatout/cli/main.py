@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flatout import __version__
+from flatout.cli.clean import clean
 from flatout.cli.data import data
 from flatout.cli.demo import demo
 from flatout.cli.devices import devices
@@ -32,6 +33,7 @@ app.command()(doctor)
 app.command()(export)
 app.command()(devices)
 app.command()(scaling)
+app.command()(clean)
 app.add_typer(data, name="data")
 
 

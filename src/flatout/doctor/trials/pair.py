@@ -25,7 +25,7 @@ from flatout.doctor.trials.scratch import scratch, temporary_of
 from flatout.measure.trial import TrialResult, run_trial
 
 # A block lasts about so long, where the budget has room for that.
-_SHORTEST_S, _LONGEST_S = 0.25, 3.0
+_SHORTEST_S, _LONGEST_S = 0.25, 1.0
 _FEWEST_STEPS = 3
 _WARM_STEPS = 2
 # Of a block's expected time, before it counts as stuck.

@@ -1,0 +1,83 @@
+"""`flatout clean`: what Flatout keeps for the next time, and removing it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from flatout.doctor.kept import Kept
+
+
+def clean(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove it without asking.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; removes only with --yes.")
+    ] = False,
+) -> None:
+    """List what lies in Flatout's cache folder, and remove it when you agree.
+
+    All of it can be made again. What a living process uses stays.
+    """
+    from flatout.cache_folder import cache_folder
+    from flatout.doctor.kept import kept, remove
+
+    found = kept()
+    free = [one for one in found if not one.is_used]
+    if not as_json:
+        _print(found, str(cache_folder()))
+    is_agreed = bool(free) and (yes or (not as_json and _agrees()))
+    removed = remove(free) if is_agreed else []
+    if as_json:
+        import json
+
+        gone = [str(one.path) for one in removed]
+        said = {"kept": [one.as_dict() for one in found], "removed": gone}
+        typer.echo(json.dumps({"folder": str(cache_folder()), **said}, indent=2))
+    elif is_agreed:
+        typer.echo(f"removed {_size(removed)}")
+    if is_agreed and len(removed) < len(free):
+        left = [str(one.path) for one in free if one not in removed]
+        typer.echo(f"could not be removed: {', '.join(left)}", err=True)
+        raise typer.Exit(1)
+
+
+def _print(found: list[Kept], folder: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from flatout.doctor.kept import KINDS
+
+    if not found:
+        typer.echo(f"{folder}: nothing is kept")
+        return
+    console = Console(highlight=False, markup=False)
+    console.print(folder, soft_wrap=True)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for kind, words in KINDS.items():
+        for is_used in (False, True):
+            some = [one for one in found if one.kind == kind and one.is_used == is_used]
+            if some:
+                used = "; in use, stays" if is_used else ""
+                table.add_row(kind, _size(some), f"{len(some)} · {words}{used}")
+    console.print(table)
+
+
+def _agrees() -> bool:
+    if not sys.stdin.isatty():
+        typer.echo("flatout clean --yes removes what is not in use")
+        return False
+    return typer.confirm("Remove what is not in use?")
+
+
+def _size(some: list[Kept]) -> str:
+    size = float(sum(one.bytes for one in some))
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

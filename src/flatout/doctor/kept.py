@@ -1,0 +1,138 @@
+"""What Flatout keeps in its cache folder, and what of it living processes use."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flatout.cache_folder import cache_folder
+from flatout.doctor.trials import scratch
+
+# Folders within it, with what a user loses when they go: only time.
+KINDS = {
+    "auto": "measured settings of models",
+    "ranks": "measured numbers of ranks",
+    "index": "where rows begin in files",
+    "files": "fetched files",
+    "rows": "cached samples",
+    "trials": "trials that were killed",
+    "samples": "measurements that were killed",
+}
+# Rows that nothing names exactly are of one process.
+_OF_PROCESS = re.compile(r"(\d+)-[0-9a-f]{16}(\.part)?")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One file or folder.
+
+    Attributes:
+        kind: one of KINDS.
+        path: where it is.
+        bytes: on the disk.
+        is_used: by a living process.
+    """
+
+    kind: str
+    path: Path
+    bytes: int
+    is_used: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "path": str(self.path)}
+
+
+def kept() -> list[Kept]:
+    """All of it, in the order of KINDS. What Flatout does not know is not its own."""
+    base = cache_folder()
+    used = _used(base)
+    return [
+        Kept(kind, path, _bytes(path), _is_used(kind, path, used))
+        for kind in KINDS
+        for path in _paths(base, kind)
+    ]
+
+
+def remove(some: Iterable[Kept]) -> list[Kept]:
+    """Remove them, but for those that a living process has begun to use since.
+
+    Returns:
+        those that are gone.
+    """
+    used = _used(cache_folder())
+    gone = []
+    for one in some:
+        if not _is_used(one.kind, one.path, used) and _removed(one):
+            gone.append(one)
+    return gone
+
+
+def _removed(one: Kept) -> bool:
+    if one.kind == "trials":
+        scratch.remove(one.path)
+    elif one.path.is_dir() and not one.path.is_symlink():
+        shutil.rmtree(one.path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            one.path.unlink()
+    with suppress(OSError):  # the folder of its kind, once it is empty
+        one.path.parent.rmdir()
+    return not os.path.lexists(one.path)
+
+
+def _paths(base: Path, kind: str) -> Iterator[Path]:
+    with suppress(OSError):
+        if kind == "samples":
+            yield from sorted(base.glob("sample-*"))
+        elif not (base / kind).is_symlink():
+            yield from sorted((base / kind).iterdir())
+
+
+def _is_used(kind: str, path: Path, used: set[str]) -> bool:
+    if kind == "trials":
+        return scratch.is_alive(path)
+    owner = _OF_PROCESS.fullmatch(path.name)
+    if owner is not None and psutil.pid_exists(int(owner[1])):
+        return True
+    real = os.path.realpath(path)
+    return any(one == real or one.startswith(real + os.sep) for one in used)
+
+
+def _used(base: Path) -> set[str]:
+    """Paths below a folder that a living process has open, has mapped, or is in."""
+    below = os.path.realpath(base) + os.sep
+    found: set[str] = set()
+    for pid in psutil.pids():
+        process = Path("/proc") / str(pid)
+        with suppress(OSError):
+            found.add(os.readlink(process / "cwd"))
+        with suppress(OSError):
+            for descriptor in os.listdir(process / "fd"):
+                with suppress(OSError):
+                    found.add(os.readlink(process / "fd" / descriptor))
+        with suppress(OSError):
+            lines = (process / "maps").read_text(errors="surrogateescape").splitlines()
+            found.update(line[line.index("/") :] for line in lines if "/" in line)
+    return {one for one in found if one.startswith(below)}
+
+
+def _bytes(path: Path) -> int:
+    """On the disk: a file with holes takes less than its length."""
+    total = 0
+    with suppress(OSError):
+        total = path.lstat().st_blocks * 512
+    if path.is_dir() and not path.is_symlink():
+        for folder, folders, files in os.walk(path):
+            for name in (*folders, *files):
+                with suppress(OSError):
+                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total

@@ -1,0 +1,211 @@
+"""What a script would send elsewhere, read from its code before it runs.
+
+Looked at are the script and the modules beside it that it imports, and theirs. A name that a file
+imports is followed to its module (`import boto3 as b; b.client(...)`), a method is known by its
+name alone (`model.push_to_hub()`); what is chosen at run time is not seen. So this names places to
+a user beforehand; what keeps a trial from sending is guard.py, and the loggers' own offline modes.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# By the dotted beginning of what is called.
+_CALLS = {
+    "wandb.init": "logs to Weights & Biases",
+    "mlflow.": "logs to MLflow",
+    "comet_ml.": "logs to Comet",
+    "neptune.": "logs to Neptune",
+    "clearml.Task": "logs to ClearML",
+    "swanlab.init": "logs to SwanLab",
+    "trackio.init": "logs to Trackio",
+    "lightning.pytorch.loggers.WandbLogger": "logs to Weights & Biases",
+    "pytorch_lightning.loggers.WandbLogger": "logs to Weights & Biases",
+    "lightning.pytorch.loggers.CometLogger": "logs to Comet",
+    "pytorch_lightning.loggers.CometLogger": "logs to Comet",
+    "lightning.pytorch.loggers.NeptuneLogger": "logs to Neptune",
+    "pytorch_lightning.loggers.NeptuneLogger": "logs to Neptune",
+    "lightning.pytorch.loggers.MLFlowLogger": "logs to MLflow",
+    "pytorch_lightning.loggers.MLFlowLogger": "logs to MLflow",
+    "huggingface_hub.HfApi": "uses the Hugging Face hub",
+    "huggingface_hub.upload": "uploads to the Hugging Face hub",
+    "huggingface_hub.create": "changes the Hugging Face hub",
+    "huggingface_hub.delete": "changes the Hugging Face hub",
+    "requests.": "sends an HTTP request",
+    "httpx.": "sends an HTTP request",
+    "aiohttp.": "sends an HTTP request",
+    "urllib.request.": "sends an HTTP request",
+    "urllib3.": "sends an HTTP request",
+    "http.client.HTTP": "sends an HTTP request",
+    "boto3.": "uses AWS",
+    "botocore.": "uses AWS",
+    "s3fs.": "uses S3",
+    "gcsfs.": "uses Google Cloud Storage",
+    "google.cloud.": "uses Google Cloud",
+    "adlfs.": "uses Azure storage",
+    "azure.": "uses Azure",
+    "minio.": "uses an object store",
+    "fsspec.filesystem": "may use a remote file system",
+    "paramiko.": "connects by SSH",
+    "fabric.": "connects by SSH",
+    "ftplib.": "connects by FTP",
+    "smtplib.": "sends mail",
+    "websocket.": "opens a web socket",
+    "redis.": "uses Redis",
+    "pymongo.": "uses MongoDB",
+    "psycopg2.connect": "uses PostgreSQL",
+    "psycopg.connect": "uses PostgreSQL",
+    "socket.create_connection": "opens a connection",
+}
+_METHODS = {
+    "push_to_hub": "uploads to the Hugging Face hub",
+    "upload_file": "uploads a file",
+    "upload_fileobj": "uploads a file",
+    "upload_folder": "uploads a folder",
+    "upload_from_filename": "uploads a file",
+    "put_object": "writes to an object store",
+    "log_artifact": "uploads what it has logged",
+}
+# Keyword arguments that make a trainer report or upload.
+_KEYWORDS = {"push_to_hub": "uploads to the Hugging Face hub"}
+_SHELLS = (
+    *("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"),
+    *("subprocess.Popen", "subprocess.getoutput", "os.system", "os.popen"),
+)
+_PROGRAMS = (
+    *("aws", "gsutil", "gcloud", "azcopy", "az", "rclone", "s5cmd", "scp", "sftp", "rsync", "ssh"),
+    *("curl", "wget", "hf", "huggingface-cli", "wandb", "mail", "sendmail"),
+)
+_REMOTE = re.compile(r"^(s3|s3a|gs|gcs|abfss?|az|hdfs|hf|sftp|ftp|webdav)://")
+_MOST_FILES = 200
+
+
+class Sends(NamedTuple):
+    """A place that would reach beyond this machine.
+
+    Attributes:
+        file: as given, or found beside it.
+        line: from 1.
+        what: it does, in a few words.
+    """
+
+    file: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.file}:{self.line})"
+
+
+def find_sends(script: Path) -> list[Sends]:
+    """Places in a script and the modules beside it that would send something elsewhere.
+
+    A file that cannot be read or parsed counts as one that sends nothing: Python will say so.
+    """
+    found: list[Sends] = []
+    waiting, seen = [script], {script.resolve()}
+    while waiting and len(seen) <= _MOST_FILES:
+        file = waiting.pop(0)
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (OSError, ValueError, SyntaxError):
+            continue
+        found += _in_tree(tree, str(file))
+        for other in _imported(tree, file, script.parent):
+            if other.resolve() not in seen:
+                seen.add(other.resolve())
+                waiting.append(other)
+    return found
+
+
+def _in_tree(tree: ast.Module, file: str) -> list[Sends]:
+    names = dict(_names(tree))
+    places: dict[tuple[int, str], Sends] = {}
+    for node in ast.walk(tree):
+        what = ""
+        if isinstance(node, ast.Call):
+            what = _of_call(node, names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            remote = _REMOTE.match(node.value)
+            what = f"names a place beyond this machine, {node.value}" if remote else ""
+        if what and isinstance(node, (ast.Call, ast.Constant)):
+            places[node.lineno, what] = Sends(file, node.lineno, what)
+    return sorted(places.values(), key=lambda one: one.line)
+
+
+def _of_call(call: ast.Call, names: dict[str, str]) -> str:
+    called = _dotted(call.func, names)
+    if called in _SHELLS:
+        program = _program(call)
+        return f"runs {program}" if program in _PROGRAMS else ""
+    for start, what in _CALLS.items():
+        if called == start or called.startswith(start):
+            return what
+    if isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS:
+        return _METHODS[call.func.attr]
+    for keyword in call.keywords:
+        is_on = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        if is_on and keyword.arg in _KEYWORDS:
+            return _KEYWORDS[keyword.arg]
+    return ""
+
+
+def _program(call: ast.Call) -> str:
+    """The program that a subprocess runs, where the code says so."""
+    if not call.args:
+        return ""
+    first = call.args[0]
+    if isinstance(first, (ast.List, ast.Tuple)) and first.elts:
+        first = first.elts[0]
+    if isinstance(first, ast.JoinedStr) and first.values:
+        first = first.values[0]
+    if not (isinstance(first, ast.Constant) and isinstance(first.value, str)):
+        return ""
+    words = first.value.split()
+    return Path(words[0]).name if words else ""
+
+
+def _dotted(node: ast.expr, names: dict[str, str]) -> str:
+    """What an expression names, by its module: "boto3.client"; "" where that is not said."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in names:
+        return ""
+    return ".".join([names[node.id], *reversed(parts)])
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Names that a file's imports bind, and what they stand for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                yield (alias.asname, alias.name) if alias.asname else (first, first)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def _imported(tree: ast.Module, file: Path, root: Path) -> Iterator[Path]:
+    """Files of the user's that a file imports: beside it, or beside the script."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [(root, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else root
+            start = f"{node.module}." if node.module else ""
+            modules = [(base, f"{start}{alias.name}") for alias in node.names]
+            modules += [(base, node.module)] if node.module else []
+        else:
+            continue
+        for base, name in modules:
+            path = base.joinpath(*name.split("."))
+            for one in (path.with_suffix(".py"), path / "__init__.py"):
+                if one.is_file():
+                    yield one

@@ -1,0 +1,89 @@
+"""`flatout clean`: lists, asks, removes, and leaves what is in use."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from flatout.cache_folder import cache_folder
+from flatout.cli.main import app
+from flatout.doctor.trials.scratch import scratch
+
+
+@pytest.fixture
+def base():
+    folder = cache_folder()
+    for name in ("auto/a.toml", "ranks/b.json", "rows/abc/rows.bin", "mine/kept"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(b"x" * 5000)
+    return folder
+
+
+def clean(*arguments):
+    return CliRunner().invoke(app, ["clean", *arguments])
+
+
+def listed(result):
+    found = json.loads(result.stdout)
+    kept = {os.path.relpath(one["path"], found["folder"]): one for one in found["kept"]}
+    return kept, [os.path.relpath(path, found["folder"]) for path in found["removed"]]
+
+
+def test_unasked_it_lists_and_removes_nothing(base):
+    said = clean().stdout
+    assert "measured settings of models" in said
+    assert "--yes" in said
+    kept, removed = listed(clean("--json"))
+    assert list(kept) == ["auto/a.toml", "ranks/b.json", "rows/abc"]
+    assert all(one["bytes"] >= 5000 and not one["is_used"] for one in kept.values())
+    assert removed == []
+
+
+def test_it_removes_what_it_knows_and_nothing_else(base):
+    result = clean("--yes")
+    assert result.exit_code == 0
+    assert "removed" in result.stdout
+    assert [path.name for path in base.iterdir()] == ["mine"]
+    assert "nothing is kept" in clean().stdout
+
+
+def test_what_living_processes_use_stays(base):
+    opened = base / "rows" / "abc" / "rows.bin"
+    own = base / "rows" / f"{os.getpid()}-{'0' * 16}"
+    own.mkdir()
+    with open(opened), scratch() as trial:
+        _, removed = listed(clean("--yes", "--json"))
+        assert removed == ["auto/a.toml", "ranks/b.json"]
+        assert opened.exists()
+        assert own.exists()
+        assert trial.exists()
+
+
+def test_a_file_that_another_process_has_mapped_stays(base):
+    opened = base / "rows" / "abc" / "rows.bin"
+    code = (
+        f"import mmap; f = open({str(opened)!r}); m = mmap.mmap(f.fileno(), 0, prot=1); f.close(); "
+    )
+    code += "print('mapped', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        clean("--yes")
+        assert opened.exists()
+        other.communicate(b"\n")
+    clean("--yes")
+    assert not opened.exists()
+
+
+def test_trials_that_were_killed_are_removed(base):
+    code = "import os; from flatout.doctor.trials.scratch import scratch\n"
+    code += "with scratch(): os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code])
+    kept, removed = listed(clean("--yes", "--json"))
+    (killed,) = [name for name, one in kept.items() if one["kind"] == "trials"]
+    assert killed in removed
+    assert not (base / killed).exists()

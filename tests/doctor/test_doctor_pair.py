@@ -1,0 +1,232 @@
+"""Two live processes of one script pass the baton; nothing of them is left."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flatout.doctor.trials.pair import run_pair
+from flatout.doctor.trials.process import Job
+from flatout.doctor.trials.scratch import trials_folder
+
+STEPPING = Path(__file__).with_name("stepping.py")
+# Stands in for a training script where only the baton matters: torch takes seconds to import.
+PLAIN = """
+import sys, time
+from flatout.doctor.trials.baton import at_step
+for step in range(int(sys.argv[1])):
+    time.sleep(0.004)
+    at_step()
+"""
+WITH_WORKERS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+data = TensorDataset(torch.randn(100_000, 8), torch.randn(100_000, 1))
+for x, y in DataLoader(data, batch_size=16, num_workers=2, prefetch_factor=3):
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def job(tmp_path: Path, code: str, *arguments: str, name: str = "script") -> Job:
+    script = tmp_path / f"{name}.py"
+    script.write_text(textwrap.dedent(code))
+    return Job([sys.executable, str(script), *arguments])
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def wait_until(is_so, seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.02)
+    return is_so()
+
+
+@pytest.fixture(autouse=True)
+def _in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def assert_in_order(pair):
+    sides = "".join(block.side for block in pair.blocks)
+    assert sides == "abba" * (len(sides) // 4)
+    for one, next_one in itertools.pairwise(pair.blocks):
+        assert one.began < one.ended <= next_one.began
+    assert len({block.steps for block in pair.blocks}) == 1
+
+
+def test_two_processes_run_in_turn_a_b_b_a(tmp_path):
+    same = job(tmp_path, PLAIN, "1000000")
+    pair = run_pair(same, same, budget_s=30, max_pairs=2)
+    assert pair.reason == ""
+    assert_in_order(pair)
+    assert len(pair.blocks) == 8
+    assert pair.result is not None
+    assert pair.result.pairs == 2
+    assert pair.result.a_median > 0.004
+    assert list(trials_folder().iterdir()) == []
+
+
+def test_a_script_that_ends_ends_the_trial_with_what_was_measured(tmp_path):
+    endless, short = job(tmp_path, PLAIN, "1000000"), job(tmp_path, PLAIN, "60")
+    pair = run_pair(endless, short, budget_s=30)
+    assert pair.reason == "b: the script ended by itself before the trial did"
+    assert pair.result is None
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("input()", "a: the script failed: EOFError"),
+        ("raise MemoryError('no room')", "a: the script failed: MemoryError: no room"),
+        ("print('no training')", "a: the script ended by itself"),
+        ("import os; os.kill(os.getpid(), 9)", "when memory runs out"),
+        ("import os; os.kill(os.getpid(), 15)", "a: the script was ended by SIGTERM"),
+    ],
+)
+def test_a_script_that_never_steps_is_told_plainly(tmp_path, code, said):
+    one = job(tmp_path, code)
+    pair = run_pair(one, one, budget_s=30)
+    assert said in pair.reason
+    assert pair.result is None
+
+
+def test_a_script_that_hangs_ends_with_the_budget(tmp_path):
+    one = job(tmp_path, "import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(600)")
+    began = time.monotonic()
+    pids: list[int] = []
+    pair = run_pair(one, one, budget_s=2, started=lambda side, process: pids.append(process.pid))
+    assert pair.reason == "a: its first step did not come in the time given"
+    assert time.monotonic() - began < 30
+    assert len(pids) == 1
+    assert not alive(pids)
+
+
+def test_a_crash_in_a_block_is_told(tmp_path):
+    code = PLAIN + "    if step == 200 and sys.argv[2] == 'b': raise RuntimeError('boom')\n"
+    a, b = job(tmp_path, code, "1000000", "a"), job(tmp_path, code, "1000000", "b")
+    pair = run_pair(a, b, budget_s=30)
+    assert pair.reason == "b: the script failed: RuntimeError: boom"
+
+
+def test_an_unredirected_write_ends_the_trial_even_if_the_script_goes_on(tmp_path):
+    (tmp_path / "kept").write_text("kept")
+    code = PLAIN.replace("    at_step()", "    at_step()\n    if step == 3: overwrite()").replace(
+        "for step",
+        "def overwrite():\n"
+        "    import io\n"
+        "    try: io.FileIO('kept', 'w')\n"
+        "    except OSError: pass\n"
+        "for step",
+    )
+    one = job(tmp_path, code, "1000000")
+    pair = run_pair(one, one, budget_s=30, is_redirected=True)
+    assert "a trial must not change" in pair.reason
+    assert "script.py:6" in pair.reason
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
+CONTROLLER = """
+import os, sys, time
+from flatout.doctor.trials.pair import run_pair
+from flatout.doctor.trials.process import Job
+script = Job([sys.executable, *sys.argv[1:]])
+run_pair(script, script, budget_s=120, max_pairs=1000,
+         started=lambda side, process: print(process.pid, flush=True))
+"""
+
+
+def killed_in_the_middle(tmp_path, command: list[str]) -> list[int]:
+    """Kills a controller while one side runs and the other is stopped; returns all processes."""
+    (tmp_path / "controller.py").write_text(CONTROLLER)
+    controller = subprocess.Popen(
+        [sys.executable, str(tmp_path / "controller.py"), *command], stdout=subprocess.PIPE
+    )
+    assert controller.stdout is not None
+    try:
+        scripts = [int(controller.stdout.readline()) for _ in range(2)]
+
+        def is_stopped(pid):
+            return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+        # Both have met, and change places.
+        assert wait_until(lambda: is_stopped(scripts[1]))
+        assert wait_until(lambda: is_stopped(scripts[0]) != is_stopped(scripts[1]))
+        below = psutil.Process(controller.pid).children(recursive=True)
+    finally:
+        controller.kill()
+        controller.wait()
+        controller.stdout.close()
+    return [one.pid for one in below]
+
+
+def test_a_killed_controller_leaves_no_process_and_the_next_start_no_folder(tmp_path):
+    script = job(tmp_path, PLAIN, "1000000")
+    pids = killed_in_the_middle(tmp_path, [*script.command[1:]])
+    assert len(pids) == 4
+    assert wait_until(lambda: not alive(pids))
+    assert len(list(trials_folder().iterdir())) == 1
+    pair = run_pair(job(tmp_path, "1 / 0", name="other"), script, budget_s=30)
+    assert pair.reason == "a: the script failed: ZeroDivisionError: division by zero"
+    assert list(trials_folder().iterdir()) == []
+
+
+def test_a_killed_keeper_takes_its_script_along(tmp_path):
+    processes = []
+
+    def kill_its_parent(side, process):
+        processes.append(process.pid)
+        os.kill(psutil.Process(process.pid).ppid(), signal.SIGKILL)
+
+    same = job(tmp_path, PLAIN, "1000000")
+    pair = run_pair(same, same, budget_s=30, started=kill_its_parent)
+    assert pair.result is None
+    assert "does not answer" in pair.reason
+    assert wait_until(lambda: not alive(processes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redirected", [None, True])
+def test_a_script_is_stopped_with_its_workers(tmp_path, redirected):
+    script = job(tmp_path, WITH_WORKERS)
+    one = Job([script.command[0], str(STEPPING), *script.command[1:]])
+    seen: dict[str, list[int]] = {}
+
+    def watch(side, process):
+        seen[side] = [process.pid]
+
+    pair = run_pair(one, one, budget_s=60, max_pairs=2, started=watch, is_redirected=redirected)
+    assert pair.reason == ""
+    assert_in_order(pair)
+    assert pair.dropped == 2 * 3 + 2
+    assert all(block.steps > 2 * 3 for block in pair.blocks)
+    assert not alive([pid for pids in seen.values() for pid in pids])
+    assert not (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.slow
+def test_workers_of_a_killed_trial_die_too(tmp_path):
+    script = job(tmp_path, WITH_WORKERS)
+    pids = killed_in_the_middle(tmp_path, [str(STEPPING), *script.command[1:]])
+    assert len(pids) >= 2 * (1 + 1 + 2)  # a keeper, a script and its workers on either side
+    assert wait_until(lambda: not alive(pids))
