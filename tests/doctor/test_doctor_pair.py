@@ -55,7 +55,7 @@ def alive(pids: list[int]) -> list[int]:
     ]
 
 
-def wait_until(is_so, seconds: float = 20.0) -> bool:
+def wait_until(is_so, seconds: float = 90.0) -> bool:
     until = time.monotonic() + seconds
     while not is_so() and time.monotonic() < until:
         time.sleep(0.02)
@@ -77,7 +77,7 @@ def assert_in_order(pair):
 
 def test_two_processes_run_in_turn_a_b_b_a(tmp_path):
     same = job(tmp_path, PLAIN, "1000000")
-    pair = run_pair(same, same, budget_s=30, max_pairs=2)
+    pair = run_pair(same, same, budget_s=60, block_s=0.1, max_pairs=2)
     assert pair.reason == ""
     assert_in_order(pair)
     assert len(pair.blocks) == 8
@@ -89,7 +89,7 @@ def test_two_processes_run_in_turn_a_b_b_a(tmp_path):
 
 def test_a_script_that_ends_ends_the_trial_with_what_was_measured(tmp_path):
     endless, short = job(tmp_path, PLAIN, "1000000"), job(tmp_path, PLAIN, "60")
-    pair = run_pair(endless, short, budget_s=30)
+    pair = run_pair(endless, short, budget_s=60, block_s=0.1)
     assert pair.reason == "b: the script ended by itself before the trial did"
     assert pair.result is None
 
@@ -98,19 +98,25 @@ def test_a_script_that_ends_ends_the_trial_with_what_was_measured(tmp_path):
     ("code", "said"),
     [
         ("input()", "a: the script failed: EOFError"),
-        ("raise MemoryError('no room')", "a: the script failed: MemoryError: no room"),
-        ("print('no training')", "a: the script ended by itself"),
         ("import os; os.kill(os.getpid(), 9)", "when memory runs out"),
-        ("import os; os.kill(os.getpid(), 15)", "a: the script was ended by SIGTERM"),
+        *(
+            pytest.param(code, said, marks=pytest.mark.slow)
+            for code, said in (
+                ("raise MemoryError('no room')", "a: the script failed: MemoryError: no room"),
+                ("print('no training')", "a: the script ended by itself"),
+                ("import os; os.kill(os.getpid(), 15)", "a: the script was ended by SIGTERM"),
+            )
+        ),
     ],
 )
 def test_a_script_that_never_steps_is_told_plainly(tmp_path, code, said):
     one = job(tmp_path, code)
-    pair = run_pair(one, one, budget_s=30)
+    pair = run_pair(one, one, budget_s=60, block_s=0.1)
     assert said in pair.reason
     assert pair.result is None
 
 
+@pytest.mark.slow
 def test_a_script_that_hangs_ends_with_the_budget(tmp_path):
     one = job(tmp_path, "import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(600)")
     began = time.monotonic()
@@ -122,13 +128,15 @@ def test_a_script_that_hangs_ends_with_the_budget(tmp_path):
     assert not alive(pids)
 
 
+@pytest.mark.slow
 def test_a_crash_in_a_block_is_told(tmp_path):
     code = PLAIN + "    if step == 200 and sys.argv[2] == 'b': raise RuntimeError('boom')\n"
     a, b = job(tmp_path, code, "1000000", "a"), job(tmp_path, code, "1000000", "b")
-    pair = run_pair(a, b, budget_s=30)
+    pair = run_pair(a, b, budget_s=60, block_s=0.1)
     assert pair.reason == "b: the script failed: RuntimeError: boom"
 
 
+@pytest.mark.slow
 def test_an_unredirected_write_ends_the_trial_even_if_the_script_goes_on(tmp_path):
     (tmp_path / "kept").write_text("kept")
     code = PLAIN.replace("    at_step()", "    at_step()\n    if step == 3: overwrite()").replace(
@@ -140,7 +148,7 @@ def test_an_unredirected_write_ends_the_trial_even_if_the_script_goes_on(tmp_pat
         "for step",
     )
     one = job(tmp_path, code, "1000000")
-    pair = run_pair(one, one, budget_s=30, is_redirected=True)
+    pair = run_pair(one, one, budget_s=60, block_s=0.1, is_redirected=True)
     assert "a trial must not change" in pair.reason
     assert "script.py:6" in pair.reason
     assert (tmp_path / "kept").read_text() == "kept"
@@ -151,7 +159,7 @@ import os, sys, time
 from flatout.doctor.trials.pair import run_pair
 from flatout.doctor.trials.process import Job
 script = Job([sys.executable, *sys.argv[1:]])
-run_pair(script, script, budget_s=120, max_pairs=1000,
+run_pair(script, script, budget_s=240, max_pairs=1000, block_s=0.1,
          started=lambda side, process: print(process.pid, flush=True))
 """
 
@@ -186,11 +194,12 @@ def test_a_killed_controller_leaves_no_process_and_the_next_start_no_folder(tmp_
     assert len(pids) == 4
     assert wait_until(lambda: not alive(pids))
     assert len(list(trials_folder().iterdir())) == 1
-    pair = run_pair(job(tmp_path, "1 / 0", name="other"), script, budget_s=30)
+    pair = run_pair(job(tmp_path, "1 / 0", name="other"), script, budget_s=60, block_s=0.1)
     assert pair.reason == "a: the script failed: ZeroDivisionError: division by zero"
     assert list(trials_folder().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_keeper_takes_its_script_along(tmp_path):
     processes = []
 
@@ -199,7 +208,7 @@ def test_a_killed_keeper_takes_its_script_along(tmp_path):
         os.kill(psutil.Process(process.pid).ppid(), signal.SIGKILL)
 
     same = job(tmp_path, PLAIN, "1000000")
-    pair = run_pair(same, same, budget_s=30, started=kill_its_parent)
+    pair = run_pair(same, same, budget_s=60, block_s=0.1, started=kill_its_parent)
     assert pair.result is None
     assert "does not answer" in pair.reason
     assert wait_until(lambda: not alive(processes))
@@ -215,7 +224,9 @@ def test_a_script_is_stopped_with_its_workers(tmp_path, redirected):
     def watch(side, process):
         seen[side] = [process.pid]
 
-    pair = run_pair(one, one, budget_s=60, max_pairs=2, started=watch, is_redirected=redirected)
+    pair = run_pair(
+        one, one, budget_s=240, max_pairs=2, block_s=0.1, started=watch, is_redirected=redirected
+    )
     assert pair.reason == ""
     assert_in_order(pair)
     assert pair.dropped == 2 * 3 + 2

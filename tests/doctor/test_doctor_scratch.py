@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -207,6 +208,7 @@ def test_a_write_that_nothing_redirects_is_refused_with_its_line(tmp_path, monke
     assert [one["where"] for one in refused] == [f"{tmp_path / 'script.py'}:3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirected", [False, True])
 def test_spawned_workers_are_contained_too(tmp_path, monkeypatch, redirected, request):
     if not redirected:
@@ -255,7 +257,7 @@ assert Path("kept").read_text() == "changed"
     assert (tmp_path / "passed" / "new").read_text() == "new"
 
 
-@pytest.mark.parametrize("redirected", [False, True])
+@pytest.mark.parametrize("redirected", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_connection_elsewhere_is_refused_and_named(tmp_path, monkeypatch, redirected, request):
     if not redirected:
         request.getfixturevalue("overlays")
@@ -277,6 +279,7 @@ def test_a_connection_elsewhere_is_refused_and_named(tmp_path, monkeypatch, redi
     assert [one["where"] for one in refused] == [f"{script}:7", f"{script}:10"]
 
 
+@pytest.mark.slow
 def test_loggers_are_told_to_stay_offline(tmp_path, monkeypatch):
     code = """
     import os, sys
@@ -289,6 +292,22 @@ def test_loggers_are_told_to_stay_offline(tmp_path, monkeypatch):
     assert contained(tmp_path, monkeypatch, code, redirected=True)[:2] == (0, "")
 
 
+def test_the_users_own_sitecustomize_is_run_too(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("import sys\nsys.theirs = 1\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'own'}:{os.environ.get('PYTHONPATH', '')}")
+    code = "import sys; assert sys.theirs == 1; open('old.txt', 'w').close()"
+    assert contained(tmp_path, monkeypatch, code, redirected=True)[:2] == (0, "")
+
+
+def test_modules_in_the_users_folder_are_the_scripts_alone(tmp_path, monkeypatch):
+    user_folder(tmp_path / "user")
+    for name in ("json", "signal", "psutil"):
+        (tmp_path / "user" / f"{name}.py").write_text("1 / 0")
+    assert contained(tmp_path, monkeypatch, "print(1)", redirected=True)[:2] == (0, "1\n")
+
+
+@pytest.mark.slow
 def test_results_can_be_let_through(tmp_path, monkeypatch):
     results = tmp_path / "results"
     results.mkdir()
@@ -330,6 +349,7 @@ with scratch() as folder:
     assert list(trials_folder().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_trial_of_another_machine_is_left_alone(tmp_path):
     other = trials_folder() / "other"
     other.mkdir(parents=True)

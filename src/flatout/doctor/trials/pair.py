@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -24,10 +26,10 @@ from flatout.doctor.trials.process import Ended, Job, Process
 from flatout.doctor.trials.scratch import scratch, temporary_of
 from flatout.measure.trial import TrialResult, run_trial
 
-# A block lasts about so long, where the budget has room for that.
-_SHORTEST_S, _LONGEST_S = 0.25, 1.0
+_SHORTEST_S = 0.25
 _FEWEST_STEPS = 3
 _WARM_STEPS = 2
+_WHO = struct.Struct("3i")  # pid, user and group of a socket's other end
 # Of a block's expected time, before it counts as stuck.
 _PATIENCE = 20.0
 _PATIENCE_S = 15.0
@@ -83,6 +85,7 @@ def run_pair(
     *,
     budget_s: float = 60.0,
     max_pairs: int = 8,
+    block_s: float = 1.0,
     passes: Sequence[Path] = (),
     is_redirected: bool | None = None,
     started: Callable[[str, Process], None] = lambda side, process: None,
@@ -96,6 +99,8 @@ def run_pair(
         b: the same with a cure. Both must call `baton.at_step` after each optimiser step.
         budget_s: seconds for everything, from the first start on.
         max_pairs: the most quadruples A B B A.
+        block_s: seconds that a block lasts at most, unless it must be longer than the queue; less
+            where the budget has no room for `max_pairs`.
         passes: folders in which the processes may change files, such as one for their results.
         is_redirected: True: redirect Python's functions even where the kernel can overlay files.
         started: called with "a" or "b" and each process once it runs.
@@ -115,7 +120,7 @@ def run_pair(
                 started(name, side.process)
                 side.meet()
             pair.held = sides[0].process.held
-            _measure(pair, sides[0], sides[1], began + budget_s, max_pairs)
+            _measure(pair, sides[0], sides[1], began + budget_s, max_pairs, block_s)
         except Ended as ended:
             pair.reason = f"{sides[-1].name if len(sides) < 2 else _ended(sides)}: {ended.what}"
             pair.result = _from_whole_quadruples(pair.blocks)
@@ -128,13 +133,13 @@ def _ended(sides: Sequence[_Side]) -> str:
     return next((side.name for side in sides if side.has_ended), sides[-1].name)
 
 
-def _measure(pair: Pair, a: _Side, b: _Side, until: float, max_pairs: int) -> None:
+def _measure(pair: Pair, a: _Side, b: _Side, until: float, max_pairs: int, block_s: float) -> None:
     queue = max(a.queue, b.queue)
     pair.dropped = queue + _WARM_STEPS
     # What a step takes: these blocks are not counted, and bring both past their first steps.
     slowest = max(side.block(pair.dropped, _FEWEST_STEPS).step_s for side in (a, b))
     left = until - time.monotonic()
-    wanted = min(max(left / (4 * max_pairs), _SHORTEST_S), _LONGEST_S)
+    wanted = min(max(left / (4 * max_pairs), _SHORTEST_S), block_s)
     steps = max(math.ceil(wanted / slowest) - pair.dropped, queue + 1, _FEWEST_STEPS)
 
     def measured(side: _Side) -> Callable[[], float]:
@@ -251,12 +256,21 @@ class _Side:
             if spoken not in ready:
                 self._watched(self.process.hear)
             elif self._connection is None:
-                self._connection, _ = self._listener.accept()
-                self._listener.close()  # of several processes of a script the first takes part
+                self._accept()
             else:
                 self._read()
         line, _, self._waiting = self._waiting.partition(b"\n")
         return dict(json.loads(line))
+
+    def _accept(self) -> None:
+        """The first process of the script that comes takes part, and nobody else's."""
+        connection, _ = self._listener.accept()
+        who = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _WHO.size)
+        if _WHO.unpack(who)[1] != os.geteuid():
+            connection.close()
+            return
+        self._connection = connection
+        self._listener.close()
 
     def _read(self) -> None:
         assert self._connection is not None

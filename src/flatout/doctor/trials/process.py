@@ -89,7 +89,8 @@ class Process:
     def _start(self, how: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
         with open(self._output, "wb") as output:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "flatout.doctor.trials.keeper", json.dumps(how)],
+                # -P: what lies in the user's folder is no module of the keeper's.
+                [sys.executable, "-P", "-m", "flatout.doctor.trials.keeper", json.dumps(how)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
