@@ -87,6 +87,14 @@ def test_two_processes_run_in_turn_a_b_b_a(tmp_path):
     assert list(trials_folder().iterdir()) == []
 
 
+@pytest.mark.slow
+def test_a_trial_without_time_says_so(tmp_path):
+    slow = job(tmp_path, PLAIN.replace("0.004", "0.2"), "1000000")
+    pair = run_pair(slow, slow, budget_s=9)
+    assert "proves nothing" in pair.reason or "in the time given" in pair.reason
+    assert pair.result is None or not (pair.result.wins or pair.result.loses)
+
+
 def test_a_script_that_ends_ends_the_trial_with_what_was_measured(tmp_path):
     endless, short = job(tmp_path, PLAIN, "1000000"), job(tmp_path, PLAIN, "60")
     pair = run_pair(endless, short, budget_s=60, block_s=0.1)
@@ -219,10 +227,16 @@ def test_a_killed_keeper_takes_its_script_along(tmp_path):
 def test_a_script_is_stopped_with_its_workers(tmp_path, redirected):
     script = job(tmp_path, WITH_WORKERS)
     one = Job([script.command[0], str(STEPPING), *script.command[1:]])
-    seen: dict[str, list[int]] = {}
+    seen: list[int] = []
+    states: list[str] = []
 
     def watch(side, process):
-        seen[side] = [process.pid]
+        seen.append(process.pid)
+        if side == "b":  # a has met, and its workers have filled their queue
+            a = psutil.Process(seen[0])
+            workers = a.children(recursive=True)
+            seen.extend(worker.pid for worker in workers)
+            states.extend(one.status() for one in (a, *workers))
 
     pair = run_pair(
         one, one, budget_s=240, max_pairs=2, block_s=0.1, started=watch, is_redirected=redirected
@@ -231,7 +245,8 @@ def test_a_script_is_stopped_with_its_workers(tmp_path, redirected):
     assert_in_order(pair)
     assert pair.dropped == 2 * 3 + 2
     assert all(block.steps > 2 * 3 for block in pair.blocks)
-    assert not alive([pid for pids in seen.values() for pid in pids])
+    assert states == [psutil.STATUS_STOPPED] * 3
+    assert not alive(seen)
     assert not (tmp_path / "model.pt").exists()
 
 

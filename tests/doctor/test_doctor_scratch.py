@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -230,6 +231,21 @@ def test_spawned_workers_are_contained_too(tmp_path, monkeypatch, redirected, re
             assert open("old.txt").read() == "worker" and not os.path.exists("gone.txt")
     """
     assert contained(tmp_path, monkeypatch, code, redirected=redirected)[:2] == (0, "")
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
+def test_files_that_cannot_be_overlaid_are_redirected(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as user, scratch() as folder:
+        kept = Path(user) / "kept"
+        kept.write_text("kept")
+        monkeypatch.chdir(user)
+        code = "open('kept', 'w').write('changed'); assert open('kept').read() == 'changed'"
+        command = [sys.executable, "-c", code]
+        process = Process(Job(command), folder / "a", temporary_of(folder) / "a")
+        assert process.wait() == 0
+        assert process.held in ("landlock", "python")
+        assert kept.read_text() == "kept"
+        process.end()
 
 
 def test_a_user_namespace_overlays_without_root(tmp_path, overlays):

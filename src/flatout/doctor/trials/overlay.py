@@ -46,7 +46,7 @@ def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = No
         FlatoutError: the current folder cannot be covered.
     """
     here = os.getcwd()
-    _unshare(os.geteuid() != 0 if as_user is None else as_user)
+    _leave_namespaces(as_user)
     real = [(path, os.open(path, os.O_PATH)) for path in passes]
     mounted = _mounted()
     # The one that holds the writes comes last: then they can no longer be reached by name.
@@ -64,6 +64,18 @@ def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = No
         size = os.statvfs(_SHARED_MEMORY)
         _mount("tmpfs", _SHARED_MEMORY, "tmpfs", 0, f"size={size.f_blocks * size.f_frsize}")
     os.chdir(here)
+
+
+def _leave_namespaces(as_user: bool | None) -> None:
+    if as_user is None:
+        try:
+            _unshare(os.geteuid() != 0)
+        except PermissionError:  # a root that is none
+            if os.geteuid() != 0:
+                raise
+            _unshare(True)
+    else:
+        _unshare(as_user)
 
 
 def _unshare(as_user: bool) -> None:

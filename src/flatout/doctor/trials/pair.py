@@ -151,6 +151,8 @@ def _measure(pair: Pair, a: _Side, b: _Side, until: float, max_pairs: int, block
         return one
 
     pair.result = run_trial(measured(a), measured(b), max_pairs=max_pairs, deadline_s=left)
+    if pair.result.pairs == 1 < max_pairs:
+        pair.reason = "the time given had room for one comparison only, which proves nothing"
 
 
 def _from_whole_quadruples(blocks: Sequence[Block]) -> TrialResult | None:
