@@ -23,11 +23,12 @@ KINDS = {
     "index": "where rows begin in files",
     "files": "fetched files",
     "rows": "cached samples",
+    "live": "what jobs have shown",
     "trials": "trials that were killed",
     "samples": "measurements that were killed",
 }
-# Rows that nothing names exactly are of one process.
-_OF_PROCESS = re.compile(r"(\d+)-[0-9a-f]{16}(\.part)?")
+# Rows that nothing names exactly are of one process, and so is what `flatout top` shows.
+_OF_PROCESS = re.compile(r"(\d+)(-[0-9a-f]{16})?(\.part|\.json)?")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@
     contained.py   what every Python process below a keeper does first
     overlay.py     files copied on write by the kernel, where it allows that
     landlock.py    elsewhere: the kernel refuses to write outside the scratch folder,
-    redirect.py    and Python's file functions write there instead
+    redirect.py    and Python's file functions write there instead: what view.py and
+                   native_files.py know of paths, native_writers.py of native code
     guard.py       connections to elsewhere, and writes that nothing redirected, end the trial
     scratch.py     the folders, and what is left of trials that were killed
     offline.py     loggers and hubs stay offline

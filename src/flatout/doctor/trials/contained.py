@@ -36,8 +36,9 @@ def begin() -> None:
     writable = None
     if how["is_redirected"]:
         from flatout.doctor.trials import redirect
+        from flatout.doctor.trials.view import View
 
-        redirect.install(redirect.View(Path(how["folder"]), how["passes"]))
+        redirect.install(View(Path(how["folder"]), how["passes"]))
         kernels = ("/dev", "/proc", "/sys")
         writable = (os.path.realpath(how["folder"]), *how["passes"], *kernels)
     else:

@@ -1,0 +1,65 @@
+"""Python's functions on files as they were before redirect.py, and questions asked by them."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import stat
+from typing import Any
+
+native_open = builtins.open
+native: Any = type("Native", (), {})()
+for _name in (
+    *("open", "stat", "lstat", "listdir", "scandir", "access", "readlink", "chdir", "getcwd"),
+    *("listxattr", "getxattr", "statvfs"),
+    *("rename", "replace", "unlink", "rmdir", "mkdir", "link", "symlink"),
+    *("truncate", "utime", "chmod", "chown", "setxattr", "removexattr", "mkfifo"),
+):
+    setattr(native, _name, getattr(os, _name))
+
+
+def exists(path: str) -> bool:
+    """Whether there is anything, be it a broken link."""
+    try:
+        native.lstat(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def is_link(path: str) -> bool:
+    """Whether it is a symbolic link."""
+    try:
+        return stat.S_ISLNK(native.lstat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def end_of(path: str, follow: bool) -> str:
+    """Where a path leads through links, of its last part only if asked."""
+    if follow:
+        return real(path)
+    folder, name = os.path.split(path)
+    return os.path.join(real(folder), name)
+
+
+def real(path: str) -> str:
+    """os.path.realpath by the functions as they were."""
+    parts = path.split("/")[1:]
+    at, followed = "/", 0
+    while parts:
+        part = parts.pop(0)
+        if part in ("", "."):
+            continue
+        if part == "..":
+            at = os.path.dirname(at)
+            continue
+        one = os.path.join(at, part)
+        if is_link(one) and followed < 40:
+            followed += 1
+            target = native.readlink(one)
+            parts[:0] = target.split("/")
+            at = "/" if target.startswith("/") else at
+        else:
+            at = one
+    return at

@@ -1,0 +1,220 @@
+"""The files as a redirected script is to see them.
+
+They are the user's, copies of those that it has written to, and without those it has deleted.
+
+    FOLDER/files/<absolute path>    a copy, or what is new
+    FOLDER/gone                     what has been deleted, moved, or made anew; zeros between
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flatout.doctor.trials.native_files import end_of, exists, is_link, native, native_open, real
+
+Name = Any  # str, bytes or os.PathLike, as the functions of os take them
+
+_AS_THEY_ARE = ("/proc", "/sys", "/dev")
+
+
+class View:
+    """The files as the script is to see them.
+
+    Args:
+        folder: of this process in the trial's folder; holds the copies in files/.
+        passes: folders that are written to as they are.
+    """
+
+    def __init__(self, folder: Path, passes: Sequence[str]) -> None:
+        self._files = os.path.realpath(folder / "files")
+        self._journal = os.path.join(folder, "gone")
+        self._passes = (*_AS_THEY_ARE, *passes)
+        self._gone: set[str] = set()
+        self._read = 0
+        self._parents: dict[str, str] = {}
+        os.makedirs(self._files, exist_ok=True)
+
+    def named(self, name: Name) -> str:
+        """The absolute path that the script means, links of its folders followed."""
+        text = os.fsdecode(name)
+        if not os.path.isabs(text):
+            text = os.path.join(self.here(), text)
+        path = self._without_files(os.path.normpath(text))
+        folder, base = os.path.split(path)
+        if folder not in self._parents:
+            self._parents[folder] = self._without_files(real(folder))
+        return os.path.join(self._parents[folder], base)
+
+    def here(self) -> str:
+        """The current folder, as the script knows it."""
+        return self._without_files(native.getcwd())
+
+    def to_read(self, name: Name, follow: bool = True) -> str:
+        """Where the file lies: its copy if there is one."""
+        path = self.named(name)
+        if self._is_passed(path):
+            return path
+        copy = self._files + path
+        if exists(copy):
+            end = end_of(copy, follow)
+            # The script may have made a link to what it has not written.
+            return end if self._is_copy(end) else self.to_read(end, follow)
+        if self._is_gone(path):
+            return copy
+        if follow and is_link(path):
+            return self.to_read(real(path))
+        return path
+
+    def to_write(self, name: Name, follow: bool = True, keep: bool = True) -> str:
+        """Where to write it: copied there, unless its content need not be kept."""
+        path = self.named(name)
+        if self._is_passed(path):
+            return path
+        copy = self._files + path
+        if not self._has_parent(path):
+            return copy  # the function itself will say so
+        self._make_parent(path)
+        end = end_of(copy, follow)
+        if not self._is_copy(end):
+            return self.to_write(end, follow, keep)
+        path = self._without_files(end)
+        if exists(end) or self._is_gone(path) or not exists(path):
+            return end
+        if follow and is_link(path):
+            return self.to_write(real(path), keep=keep)
+        self._copy(path, end, keep)
+        return end
+
+    def _copy(self, path: str, copy: str, keep: bool) -> None:
+        found = native.lstat(path)
+        mode = stat.S_IMODE(found.st_mode)
+        if stat.S_ISDIR(found.st_mode):
+            native.mkdir(copy, mode | 0o700)
+        elif stat.S_ISLNK(found.st_mode):
+            native.symlink(native.readlink(path), copy)
+        elif stat.S_ISREG(found.st_mode):
+            if not native.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            with native_open(copy, "wb") as target:
+                if keep:
+                    with native_open(path, "rb") as source:
+                        shutil.copyfileobj(source, target, 1 << 20)
+            native.chmod(copy, mode)
+            native.utime(copy, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+    def copy_tree(self, name: Name) -> str:
+        """A whole folder or file, to be moved: all of it is copied."""
+        copy = self.to_write(name, follow=False)
+        path = self.named(name)
+        if os.path.isdir(copy) and not is_link(copy) and not self._is_passed(path):
+            for child in self.listed(path):
+                self.copy_tree(os.path.join(path, child))
+        return copy
+
+    def remove(self, name: Name) -> None:
+        """Delete a file or link."""
+        path = self.named(name)
+        copy = self.to_read(path, follow=False)
+        if self._is_passed(path) or self._is_copy(copy):
+            native.unlink(copy)
+        elif not exists(path) or (os.path.isdir(path) and not is_link(path)):
+            number = errno.EISDIR if exists(path) else errno.ENOENT
+            raise OSError(number, os.strerror(number), path)
+        elif not native.access(os.path.dirname(path), os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        self.forget(path)
+
+    def forget(self, name: Name) -> None:
+        """From now on what the user has there is not seen."""
+        path = self.named(name)
+        if not self._is_passed(path) and exists(path):
+            descriptor = native.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(descriptor, os.fsencode(path) + b"\0")
+            finally:
+                os.close(descriptor)
+
+    def listed(self, name: Name) -> list[str]:
+        """Names in a folder: the user's and the copies, without the deleted."""
+        path = self.named(name)
+        copy = self._files + path
+        if self._is_passed(path) or (not exists(copy) and not self._any_gone()):
+            return list(native.listdir(self.to_read(name)))
+        names: dict[str, None] = {}
+        if exists(copy):
+            names.update(dict.fromkeys(native.listdir(copy)))
+        if not self._is_gone(path) and exists(path):
+            theirs = native.listdir(path)
+            names.update((one, None) for one in theirs if not self._is_gone(f"{path}/{one}"))
+        if not names and not exists(copy):
+            native.listdir(self.to_read(name))  # raises what there is to say
+        return list(names)
+
+    def exists(self, name: Name) -> bool:
+        """Whether there is anything of that name, be it a broken link."""
+        return exists(self.to_read(name, follow=False))
+
+    def is_merged(self, name: Name) -> bool:
+        """Whether a folder's entries do not all lie in one place."""
+        path = self.named(name)
+        return not self._is_passed(path) and (exists(self._files + path) or self._any_gone())
+
+    def _make_parent(self, path: str) -> None:
+        missing = []
+        folder = os.path.dirname(path)
+        while not exists(self._files + folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for one in reversed(missing):
+            with suppress(FileExistsError):
+                native.mkdir(self._files + one)
+
+    def _has_parent(self, path: str) -> bool:
+        parent = os.path.dirname(path)
+        copy = self._files + parent
+        if exists(copy):
+            return os.path.isdir(copy)
+        if self._is_gone(parent) or not os.path.isdir(parent):
+            return False
+        if not native.access(parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return True
+
+    def _without_files(self, path: str) -> str:
+        if path == self._files:
+            return "/"
+        return path[len(self._files) :] if path.startswith(self._files + "/") else path
+
+    def _is_copy(self, path: str) -> bool:
+        return path.startswith(self._files + "/")
+
+    def _is_passed(self, path: str) -> bool:
+        if path.startswith("/dev/shm/"):  # files may lie here; shared memory has no Python path
+            return False
+        return any(path == one or path.startswith(one + "/") for one in self._passes)
+
+    def _any_gone(self) -> bool:
+        """Reads what this process or another one of the trial has deleted since."""
+        with suppress(FileNotFoundError):
+            size = native.stat(self._journal).st_size
+            if size != self._read:
+                with native_open(self._journal, "rb") as journal:
+                    self._gone = set(os.fsdecode(journal.read()).split("\0")) - {""}
+                self._read = size
+        return bool(self._gone)
+
+    def _is_gone(self, path: str) -> bool:
+        if not self._any_gone():
+            return False
+        while path != "/":
+            if path in self._gone:
+                return True
+            path = os.path.dirname(path)
+        return False
