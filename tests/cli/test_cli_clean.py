@@ -54,11 +54,15 @@ def test_what_living_processes_use_stays(base):
     opened = base / "rows" / "abc" / "rows.bin"
     own = base / "rows" / f"{os.getpid()}-{'0' * 16}"
     own.mkdir()
+    shown = base / "live" / f"{os.getpid()}.json"
+    shown.parent.mkdir()
+    shown.write_text("{}")
     with open(opened), scratch() as trial:
         _, removed = listed(clean("--yes", "--json"))
         assert removed == ["auto/a.toml", "ranks/b.json"]
         assert opened.exists()
         assert own.exists()
+        assert shown.exists()
         assert trial.exists()
 
 

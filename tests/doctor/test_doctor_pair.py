@@ -95,6 +95,7 @@ def test_a_trial_without_time_says_so(tmp_path):
     assert pair.result is None or not (pair.result.wins or pair.result.loses)
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_ends_the_trial_with_what_was_measured(tmp_path):
     endless, short = job(tmp_path, PLAIN, "1000000"), job(tmp_path, PLAIN, "60")
     pair = run_pair(endless, short, budget_s=60, block_s=0.1)
@@ -138,7 +139,7 @@ def test_a_script_that_hangs_ends_with_the_budget(tmp_path):
 
 @pytest.mark.slow
 def test_a_crash_in_a_block_is_told(tmp_path):
-    code = PLAIN + "    if step == 200 and sys.argv[2] == 'b': raise RuntimeError('boom')\n"
+    code = PLAIN + "    if step == 40 and sys.argv[2] == 'b': raise RuntimeError('boom')\n"
     a, b = job(tmp_path, code, "1000000", "a"), job(tmp_path, code, "1000000", "b")
     pair = run_pair(a, b, budget_s=60, block_s=0.1)
     assert pair.reason == "b: the script failed: RuntimeError: boom"

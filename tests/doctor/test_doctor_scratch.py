@@ -316,6 +316,7 @@ def test_the_users_own_sitecustomize_is_run_too(tmp_path, monkeypatch):
     assert contained(tmp_path, monkeypatch, code, redirected=True)[:2] == (0, "")
 
 
+@pytest.mark.slow
 def test_modules_in_the_users_folder_are_the_scripts_alone(tmp_path, monkeypatch):
     user_folder(tmp_path / "user")
     for name in ("json", "signal", "psutil"):
