@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _MANY = 4
-"""Workers to begin with where there are CPUs enough: each costs memory and a copy of the dataset."""
+"""Workers to begin with where CPUs suffice: each costs memory and a copy of the dataset."""
 
 
 def look(seen: Observation) -> list[Finding]:
