@@ -5,12 +5,12 @@ from __future__ import annotations
 from flatout.doctor.checks.check import Check
 from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, is_worth, lane, ms
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Call, Observation
 
 
 def look(seen: Observation) -> list[Finding]:
     """Whether collections take time, asked for by the script in each step or by themselves."""
-    asked = [call for call in calls(seen, "gc") if is_each_step(seen, call)]
+    asked = [call for call in calls(seen, "gc") if is_each_step(seen, call) and _is_full(call)]
     found = [
         _found(f"gc.collect() runs in each step{_takes(cost)}", "delete the call", site, cost)
         for site, cost in ((str(call.site), cost_ms(seen, call)) for call in asked)
@@ -26,6 +26,11 @@ def look(seen: Observation) -> list[Finding]:
         "gc.collect() between epochs"
     )
     return [_found(f"garbage collection takes {ms(pauses)} of each step", do, "", pauses)]
+
+
+def _is_full(call: Call) -> bool:
+    """Python itself collects the oldest generation rarely, gc.collect() always."""
+    return call.detail.get("generation", 2) == 2
 
 
 def _takes(cost: float | None) -> str:

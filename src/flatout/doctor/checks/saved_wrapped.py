@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.signals import models
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Model, Observation
 
-_WRAPPERS = {
-    "module.": "DataParallel and DistributedDataParallel",
-    "_orig_mod.": "torch.compile",
-}
+_PARALLEL = ("DataParallel", "DistributedDataParallel")
 
 
 def look(seen: Observation) -> list[Finding]:
-    """Which saved names begin with a wrapper's prefix."""
+    """Which saved names have the prefix of a wrapper that the model has."""
+    trained = models(seen)
+    names = [str(name) for saved in seen.saved for name in saved.get("keys", ())]
     found = []
-    for saved in seen.saved:
-        names = [str(name) for name in saved.get("keys", ())]
-        for prefix, wrapper in _WRAPPERS.items():
-            wrapped = [name for name in names if name.startswith(prefix)]
-            if wrapped and len(wrapped) == len(names):
-                found.append(_found(saved, wrapped[0], prefix, wrapper))
+    for prefix, attribute in _prefixes(trained):
+        wrapped = [n for n in names if n.startswith(prefix) or f".{prefix}" in n]
+        if wrapped:
+            found.append(_found(seen, wrapped[0], prefix, attribute))
     return found
 
 
-def _found(saved: dict[str, Any], name: str, prefix: str, wrapper: str) -> Finding:
+def _prefixes(trained: Sequence[Model]) -> list[tuple[str, str]]:
+    """The prefixes that these models' wrappers leave, and what the bare model is called there."""
+    found = []
+    if any(model.wrapper in _PARALLEL for model in trained):
+        found.append(("module.", "model.module"))
+    if any(model.is_compiled for model in trained):
+        found.append(("_orig_mod.", "model._orig_mod"))
+    return found
+
+
+def _found(seen: Observation, name: str, prefix: str, attribute: str) -> Finding:
+    saves = [call.site for call in seen.calls if call.kind == "save"]
     return Finding(
         name="saved_wrapped",
         kind="note",
-        what=f"weights are saved as {name}: the prefix {prefix} is that of {wrapper}, and the bare "
-        "model does not load them",
-        do=f"save {'model._orig_mod' if prefix == '_orig_mod.' else 'model.module'}.state_dict(); "
-        "flatout export takes the prefix off files that are there already",
+        what=f"weights are saved under names such as {name}: {prefix} is the wrapper's, and the "
+        "bare model does not load them",
+        do=f"save {attribute}.state_dict(); flatout export takes the prefix off files that are there "
+        "already",
         number=39,
-        where=_where(saved),
+        where=str(saves[0]) if saves else "",
         parity="bit-identical",
     )
-
-
-def _where(saved: dict[str, Any]) -> str:
-    site = saved.get("site")
-    return f"{site['file']}:{site['line']}" if isinstance(site, dict) else str(site or "")
 
 
 CHECK = Check("saved_wrapped", (39,), look)
