@@ -30,7 +30,7 @@ def look(seen: Observation) -> list[Finding]:
 
 def _is_full(call: Call) -> bool:
     """Python itself collects the oldest generation rarely, gc.collect() always."""
-    return call.detail.get("generation", 2) == 2
+    return bool(call.detail.get("generation", 2) == 2)
 
 
 def _takes(cost: float | None) -> str:

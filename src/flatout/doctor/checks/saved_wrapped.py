@@ -41,8 +41,7 @@ def _found(seen: Observation, name: str, prefix: str, attribute: str) -> Finding
         kind="note",
         what=f"weights are saved under names such as {name}: {prefix} is the wrapper's, and the "
         "bare model does not load them",
-        do=f"save {attribute}.state_dict(); flatout export takes the prefix off files that are there "
-        "already",
+        do=f"save {attribute}.state_dict(); flatout export takes the prefix off files that have it",
         number=39,
         where=str(saves[0]) if saves else "",
         parity="bit-identical",
