@@ -22,7 +22,7 @@ def look(seen: Observation) -> list[Finding]:
                 kind=kind_of(seen, cost),
                 what=f"advanced indexing picks each batch{takes}; index_select does the same on "
                 "all cores",
-                do="torch.index_select(data, 0, rows), or flatout.data.tensors(...) for the whole "
+                do="torch.index_select(data, 0, rows), or flatout.data.arrays(...) for the whole "
                 "pipeline",
                 number=48,
                 where=str(call.site),
