@@ -9,7 +9,6 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
@@ -53,7 +52,7 @@ class FirstLookReport:
         yield Text(header(self.verdict, self.machine))
         yield Text(self._heading(), style="bold")
         for rank in self.verdict.observations:
-            yield from _lanes(rank, len(self.verdict.observations) > 1)
+            yield from _lanes(rank, len(self.verdict.observations) > 1, options.max_width)
         found = self.verdict.critical
         if found is not None:
             yield Text(", ".join(part for part in (found.words, short(found.where)) if part))
@@ -154,28 +153,24 @@ def short(where: str) -> str:
     return f"{relative if len(relative) < len(file) else file}:{line}"
 
 
-def _lanes(rank: Observation, of_several: bool) -> Iterator[RenderableType]:
+def _lanes(rank: Observation, of_several: bool, width: int) -> Iterator[RenderableType]:
+    """One line: each lane with its bar and its ms; what is too small for a bar, together."""
     if not rank.steps or not any(rank.lanes_ms.values()):
         return
-    known = {name: value for name, value in rank.lanes_ms.items() if value is not None}
-    step = sum(known.get(name, 0.0) for name in _STEP) or fmean(rank.step_ms or [0.0])
-    line = Text(f"rank {rank.rank} " if of_several else "")
-    line.append(f"step {_figure(step)} ms")
-    other = 0.0
-    mark = "  "
-    for name in (*_STEP, *_BETWEEN):
-        value = known.get(name, 0.0)
-        if value < _SHOWN * step:
-            other += value if name in _STEP else 0.0
-            continue
-        width = max(1, round(_BAR * min(1.0, value / step)))
-        line.append(f"{mark}{name} ")
-        line.append("█" * width, style="cyan")
-        line.append(f" {_figure(value)}")
-        mark = " | "
+    known = {name: rank.lanes_ms.get(name) or 0.0 for name in (*_STEP, *_BETWEEN)}
+    step = sum(known[name] for name in _STEP)
+    shown = {name: value for name, value in known.items() if value >= _SHOWN * step}
+    other = sum(known[name] for name in _STEP if name not in shown)
+    begin = (f"rank {rank.rank} " if of_several else "") + f"step {_figure(step)} ms  "
+    words = [f"{name} {{}} {_figure(value)}" for name, value in shown.items()]
     if other >= _SHOWN * step:
-        line.append(f"{mark}other {_figure(other)}")
-    yield line
+        words.append(f"other {_figure(other)}")
+    # The bars take what the words leave of the line.
+    room = width - len(begin) - sum(len(each) - 2 for each in words) - 3 * (len(words) - 1)
+    columns = min(_BAR, max(room - len(shown), 0))
+    bars = {name: "█" * max(1, int(columns * value / step)) for name, value in shown.items()}
+    line = " | ".join(words).format(*bars.values())
+    yield Text(begin + line)
 
 
 def _bound(finding: Finding) -> str:
