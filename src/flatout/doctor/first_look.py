@@ -21,7 +21,7 @@ import psutil
 from flatout.doctor.torchrun import under_torchrun
 from flatout.observe import Observation
 
-STARTING_S = 40.0
+STARTING_S = 60.0
 """How long a script may take beside the time in which its steps are watched: imports, its data, the
 model. It is ended then, whether it has stepped or not."""
 
