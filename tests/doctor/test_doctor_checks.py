@@ -101,6 +101,7 @@ class Row:
 
 
 NO_STEPS = {"steps": 0, "step_ms": []}
+TABLE = {"layers": {"Embedding": 1}}
 CONV = {"has_convolutions": True, "layers": {"Conv2d": 2}}
 PARTS = {"read": 1.0, "decode": 8.0, "transform": 1.0, "collate": 1.0}
 
@@ -178,6 +179,24 @@ ROWS = {
         job(bf16_units="AMX-bf16", model={"autocast": "bfloat16"}),
         job(bf16_units=None),
         cost=9.5 * 15 / 16,
+    ),
+    "bf16_useless": Row(
+        job(model={"autocast": "bfloat16", "elements": 697}),
+        job(model={"autocast": "bfloat16", "elements": 6_000_000}),
+        job(model={"autocast": "bfloat16", "elements": 697, "inputs": []}),
+        cost=9.5,
+    ),
+    "text_parse": Row(
+        starving(loader={"hot": [(Site("train.py", 7, "a = line.split(',')"), 0.5)]}),
+        starving(loader={"hot": [(Site("train.py", 7, "a = np.load(path)"), 0.5)]}),
+        starving(),
+        cost=3.0,
+    ),
+    "table_dense": Row(
+        job(model=TABLE, optimizer={"sparse_share": 0.01}, lanes={"optimiser": 3.0}),
+        job(model=TABLE, optimizer={"sparse_share": 0.9}, lanes={"optimiser": 3.0}),
+        job(model=TABLE),
+        cost=8.5 * 0.99,
     ),
     "last_batch_ragged": Row(
         job(loader={"length": 1025}, model={"layers": {"BatchNorm2d": 1}}),
@@ -386,6 +405,12 @@ def test_what_is_below_noise_is_noted_and_left_alone():
     quick = job(optimizer={"fused": False}, lanes={"optimiser": 0.1})
     (unfused,) = named["optimiser_unfused"](quick)
     assert (item.kind, unfused.kind) == ("note", "note")
+
+
+def test_bf16_is_not_proposed_where_calling_operators_takes_the_time():
+    look = next(check.look for check in CHECKS if check.name == "fp32_slow")
+    assert look(job(bf16_units="AMX-bf16", model={"elements": 697})) == []
+    assert look(job(bf16_units="AMX-bf16", model={"elements": 6_000_000}))
 
 
 def test_ranks_with_cpus_of_their_own_are_no_crowd():

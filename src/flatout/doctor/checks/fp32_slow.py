@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Check, NoSignal
-from flatout.doctor.checks.signals import at, is_gpu, is_worth, lane, models, ms, step_ms
+from flatout.doctor.checks.signals import (
+    SLOW_RATE,
+    arithmetic_rate,
+    at,
+    is_gpu,
+    is_worth,
+    lane,
+    models,
+    ms,
+    step_ms,
+)
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Model, Observation
 
 _FASTER = {"AMX-bf16": 16.0, "AVX512-bf16": 2.0, "Arm bf16": 4.0, "GPU": 16.0}
 """How many times the peak of bf16 is that of fp32 on such units, at most."""
-
-_LEAST_MS = 1.0
-"""In a shorter forward and backward, calling the operators costs more than their arithmetic."""
 
 
 def look(seen: Observation) -> list[Finding]:
@@ -26,7 +33,7 @@ def look(seen: Observation) -> list[Finding]:
         return []
     compute = lane(seen, "forward", "backward")
     cost = compute * (1 - 1 / max(_FASTER[name] for name in units))
-    if compute < _LEAST_MS or not is_worth(seen, cost):
+    if not is_worth(seen, cost):
         return []
     return [
         Finding(
@@ -44,8 +51,14 @@ def look(seen: Observation) -> list[Finding]:
             recipe={"compute.precision": "bf16"},
         )
         for model in trained
-        if not model.autocast
+        if not model.autocast and _computes(seen, model)
     ]
+
+
+def _computes(seen: Observation, model: Model) -> bool:
+    """Whether arithmetic can be what takes the time."""
+    rate = None if is_gpu(seen) else arithmetic_rate(seen, model)
+    return rate is None or rate >= SLOW_RATE
 
 
 CHECK = Check("fp32_slow", (18,), look)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from math import prod
 from statistics import median
 
 from flatout.doctor.checks.check import NoSignal
@@ -17,6 +19,10 @@ HUNGRY = 0.1
 
 EVERY = 0.5
 """What happens in this share of the steps, or more, counts as happening in each."""
+
+SLOW_RATE = 2e9
+"""FLOP per second below which a step on a CPU is no arithmetic: one core multiplies matrices at ten
+times that rate, so the time goes to calling operators."""
 
 PER_STEP = ("input", "copy", "forward", "backward", "sync", "optimiser", "host")
 """The lanes of which a step consists; the others lie between steps."""
@@ -85,6 +91,21 @@ def models(seen: Observation) -> list[Model]:
     if not seen.models:
         raise NoSignal("no model was seen")
     return seen.models
+
+
+def arithmetic_rate(seen: Observation, model: Model) -> float | None:
+    """FLOP per second of forward and backward, for layers that use each weight once a row.
+
+    That are two for each weight and row in forward, and four in backward. None for convolutions,
+    which use a weight at many places, and where the shape of the batches was not seen.
+    """
+    words = model.inputs[0][0] if model.inputs else ""
+    shape = [int(size) for size in re.findall(r"\d+", re.split(r"[\])]", words)[0])]
+    if model.has_convolutions or not shape or not model.elements:
+        return None
+    rows = prod(shape if "int" in words else shape[:-1])
+    seconds = lane(seen, "forward", "backward") / 1e3
+    return 6 * model.elements * rows * batches_per_step(seen) / max(seconds, 1e-9)
 
 
 def batches_per_step(seen: Observation) -> float:
