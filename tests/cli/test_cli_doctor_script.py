@@ -167,7 +167,8 @@ def test_a_script_that_ignores_signals_is_ended_all_the_same(script):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
-    assert "before anything was seen" in out or "no optimiser step" in out
+    assert "no optimiser step was seen" in out
+    assert "SIGTERM" in out
     assert leftovers(folder) == []
 
 
@@ -216,8 +217,11 @@ def test_each_rank_of_torchrun_is_watched(script):
         "        optimizer.step()\n"
     )
     done = doctor(folder, "--json", "--", "torchrun", "--nproc-per-node", "2", "train.py")
-    assert done.returncode == 3, done.stdout + done.stderr
     seen = json.loads(done.stdout)
     assert [rank["rank"] for rank in seen["observations"]] == [0, 1]
-    assert "sampler_missing" in [f["name"] for f in seen["findings"] if f["kind"] == "danger"]
+    assert [rank["steps"] for rank in seen["observations"]] == [24, 24]
+    dangers = [found["name"] for found in seen["findings"] if found["kind"] == "danger"]
+    assert done.returncode == (3 if dangers else 0)
+    # Where the sampler is out of sight, that is said.
+    assert "sampler_missing" in {*dangers, *dict(seen["unknown"])}
     assert leftovers(folder) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,6 +61,10 @@ def doctor(
     from flatout.doctor.judge import judge
 
     what = [*(["-m"] if is_module else []), script, *(args or [])]
+    if sys.stderr.isatty():
+        typer.echo(
+            f"watching {script} for {seconds:g} s from its first step; Ctrl-C ends it", err=True
+        )
     look = first_look(what, seconds=seconds, steps=steps, verbose=verbose)
     machine = inventory()
     verdict = judge(look.observations, machine) if look.observations else None

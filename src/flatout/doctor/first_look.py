@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -59,9 +59,7 @@ class FirstLook:
     @property
     def failed(self) -> bool:
         """Whether the script ended with an error of its own."""
-        if any(rank.ended == "failed" for rank in self.observations):
-            return self.interrupted_by is None and self.exit_code is not None
-        return bool(self.exit_code)
+        return bool(self.exit_code) or any(rank.ended == "failed" for rank in self.observations)
 
 
 def first_look(
@@ -93,7 +91,7 @@ def first_look(
             until = began + seconds + starting_s
             code, interrupted = _run(command, sys.stderr.buffer if verbose else kept, until)
         return FirstLook(
-            observations=_read(Path(folder)),
+            observations=[_ended(rank, code) for rank in _read(Path(folder))],
             exit_code=code,
             output=_last_lines(Path(folder) / "output"),
             seconds=time.monotonic() - began,
@@ -202,6 +200,13 @@ def _read(folder: Path) -> list[Observation]:
     """Returns what the ranks have written: each a file that is whole or absent."""
     paths = sorted(folder.glob("rank-*.json"))
     return [Observation.of(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def _ended(rank: Observation, code: int | None) -> Observation:
+    """Says how a rank ended that could not say so itself, or was told to end from here."""
+    if code is None and rank.ended in ("running", "failed"):
+        return replace(rank, ended="stopped" if rank.steps else "no steps", error="")
+    return replace(rank, ended="failed") if rank.ended == "running" else rank
 
 
 def _last_lines(path: Path) -> list[str]:

@@ -26,6 +26,10 @@ _STEP = ("input", "copy", "forward", "backward", "sync", "optimiser", "host", "g
 _BETWEEN = ("evaluation", "saving")
 _SHOWN = 0.01
 """Share of a step from which on a lane has a bar of its own."""
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimiser": "opt", "evaluation": "eval"}
+"""Of lanes, where a line has no room for their names and bars."""
+_TOLD = 0.001
+"""Share from which on what is too small for a bar is told."""
 _BAR = 24
 """Columns of all bars together."""
 
@@ -104,6 +108,8 @@ class FirstLookReport:
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             yield Padding(Text(f"{', '.join(names)}: {reason}", style="dim"), (0, 0, 0, 2))
+        for note in dict.fromkeys(n for rank in self.verdict.observations for n in rank.notes):
+            yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
 
     def _next(self) -> Iterator[RenderableType]:
         """What can be done now, as commands that exist."""
@@ -162,13 +168,18 @@ def _lanes(rank: Observation, of_several: bool, width: int) -> Iterator[Renderab
     shown = {name: value for name, value in known.items() if value >= _SHOWN * step}
     other = sum(known[name] for name in _STEP if name not in shown)
     begin = (f"rank {rank.rank} " if of_several else "") + f"step {_figure(step)} ms  "
-    words = [f"{name} {{}} {_figure(value)}" for name, value in shown.items()]
-    if other >= _SHOWN * step:
-        words.append(f"other {_figure(other)}")
-    # The bars take what the words leave of the line.
-    room = width - len(begin) - sum(len(each) - 2 for each in words) - 3 * (len(words) - 1)
-    columns = min(_BAR, max(room - len(shown), 0))
-    bars = {name: "█" * max(1, int(columns * value / step)) for name, value in shown.items()}
+    last = [f"other {_figure(other)}"] if other >= _TOLD * step else []
+    for short_names in ({}, _SHORT):
+        words = [f"{short_names.get(n, n)} {{}} {_figure(v)}" for n, v in shown.items()] + last
+        # The bars take what the words leave of the line.
+        room = width - len(begin) - sum(len(each) for each in words) - 3 * (len(words) - 1)
+        columns = min(_BAR, room + 2 * len(shown))
+        if columns >= _BAR // 2:
+            break
+    bars = {
+        name: "█" * max(1, int((columns - len(shown)) * value / step))
+        for name, value in shown.items()
+    }
     line = " | ".join(words).format(*bars.values())
     yield Text(begin + line)
 
