@@ -29,6 +29,9 @@ _GRACE_S = ((signal.SIGINT, 5.0), (signal.SIGTERM, 3.0))
 """What a script is asked to end by, and how long it may take: as by Ctrl-C, so that what was seen
 is written; then as by a cluster."""
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask this process to end."""
+
 _LAST_LINES = 15
 _LAST_BYTES = 2**16
 
@@ -72,6 +75,8 @@ def first_look(
 ) -> FirstLook:
     """Runs a script as `python` would, with its standard input closed, and observes it.
 
+    To be called from the main thread, which is where signals arrive.
+
     Args:
         what: the script and its arguments; a module after "-m"; or torchrun's command line.
         seconds: for how long its steps are watched, from the first one.
@@ -105,29 +110,29 @@ def _run(command: list[str], output: IO[bytes], until: float) -> tuple[int | Non
     # What the script leaves without a parent becomes a child of this process, so it can be found.
     _LIBC.prctl(_SET_SUBREAPER, 1)
     process = None
-    try:
-        with _signals_raise():
-            try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    preexec_fn=_end_with_parent,
-                )
-                if _has_ended(process, until):
-                    return _code(process), None
+    with _signals_raise():
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+            if _has_ended(process, until):
+                return _code(process), None
+            _ask_to_end(process)
+            return None, None
+        except _Met as met:
+            if process is not None:
                 _ask_to_end(process)
-            except _Met as met:
-                if process is not None:
-                    _ask_to_end(process)
-                return None, met.number
-        return None, None
-    finally:
-        if process is not None:
-            _end_all(process, before)
-        _LIBC.prctl(_SET_SUBREAPER, 0)
+            return None, met.number
+        finally:
+            _ignore_signals()
+            if process is not None:
+                _end_all(process, before)
+            _LIBC.prctl(_SET_SUBREAPER, 0)
 
 
 class _Met(BaseException):
@@ -140,19 +145,24 @@ class _Met(BaseException):
 @contextmanager
 def _signals_raise() -> Iterator[None]:
     """Turns the signals that would end this process into an exception, once."""
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def meet(number: int, frame: object) -> None:
-        for each in asked:
-            signal.signal(each, signal.SIG_IGN)  # the script is being ended already
+        _ignore_signals()  # the script is being ended already
         raise _Met(number)
 
-    handlers = {number: signal.signal(number, meet) for number in asked}
+    # Under nohup a hang-up is none.
+    kept = [n for n in _ENDING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, meet) for number in kept}
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_with_parent() -> None:
