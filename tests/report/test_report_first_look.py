@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 
 import pytest
 from rich.console import Console
@@ -13,6 +14,7 @@ from flatout.doctor.finding import Finding
 from flatout.doctor.judge import Verdict, judge
 from flatout.observe import Loader, Model, Observation, Site
 from flatout.report.first_look import FirstLookReport, header, short
+from flatout.report.page import page
 
 
 def observation(**lanes):
@@ -101,3 +103,9 @@ def test_places_are_as_short_as_they_can_be(tmp_path, monkeypatch):
     assert short(str(tmp_path / "train.py") + ":7") == "train.py:7"
     assert short("/elsewhere/train.py:7") == "/elsewhere/train.py:7"
     assert short("") == ""
+
+
+def test_the_page_takes_the_same_verdict(verdict):
+    text = page(json.loads(json.dumps(verdict.as_dict())))
+    assert "the model waits for input" in text
+    assert "train.py:120" in text
