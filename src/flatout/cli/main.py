@@ -29,7 +29,7 @@ app = typer.Typer(
 app.command()(demo)
 # What stands behind the script's name is the script's, also what looks like an option.
 app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command()(doctor)
+app.command(context_settings={"allow_interspersed_args": False})(doctor)
 app.command()(export)
 app.command()(devices)
 app.command()(scaling)

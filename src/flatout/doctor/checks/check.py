@@ -1,8 +1,8 @@
-"""What a check is, and all of them."""
+"""What a check is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from flatout.doctor.finding import Finding
@@ -17,9 +17,9 @@ class Check(NamedTuple):
     """One pitfall.
 
     Attributes:
-        name: of the check, of its corpus script and of its page in the docs.
+        name: of the check, of its corpus script and of its section in the docs.
         numbers: of the pitfalls in the list of those known.
-        look: gives what it finds; raises NoSignal.
+        look: gives what it finds in one rank; raises NoSignal.
     """
 
     name: str
@@ -27,5 +27,14 @@ class Check(NamedTuple):
     look: Callable[[Observation], list[Finding]]
 
 
-CHECKS: tuple[Check, ...] = ()
-"""In the order in which they are told when nothing else decides."""
+class RankCheck(NamedTuple):
+    """One pitfall that shows only where several ranks stand beside one another.
+
+    Attributes:
+        name, numbers: as of a Check.
+        look: gives what it finds in the ranks of one machine, in order; raises NoSignal.
+    """
+
+    name: str
+    numbers: tuple[int, ...]
+    look: Callable[[Sequence[Observation]], list[Finding]]

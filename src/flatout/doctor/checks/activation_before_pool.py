@@ -1,0 +1,39 @@
+"""An activation before max-pooling, where it would have a quarter of the work behind it."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.signals import at, is_worth, lane, models
+from flatout.doctor.finding import Finding
+from flatout.observe import Model, Observation
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Which pairs could change places."""
+    swappable = [model for model in models(seen) if model.pool_after]
+    if not swappable:
+        return []
+    cost = lane(seen, "forward", "backward")
+    if not is_worth(seen, cost):
+        return []
+    return [_found(model, cost) for model in swappable]
+
+
+def _found(model: Model, cost: float) -> Finding:
+    activation, pooling = model.pool_after[0]
+    more = f" and {len(model.pool_after) - 1} more" if len(model.pool_after) > 1 else ""
+    return Finding(
+        name="activation_before_pool",
+        kind="slow",
+        what=f"{activation} runs before {pooling}{more}: after it there are fewer values, and the "
+        "result is the same",
+        do="pool first, then activate",
+        number=46,
+        where=at(model.site),
+        cost_ms=cost,
+        parity="bit-identical",
+        recipe={"compute.rewrites": "on"},
+    )
+
+
+CHECK = Check("activation_before_pool", (46,), look)

@@ -1,0 +1,46 @@
+"""Convolutions compute on images whose channels do not lie together."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.signals import at, is_worth, lane, models, ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Model, Observation
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Which models with two-dimensional convolutions are not in channels_last."""
+    convolutional = [model for model in models(seen) if _convolves_images(model)]
+    if not convolutional:
+        return []
+    cost = lane(seen, "forward", "backward")
+    if not is_worth(seen, cost):
+        return []
+    return [
+        Finding(
+            name="channels_first",
+            kind="slow",
+            what=f"{model.kind.rpartition('.')[2]} has convolutions and is not in channels_last; "
+            f"forward and backward take {ms(cost)}",
+            do="model.to(memory_format=torch.channels_last), and the batches too; pays most "
+            "together with bf16",
+            number=43,
+            where=at(model.site),
+            cost_ms=cost,
+            parity="redrawn" if any("Dropout" in layer for layer in model.layers) else "rounding",
+            recipe={"compute.memory_format": "channels_last"},
+        )
+        for model in convolutional
+        if not model.is_channels_last
+    ]
+
+
+def _convolves_images(model: Model) -> bool:
+    """One-dimensional convolutions have no such format."""
+    named = any("Conv" in layer for layer in model.layers)
+    return model.has_convolutions and (
+        not named or any("Conv2" in layer or "Conv3" in layer for layer in model.layers)
+    )
+
+
+CHECK = Check("channels_first", (43,), look)

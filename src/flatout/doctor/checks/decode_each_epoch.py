@@ -1,0 +1,65 @@
+"""The same samples are decoded anew in each epoch, though all of them would fit in memory."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import (
+    HUNGRY,
+    at,
+    hot,
+    lane,
+    loader_ms,
+    ms,
+    share,
+    training_loaders,
+)
+from flatout.doctor.finding import Finding
+from flatout.observe import Loader, Observation
+
+_OF_MEMORY = 0.5
+"""Of the free memory that a cache may take: the job and the page cache need the rest."""
+
+_MUCH = 0.2
+"""Share of the loader's time from which on decoding is worth a cache."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether decoding costs, and what it gives fits."""
+    found = []
+    for loader in training_loaders(seen):
+        if share(seen, lane(seen, "input")) < HUNGRY:
+            continue
+        cost = loader_ms(seen, loader, "decode")
+        whole = sum(loader.lanes_ms.values())
+        if loader.lanes_ms["decode"] < _MUCH * whole or share(seen, cost) < HUNGRY:
+            continue
+        size = _megabytes(loader)
+        if seen.available_mb is None:
+            raise NoSignal("how much memory is free was not seen")
+        if size <= _OF_MEMORY * seen.available_mb:
+            found.append(_found(loader, cost, size, seen.available_mb))
+    return found
+
+
+def _megabytes(loader: Loader) -> float:
+    if loader.length is None or loader.sample_bytes is None:
+        raise NoSignal("how many samples there are, and how large each is, was not seen")
+    return loader.length * loader.sample_bytes / 2**20
+
+
+def _found(loader: Loader, cost: float, size: float, free: float) -> Finding:
+    return Finding(
+        name="decode_each_epoch",
+        kind="slow",
+        what=f"decoding takes {ms(loader.lanes_ms['decode'])} a batch, in each epoch again; all "
+        f"{loader.length:,} samples take {size:,.0f} MB decoded, {free:,.0f} MB are free",
+        do="keep what was decoded, before anything random: in the dataset, or with "
+        "flatout.data.images(...).cache()",
+        number=5,
+        where=at(hot(loader)),
+        cost_ms=cost,
+        parity="bit-identical",
+    )
+
+
+CHECK = Check("decode_each_epoch", (5,), look)

@@ -1,0 +1,32 @@
+"""Evaluation builds graphs that no backward will use."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.signals import models, ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Model, Observation
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Where a model is evaluated with gradients enabled."""
+    evaluation = seen.lanes_ms.get("evaluation")
+    return [_found(model, evaluation) for model in models(seen) if model.evaluated_with_grad]
+
+
+def _found(model: Model, evaluation: float | None) -> Finding:
+    takes = "" if not evaluation else f"; evaluation takes {ms(evaluation)} per training step"
+    return Finding(
+        name="evaluate_with_grad",
+        kind="slow",
+        what="evaluation runs with gradients enabled: it keeps every activation for a backward "
+        f"that never comes{takes}",
+        do="with torch.inference_mode(): around the evaluation",
+        number=40,
+        where=str(model.evaluated_with_grad),
+        cost_ms=evaluation,
+        parity="bit-identical",
+    )
+
+
+CHECK = Check("evaluate_with_grad", (40,), look)

@@ -1,0 +1,64 @@
+"""All is computed in fp32, though the device has units for bf16."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import (
+    SLOW_RATE,
+    arithmetic_rate,
+    at,
+    is_gpu,
+    is_worth,
+    lane,
+    models,
+    ms,
+    step_ms,
+)
+from flatout.doctor.finding import Finding
+from flatout.observe import Model, Observation
+
+_FASTER = {"AMX-bf16": 16.0, "AVX512-bf16": 2.0, "Arm bf16": 4.0, "GPU": 16.0}
+"""How many times the peak of bf16 is that of fp32 on such units, at most."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether a model without autocast computes in fp32 where bf16 units stand idle."""
+    trained = models(seen)
+    if any("16" in dtype for optimizer in seen.optimizers for dtype in optimizer.dtypes):
+        return []
+    if seen.bf16_units is None:
+        raise NoSignal("whether the device has units for bf16 was not seen")
+    units = [name for name in _FASTER if name in seen.bf16_units]
+    if not units:
+        return []
+    compute = lane(seen, "forward", "backward")
+    cost = compute * (1 - 1 / max(_FASTER[name] for name in units))
+    if not is_worth(seen, cost):
+        return []
+    return [
+        Finding(
+            name="fp32_slow",
+            kind="slow",
+            what=f"forward and backward take {ms(compute)} of {ms(step_ms(seen))} in fp32; this "
+            f"{'GPU' if is_gpu(seen) else 'CPU'} has units for bf16"
+            + ("" if is_gpu(seen) else f" ({seen.bf16_units})"),
+            do=f'with torch.autocast("{seen.device.partition(":")[0]}", torch.bfloat16): around '
+            "forward and loss; often only together with channels_last",
+            number=18,
+            where=at(model.site),
+            cost_ms=cost,
+            parity="rounding",
+            recipe={"compute.precision": "bf16"},
+        )
+        for model in trained
+        if not model.autocast and _computes(seen, model)
+    ]
+
+
+def _computes(seen: Observation, model: Model) -> bool:
+    """Whether arithmetic can be what takes the time."""
+    rate = None if is_gpu(seen) else arithmetic_rate(seen, model)
+    return rate is None or rate >= SLOW_RATE
+
+
+CHECK = Check("fp32_slow", (18,), look)

@@ -1,0 +1,53 @@
+"""Python's garbage collector stops the step."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, is_worth, lane, ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Call, Observation
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether collections take time, asked for by the script in each step or by themselves."""
+    asked = [call for call in calls(seen, "gc") if is_each_step(seen, call) and _is_full(call)]
+    found = [
+        _found(f"gc.collect() runs in each step{_takes(cost)}", "delete the call", site, cost)
+        for site, cost in ((str(call.site), cost_ms(seen, call)) for call in asked)
+        if is_worth(seen, cost)
+    ]
+    if found:
+        return found
+    pauses = lane(seen, "gc")
+    if not is_worth(seen, pauses):
+        return []
+    do = (
+        "gc.freeze() after the model and the dataset are made, gc.disable() in training, and "
+        "gc.collect() between epochs"
+    )
+    return [_found(f"garbage collection takes {ms(pauses)} of each step", do, "", pauses)]
+
+
+def _is_full(call: Call) -> bool:
+    """Python itself collects the oldest generation rarely, gc.collect() always."""
+    return bool(call.detail.get("generation", 2) == 2)
+
+
+def _takes(cost: float | None) -> str:
+    return "" if cost is None else f", which takes {ms(cost)}"
+
+
+def _found(what: str, do: str, where: str, cost: float | None) -> Finding:
+    return Finding(
+        name="garbage_each_step",
+        kind="slow",
+        what=what,
+        do=do,
+        number=42,
+        where=where,
+        cost_ms=cost,
+        parity="bit-identical",
+    )
+
+
+CHECK = Check("garbage_each_step", (42,), look)

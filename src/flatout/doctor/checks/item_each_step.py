@@ -1,0 +1,39 @@
+"""Values are fetched from the device in each step: .item(), .tolist(), .cpu(), .numpy()."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, kind_of, ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Call, Observation
+
+_KINDS = ("item", "tolist", "cpu", "numpy")
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Which lines wait for the device in most steps."""
+    return [
+        _found(seen, call, cost_ms(seen, call))
+        for call in calls(seen, *_KINDS)
+        if is_each_step(seen, call)
+    ]
+
+
+def _found(seen: Observation, call: Call, cost: float | None) -> Finding:
+    often = call.count / seen.steps
+    times = f"{often:.0f} times" if often >= 1.5 else "once"
+    waits = f" and waits {ms(cost)}" if cost is not None else ""
+    return Finding(
+        name="item_each_step",
+        kind=kind_of(seen, cost),
+        what=f".{call.kind}() is called {times} in each step{waits}: the host stands still until "
+        "the device has come so far",
+        do="keep sums as tensors on the device, and read them every N steps",
+        number=14,
+        where=str(call.site),
+        cost_ms=cost,
+        parity="bit-identical",
+    )
+
+
+CHECK = Check("item_each_step", (14,), look)

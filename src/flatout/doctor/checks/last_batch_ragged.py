@@ -1,0 +1,41 @@
+"""The last batch of an epoch has so few samples that BatchNorm cannot take statistics."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import at, has_batch_norm, models, training_loaders
+from flatout.doctor.finding import Finding
+from flatout.observe import Loader, Observation
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether a batch of one sample meets BatchNorm in training."""
+    if not has_batch_norm(models(seen)):
+        return []
+    return [
+        Finding(
+            name="last_batch_ragged",
+            kind="danger",
+            what=f"{loader.length:,} samples in batches of {loader.batch_size} leave a last batch "
+            "of one: BatchNorm takes its statistics from a single sample, or fails",
+            do="DataLoader(..., drop_last=True), or a batch size that leaves more",
+            number=21,
+            where=at(loader.site),
+            parity="changes learning",
+        )
+        for loader in training_loaders(seen)
+        if _last(loader, seen.world_size) == 1
+    ]
+
+
+def _last(loader: Loader, ranks: int) -> int:
+    """Samples in the last batch of a rank."""
+    if loader.batch_size is None or loader.length is None:
+        raise NoSignal("how many samples there are, or how many in a batch, was not seen")
+    if loader.drop_last or loader.batch_size < 2:
+        return loader.batch_size
+    samples = -(-loader.length // ranks) if loader.is_distributed else loader.length
+    return samples % loader.batch_size or loader.batch_size
+
+
+CHECK = Check("last_batch_ragged", (21,), look)

@@ -1,0 +1,34 @@
+"""Something is printed or logged in each step."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, kind_of, ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Which lines print or log in most steps."""
+    found = []
+    for call in calls(seen, "print", "log"):
+        cost = cost_ms(seen, call)
+        if not is_each_step(seen, call):
+            continue
+        takes = "" if cost is None else f", which takes {ms(cost)}"
+        found.append(
+            Finding(
+                name="log_each_step",
+                kind=kind_of(seen, cost),
+                what=f"each step {'prints' if call.kind == 'print' else 'logs'}{takes}",
+                do="do it every N steps: if step % 50 == 0",
+                number=15,
+                where=str(call.site),
+                cost_ms=cost,
+                parity="bit-identical",
+            )
+        )
+    return found
+
+
+CHECK = Check("log_each_step", (15,), look)

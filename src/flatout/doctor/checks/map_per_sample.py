@@ -1,0 +1,57 @@
+"""Transforms that run in Python, sample by sample."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import (
+    HUNGRY,
+    at,
+    hot,
+    lane,
+    loader_ms,
+    ms,
+    share,
+    training_loaders,
+)
+from flatout.doctor.finding import Finding
+from flatout.observe import Loader, Observation
+
+_MUCH = 0.3
+"""Share of the loader's time from which on the transform is what to mend first."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether transforms take much of a loader's time, and the step waits for it."""
+    found = []
+    for loader in training_loaders(seen):
+        if share(seen, lane(seen, "input")) < HUNGRY:
+            continue
+        cost = loader_ms(seen, loader, "transform")
+        if _share(loader) >= _MUCH and share(seen, cost) >= HUNGRY:
+            found.append(_found(loader, cost))
+    return found
+
+
+def _share(loader: Loader) -> float:
+    whole = sum(loader.lanes_ms.values())
+    if not whole:
+        raise NoSignal("the loader's own time was not seen")
+    return loader.lanes_ms["transform"] / whole
+
+
+def _found(loader: Loader, cost: float) -> Finding:
+    each = loader.lanes_ms["transform"] / (loader.batch_size or 1)
+    return Finding(
+        name="map_per_sample",
+        kind="slow",
+        what=f"transforms in Python take {_share(loader):.0%} of the loader's time: "
+        f"{ms(loader.lanes_ms['transform'])} a batch, {ms(each)} a sample",
+        do="transform whole batches: in collate_fn, or on the device after the copy",
+        number=4,
+        where=at(hot(loader)),
+        cost_ms=cost,
+        parity="rounding",
+    )
+
+
+CHECK = Check("map_per_sample", (4,), look)

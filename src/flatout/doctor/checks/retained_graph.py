@@ -1,0 +1,73 @@
+"""Memory grows with each step: something holds on to the graphs of past steps."""
+
+from __future__ import annotations
+
+from statistics import fmean, linear_regression, median
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_POINTS = 8
+"""Fewer measurements of memory are no line."""
+
+_WARM = 0.25
+"""Share of the measurements at the beginning, in which caches, workers and allocators fill."""
+
+_STRAIGHT = 0.9
+"""Share of the variation that a straight line has to explain (R squared)."""
+
+_LEAST_MB = 8.0
+"""Less growth than this is the allocator's own."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether memory rises in a line until the end."""
+    first = int(_WARM * len(seen.memory_mb))
+    steps, memory = seen.memory_at[first:], seen.memory_mb[first:]
+    if len(memory) < _POINTS or len(set(steps)) < _POINTS:
+        raise NoSignal(f"memory was measured {len(memory)} times, which is too few to see it grow")
+    slope, start = linear_regression(steps, memory)
+    grown = slope * (steps[-1] - steps[0])
+    if grown < _LEAST_MB or _straightness(steps, memory, slope, start) < _STRAIGHT:
+        return []
+    slower = _slower(seen.step_ms)
+    longer = f", and steps take {ms(slower)} longer at the end" if slower else ""
+    return [
+        Finding(
+            name="retained_graph",
+            kind="slow",
+            what=f"memory grows by {slope:.2g} MB with each step, {grown:,.0f} MB in "
+            f"{steps[-1] - steps[0]} steps{longer}: something keeps the graphs of past steps",
+            do="add up numbers, not tensors with a graph: total += loss.detach(); look for lists "
+            "of losses or outputs, and for retain_graph=True",
+            number=13,
+            where=_where(seen),
+            cost_ms=slower,
+            parity="bit-identical",
+        )
+    ]
+
+
+def _straightness(steps: list[int], memory: list[float], slope: float, start: float) -> float:
+    mean = fmean(memory)
+    around = sum((value - mean) ** 2 for value in memory)
+    left = sum((y - start - slope * x) ** 2 for x, y in zip(steps, memory, strict=True))
+    return 1 - left / around if around else 0.0
+
+
+def _slower(steps: list[float]) -> float | None:
+    quarter = len(steps) // 4
+    if not quarter:
+        return None
+    growth = median(steps[-quarter:]) - median(steps[:quarter])
+    return growth if growth > 0.1 * median(steps) else None
+
+
+def _where(seen: Observation) -> str:
+    retained = [c for c in seen.calls if c.kind == "backward" and c.detail.get("retain_graph")]
+    return str(retained[0].site) if retained else ""
+
+
+CHECK = Check("retained_graph", (13,), look)

@@ -1,0 +1,51 @@
+"""A model was saved inside its wrapper, so its weights have names that the bare model lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.signals import models
+from flatout.doctor.finding import Finding
+from flatout.observe import Model, Observation
+
+_PARALLEL = ("DataParallel", "DistributedDataParallel")
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Which saved names have the prefix of a wrapper that the model has."""
+    trained = models(seen)
+    names = [str(name) for saved in seen.saved for name in saved.get("keys", ())]
+    found = []
+    for prefix, attribute in _prefixes(trained):
+        wrapped = [n for n in names if n.startswith(prefix) or f".{prefix}" in n]
+        if wrapped:
+            found.append(_found(seen, wrapped[0], prefix, attribute))
+    return found
+
+
+def _prefixes(trained: Sequence[Model]) -> list[tuple[str, str]]:
+    """The prefixes that these models' wrappers leave, and what the bare model is called there."""
+    found = []
+    if any(model.wrapper in _PARALLEL for model in trained):
+        found.append(("module.", "model.module"))
+    if any(model.is_compiled for model in trained):
+        found.append(("_orig_mod.", "model._orig_mod"))
+    return found
+
+
+def _found(seen: Observation, name: str, prefix: str, attribute: str) -> Finding:
+    saves = [call.site for call in seen.calls if call.kind == "save"]
+    return Finding(
+        name="saved_wrapped",
+        kind="note",
+        what=f"weights are saved under names such as {name}: {prefix} is the wrapper's, and the "
+        "bare model does not load them",
+        do=f"save {attribute}.state_dict(); flatout export takes the prefix off files that have it",
+        number=39,
+        where=str(saves[0]) if saves else "",
+        parity="bit-identical",
+    )
+
+
+CHECK = Check("saved_wrapped", (39,), look)

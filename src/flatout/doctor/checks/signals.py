@@ -1,0 +1,169 @@
+"""What checks read of an Observation: a number, or NoSignal with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from math import prod
+from statistics import median
+
+from flatout.doctor.checks.check import NoSignal
+from flatout.doctor.finding import Kind
+from flatout.observe import Call, Loader, Model, Observation, Site
+
+WORTH = 0.02
+"""Share of a step below which all is left alone: a trial's noise is about 1% on a calm machine."""
+
+HUNGRY = 0.1
+"""Share of a step that input may take: handing a ready batch over costs a few percent itself."""
+
+EVERY = 0.5
+"""What happens in this share of the steps, or more, counts as happening in each."""
+
+SLOW_RATE = 2e9
+"""FLOP per second below which a step on a CPU is no arithmetic: one core multiplies matrices at ten
+times that rate, so the time goes to calling operators."""
+
+PER_STEP = ("input", "copy", "forward", "backward", "sync", "optimiser", "host")
+"""The lanes of which a step consists; the others lie between steps."""
+
+
+def step_ms(seen: Observation) -> float:
+    """The median step in ms."""
+    if not seen.step_ms:
+        raise NoSignal("no step was seen")
+    return median(seen.step_ms)
+
+
+def lane(seen: Observation, *names: str) -> float:
+    """Ms per step of these lanes together."""
+    parts = [seen.lanes_ms.get(name) for name in names]
+    for name, part in zip(names, parts, strict=True):
+        if part is None:
+            raise NoSignal(f"the time of {name} was not seen")
+    return sum(part for part in parts if part is not None)
+
+
+def share(seen: Observation, cost: float) -> float:
+    """Of a step; of the time of its lanes where that is more, as in the mean of uneven steps."""
+    lanes = sum(seen.lanes_ms.get(name) or 0.0 for name in PER_STEP)
+    return cost / max(step_ms(seen), lanes, 1e-9)
+
+
+def is_worth(seen: Observation, cost: float | None) -> bool:
+    """Whether it may be told; what has no known cost may."""
+    return cost is None or share(seen, cost) >= WORTH
+
+
+def kind_of(seen: Observation, cost: float | None) -> Kind:
+    """Of something that would be better otherwise: "note" where it can be left alone here."""
+    return "slow" if is_worth(seen, cost) else "note"
+
+
+def calls(seen: Observation, *kinds: str) -> list[Call]:
+    """Calls of these kinds, the dearest first."""
+    if not seen.steps:
+        raise NoSignal("no step was seen")
+    found = [call for call in seen.calls if call.kind in kinds and call.count]
+    return sorted(found, key=lambda call: -(call.seconds or 0.0))
+
+
+def is_each_step(seen: Observation, call: Call) -> bool:
+    """Whether it happens in most steps. A single step is no habit."""
+    return seen.steps > 1 and call.steps >= EVERY * seen.steps
+
+
+def cost_ms(seen: Observation, call: Call) -> float | None:
+    """Ms per step in these calls; None where that was not timed."""
+    return None if call.seconds is None else 1e3 * call.seconds / max(1, seen.steps)
+
+
+def training_loaders(seen: Observation) -> list[Loader]:
+    """Those whose batches were trained on."""
+    found = [loader for loader in seen.loaders if loader.in_training]
+    if not found:
+        raise NoSignal("no loader was seen that gave the batches")
+    return found
+
+
+def models(seen: Observation) -> list[Model]:
+    """Those that were trained."""
+    if not seen.models:
+        raise NoSignal("no model was seen")
+    return seen.models
+
+
+def arithmetic_rate(seen: Observation, model: Model) -> float | None:
+    """FLOP per second of forward and backward, for layers that use each weight once a row.
+
+    That are two for each weight and row in forward, and four in backward. None for convolutions,
+    which use a weight at many places, and where the shape of the batches was not seen.
+    """
+    words = model.inputs[0][0] if model.inputs else ""
+    shape = [int(size) for size in re.findall(r"\d+", re.split(r"[\])]", words)[0])]
+    if model.has_convolutions or not shape or not model.elements:
+        return None
+    rows = prod(shape if "int" in words else shape[:-1])
+    seconds = lane(seen, "forward", "backward") / 1e3
+    return 6 * model.elements * rows * batches_per_step(seen) / max(seconds, 1e-9)
+
+
+def batches_per_step(seen: Observation) -> float:
+    """How many batches go into an optimiser step: more than one where gradients accumulate."""
+    return max((optimizer.backwards for optimizer in seen.optimizers), default=1.0) or 1.0
+
+
+def loader_ms(seen: Observation, loader: Loader, *parts: str) -> float:
+    """The most per step that parts of the loader's work cost: shared by its workers, and no more
+    than the wait for input.
+    """
+    missing = [part for part in parts if part not in loader.lanes_ms]
+    if missing:
+        raise NoSignal(f"the time of {missing[0]} within the loader was not seen")
+    at_once = max(1, min(loader.num_workers or 1, seen.usable_cpus or loader.num_workers or 1))
+    work = sum(loader.lanes_ms[part] for part in parts) * batches_per_step(seen)
+    return min(work / at_once, lane(seen, "input"))
+
+
+def hot(loader: Loader) -> Site | None:
+    """The user's line that takes most of the loader's time, else where it is read or iterated."""
+    return loader.hot[0][0] if loader.hot else loader.dataset_site or loader.site
+
+
+def at(site: Site | None) -> str:
+    """file:line, or nothing."""
+    return "" if site is None else str(site)
+
+
+def is_gpu(seen: Observation) -> bool:
+    """Whether the model computes on one."""
+    return seen.device.startswith("cuda")
+
+
+def has_batch_norm(found: Iterable[Model]) -> bool:
+    """Whether a layer takes statistics over the batch."""
+    return any(
+        "BatchNorm" in name and count for model in found for name, count in model.layers.items()
+    )
+
+
+def ms(value: float) -> str:
+    """Milliseconds for people."""
+    return f"{value:,.0f} ms" if value >= 10 else f"{value:.2g} ms"
+
+
+def layers_of_two_modes(model: Model) -> str:
+    """Which layers compute otherwise in training, with their verb: "Dropout computes"."""
+    kinds = [
+        kind for kind in ("BatchNorm", "Dropout") if any(kind in layer for layer in model.layers)
+    ]
+    return f"{' and '.join(kinds) or 'it'} compute{'' if len(kinds) == 2 else 's'}"
+
+
+def threads_and_cpus(seen: Sequence[Observation]) -> tuple[list[int], int]:
+    """torch's threads in each rank, and the CPUs that all of them share."""
+    threads = [rank.threads for rank in seen if rank.threads is not None]
+    cpus = seen[0].machine_cpus or max((rank.usable_cpus or 0 for rank in seen), default=0)
+    if len(threads) < len(seen) or not cpus:
+        raise NoSignal("torch's threads, or the CPUs, were not seen")
+    return threads, cpus

@@ -1,0 +1,50 @@
+"""A file is opened for each sample."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import (
+    HUNGRY,
+    at,
+    hot,
+    lane,
+    loader_ms,
+    ms,
+    share,
+    training_loaders,
+)
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_ONE_EACH = 0.5
+"""Opened files per sample from which on samples lie in files of their own, or nearly so."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether opening and reading costs, a file for each sample."""
+    found = []
+    for loader in training_loaders(seen):
+        if loader.opens_per_sample is None:
+            raise NoSignal("which files the loader opens was not seen")
+        if loader.opens_per_sample < _ONE_EACH or share(seen, lane(seen, "input")) < HUNGRY:
+            continue
+        cost = loader_ms(seen, loader, "read")
+        if share(seen, cost) < HUNGRY:
+            continue
+        found.append(
+            Finding(
+                name="small_files",
+                kind="slow",
+                what=f"{loader.opens_per_sample:.1f} files are opened for each sample; reading "
+                f"takes {ms(loader.lanes_ms['read'])} a batch",
+                do="pack them once: flatout data convert FOLDER packed.tfrecord",
+                number=8,
+                where=at(hot(loader)),
+                cost_ms=cost,
+                parity="bit-identical",
+            )
+        )
+    return found
+
+
+CHECK = Check("small_files", (8,), look)

@@ -1,0 +1,49 @@
+"""A dense optimiser updates all rows of a table of which a batch touches a few."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import at, is_worth, lane, models, ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_TOUCHED = 0.1
+"""Share of a table's gradient that is not zero below which sparse updates are cheaper: they cost
+several times as much for each row that they do touch."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether gradients of embeddings are nearly all zeros."""
+    if not any("Embedding" in layer for model in models(seen) for layer in model.layers):
+        return []
+    if all(optimizer.sparse_share is None for optimizer in seen.optimizers):
+        raise NoSignal("which rows of the embeddings have gradients was not seen")
+    sparse = [
+        optimizer
+        for optimizer in seen.optimizers
+        if optimizer.sparse_share is not None and optimizer.sparse_share < _TOUCHED
+    ]
+    if not sparse:
+        return []
+    cost = lane(seen, "backward", "optimiser")
+    if not is_worth(seen, cost):
+        return []
+    return [
+        Finding(
+            name="table_dense",
+            kind="slow",
+            what=f"a batch touches {optimizer.sparse_share:.1%} of the embeddings, and "
+            f"{optimizer.kind.rpartition('.')[2]} updates all of them; backward and optimiser take "
+            f"{ms(cost)}",
+            do="nn.Embedding(..., sparse=True) with SparseAdam or SGD: rows that are not touched "
+            "stay as they are, which dense Adam's momentum does not do",
+            number=45,
+            where=at(optimizer.site),
+            cost_ms=cost * (1 - (optimizer.sparse_share or 0.0)),
+            parity="changes learning",
+        )
+        for optimizer in sparse
+    ]
+
+
+CHECK = Check("table_dense", (45,), look)

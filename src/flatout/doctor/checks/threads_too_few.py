@@ -1,0 +1,39 @@
+"""The ranks' threads leave most CPUs idle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatout.doctor.checks.check import RankCheck
+from flatout.doctor.checks.signals import is_gpu, threads_and_cpus
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_IDLE = 0.5
+"""Share of the CPUs below which threads are too few. Half can be meant: loader workers need some,
+and two threads of one core share its units."""
+
+
+def look(seen: Sequence[Observation]) -> list[Finding]:
+    """Whether a job on the CPU uses less than half of it. A GPU's rank only calls kernels."""
+    threads, cpus = threads_and_cpus(seen)
+    if is_gpu(seen[0]) or sum(threads) >= _IDLE * cpus:
+        return []
+    wanted = max(1, cpus // len(seen))
+    in_all = f"{len(seen)} ranks x {max(threads)}" if len(seen) > 1 else f"{threads[0]}"
+    why = "; torchrun sets OMP_NUM_THREADS=1 by itself" if max(threads) == 1 else ""
+    return [
+        Finding(
+            name="threads_too_few",
+            kind="slow",
+            what=f"{in_all} threads on {cpus} usable CPUs leave most of them idle{why}",
+            do=f"OMP_NUM_THREADS={wanted}; flatout run --devices auto finds how many ranks are "
+            "fastest",
+            number=33,
+            parity="rounding",
+            recipe={"process.threads": wanted},
+        )
+    ]
+
+
+CHECK = RankCheck("threads_too_few", (33, 57), look)

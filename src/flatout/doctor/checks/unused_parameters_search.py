@@ -1,0 +1,36 @@
+"""find_unused_parameters=True where all parameters are used."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import at, models
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether DDP searches the graph in each step for what is not there."""
+    found = []
+    for model in models(seen):
+        if not model.wrapper_options.get("find_unused_parameters"):
+            continue
+        if model.unused_parameters is None:
+            raise NoSignal("which parameters had gradients was not seen")
+        if model.unused_parameters:
+            continue
+        found.append(
+            Finding(
+                name="unused_parameters_search",
+                kind="slow",
+                what="find_unused_parameters=True walks the graph of each step, and found every "
+                f"parameter used in all {seen.steps} steps",
+                do="leave it away; if some steps do skip parameters, they fail at once and say so",
+                number=30,
+                where=at(model.site),
+                parity="bit-identical",
+            )
+        )
+    return found
+
+
+CHECK = Check("unused_parameters_search", (30,), look)

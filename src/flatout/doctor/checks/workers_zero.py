@@ -1,0 +1,45 @@
+"""num_workers=0: the process that trains also loads."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import HUNGRY, at, is_gpu, lane, ms, share, training_loaders
+from flatout.doctor.finding import Finding
+from flatout.observe import Loader, Observation
+
+_MANY = 4
+"""Workers to begin with where CPUs suffice: each costs memory and a copy of the dataset."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether a loader without workers keeps the step waiting."""
+    alone = [loader for loader in training_loaders(seen) if loader.num_workers == 0]
+    wait = lane(seen, "input")
+    if seen.usable_cpus is None:
+        raise NoSignal("how many CPUs are usable was not seen")
+    # What one core loads, all of them can share; a device of its own leaves them all free. Where
+    # the model computes on the same cores, sharing the work is all that can be won.
+    hidden = wait if is_gpu(seen) else wait * (1 - 1 / seen.usable_cpus)
+    if share(seen, hidden) < HUNGRY:
+        return []
+    return [_found(loader, wait, hidden, seen.usable_cpus) for loader in alone]
+
+
+def _found(loader: Loader, wait: float, hidden: float, cpus: int) -> Finding:
+    workers = max(1, min(_MANY, cpus - 1))
+    return Finding(
+        name="workers_zero",
+        kind="slow",
+        what=f"num_workers=0: each batch is loaded between two steps, {ms(wait)} per step, while "
+        f"{cpus - 1} other CPU{'s' if cpus > 2 else ''} could do it beside them",
+        do=f"DataLoader(..., num_workers={workers}, persistent_workers=True); same samples in the "
+        "same order, random augmentation is drawn anew",
+        number=2,
+        where=at(loader.site),
+        cost_ms=hidden,
+        parity="redrawn",
+        recipe={"input.workers": workers},
+    )
+
+
+CHECK = Check("workers_zero", (2,), look)

@@ -1,0 +1,42 @@
+"""zero_grad(set_to_none=False): gradients are filled with zeros, then added to."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.signals import calls, cost_ms, kind_of, ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_PASSES = 4
+"""Passes over the gradients' memory that go away, for each that zero_grad itself makes: it writes
+zeros once; backward then reads the zeros and the new gradient and writes their sum, where it would
+only hand the new gradient over."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Which lines ask for zeros."""
+    found = []
+    for call in calls(seen, "zero_grad"):
+        own = cost_ms(seen, call)
+        cost = None if own is None else _PASSES * own
+        if call.detail.get("set_to_none") is not False:
+            continue
+        takes = "" if own is None else f" in {ms(own)}"
+        found.append(
+            Finding(
+                name="zero_grad_zeros",
+                kind=kind_of(seen, cost),
+                what=f"zero_grad(set_to_none=False) writes zeros into all gradients{takes}, and "
+                "backward adds to them",
+                do="zero_grad(), which forgets them; see first that no code reads the zeros of "
+                "parameters without a gradient",
+                number=17,
+                where=str(call.site),
+                cost_ms=cost,
+                parity="bit-identical",
+            )
+        )
+    return found
+
+
+CHECK = Check("zero_grad_zeros", (17,), look)

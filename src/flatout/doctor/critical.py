@@ -1,0 +1,166 @@
+"""What the steps of a job wait for most: the critical lane, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from flatout.doctor.checks.signals import HUNGRY, is_gpu, ms
+from flatout.measure.timeline import LANES
+from flatout.observe import Call, Loader, Observation, Site
+
+_TOGETHER = (
+    ("input",),
+    ("copy",),
+    ("forward", "backward"),
+    ("sync",),
+    ("optimiser",),
+    ("host",),
+    ("evaluation",),
+    ("saving",),
+    ("gc",),
+    ("idle",),
+)
+"""Lanes that are judged as one: forward and backward are the same work."""
+
+
+@dataclass(frozen=True)
+class Critical:
+    """What takes the largest part.
+
+    Attributes:
+        lanes: its names in measure.LANES.
+        ms: per step.
+        share: of all lanes, those between steps too.
+        words: what that is, in a sentence without figures.
+        where: file:line of the user's code; "" where none is known.
+        rank: the one that the others wait for; None where all are alike.
+    """
+
+    lanes: tuple[str, ...]
+    ms: float
+    share: float
+    words: str
+    where: str = ""
+    rank: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def critical(ranks: Sequence[Observation]) -> Critical | None:
+    """Returns what the steps wait for; None where no lane was seen."""
+    slowest = _straggler(ranks)
+    if slowest is not None:
+        return _of_straggler(slowest, [rank for rank in ranks if rank is not slowest])
+    lanes = {name: fmean(_ms(rank, name) for rank in ranks) for name in LANES} if ranks else {}
+    whole = sum(lanes.values())
+    if not whole:
+        return None
+    largest = max(_TOGETHER, key=lambda names: sum(lanes[name] for name in names))
+    taken = sum(lanes[name] for name in largest)
+    words, site = _explained(largest, max(ranks, key=lambda rank: _sum(rank, largest)))
+    return Critical(largest, taken, taken / whole, words, str(site or ""))
+
+
+def _straggler(ranks: Sequence[Observation]) -> Observation | None:
+    """The rank for which the others wait: who comes last waits least for the sum of gradients."""
+    if len(ranks) < 2 or any(rank.lanes_ms.get("sync") is None for rank in ranks):
+        return None
+    least, most = (f(ranks, key=lambda rank: _ms(rank, "sync")) for f in (min, max))
+    waited = _ms(most, "sync") - _ms(least, "sync")
+    return least if waited >= HUNGRY * _sum(most, LANES) else None
+
+
+def _of_straggler(slowest: Observation, others: Sequence[Observation]) -> Critical:
+    def excess(names: tuple[str, ...]) -> float:
+        return _sum(slowest, names) - fmean(_sum(rank, names) for rank in others)
+
+    lanes = max((names for names in _TOGETHER if names != ("sync",)), key=excess)
+    words, site = _explained(lanes, slowest)
+    more = f"; there that takes {ms(excess(lanes))} more than elsewhere"
+    return Critical(
+        lanes,
+        _sum(slowest, lanes),
+        _sum(slowest, lanes) / max(_sum(slowest, LANES), 1e-9),
+        f"the other ranks wait for rank {slowest.rank}: {words}{more}",
+        str(site or ""),
+        slowest.rank,
+    )
+
+
+def _explained(lanes: tuple[str, ...], rank: Observation) -> tuple[str, Site | None]:
+    device = "GPU" if is_gpu(rank) else "model"
+    if lanes == ("input",):
+        return _input(device, rank)
+    if lanes == ("host",):
+        return _host(rank)
+    return _WORDS[lanes].format(device=device), _begins(lanes, rank)
+
+
+def _begins(lanes: tuple[str, ...], rank: Observation) -> Site | None:
+    """Where a lane begins in the user's code, as far as anybody knows."""
+    if lanes == ("saving",):
+        return next((call.site for call in rank.calls if call.kind == "save"), None)
+    if lanes == ("optimiser",):
+        return next((optimizer.site for optimizer in rank.optimizers), None)
+    for model in rank.models:
+        if lanes == ("forward", "backward"):
+            return model.site
+        if lanes == ("evaluation",):
+            return model.evaluated_with_grad or model.evaluated_in_train_mode
+    return None
+
+
+_WORDS = {
+    ("copy",): "batches on their way to the {device} take the largest part",
+    ("forward", "backward"): "the model's own computing takes the largest part",
+    ("sync",): "the sum of gradients over the ranks takes the largest part",
+    ("optimiser",): "updating the parameters takes the largest part",
+    ("evaluation",): "evaluation takes the largest part",
+    ("saving",): "writing checkpoints takes the largest part",
+    ("gc",): "Python's garbage collection takes the largest part",
+    ("idle",): "most time passes outside of all that was seen",
+}
+
+_PARTS = {
+    "read": "reading files",
+    "decode": "decoding",
+    "transform": "transforms",
+    "collate": "putting batches together",
+}
+
+
+def _input(device: str, rank: Observation) -> tuple[str, Site | None]:
+    words = f"the {device} waits for input"
+    trained = [loader for loader in rank.loaders if loader.in_training]
+    if not trained:
+        return words, None
+    loader: Loader = max(trained, key=lambda one: (one.wait_ms or 0.0) * one.batches)
+    part = max(loader.lanes_ms, key=lambda name: loader.lanes_ms[name], default="")
+    where = loader.hot[0][0] if loader.hot else loader.dataset_site or loader.site
+    return words + (f": {_PARTS[part]}" if part in _PARTS else ""), where
+
+
+def _host(rank: Observation) -> tuple[str, Site | None]:
+    timed: list[Call] = [call for call in rank.calls if call.seconds and call.kind != "backward"]
+    dearest = max(timed, key=lambda call: call.seconds or 0.0, default=None)
+    words = "Python between the steps takes the largest part"
+    if dearest is None:
+        return words, None
+    cost = 1e3 * (dearest.seconds or 0.0) / max(1, rank.steps)
+    # One of many small calls does not explain the lane.
+    if cost < HUNGRY * _ms(rank, "host"):
+        return words, None
+    return f"{words}: {dearest.kind}, {ms(cost)} of it", dearest.site
+
+
+def _ms(rank: Observation, name: str) -> float:
+    return rank.lanes_ms.get(name) or 0.0
+
+
+def _sum(rank: Observation, names: Sequence[str]) -> float:
+    return sum(_ms(rank, name) for name in names)

@@ -1,0 +1,42 @@
+"""What checks need to know of the machine beside what a rank shows of itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flatout.devices.inventory import Inventory
+from flatout.observe import Observation
+
+_BF16 = {"amx_bf16": "AMX-bf16", "avx512_bf16": "AVX512-bf16", "bf16": "Arm bf16"}
+"""Flags of CPUs with units for bf16, the fastest first."""
+
+_BF16_GPU = (8, 0)
+"""Compute capability from which on GPUs have them."""
+
+
+def on_this_machine(seen: Observation, machine: Inventory, available_bytes: int) -> Observation:
+    """Returns the Observation with what it leaves open filled in, for a job that runs here."""
+    return replace(
+        seen,
+        machine_cpus=seen.machine_cpus or machine.cpus.usable,
+        gpus=_gpus(machine) if seen.gpus is None else seen.gpus,
+        bf16_units=_bf16_units(seen, machine) if seen.bf16_units is None else seen.bf16_units,
+        available_mb=seen.available_mb or available_bytes / 2**20,
+    )
+
+
+def _gpus(machine: Inventory) -> list[str]:
+    """Those that torch can use."""
+    if not machine.driver_fits_torch:
+        return []
+    return [device.gpu.name for device in machine.cuda]
+
+
+def _bf16_units(seen: Observation, machine: Inventory) -> str:
+    if not seen.device.startswith("cuda"):
+        flags = [flag for flag in _BF16 if flag in machine.cpus.instructions]
+        return _BF16[flags[0]] if flags else ""
+    number = int(seen.device.partition(":")[2] or 0)
+    if number >= len(machine.cuda):
+        return ""
+    return "GPU" if (machine.cuda[number].gpu.capability or (0, 0)) >= _BF16_GPU else ""

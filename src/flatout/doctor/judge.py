@@ -1,0 +1,158 @@
+"""From what the ranks of a script showed to a verdict: what holds it back, before any trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flatout.devices.inventory import Inventory
+from flatout.devices.words import rows
+from flatout.doctor.checks import CHECKS, RANK_CHECKS, NoSignal
+from flatout.doctor.critical import Critical, critical
+from flatout.doctor.finding import Finding
+from flatout.doctor.here import on_this_machine
+from flatout.measure import available_bytes
+from flatout.observe import Observation
+
+_KINDS = ("danger", "slow", "note")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was seen of a script, and what follows.
+
+    Attributes:
+        observations: of each rank, in order, with what is known of the machine filled in.
+        environment: name to words: the machine, Python, torch.
+        critical: what the steps wait for most; None where no step was seen.
+        findings: dangers first, then by the most that each can return, notes last. Nothing in it is
+            proven.
+        passed: checks that found nothing.
+        unknown: checks without their signal, each with the reason.
+    """
+
+    observations: list[Observation]
+    environment: dict[str, str]
+    critical: Critical | None
+    findings: list[Finding]
+    passed: list[str]
+    unknown: list[tuple[str, str]]
+
+    @property
+    def dangers(self) -> list[Finding]:
+        """What may make the job fail, or learn something wrong."""
+        return [finding for finding in self.findings if finding.kind == "danger"]
+
+    @property
+    def ended(self) -> str:
+        """How the script ended: "failed" where one rank did, else as the first rank did."""
+        states = [rank.ended for rank in self.observations]
+        return "failed" if "failed" in states else (states or ["no steps"])[0]
+
+    @property
+    def error(self) -> str:
+        """The first error of the script's own, as Python prints it."""
+        return next((rank.error for rank in self.observations if rank.error), "")
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps that were seen, of the rank that took most."""
+        return max((rank.steps for rank in self.observations), default=0)
+
+    @property
+    def added_us_per_step(self) -> float | None:
+        """What observing has cost each step, of the rank that paid most."""
+        known = [rank.added_us_per_step for rank in self.observations]
+        return max((added for added in known if added is not None), default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "command": self.observations[0].command if self.observations else [],
+            "environment": self.environment,
+            "ended": self.ended,
+            "error": self.error,
+            "steps": self.steps,
+            "added_us_per_step": self.added_us_per_step,
+            "critical": self.critical.as_dict() if self.critical else None,
+            "findings": [finding.as_dict() for finding in self.findings],
+            "passed": self.passed,
+            "unknown": [list(one) for one in self.unknown],
+            "observations": [rank.as_dict() for rank in self.observations],
+        }
+
+
+def judge(ranks: Sequence[Observation], machine: Inventory) -> Verdict:
+    """Runs every check over every rank.
+
+    Args:
+        ranks: of one script that ran on this machine; in any order, one at least.
+        machine: this one.
+    """
+    free = available_bytes()
+    seen = [on_this_machine(r, machine, free) for r in sorted(ranks, key=lambda r: r.rank)]
+    found: list[Finding] = []
+    passed: list[str] = []
+    unknown: list[tuple[str, str]] = []
+    for check in CHECKS:
+        of_ranks = {rank.rank: _looked(check.look, rank) for rank in seen}
+        _sort(check.name, of_ranks, found, passed, unknown)
+    for across in RANK_CHECKS:
+        _sort(across.name, {0: _looked(across.look, seen)}, found, passed, unknown)
+    return Verdict(
+        observations=seen,
+        environment=_environment(seen[0], machine),
+        critical=critical(seen),
+        findings=sorted(found, key=_place),
+        passed=passed,
+        unknown=unknown,
+    )
+
+
+def _looked(look: Any, at: Any) -> list[Finding] | str:
+    """What a check finds, or why it cannot tell."""
+    try:
+        found: list[Finding] = look(at)
+    except NoSignal as reason:
+        return str(reason)
+    return found
+
+
+def _sort(
+    name: str,
+    of_ranks: Mapping[int, list[Finding] | str],
+    found: list[Finding],
+    passed: list[str],
+    unknown: list[tuple[str, str]],
+) -> None:
+    """Tells each thing once, though several ranks may show it."""
+    merged: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
+    for rank, findings in of_ranks.items():
+        for finding in findings if isinstance(findings, list) else ():
+            merged.setdefault((finding.kind, finding.where), []).append((rank, finding))
+    found += [_merged(same, len(of_ranks)) for same in merged.values()]
+    reasons = [reason for reason in of_ranks.values() if isinstance(reason, str)]
+    if not merged and reasons:
+        unknown.append((name, reasons[0]))
+    elif not merged:
+        passed.append(name)
+
+
+def _merged(same: list[tuple[int, Finding]], ranks: int) -> Finding:
+    dearest = max((finding for _, finding in same), key=lambda finding: finding.cost_ms or 0.0)
+    places = sorted({rank for rank, _ in same})
+    if len(places) == ranks:
+        return dearest
+    on = f"rank{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}"
+    return replace(dearest, what=f"{dearest.what} (only {on})")
+
+
+def _place(finding: Finding) -> tuple[int, float]:
+    # What has no known bound stands behind what has one.
+    return _KINDS.index(finding.kind), -(finding.cost_ms or 0.0)
+
+
+def _environment(seen: Observation, machine: Inventory) -> dict[str, str]:
+    named = {name.strip() or "GPU order": words for name, words in rows(machine)}
+    return named | {"device": seen.device} | seen.versions

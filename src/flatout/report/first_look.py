@@ -1,0 +1,201 @@
+"""What `flatout doctor script.py` shows: where a step's time goes, and what could be tried.
+
+console.print(FirstLookReport(verdict, machine, look.seconds, ["train.py"]))
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flatout.devices.inventory import Inventory
+from flatout.devices.process import at_start
+from flatout.doctor.finding import Finding
+from flatout.doctor.judge import Verdict
+from flatout.observe import Observation
+from flatout.recipe import Recipe
+
+_STEP = ("input", "copy", "forward", "backward", "sync", "optimiser", "host", "gc", "idle")
+_BETWEEN = ("evaluation", "saving")
+_SHOWN = 0.01
+"""Share of a step from which on a lane has a bar of its own."""
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimiser": "opt", "evaluation": "eval"}
+"""Of lanes, where a line has no room for their names and bars."""
+_TOLD = 0.001
+"""Share from which on what is too small for a bar is told."""
+_BAR = 24
+"""Columns of all bars together."""
+
+
+@dataclass(frozen=True)
+class FirstLookReport:
+    """A verdict before any trial.
+
+    Attributes:
+        verdict: what was judged.
+        machine: where.
+        seconds: how long the look took.
+        what: the script and its arguments, as the user gave them.
+    """
+
+    verdict: Verdict
+    machine: Inventory
+    seconds: float
+    what: Sequence[str]
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        yield Text(header(self.verdict, self.machine))
+        yield Text(self._heading(), style="bold")
+        for rank in self.verdict.observations:
+            yield from _lanes(rank, len(self.verdict.observations) > 1, options.max_width)
+        found = self.verdict.critical
+        if found is not None:
+            yield Text(", ".join(part for part in (found.words, short(found.where)) if part))
+        yield from self._dangers()
+        yield from self._could_be_tried()
+        yield from self._checks()
+        yield from self._next()
+
+    def _heading(self) -> str:
+        clock = f"[{int(self.seconds) // 60}:{int(self.seconds) % 60:02d}]"
+        steps = self.verdict.steps
+        if not steps:
+            return f"{clock} no optimiser step was seen: there is nothing to judge yet"
+        added = self.verdict.added_us_per_step
+        cost = "not counted" if added is None else f"{added:.2g} us per step"
+        return (
+            f"{clock} FIRST LOOK at {steps:,} step{'s' if steps > 1 else ''}, nothing proven; "
+            f"added {cost}"
+        )
+
+    def _dangers(self) -> Iterator[RenderableType]:
+        for danger in self.verdict.dangers:
+            place = f"{short(danger.where)} " if danger.where else ""
+            yield _row("DANGER", "bold red", f"{place}{danger.what}", f"do: {danger.do}")
+
+    def _could_be_tried(self) -> Iterator[RenderableType]:
+        slow = [finding for finding in self.verdict.findings if finding.kind == "slow"]
+        if slow:
+            yield Text("")
+            yield Text("COULD BE TRIED; the most that each could return per step", style="bold")
+        for finding in slow:
+            place = f"{short(finding.where)} " if finding.where else ""
+            do = f"do: {finding.do}" + (f"  [{finding.parity}]" if finding.parity else "")
+            yield _row(_bound(finding), "bold yellow", f"{place}{finding.what}", do)
+        notes = [finding for finding in self.verdict.findings if finding.kind == "note"]
+        for note in notes:
+            place = f"{short(note.where)} " if note.where else ""
+            cost = "" if note.cost_ms is None else "too little to matter here: "
+            yield _row("left alone", "bold", f"{cost}{place}{note.what}")
+
+    def _checks(self) -> Iterator[RenderableType]:
+        if not self.verdict.steps:
+            return
+        yield Text("")
+        passed, unknown = len(self.verdict.passed), self.verdict.unknown
+        yield Text(f"{passed} checks found nothing; {len(unknown)} had no signal")
+        reasons: dict[str, list[str]] = {}
+        for name, reason in unknown:
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            yield Padding(Text(f"{', '.join(names)}: {reason}", style="dim"), (0, 0, 0, 2))
+        for note in dict.fromkeys(n for rank in self.verdict.observations for n in rank.notes):
+            yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
+
+    def _next(self) -> Iterator[RenderableType]:
+        """What can be done now, as commands that exist."""
+        settings = dict(at_once(self.verdict.findings))
+        if settings:
+            chosen = " ".join(f"--set {field}={value}" for field, value in settings.items())
+            yield Text(f"next  flatout run {chosen} {shlex.join(self.what)}")
+        if any(finding.kind != "note" for finding in self.verdict.findings):
+            again = f"flatout doctor {shlex.join(self.what)}   # again, after a change"
+            yield Text(f"{'     ' if settings else 'next '} {again}")
+
+
+def header(verdict: Verdict, machine: Inventory) -> str:
+    """Returns torch, the device and the CPUs in one line."""
+    version = (machine.torch.version or "absent").partition("+")[0]
+    device = verdict.observations[0].device if verdict.observations else "cpu"
+    words = "CPU only"
+    if device.startswith("cuda"):
+        number = int(device.partition(":")[2] or 0)
+        gpu = machine.cuda[number].gpu if number < len(machine.cuda) else None
+        size = f" {gpu.memory_total / 2**30:.0f} GB" if gpu and gpu.memory_total else ""
+        words = f"{gpu.name}{size}" if gpu else device
+    elif machine.cuda:
+        words = f"computes on the CPU beside {machine.cuda[0].gpu.name}"
+    cpus = machine.cpus
+    limit = " (cgroup)" if cpus.quota is not None else ""
+    ranks = len(verdict.observations)
+    return f"torch {version} · {words} · {cpus.usable} of {cpus.present} CPUs{limit}" + (
+        f" · {ranks} ranks" if ranks > 1 else ""
+    )
+
+
+def at_once(findings: Sequence[Finding]) -> Iterator[tuple[str, object]]:
+    """Gives the cures that any script takes up at its start, field and value."""
+    for finding in findings:
+        if finding.kind != "slow":
+            continue
+        yield from ((f, v) for f, v in finding.recipe.items() if at_start(Recipe().replace({f: v})))
+
+
+def short(where: str) -> str:
+    """file:line as seen from the current folder, where that is shorter."""
+    file, _, line = where.rpartition(":")
+    if not file:
+        return where
+    relative = os.path.relpath(file)
+    return f"{relative if len(relative) < len(file) else file}:{line}"
+
+
+def _lanes(rank: Observation, of_several: bool, width: int) -> Iterator[RenderableType]:
+    """One line: each lane with its bar and its ms; what is too small for a bar, together."""
+    if not rank.steps or not any(rank.lanes_ms.values()):
+        return
+    known = {name: rank.lanes_ms.get(name) or 0.0 for name in (*_STEP, *_BETWEEN)}
+    step = sum(known[name] for name in _STEP)
+    shown = {name: value for name, value in known.items() if value >= _SHOWN * step}
+    other = sum(known[name] for name in _STEP if name not in shown)
+    begin = (f"rank {rank.rank} " if of_several else "") + f"step {_figure(step)} ms  "
+    last = [f"other {_figure(other)}"] if other >= _TOLD * step else []
+    for short_names in ({}, _SHORT):
+        words = [f"{short_names.get(n, n)} {{}} {_figure(v)}" for n, v in shown.items()] + last
+        # The bars take what the words leave of the line.
+        room = width - len(begin) - sum(len(each) for each in words) - 3 * (len(words) - 1)
+        columns = min(_BAR, room + 2 * len(shown))
+        if columns >= _BAR // 2:
+            break
+    bars = {
+        name: "█" * max(1, int((columns - len(shown)) * value / step))
+        for name, value in shown.items()
+    }
+    line = " | ".join(words).format(*bars.values())
+    yield Text(begin + line)
+
+
+def _bound(finding: Finding) -> str:
+    return "unknown" if finding.cost_ms is None else f"{_figure(finding.cost_ms)} ms"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _row(label: str, style: str, *lines: str) -> Table:
+    row = Table.grid(padding=(0, 1))
+    row.add_column(width=10, style=style, no_wrap=True)
+    row.add_column()
+    for number, line in enumerate(lines):
+        row.add_row(label if not number else "", Text(line))
+    return row

@@ -1,0 +1,432 @@
+"""Each check finds its pitfall, nothing in the twin without it, and says where it cannot see."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from flatout.doctor.checks import CHECKS, RANK_CHECKS, NoSignal
+from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
+from flatout.recipe import Parity, Recipe
+
+HERE = Site("train.py", 7, "the line")
+STEPS = 100
+
+
+def healthy(**changes):
+    """A job on a CPU in which nothing is wrong: 10 ms a step."""
+    seen = Observation(
+        command=["train.py"],
+        threads=2,
+        usable_cpus=2,
+        machine_cpus=2,
+        gpus=[],
+        bf16_units="",
+        available_mb=8000.0,
+        cudnn_benchmark=False,
+        steps=STEPS,
+        step_ms=[10.0] * STEPS,
+        lanes_ms={
+            "input": 0.1, "copy": 0.0, "forward": 4.0, "backward": 5.5, "sync": 0.0,
+            "optimiser": 0.3, "host": 0.1, "evaluation": 0.0, "saving": 0.0, "gc": 0.0, "idle": 0.0,
+        },
+        memory_mb=[500.0 + (at % 2) for at in range(20)],
+        memory_at=list(range(0, STEPS, 5)),
+        page_faults=10.0,
+        runnable=0.9,
+        loaders=[
+            Loader(
+                "torch.utils.data.dataloader.DataLoader", HERE, length=1024, batch_size=64,
+                num_workers=2, persistent_workers=True, pin_memory=False, drop_last=False,
+                shuffles=True, is_distributed=False, epochs=3, first_ms=[80.0, 1.0, 1.0],
+                wait_ms=0.1, batches=STEPS, sample_bytes=1000, hashes=[1, 2, 3],
+                worker_hashes=[4, 5], opens_per_sample=0.0,
+                lanes_ms={"read": 1.0, "decode": 1.0, "transform": 1.0, "collate": 1.0},
+            )
+        ],
+        optimizers=[
+            Optimizer("torch.optim.adam.Adam", HERE, STEPS, fused=True, dtypes=["float32"])
+        ],
+        models=[
+            Model(
+                "__main__.Net", HERE, layers={"Linear": 2}, unused_parameters=False,
+                inputs=[("[64, 32] float32", STEPS)], frozen_share=0.0,
+            )
+        ],
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(seen, name, value)
+    return seen
+
+
+def job(*, lanes=None, loader=None, model=None, optimizer=None, calls=(), **changes):
+    """A healthy job but for these fields of its parts."""
+    seen = healthy(**changes)
+    seen.lanes_ms |= lanes or {}
+    seen.calls = list(calls)
+    given = ((seen.loaders, loader), (seen.models, model), (seen.optimizers, optimizer))
+    for parts, fields in given:
+        for name, value in (fields or {}).items():
+            setattr(parts[0], name, value)
+    return seen
+
+
+def call(kind, ms_per_step, steps=STEPS, **detail):
+    return Call(kind, HERE, STEPS, ms_per_step * STEPS / 1e3, steps, detail)
+
+
+def starving(**changes):
+    loader = changes.pop("loader", {})
+    return job(lanes={"input": 6.0, "forward": 1.5, "backward": 2.0}, loader=loader, **changes)
+
+
+def gpu_job(**changes):
+    return job(device="cuda:0", gpus=["L4"], **changes)
+
+
+@dataclass
+class Row:
+    """A pitfall, its twin, and the job of which it cannot be told; the first may be several ranks.
+
+    `cost` is the bound in ms per step; `kind` the finding's.
+    """
+
+    sick: object
+    twin: object
+    blind: object = None
+    kind: str = "slow"
+    cost: object = None
+    where: str = "train.py:7"
+
+
+NO_STEPS = {"steps": 0, "step_ms": []}
+TABLE = {"layers": {"Embedding": 1}}
+CONV = {"has_convolutions": True, "layers": {"Conv2d": 2}}
+PARTS = {"read": 1.0, "decode": 8.0, "transform": 1.0, "collate": 1.0}
+
+ROWS = {
+    "starvation": Row(starving(), job(), job(lanes={"input": None}), cost=6.0),
+    "workers_zero": Row(
+        starving(loader={"num_workers": 0}),
+        job(loader={"num_workers": 0}),
+        starving(loader={"num_workers": 0}, usable_cpus=None),
+        cost=3.0,  # two CPUs can share the work of one
+    ),
+    "workers_too_many": Row(
+        job(loader={"num_workers": 16}, runnable=6.0),
+        job(loader={"num_workers": 16}, runnable=0.5),
+        job(loader={"num_workers": 16}, runnable=None),
+    ),
+    "workers_restarted": Row(
+        job(loader={"persistent_workers": False, "first_ms": [80.0, 90.1, 110.1]}),
+        job(loader={"persistent_workers": True, "first_ms": [80.0, 90.1, 110.1]}),
+        job(loader={"persistent_workers": False, "first_ms": [80.0]}),
+        cost=2.0,
+    ),
+    "decode_each_epoch": Row(
+        starving(loader={"lanes_ms": PARTS}),
+        starving(loader={"lanes_ms": PARTS, "sample_bytes": 10 * 2**20}),
+        starving(loader={"lanes_ms": PARTS}, available_mb=None),
+        cost=4.0,  # 8 ms of two workers
+    ),
+    "map_per_sample": Row(
+        starving(loader={"lanes_ms": {"read": 1.0, "transform": 30.0}}),
+        starving(loader={"lanes_ms": {"read": 30.0, "transform": 1.0}}),
+        starving(loader={"lanes_ms": {}}),
+        cost=6.0,  # never more than the wait for input
+    ),
+    "small_files": Row(
+        starving(loader={"opens_per_sample": 1.0, "lanes_ms": {"read": 8.0}}),
+        starving(loader={"opens_per_sample": 0.01, "lanes_ms": {"read": 8.0}}),
+        starving(loader={"opens_per_sample": None}),
+        cost=4.0,
+    ),
+    "memory_not_pinned": Row(
+        gpu_job(lanes={"copy": 2.0}),
+        gpu_job(lanes={"copy": 2.0}, loader={"pin_memory": True}),
+        gpu_job(lanes={"copy": None}),
+        cost=2.0,
+    ),
+    "retained_graph": Row(
+        job(memory_mb=[500.0 + 10 * at for at in range(20)]),
+        job(memory_mb=[500.0] * 5 + [700.0] * 15),
+        job(memory_mb=[500.0], memory_at=[0]),
+        where="",
+    ),
+    "item_each_step": Row(
+        job(calls=[call("item", 1.0)]), job(calls=[call("item", 1.0, steps=3)]), job(**NO_STEPS),
+        cost=1.0,
+    ),
+    "log_each_step": Row(
+        job(calls=[call("print", 1.0)]), job(calls=[call("log", 1.0, steps=3)]), job(**NO_STEPS),
+        cost=1.0,
+    ),
+    "empty_cache": Row(
+        gpu_job(calls=[call("empty_cache", 1.0)]),
+        gpu_job(calls=[call("empty_cache", 1.0, steps=2)]),
+        job(**NO_STEPS),
+        cost=10.5,
+    ),
+    "zero_grad_zeros": Row(
+        job(calls=[call("zero_grad", 0.1, set_to_none=False)]),
+        job(calls=[call("zero_grad", 0.1, set_to_none=True)]),
+        job(**NO_STEPS),
+        cost=0.4,
+    ),
+    "fp32_slow": Row(
+        job(bf16_units="AMX-bf16"),
+        job(bf16_units="AMX-bf16", model={"autocast": "bfloat16"}),
+        job(bf16_units=None),
+        cost=9.5 * 15 / 16,
+    ),
+    "bf16_useless": Row(
+        job(model={"autocast": "bfloat16", "elements": 697}),
+        job(model={"autocast": "bfloat16", "elements": 6_000_000}),
+        job(model={"autocast": "bfloat16", "elements": 697, "inputs": []}),
+        cost=9.5,
+    ),
+    "text_parse": Row(
+        starving(loader={"hot": [(Site("train.py", 7, "a = line.split(',')"), 0.5)]}),
+        starving(loader={"hot": [(Site("train.py", 7, "a = np.load(path)"), 0.5)]}),
+        starving(),
+        cost=3.0,
+    ),
+    "table_dense": Row(
+        job(model=TABLE, optimizer={"sparse_share": 0.01}, lanes={"optimiser": 3.0}),
+        job(model=TABLE, optimizer={"sparse_share": 0.9}, lanes={"optimiser": 3.0}),
+        job(model=TABLE),
+        cost=8.5 * 0.99,
+    ),
+    "last_batch_ragged": Row(
+        job(loader={"length": 1025}, model={"layers": {"BatchNorm2d": 1}}),
+        job(loader={"length": 1025, "drop_last": True}, model={"layers": {"BatchNorm2d": 1}}),
+        job(loader={"length": None}, model={"layers": {"BatchNorm2d": 1}}),
+        kind="danger",
+    ),
+    "data_parallel": Row(
+        gpu_job(model={"wrapper": "DataParallel"}),
+        gpu_job(model={"wrapper": "DistributedDataParallel"}),
+        gpu_job(models=[]),
+    ),
+    "set_epoch_missing": Row(
+        job(loader={"hashes": [9, 9, 9]}),
+        job(loader={"hashes": [9, 9, 9], "shuffles": False}),
+        job(loader={"hashes": [9]}),
+        kind="danger",
+    ),
+    "unused_parameters_search": Row(
+        job(model={"wrapper_options": {"find_unused_parameters": True}}),
+        job(
+            model={"wrapper_options": {"find_unused_parameters": True}, "unused_parameters": True}
+        ),
+        job(
+            model={"wrapper_options": {"find_unused_parameters": True}, "unused_parameters": None}
+        ),
+    ),
+    "no_sync_missing": Row(
+        job(
+            model={"wrapper": "DistributedDataParallel"},
+            optimizer={"backwards": 4.0},
+            lanes={"sync": 4.0},
+        ),
+        job(
+            model={"wrapper": "DistributedDataParallel"},
+            optimizer={"backwards": 4.0},
+            lanes={"sync": 4.0},
+            calls=[call("no_sync", 0.0)],
+        ),
+        job(models=[]),
+        cost=3.0,
+    ),
+    "cudnn_benchmark": Row(
+        gpu_job(model=CONV),
+        gpu_job(model=CONV | {"inputs": [("a", 30), ("b", 70)]}),
+        gpu_job(model=CONV, cudnn_benchmark=None),
+        cost=9.5,
+    ),
+    "saved_wrapped": Row(
+        job(model={"is_compiled": True}, saved=[{"keys": ["_orig_mod.0.weight"]}]),
+        job(model={"is_compiled": True}, saved=[{"keys": ["0.weight"]}]),
+        job(models=[]),
+        kind="note",
+        where="",
+    ),
+    "evaluate_with_grad": Row(
+        job(model={"evaluated_with_grad": HERE}, lanes={"evaluation": 3.0}),
+        job(lanes={"evaluation": 3.0}),
+        job(models=[]),
+        cost=3.0,
+    ),
+    "worker_seeds_equal": Row(
+        job(loader={"worker_hashes": [4, 4]}),
+        job(loader={"worker_hashes": [4], "num_workers": 1}),
+        job(loader={"worker_hashes": None}),
+        kind="danger",
+    ),
+    "garbage_each_step": Row(
+        job(calls=[call("gc", 2.0, generation=2)], lanes={"gc": 2.0}),
+        job(calls=[call("gc", 0.1, generation=0)], lanes={"gc": 0.1}),
+        job(lanes={"gc": None}),
+        cost=2.0,
+    ),
+    "channels_first": Row(
+        job(model=CONV),
+        job(model=CONV | {"is_channels_last": True}),
+        job(model=CONV, lanes={"forward": None}),
+        cost=9.5,
+    ),
+    "memory_returned": Row(
+        job(page_faults=2000.0), job(page_faults=20.0), job(page_faults=None), cost=2.0, where=""
+    ),
+    "activation_before_pool": Row(
+        job(model={"pool_after": [("relu1", "pool1")]}), job(),
+        job(model={"pool_after": [("relu1", "pool1")]}, lanes={"forward": None}),
+        cost=9.5,
+    ),
+    "optimiser_unfused": Row(
+        job(optimizer={"fused": None}, lanes={"optimiser": 2.0}),
+        job(optimizer={"fused": None, "kind": "torch.optim.lbfgs.LBFGS"}, lanes={"optimiser": 2.0}),
+        job(optimizer={"fused": None}, lanes={"optimiser": None}),
+        cost=2.0,
+    ),
+    "advanced_indexing": Row(
+        job(calls=[call("index", 3.0)]), job(calls=[call("index", 3.0, steps=1)]), job(**NO_STEPS),
+        cost=3.0,
+    ),
+    "gpu_unused": Row(job(gpus=["L4"]), gpu_job(), job(gpus=None)),
+    "eval_missing": Row(
+        job(model={"evaluated_in_train_mode": HERE, "layers": {"Dropout": 1}}), job(),
+        job(models=[]), kind="danger",
+    ),
+    "train_not_restored": Row(
+        job(model={"trained_in_eval_mode": HERE, "layers": {"Dropout": 1}}), job(),
+        job(models=[]), kind="danger",
+    ),
+    "nan_in_buffers": Row(
+        job(model={"not_finite": ["1.running_mean"]}), job(), job(models=[]), kind="danger"
+    ),
+    "metric_slow": Row(
+        job(calls=[call("metric", 3.0, name="roc_auc_score")]), job(calls=[call("metric", 0.1)]),
+        job(**NO_STEPS), cost=3.0,
+    ),
+    "frozen_recomputed": Row(
+        job(model={"frozen_share": 0.75}), job(), job(model={"frozen_share": None}), cost=3.0
+    ),
+}  # fmt: skip
+
+
+def ranks(count, *changes, **same):
+    """Several ranks; `changes` of a loader are each rank's own."""
+    own = changes or ({},) * count
+    return [job(rank=at, world_size=count, loader=own[at], **same) for at in range(count)]
+
+
+RANK_ROWS = {
+    "sampler_missing": Row(
+        ranks(2, {"hashes": [1, 2]}, {"hashes": [1, 2]}),
+        ranks(2, {"hashes": [1, 2]}, {"hashes": [3, 4]}),
+        ranks(2, {"hashes": None}, {"hashes": None}),
+        kind="danger",
+    ),
+    "threads_too_many": Row(ranks(2), ranks(2, threads=1), ranks(2, threads=None), where=""),
+    "threads_too_few": Row(
+        ranks(2, threads=1, machine_cpus=16),
+        ranks(2, threads=8, machine_cpus=16),
+        ranks(2, threads=None),
+        where="",
+    ),
+}
+
+TABLE = [
+    pytest.param(check, row, id=check.name)
+    for checks, rows in ((CHECKS, ROWS), (RANK_CHECKS, RANK_ROWS))
+    for check in checks
+    for row in [rows[check.name]]
+]
+
+
+def test_no_row_is_without_its_check_and_no_name_is_taken_twice():
+    names = [check.name for check in (*CHECKS, *RANK_CHECKS)]
+    assert sorted(names) == sorted({*ROWS, *RANK_ROWS})
+
+
+@pytest.mark.parametrize(("check", "row"), TABLE)
+def test_the_pitfall_is_found_with_its_bound_and_its_cure(check, row):
+    (found,) = check.look(row.sick)
+    assert found.name == check.name
+    assert found.number in check.numbers
+    assert found.kind == row.kind
+    assert found.where == row.where
+    assert found.cost_ms == (None if row.cost is None else pytest.approx(row.cost))
+    assert found.what
+    assert found.do
+    assert found.parity in [parity.words for parity in Parity]
+    assert found.proven is None
+    Recipe().replace(found.recipe)  # refuses what is no field, or no value of it
+
+
+@pytest.mark.parametrize(("check", "row"), TABLE)
+def test_nothing_is_found_in_the_twin(check, row):
+    assert check.look(row.twin) == []
+
+
+@pytest.mark.parametrize(("check", "row"), TABLE)
+def test_without_its_signal_a_check_says_so(check, row):
+    with pytest.raises(NoSignal, match=r"[a-z ]{10,}"):
+        check.look(row.blind)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_a_healthy_job_has_none_of_them(check):
+    assert check.look(healthy()) == []
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_an_empty_observation_ends_no_check_otherwise_than_told(check):
+    for seen in (Observation(["train.py"]), Observation(["train.py"], steps=1, step_ms=[1.0])):
+        try:
+            assert check.look(seen) == []
+        except NoSignal:
+            continue
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_no_check_changes_what_it_looks_at(check):
+    seen = ROWS[check.name].sick
+    before = copy.deepcopy(seen)
+    check.look(seen)
+    assert seen == before
+
+
+def test_what_is_below_noise_is_noted_and_left_alone():
+    named = {check.name: check.look for check in CHECKS}
+    (item,) = named["item_each_step"](job(calls=[call("item", 0.01)]))
+    quick = job(optimizer={"fused": False}, lanes={"optimiser": 0.1})
+    (unfused,) = named["optimiser_unfused"](quick)
+    assert (item.kind, unfused.kind) == ("note", "note")
+
+
+def test_bf16_is_not_proposed_where_calling_operators_takes_the_time():
+    look = next(check.look for check in CHECKS if check.name == "fp32_slow")
+    assert look(job(bf16_units="AMX-bf16", model={"elements": 697})) == []
+    assert look(job(bf16_units="AMX-bf16", model={"elements": 6_000_000}))
+
+
+def test_ranks_with_cpus_of_their_own_are_no_crowd():
+    named = {check.name: check.look for check in RANK_CHECKS}
+    assert named["threads_too_many"](ranks(2, threads=4, usable_cpus=4, machine_cpus=8)) == []
+    assert named["threads_too_many"](ranks(2, threads=8, usable_cpus=8, machine_cpus=8))
+
+
+def test_a_shard_of_one_sample_is_seen_though_the_whole_divides():
+    look = next(check.look for check in CHECKS if check.name == "last_batch_ragged")
+    layers = {"layers": {"BatchNorm1d": 1}}
+    shard = {"length": 130, "is_distributed": True}
+    assert look(job(loader=shard, model=layers, world_size=2))  # 65 = 64 + 1
+    assert look(job(loader=shard, model=layers)) == []
+
+
+def test_each_check_has_its_lines_in_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert [check.name for check in (*CHECKS, *RANK_CHECKS) if f"`{check.name}`" not in text] == []

@@ -1,0 +1,138 @@
+"""From the ranks to a verdict: the order, the critical lane, what could not be seen."""
+
+import dataclasses
+import json
+
+import pytest
+
+from flatout.devices.inventory import inventory
+from flatout.doctor.critical import critical
+from flatout.doctor.judge import judge
+from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
+
+
+@pytest.fixture(scope="module")
+def machine():
+    """This one, as if it had two CPUs, no units for bf16 and no GPU."""
+    found = inventory()
+    cpus = dataclasses.replace(found.cpus, usable=2, instructions=("avx2",))
+    return dataclasses.replace(found, cpus=cpus, cuda=())
+
+
+def rank(number=0, **lanes):
+    of = dict.fromkeys(
+        ("input", "copy", "forward", "backward", "sync", "optimiser", "host", "gc", "idle"), 0.0
+    )
+    return Observation(
+        ["train.py", "--epochs", "5"],
+        rank=number,
+        steps=50,
+        step_ms=[sum(lanes.values())] * 50,
+        lanes_ms=of | lanes,
+        threads=1,
+        usable_cpus=2,
+        loaders=[
+            Loader(
+                "DataLoader", Site("train.py", 41), num_workers=0, batches=50, batch_size=8,
+                length=100, wait_ms=9.0, lanes_ms={"decode": 7.0, "collate": 1.0},
+                hot=[(Site("data.py", 12), 0.9)],
+            )
+        ],
+        optimizers=[Optimizer("torch.optim.adam.Adam", Site("train.py", 60), 50, fused=True)],
+        models=[Model("Net", Site("train.py", 50), layers={"Dropout": 1})],
+        calls=[Call("item", Site("train.py", 88), 50, 50 * 1e-6, 50)],
+        ended="stopped",
+        added_us_per_step=3.0,
+    )  # fmt: skip
+
+
+def test_dangers_come_first_then_the_largest_bound_and_notes_last(machine):
+    seen = rank(input=250.0, forward=60.0, backward=90.0)
+    seen.models[0].evaluated_in_train_mode = Site("train.py", 120)
+    seen.page_faults = 20_000.0
+    verdict = judge([seen], machine)
+    assert [(found.name, found.kind) for found in verdict.findings] == [
+        ("eval_missing", "danger"),
+        ("starvation", "slow"),
+        ("workers_zero", "slow"),
+        ("memory_returned", "slow"),
+        ("item_each_step", "note"),
+    ]
+    assert all(found.proven is None for found in verdict.findings)
+    assert not {found.name for found in verdict.findings} & {*verdict.passed}
+    assert dict(verdict.unknown)["small_files"] == "which files the loader opens was not seen"
+
+
+def test_the_critical_lane_has_its_cause_and_the_hot_line(machine):
+    found = judge([rank(input=250.0, forward=60.0, backward=90.0)], machine).critical
+    assert found.lanes == ("input",)
+    assert found.words == "the model waits for input: decoding"
+    assert found.where == "data.py:12"
+    assert found.share == pytest.approx(250 / 400)
+    gpu = rank(input=250.0, forward=60.0)
+    gpu.device = "cuda:0"
+    assert critical([gpu]).words.startswith("the GPU waits for input")
+
+
+def test_forward_and_backward_are_one_cause():
+    found = critical([rank(input=40.0, forward=30.0, backward=30.0)])
+    assert (found.lanes, found.where) == (("forward", "backward"), "train.py:50")
+
+
+def test_a_dear_call_between_the_steps_is_named():
+    seen = rank(forward=10.0, host=40.0)
+    seen.calls.append(Call("log", Site("train.py", 90), 50, 50 * 30e-3, 50))
+    found = critical([seen])
+    assert "log, 30 ms" in found.words
+    assert found.where == "train.py:90"
+
+
+def test_the_rank_that_the_others_wait_for_is_named_with_its_slow_lane():
+    fast = [rank(at, input=2.0, forward=40.0, backward=40.0, sync=41.0) for at in (0, 1, 2)]
+    slow = rank(3, input=41.0, forward=40.0, backward=40.0, sync=2.0)
+    found = critical([*fast, slow])
+    assert found.rank == 3
+    assert found.lanes == ("input",)
+    assert found.words.startswith("the other ranks wait for rank 3: the model waits for input")
+
+
+def test_what_only_some_ranks_show_says_which_and_is_told_once(machine):
+    ranks = [rank(at, forward=50.0, backward=50.0) for at in (0, 1, 2)]
+    for seen in ranks:
+        seen.world_size = 3
+    ranks[2].models[0].not_finite = ["0.weight"]
+    verdict = judge(ranks[::-1], machine)
+    assert [seen.rank for seen in verdict.observations] == [0, 1, 2]
+    (danger,) = verdict.dangers
+    assert danger.what.endswith("(only rank 2)")
+    assert [found.name for found in verdict.findings].count("item_each_step") == 1
+
+
+def test_a_script_without_steps_is_judged_by_nothing(machine):
+    verdict = judge([Observation(["tool.py"], ended="no steps")], machine)
+    assert (verdict.findings, verdict.critical, verdict.steps) == ([], None, 0)
+    assert verdict.unknown
+
+
+def test_one_failed_rank_is_the_end_of_all(machine):
+    ranks = [rank(0, forward=1.0), rank(1, forward=1.0)]
+    ranks[1].ended, ranks[1].error = "failed", "ValueError: no"
+    verdict = judge(ranks, machine)
+    assert (verdict.ended, verdict.error) == ("failed", "ValueError: no")
+
+
+def test_as_plain_data_it_is_json_and_whole(machine):
+    verdict = judge([rank(input=25.0, forward=60.0)], machine)
+    data = json.loads(json.dumps(verdict.as_dict()))
+    assert data["command"] == ["train.py", "--epochs", "5"]
+    assert data["critical"]["lanes"] == ["forward", "backward"]
+    assert Observation.of(data["observations"][0]) == verdict.observations[0]
+    assert data["added_us_per_step"] == 3.0
+
+
+def test_the_machine_fills_in_only_what_was_not_seen(machine):
+    seen = rank(forward=9.0)
+    seen.gpus = ["L4"]
+    (filled,) = judge([seen], machine).observations
+    assert (filled.gpus, filled.machine_cpus, filled.bf16_units) == (["L4"], 2, "")
+    assert filled.available_mb > 0

@@ -1,0 +1,111 @@
+"""What a terminal shows of a verdict: on 80 columns, in the order that matters."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from flatout.devices.gpus import Gpu
+from flatout.devices.inventory import inventory
+from flatout.devices.visible import CudaDevice
+from flatout.doctor.finding import Finding
+from flatout.doctor.judge import Verdict, judge
+from flatout.observe import Loader, Model, Observation, Site
+from flatout.report.first_look import FirstLookReport, header, short
+from flatout.report.page import page
+
+
+def observation(**lanes):
+    return Observation(
+        ["train.py"],
+        steps=312,
+        step_ms=[412.0] * 312,
+        lanes_ms={"input": 251.0, "forward": 58.0, "backward": 87.0, "optimiser": 12.0, "host": 4.0}
+        | lanes,
+        usable_cpus=2,
+        loaders=[Loader("DataLoader", Site("train.py", 41), num_workers=0, batches=312)],
+        models=[Model("Net", evaluated_in_train_mode=Site("train.py", 120))],
+        added_us_per_step=3.1,
+    )
+
+
+def shown(verdict, what=("train.py", "--name", "a b"), width=80):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(FirstLookReport(verdict, inventory(), 27.4, what))
+    return console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def verdict():
+    return judge([observation()], inventory())
+
+
+def test_what_matters_most_comes_first(verdict):
+    text = shown(verdict)
+    begins = (
+        "torch ",
+        "[0:27] FIRST LOOK at 312 steps, nothing proven; added 3.1 us per step",
+        "step 412 ms  input █",
+        "the model waits for input, train.py:41",
+        "DANGER     train.py:120 validates without eval()",
+        "COULD BE TRIED",
+        "251 ms     train.py:41",
+        "next  flatout doctor train.py --name 'a b'",
+    )
+    places = [text.find(begin) for begin in begins]
+    assert -1 not in places, text
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_lanes_take_one_line_and_bars_the_room_that_is_left(verdict, width):
+    (line,) = [line for line in shown(verdict, width=width).splitlines() if "step 412" in line]
+    assert line.rstrip().endswith("| other 4")
+    assert len(line.rstrip()) <= width
+    wait, forward, backward = (part.count("█") for part in line.split("|")[:3])
+    assert wait > backward >= forward >= 1
+
+
+def test_each_rank_has_its_line():
+    ranks = [dataclasses.replace(observation(), rank=at, world_size=2) for at in (0, 1)]
+    text = shown(judge(ranks, inventory()))
+    assert "rank 0 step 412 ms" in text
+    assert "rank 1 step 412 ms" in text
+    assert "2 ranks" in text.splitlines()[0]
+
+
+def test_what_takes_hold_at_the_start_of_any_script_is_a_command():
+    found = Finding("a", "slow", "w", "d", recipe={"process.threads": 2, "input.workers": 4})
+    text = shown(Verdict([observation()], {}, None, [found], [], []), ("train.py",))
+    assert "next  flatout run --set process.threads=2 train.py\n" in text
+    assert "input.workers" not in text
+
+
+def test_no_step_no_verdict():
+    text = shown(judge([Observation(["tool.py"], ended="no steps")], inventory()))
+    assert "no optimiser step was seen" in text
+    assert "FIRST LOOK" not in text
+    assert "checks found nothing" not in text
+
+
+def test_the_header_names_the_gpu_that_computes_or_stands_by(verdict):
+    gpu = Gpu(0, "GPU-1", "L4", 24 * 2**30, 0, (8, 9), 1, (), False, ())
+    machine = dataclasses.replace(inventory(), cuda=(CudaDevice(gpu, None),))
+    assert " beside L4" in header(verdict, machine)
+    on_gpu = dataclasses.replace(observation(), device="cuda:0")
+    assert " · L4 24 GB · " in header(judge([on_gpu], machine), machine)
+
+
+def test_places_are_as_short_as_they_can_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert short(str(tmp_path / "train.py") + ":7") == "train.py:7"
+    assert short("/elsewhere/train.py:7") == "/elsewhere/train.py:7"
+    assert short("") == ""
+
+
+def test_the_page_takes_the_same_verdict(verdict):
+    text = page(json.loads(json.dumps(verdict.as_dict())))
+    assert "the model waits for input" in text
+    assert "train.py:120" in text
