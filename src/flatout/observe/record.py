@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from flatout.observe.meters import Meters
-from flatout.observe.observation import Observation
+from flatout.observe.observation import Observation, Site
+from flatout.observe.sites import read
 from flatout.observe.watch import Watch
 from flatout.world.place import Place
 
@@ -44,6 +45,10 @@ def observation(
     seen.device = devices[0] if devices else "cpu"
     meters.fill(seen)
     _fill_lanes(seen, watch)
+    for part in [*seen.calls, *seen.loaders, *seen.optimizers, *seen.models]:
+        for name, value in vars(part).items():
+            if isinstance(value, Site):
+                setattr(part, name, read(value))
     return seen
 
 

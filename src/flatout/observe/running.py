@@ -25,7 +25,7 @@ def run(arguments: list[str]) -> None:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
     sys.argv = list(arguments)
-    path = arguments[0]
+    path = os.path.abspath(arguments[0])  # as Python names it
     folder = os.path.dirname(os.path.realpath(path))
     sys.path[0] = folder
     set_home(folder)

@@ -7,6 +7,7 @@ import os
 import site
 import sys
 import sysconfig
+from dataclasses import replace
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -51,21 +52,21 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def site_of(frame: FrameType | None) -> Site | None:
-    """The user's line in or above this frame; None where no code of the user's is."""
+    """The user's line in or above this frame, not yet read; None where no code of the user's is."""
     found = users_frame(frame)
-    if found is None:
-        return None
-    file, line = found.f_code.co_filename, found.f_lineno
-    code = linecache.getline(file, line, found.f_globals).strip()
-    return Site(file, line, code)
+    return None if found is None else Site(found.f_code.co_filename, found.f_lineno)
 
 
 def site_of_code(code: CodeType | None) -> Site | None:
     """The line in which a function of the user's begins; None for anybody else's."""
     if code is None or not is_users(code.co_filename):
         return None
-    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-    return Site(code.co_filename, code.co_firstlineno, line)
+    return Site(code.co_filename, code.co_firstlineno)
+
+
+def read(site: Site) -> Site:
+    """With the line itself. Hooks leave that to whoever tells of it: files are slow."""
+    return replace(site, code=linecache.getline(site.file, site.line).strip())
 
 
 def here(depth: int = 0) -> Site | None:

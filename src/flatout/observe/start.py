@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.observe.backward import watch_backward
+from flatout.observe.compiling import skip_our_frames
 from flatout.observe.cost import added_us_per_step
 from flatout.observe.importing import when_imported
 from flatout.observe.keras import watch_keras
@@ -96,6 +97,7 @@ class Observer:
         watch, steps = self.watch, self._steps
         when_imported("torch", self._hook_torch)
         when_imported("torch.utils.data.dataloader", lambda module: watch_loaders(module, watch))
+        when_imported("torch._dynamo.eval_frame", skip_our_frames)
         when_imported(
             "keras.src.optimizers.base_optimizer",
             lambda module: watch_keras(module, watch, steps),
