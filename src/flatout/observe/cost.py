@@ -61,6 +61,9 @@ def _batch_ns() -> float:
         def __next__(self) -> Any:
             return self.batch
 
+        def _next_index(self) -> None:
+            return None
+
     plain = Batches(())
     seen: Any = SeenLoader.__new__(SeenLoader)
     seen.count()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from array import array
 from functools import wraps
 from statistics import median
@@ -14,6 +16,7 @@ from flatout.observe.lanes import FORWARD, HOST, INPUT
 from flatout.observe.observation import Loader, Site
 from flatout.observe.sites import here, site_of_code
 from flatout.observe.watch import Watch
+from flatout.observe.within_loader import LOADER, Looker, Probe, size_of, watch_fetch
 
 # Waits that are kept of each loader, and epochs.
 _WAITS, _EPOCHS = 20_000, 1000
@@ -22,7 +25,8 @@ _WAITS, _EPOCHS = 20_000, 1000
 class SeenLoader:
     """One DataLoader, while it is watched."""
 
-    def __init__(self, loader: Any, site: Site | None) -> None:
+    def __init__(self, loader: Any, site: Site | None, number: int) -> None:
+        self.number = number
         self.ref = ref(loader)
         self.facts = facts_of(loader, site)
         self.count()
@@ -33,11 +37,28 @@ class SeenLoader:
         self.waits = array("q")
         self.batches = 0
         self.began: int | None = None
+        self.is_hashed = True
+        self.looker: Looker | None = None
 
     def begin_epoch(self, began: int) -> None:
         """An iteration over it begins."""
         self.facts.epochs += 1
         self.began = began
+
+    def hash(self, index: Any) -> None:
+        """The first batch of an epoch is made of these samples."""
+        self.is_hashed = True
+        if isinstance(index, (list, tuple)) and index and index[0] is not None:
+            found = self.facts.hashes = self.facts.hashes or []
+            if len(found) < _EPOCHS:
+                found.append(zlib.crc32(repr(list(index)).encode()))
+
+    def probe(self) -> tuple[Probe, Looker] | None:
+        """What looks at its batches while this process makes them, until enough was seen."""
+        if self.looker is None:
+            self.looker = Looker(Probe())
+            self.looker.start()
+        return None if self.looker.probe.is_done else (self.looker.probe, self.looker)
 
     def took(self, batch: Any, began: int, ended: int) -> None:
         """A batch was handed over."""
@@ -116,19 +137,6 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def size_of(batch: Any, depth: int = 0) -> int | None:
-    """Bytes of the tensors and arrays in nested lists, tuples and dicts; None without any."""
-    if hasattr(batch, "nbytes"):
-        return int(batch.nbytes)
-    if depth > 4:
-        return None
-    parts = batch.values() if isinstance(batch, dict) else batch
-    if not isinstance(batch, (dict, list, tuple)):
-        return None
-    sizes = [size for part in parts if (size := size_of(part, depth + 1)) is not None]
-    return sum(sizes) if sizes else None
-
-
 def watch_loaders(module: Any, watch: Watch) -> None:
     """Hooks into torch.utils.data.dataloader."""
     known: dict[int, SeenLoader] = {}
@@ -136,13 +144,22 @@ def watch_loaders(module: Any, watch: Watch) -> None:
     def seen_of(loader: Any, site: Site | None) -> SeenLoader:
         seen = known.get(id(loader))
         if seen is None or seen.ref() is not loader:
-            seen = known[id(loader)] = SeenLoader(loader, site)
+            seen = known[id(loader)] = SeenLoader(loader, site, len(watch.loaders))
             watch.loaders.append(seen)
         seen.facts.site = seen.facts.site or site
         return seen
 
     _watch_iterations(module.DataLoader, watch, seen_of)
     watch_batches(module._BaseDataLoaderIter, watch, seen_of)
+
+    def probe_of(fetcher: Any) -> tuple[Probe, Looker] | None:
+        lanes = watch.lanes
+        if lanes.loader is None or get_ident() != lanes.thread:
+            return None
+        seen: SeenLoader = lanes.loader
+        return seen.probe()
+
+    watch_fetch(module._utils.fetch, probe_of)
 
 
 def _watch_iterations(owner: Any, watch: Watch, seen_of: Any) -> None:
@@ -154,11 +171,13 @@ def _watch_iterations(owner: Any, watch: Watch, seen_of: Any) -> None:
             return original(self)
         began = perf_counter_ns()
         lanes.begin_batch()
+        seen = seen_of(self, here(1))
+        seen.is_hashed = False
+        os.environ[LOADER] = str(seen.number)  # for its workers
         try:
             iterator = original(self)
         finally:
             lanes.switch(HOST)
-        seen = seen_of(self, here(1))
         iterator._flatout_seen = seen
         seen.begin_epoch(began)
         return iterator
@@ -170,6 +189,7 @@ def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
     """Times every batch that an iterator of this class hands over."""
     lanes = watch.lanes
     original_init, original_next = owner.__init__, owner.__next__
+    original_index = owner._next_index
 
     @wraps(original_init)
     def init(self: Any, loader: Any) -> None:
@@ -182,15 +202,24 @@ def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
             return original_next(self)
         lanes.begin_batch()
         began = lanes.last
+        lanes.loader = seen = self._flatout_seen
         try:
             batch = original_next(self)
         except BaseException:
             lanes.switch(HOST)
             raise
         lanes.switch(FORWARD)
-        lanes.loader = seen = self._flatout_seen
         seen.took(batch, began, lanes.last)
         return batch
 
+    @wraps(original_index)
+    def next_index(self: Any) -> Any:
+        index = original_index(self)
+        seen = self._flatout_seen
+        if not seen.is_hashed:
+            seen.hash(index)
+        return index
+
+    owner._next_index = next_index
     owner.__init__ = init
     owner.__next__ = take

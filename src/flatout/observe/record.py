@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
+from flatout.observe.loaders import SeenLoader
 from flatout.observe.meters import Meters
-from flatout.observe.observation import Observation, Site
+from flatout.observe.observation import Loader, Observation, Site
 from flatout.observe.sites import read
 from flatout.observe.watch import Watch
+from flatout.observe.within_loader import fill, gather
 from flatout.world.place import Place
 
 _PACKAGES = ("torch", "numpy", "torchvision", "keras", "lightning", "accelerate", "transformers")
@@ -18,7 +21,13 @@ _LIVE_STEPS = 200
 
 
 def observation(
-    watch: Watch, meters: Meters, command: list[str], place: Place, *, is_live: bool
+    watch: Watch,
+    meters: Meters,
+    command: list[str],
+    place: Place,
+    folder: Path,
+    *,
+    is_live: bool,
 ) -> Observation:
     """What was seen so far. Reads what hooks write, and never a tensor: any thread may call it."""
     steps = watch.lanes.steps
@@ -36,7 +45,11 @@ def observation(
         calls=watch.calls.all(),
         optimizers=[optimizer.result() for optimizer in list(watch.optimizers)],
         models=[m.result(steps) for m in list(watch.models) if m.is_stepped and m.sites],
-        loaders=[loader.result() for loader in list(watch.loaders) if loader.batches],
+        loaders=[
+            _with_inside(loader, None if is_live else folder)
+            for loader in list(watch.loaders)
+            if loader.batches
+        ],
         saved=list(watch.saved),
         notes=list(watch.notes),
         ended="running",
@@ -50,6 +63,17 @@ def observation(
             if isinstance(value, Site):
                 setattr(part, name, read(value))
     return seen
+
+
+def _with_inside(seen: SeenLoader, folder: Path | None) -> Loader:
+    """A loader's facts; with those of its workers, which are read once, at the end."""
+    facts = seen.result()
+    if folder is not None:
+        told = gather(folder, seen.number) if facts.num_workers else []
+        if seen.looker is not None:
+            told.append(seen.looker.probe.as_dict())
+        fill(facts, told)
+    return facts
 
 
 def _fill_lanes(seen: Observation, watch: Watch) -> None:

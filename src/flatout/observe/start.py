@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import shutil
 import sys
 import threading
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from flatout.observe.record import observation
 from flatout.observe.running import run, show_as_python_does, told
 from flatout.observe.tensors import watch_tensors
 from flatout.observe.watch import Watch
+from flatout.observe.within_loader import watch_workers
 from flatout.observe.writing import Writer, write
 from flatout.world.place import place
 
@@ -90,6 +92,8 @@ class Observer:
         self._models: Models | None = None
         self._meters = Meters(self.watch)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._workers = self._path.with_name(f".workers-{self._place.rank}")
+        self._workers.mkdir(exist_ok=True)
         self._hook()
         self._writer = Writer(self._path, self._live)
 
@@ -97,6 +101,10 @@ class Observer:
         watch, steps = self.watch, self._steps
         when_imported("torch", self._hook_torch)
         when_imported("torch.utils.data.dataloader", lambda module: watch_loaders(module, watch))
+        when_imported(
+            "torch.utils.data._utils.worker",
+            lambda module: watch_workers(module, self._workers),
+        )
         when_imported("torch._dynamo.eval_frame", skip_our_frames)
         when_imported(
             "keras.src.optimizers.base_optimizer",
@@ -123,7 +131,12 @@ class Observer:
 
     def _seen(self, *, is_live: bool) -> Observation:
         return observation(
-            self.watch, self._meters, self._asked.command, self._place, is_live=is_live
+            self.watch,
+            self._meters,
+            self._asked.command,
+            self._place,
+            self._workers,
+            is_live=is_live,
         )
 
     def finish(self, ended: str, error: str = "") -> None:
@@ -142,6 +155,7 @@ class Observer:
         if seen.steps:
             seen.added_us_per_step = added_us_per_step(self.watch, self._writer.cpu_seconds)
         write(self._path, seen)
+        shutil.rmtree(self._workers, ignore_errors=True)
         if seen.added_us_per_step is not None:
             print(
                 f"flatout: observed {seen.steps} steps; added {seen.added_us_per_step:.1f} us per "
