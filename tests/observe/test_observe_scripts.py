@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 def main():
     torch.manual_seed(0)
     x, y = torch.randn(256, 16), torch.randint(0, 4, (256,))
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 4))
+    layers = [torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 4)]
+    model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters())
     train = DataLoader(TensorDataset(x, y), 32, shuffle=True, num_workers=int(sys.argv[1]),
                        multiprocessing_context=sys.argv[2] if sys.argv[2:] else None)
@@ -115,6 +116,9 @@ def test_workers_give_the_same_bits(tmp_path, context):
     assert ran.stdout == alone.stdout
     assert seen.loaders[0].num_workers == 2
     assert len(seen.loaders[0].first_ms) == 2
+    assert seen.loaders[0].sample_bytes == 16 * 4 + 8
+    assert set(seen.loaders[0].lanes_ms) == {"read", "decode", "transform", "collate"}
+    assert not list((tmp_path / "seen").glob(".workers*"))
 
 
 def test_a_failing_script_is_told_as_python_tells_it(tmp_path):
@@ -279,3 +283,132 @@ def test_compiled_frames_are_kept(tmp_path, how):
     assert ran.stdout.startswith("{'total': ")
     assert seen.steps == 5
     assert seen.models or how == "break"
+
+
+FILES = (
+    LOOP
+    + """
+import random, time, numpy
+class Files(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        with open(__file__) as file:
+            file.read()
+        time.sleep(0.01)
+        return torch.ones(4)
+
+def seed(worker):
+    numpy.random.seed(7)
+
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(
+        Files(), 4, shuffle=True, num_workers=2, worker_init_fn=seed
+    )
+    for epoch in range(2):
+        for batch in loader:
+            model(batch).sum().backward()
+            optimizer.step()
+"""
+)
+
+
+@pytest.mark.slow
+def test_workers_tell_of_files_lines_and_random_states(tmp_path):
+    ran, seen = _observe(tmp_path, FILES)
+    assert ran.returncode == 0, ran.stderr
+    (loader,) = seen.loaders
+    assert loader.opens_per_sample == 1
+    assert loader.hot[0][0].code == "time.sleep(0.01)"
+    assert loader.hot[0][1] > 0.5
+    assert loader.lanes_ms["transform"] > 20
+    assert len(loader.hashes) == 2
+    assert loader.hashes[0] != loader.hashes[1]
+    first, second = loader.worker_hashes
+    assert first == second
+
+
+@pytest.mark.slow
+def test_batches_by_index_gradients_and_saves(tmp_path):
+    source = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(1000, 4)
+        self.head = torch.nn.Linear(4, 1)
+        self.spare = torch.nn.Linear(1, 1)
+    def forward(self, x):
+        return self.head(self.table(x))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = torch.arange(1000)
+for step in range(20):
+    batch = data[torch.arange(10)]
+    optimizer.zero_grad(set_to_none=False)
+    model(batch).sum().backward()
+    optimizer.step()
+torch.save({"model": model.state_dict()}, "model.pt")
+"""
+    _, seen = _observe(tmp_path, source)
+    calls = {call.kind: call for call in seen.calls}
+    assert calls["index"].site.code == "batch = data[torch.arange(10)]"
+    assert (calls["index"].count, calls["index"].steps) == (20, 20)
+    assert calls["index"].detail == {"watched_steps": 6}
+    assert calls["zero_grad"].detail == {"set_to_none": False}
+    assert calls["save"].site.line == 19
+    assert "model.table.weight" in seen.saved[0]["keys"]
+    assert seen.lanes_ms["saving"] > 0
+    assert seen.optimizers[0].sparse_share == pytest.approx(10 / 1000)
+    assert seen.models[0].unused_parameters is True
+    assert seen.models[0].inputs == [("[10], int64", 20)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_evaluation_and_training_in_the_other_mode(tmp_path, mode):
+    source = LOOP + (
+        "import sys\n"
+        "model = torch.nn.Sequential(model, torch.nn.BatchNorm1d(4))\n"
+        "rows = [(torch.ones(4) * i) for i in range(16)]\n"
+        "train = torch.utils.data.DataLoader(rows, 2)\n"
+        "test = torch.utils.data.DataLoader(rows, 4)\n"
+        "for epoch in range(3):\n"
+        "    for batch in train:\n"
+        "        model(batch).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    model.train(sys.argv[1] == 'train')\n"
+        "    for batch in test:\n"
+        "        model(batch).sum()\n"
+    )
+    _, seen = _observe(tmp_path, source, mode)
+    (model,) = seen.models
+    assert seen.steps == 24
+    assert [loader.in_training for loader in seen.loaders] == [True, False]
+    if mode == "eval":
+        assert model.evaluated_with_grad.line == 15
+        assert model.trained_in_eval_mode.line == 11
+        assert seen.lanes_ms["evaluation"] > 0
+    else:
+        assert model.evaluated_with_grad is None
+        assert model.trained_in_eval_mode is None
+
+
+@pytest.mark.slow
+def test_keras_on_torch(tmp_path):
+    source = (
+        "import os\n"
+        "os.environ['KERAS_BACKEND'] = 'torch'\n"
+        "import keras, numpy\n"
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])\n"
+        "model.compile('adam', 'mse')\n"
+        "x = numpy.ones((64, 4), 'float32')\n"
+        "model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)\n"
+    )
+    ran, seen = _observe(tmp_path, source)
+    assert ran.returncode == 0, ran.stderr
+    assert (seen.framework, seen.steps) == ("keras", 16)
+    assert seen.optimizers[0].kind.endswith("Adam")
+    assert seen.optimizers[0].elements == 5
+    assert seen.optimizers[0].site.line == 7
+    assert seen.models

@@ -102,6 +102,7 @@ class Models:
         """Watches every module for some steps, from now and whenever an optimiser is new."""
         if self.search not in self._watch.on_new_optimizer:
             self._watch.on_new_optimizer.append(self.search)
+            self._watch.with_gradients.append(self.look_at_gradients)
         self._torch.nn.Module.__call__ = self._everywhere
         steps = self._watch.lanes.steps
         self._watch.at(steps + 1, lambda: self.describe(whole=False))
@@ -178,6 +179,30 @@ class Models:
                 if self._torch.is_autocast_enabled(device):
                     dtype = self._torch.get_autocast_dtype(device)
                     seen.facts.autocast = str(dtype).removeprefix("torch.")
+
+    def look_at_gradients(self) -> None:
+        """Before an optimiser steps: who has no gradient, and which rows of tables have one."""
+        for seen in self._watch.models:
+            module = seen.ref()
+            if module is None or not seen.has_parameters or not self._is_trained_here(module):
+                continue
+            trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
+            unused = any(tensor.grad is None for tensor in trained)
+            seen.facts.unused_parameters = bool(seen.facts.unused_parameters) or unused
+        embedding = self._torch.nn.Embedding
+        tables = {
+            id(inner.weight): inner.weight
+            for seen in self._watch.models
+            if (module := seen.ref()) is not None
+            for inner in module.modules()
+            if isinstance(inner, embedding)
+        }
+        if tables:
+            for optimizer in self._watch.optimizers:
+                optimizer.look_at_tables(list(tables.values()))
+
+    def _is_trained_here(self, module: Any) -> bool:
+        return any(tensor.grad is not None for tensor in module.parameters())
 
     def describe(self, *, whole: bool) -> None:
         """Looks at the modules, in the thread that steps; with `whole` at all their numbers."""

@@ -200,7 +200,14 @@ class Observation:
         page_faults: minor faults per step.
         major_faults: per step.
         runnable: processes and threads of this job that could run, per usable CPU.
-        ended: "done", "stopped" (enough was seen), "failed", "no steps".
+        saved: what was written with torch.save and the like: {"site", "keys"} of each state dict.
+        machine_cpus: CPUs that all ranks of this machine may use together.
+        gpus: names of the GPUs that torch could use here, whether the script does or not.
+        bf16_units: what computes in bf16 on the device at hand, such as "AMX-bf16"; "" for nothing.
+        available_mb: memory that the job could still take.
+        cudnn_benchmark: torch.backends.cudnn.benchmark, at the last step.
+        ended: "done", "stopped" (enough was seen), "failed", "no steps"; "running" in what is
+            written meanwhile, and stays of a script that was killed.
         error: the script's own error, as Python prints it.
         added_us_per_step: what observing has cost, counted directly.
         notes: what could not be seen, and why.
@@ -227,6 +234,11 @@ class Observation:
     optimizers: list[Optimizer] = field(default_factory=list)
     models: list[Model] = field(default_factory=list)
     saved: list[dict[str, Any]] = field(default_factory=list)
+    machine_cpus: int | None = None
+    gpus: list[str] | None = None
+    bf16_units: str | None = None
+    available_mb: float | None = None
+    cudnn_benchmark: bool | None = None
     ended: str = "done"
     error: str = ""
     added_us_per_step: float | None = None

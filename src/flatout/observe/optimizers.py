@@ -7,6 +7,7 @@ from collections import Counter
 from functools import wraps
 from statistics import median
 from threading import get_ident
+from time import perf_counter_ns
 from typing import Any
 from weakref import ref
 
@@ -34,12 +35,29 @@ class SeenOptimizer:
         optimizer = self.ref()
         return [] if optimizer is None else tensors_of(optimizer)
 
+    def look_at_tables(self, tables: list[Any]) -> None:
+        """Which share of the rows of these embeddings has a gradient now."""
+        mine = {id(tensor) for tensor in self.tensors()}
+        rows = touched = 0
+        for table in tables:
+            if id(table) in mine and table.grad is not None:
+                rows += table.shape[0]
+                touched += _touched_rows(table.grad)
+        if rows:
+            self.facts.sparse_share = touched / rows
+
     def result(self) -> Optimizer:
         """What was seen of it."""
         self.facts.steps = self.backwards.total()
         if self.facts.steps:
             self.facts.backwards = float(median(self.backwards.elements()))
         return self.facts
+
+
+def _touched_rows(gradient: Any) -> int:
+    if gradient.is_sparse:
+        return int(gradient.coalesce().indices().shape[1])
+    return int((gradient != 0).any(dim=1).sum())
 
 
 class Steps:
@@ -53,8 +71,13 @@ class Steps:
 
     def begin(self) -> None:
         """An optimiser's step begins."""
-        self._watch.lanes.switch(OPTIMISER)
+        lanes = self._watch.lanes
+        lanes.switch(OPTIMISER)
         self._is_counted = False
+        if lanes.steps < 2:
+            for look in self._watch.with_gradients:
+                look()
+            lanes.last = perf_counter_ns()  # looking was no part of the step
 
     def end(self, optimizer: Any) -> None:
         """It has stepped. One that hands its step on to another, as wrappers do, is not counted.

@@ -24,11 +24,11 @@ def watch_outputs(watch: Watch) -> None:
 
 def watch_torch(torch: Any, watch: Watch) -> None:
     """Hooks into torch.save and torch.cuda.empty_cache."""
-    torch.save = _saving(_timed(torch.save, "save", SAVING, watch), torch, watch)
+    torch.save = _saving(_timed(torch.save, "save", SAVING, watch, depth=3), watch)
     torch.cuda.empty_cache = _timed(torch.cuda.empty_cache, "empty_cache", HOST, watch)
 
 
-def _timed(original: Any, kind: str, lane: int, watch: Watch) -> Any:
+def _timed(original: Any, kind: str, lane: int, watch: Watch, depth: int = 2) -> Any:
     lanes, calls = watch.lanes, watch.calls
 
     @wraps(original)
@@ -41,12 +41,12 @@ def _timed(original: Any, kind: str, lane: int, watch: Watch) -> Any:
             return original(*args, **kwargs)
         finally:
             lanes.switch(before)
-            calls.note(kind, lanes.last - began)
+            calls.note(kind, lanes.last - began, depth)
 
     return call
 
 
-def _saving(original: Any, torch: Any, watch: Watch) -> Any:
+def _saving(original: Any, watch: Watch) -> Any:
     """Notes which keys are saved: wrappers leave their prefixes in them."""
 
     @wraps(original)

@@ -56,6 +56,9 @@ def observation(
     )
     devices = [device for optimizer in seen.optimizers for device in optimizer.devices]
     seen.device = devices[0] if devices else "cpu"
+    torch: Any = sys.modules.get("torch")
+    if steps:
+        seen.cudnn_benchmark = bool(torch.backends.cudnn.benchmark)
     meters.fill(seen)
     _fill_lanes(seen, watch)
     for part in [*seen.calls, *seen.loaders, *seen.optimizers, *seen.models]:

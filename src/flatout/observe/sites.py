@@ -44,17 +44,18 @@ def is_users(file: str) -> bool:
     return not inside or (real.startswith(_home) and len(_home) > len(inside))
 
 
-def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's code, from `frame` outwards; None without one."""
+def site_of(frame: FrameType | None, outermost: str = "") -> Site | None:
+    """The user's line in or above this frame, not yet read; None where no code of the user's is.
+
+    Args:
+        frame: where to begin.
+        outermost: the module at whose frame to give up.
+    """
     while frame is not None and not is_users(frame.f_code.co_filename):
+        if outermost and frame.f_globals.get("__name__") == outermost:
+            return None
         frame = frame.f_back
-    return frame
-
-
-def site_of(frame: FrameType | None) -> Site | None:
-    """The user's line in or above this frame, not yet read; None where no code of the user's is."""
-    found = users_frame(frame)
-    return None if found is None else Site(found.f_code.co_filename, found.f_lineno)
+    return None if frame is None else Site(frame.f_code.co_filename, frame.f_lineno)
 
 
 def site_of_code(code: CodeType | None) -> Site | None:

@@ -29,9 +29,10 @@ from flatout.observe.models import Models
 from flatout.observe.observation import Observation
 from flatout.observe.optimizers import Steps, watch_optimizers
 from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
+from flatout.observe.parallel import watch_parallel
 from flatout.observe.record import observation
 from flatout.observe.running import run, show_as_python_does, told
-from flatout.observe.tensors import watch_tensors
+from flatout.observe.tensors import IndexWindow, watch_tensors
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import watch_workers
 from flatout.observe.writing import Writer, write
@@ -119,6 +120,8 @@ class Observer:
         watch_backward(torch, self.watch, self._steps)
         watch_tensors(torch, self.watch)
         watch_torch(torch, self.watch)
+        watch_parallel(torch, self.watch)
+        IndexWindow(torch, self.watch)
         self._models = Models(torch, self.watch)
         self._models.search()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from functools import wraps
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
-from flatout.observe.lanes import COPY, HOST, INPUT, OPTIMISER
+from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMISER
 from flatout.observe.watch import Watch
 
 # Optimisers and loaders read numbers of their own.
@@ -76,3 +77,48 @@ def _copying(original: Any, watch: Watch) -> Any:
         return value
 
     return to
+
+
+class IndexWindow:
+    """Times batches by advanced indexing, in a few steps alone.
+
+    Every use of square brackets passes there, in data sets too: in all steps that were too dear.
+    What was seen in these steps is taken to hold for all.
+    """
+
+    _FROM, _STEPS = 3, 6
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self.plain = torch.Tensor.__getitem__
+        watch.at(self._FROM, self._open)
+
+    def _open(self) -> None:
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is not None and dynamo.counters:
+            return  # something is compiled, and would be compiled anew
+        self._torch.Tensor.__getitem__ = self._timed()
+        self._watch.at(self._FROM + self._STEPS, self._close)
+
+    def _close(self) -> None:
+        del self._torch.Tensor.__getitem__  # the one that it has inherited holds again
+        self._watch.calls.spread("index", self._STEPS)
+
+    def _timed(self) -> Any:
+        lanes, calls, original = self._watch.lanes, self._watch.calls, self.plain
+        tensor = self._torch.Tensor
+
+        def __getitem__(self: Any, index: Any) -> Any:
+            if lanes.current in _OTHERS or lanes.current == BACKWARD:
+                return original(self, index)
+            first = index[0] if isinstance(index, tuple) and index else index
+            is_advanced = isinstance(first, (tensor, list)) and self.dim() > 0
+            if not is_advanced or get_ident() != lanes.thread:
+                return original(self, index)
+            began = perf_counter_ns()
+            value = original(self, index)
+            calls.note("index", perf_counter_ns() - began)
+            return value
+
+        return __getitem__

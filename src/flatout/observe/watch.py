@@ -35,6 +35,7 @@ class Watch:
         self.notes: dict[str, None] = {}
         self.frameworks: set[str] = set()
         self.is_enough = False
+        self.with_gradients: list[Callable[[], None]] = []
         self.on_new_optimizer: list[Callable[[], None]] = []
         self.on_enough_again: Callable[[], None] = lambda: None
         self._most = float("inf") if steps is None else steps

@@ -60,9 +60,9 @@ class Probe:
     def look(self, frame: FrameType | None) -> None:
         """Notes what the thread is doing whose innermost frame this is."""
         self.looks += 1
-        site = site_of(frame)
         if self.is_collating:
             return
+        site = site_of(frame, outermost="torch.utils.data._utils.fetch")
         if site is not None:
             self.lines[site.file, site.line] += 1
         self.lanes[_lane_of(frame)] += 1
