@@ -206,7 +206,8 @@ class Observation:
         bf16_units: what computes in bf16 on the device at hand, such as "AMX-bf16"; "" for nothing.
         available_mb: memory that the job could still take.
         cudnn_benchmark: torch.backends.cudnn.benchmark, at the last step.
-        ended: "done", "stopped" (enough was seen), "failed", "no steps".
+        ended: "done", "stopped" (enough was seen), "failed", "no steps"; "running" in what is
+            written meanwhile, and stays of a script that was killed.
         error: the script's own error, as Python prints it.
         added_us_per_step: what observing has cost, counted directly.
         notes: what could not be seen, and why.

@@ -1,0 +1,95 @@
+"""Calls of one kind from one place, counted at the price of a dictionary look-up."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType
+from typing import Any
+
+from flatout.observe.lanes import Lanes
+from flatout.observe.observation import Call, Site
+from flatout.observe.sites import site_of
+
+# What belongs to the set-up, and counts although no step has begun.
+_OF_SETUP = ("data_parallel", "device_count", "no_sync", "set_epoch")
+
+
+class _Entry:
+    __slots__ = ("count", "detail", "kind", "last", "ns", "site", "steps")
+
+    def __init__(self, kind: str, site: Site | None, detail: dict[str, Any]):
+        self.kind = kind
+        self.site = site
+        self.detail = detail
+        self.forget()
+
+    def forget(self) -> None:
+        self.count = self.steps = self.ns = 0
+        self.last = -1
+
+
+class Calls:
+    """What was called, by kind and instruction."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._entries: dict[tuple[str, int, int], _Entry] = {}
+        self._of_lines: dict[tuple[str, Site | None], _Entry] = {}
+        self._codes: list[CodeType] = []
+        self._windows: dict[str, int] = {}
+        self.noted = 0
+
+    def note(
+        self, kind: str, ns: int, depth: int = 2, detail: dict[str, Any] | None = None
+    ) -> None:
+        """Counts a call of `ns` that the frame `depth` above this one has made."""
+        frame = sys._getframe(depth)
+        code = frame.f_code
+        key = (kind, id(code), frame.f_lasti)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = self._entry(kind, site_of(frame), detail or {})
+            self._codes.append(code)  # held, so that its id stays its own
+        entry.count += 1
+        entry.ns += ns
+        step = self._lanes.steps
+        if entry.last != step:
+            entry.last = step
+            entry.steps += 1
+        self.noted += 1
+
+    def _entry(self, kind: str, site: Site | None, detail: dict[str, Any]) -> _Entry:
+        """The one of a line, which may have several instructions that call."""
+        entry = self._of_lines.setdefault((kind, site), _Entry(kind, site, detail))
+        entry.detail.update(detail)
+        return entry
+
+    def forget(self) -> None:
+        """Drops the counts: what came before the first step is no part of what is observed."""
+        for entry in self._of_lines.values():
+            if entry.kind not in _OF_SETUP:
+                entry.forget()
+        self.noted = 0
+
+    def spread(self, kind: str, window: int) -> None:
+        """Calls of this kind were watched in so many steps only; they are told as if in all."""
+        self._windows[kind] = window
+
+    def all(self) -> list[Call]:
+        """One Call for each kind and user's line, most time first."""
+        steps = self._lanes.steps
+        found = []
+        for entry in list(self._of_lines.values()):
+            if not entry.count or entry.site is None:
+                continue
+            call = Call(entry.kind, entry.site, entry.count, entry.ns / 1e9, entry.steps)
+            call.detail = dict(entry.detail)
+            window = self._windows.get(entry.kind)
+            if window:
+                factor = max(1.0, steps / window)
+                call.count = round(call.count * factor)
+                call.seconds = factor * entry.ns / 1e9
+                call.steps = min(steps, round(call.steps * factor))
+                call.detail["watched_steps"] = window
+            found.append(call)
+        return sorted(found, key=lambda call: -(call.seconds or 0.0))

@@ -1,0 +1,35 @@
+"""Keeps torch.compile out of our own frames: what it compiles is what it compiles without us."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+
+def skip_our_frames(eval_frame: Any) -> None:
+    """Marks the code of this package, for a hook on torch._dynamo.eval_frame.
+
+    A hook that runs between two compiled frames would else be compiled as a frame of its own.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flatout.observe"):
+            for code in _codes_of(vars(module), name):
+                eval_frame.skip_code(code)
+
+
+def _codes_of(names: dict[str, Any], module: str) -> Iterator[CodeType]:
+    for value in list(names.values()):
+        inner = getattr(value, "fget", value)
+        if isinstance(inner, FunctionType) and inner.__module__ == module:
+            yield from _nested(inner.__code__)
+        elif isinstance(value, type) and value.__module__ == module:
+            yield from _codes_of(dict(vars(value)), module)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)

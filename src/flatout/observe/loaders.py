@@ -1,0 +1,225 @@
+"""DataLoaders: how long their batches let the script wait, and how they are set up."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from array import array
+from functools import wraps
+from statistics import median
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+from weakref import ref
+
+from flatout.observe.lanes import FORWARD, HOST, INPUT
+from flatout.observe.observation import Loader, Site
+from flatout.observe.sites import here, site_of_code
+from flatout.observe.watch import Watch
+from flatout.observe.within_loader import LOADER, Looker, Probe, size_of, watch_fetch
+
+# Waits that are kept of each loader, and epochs.
+_WAITS, _EPOCHS = 20_000, 1000
+
+
+class SeenLoader:
+    """One DataLoader, while it is watched."""
+
+    def __init__(self, loader: Any, site: Site | None, number: int) -> None:
+        self.number = number
+        self.ref = ref(loader)
+        self.facts = facts_of(loader, site)
+        self.count()
+
+    def count(self) -> None:
+        """Begins to count."""
+        self.in_training = False
+        self.waits = array("q")
+        self.batches = 0
+        self.began: int | None = None
+        self.is_hashed = True
+        self.looker: Looker | None = None
+
+    def begin_epoch(self, began: int) -> None:
+        """An iteration over it begins."""
+        self.facts.epochs += 1
+        self.began = began
+
+    def hash(self, index: Any) -> None:
+        """The first batch of an epoch is made of these samples."""
+        self.is_hashed = True
+        if isinstance(index, (list, tuple)) and index and index[0] is not None:
+            found = self.facts.hashes = self.facts.hashes or []
+            if len(found) < _EPOCHS:
+                found.append(zlib.crc32(repr(list(index)).encode()))
+
+    def probe(self) -> tuple[Probe, Looker] | None:
+        """What looks at its batches while this process makes them, until enough was seen."""
+        if self.looker is None:
+            self.looker = Looker(Probe())
+            self.looker.start()
+        return None if self.looker.probe.is_done else (self.looker.probe, self.looker)
+
+    def took(self, batch: Any, began: int, ended: int) -> None:
+        """A batch was handed over."""
+        self.batches += 1
+        if self.began is not None:
+            if len(self.facts.first_ms) < _EPOCHS:
+                self.facts.first_ms.append((ended - self.began) / 1e6)
+            self.began = None
+            if self.facts.batch_bytes is None:
+                self.facts.batch_bytes = size_of(batch)
+        else:
+            self.waits.append(ended - began)
+            if len(self.waits) > 2 * _WAITS:
+                del self.waits[:_WAITS]
+
+    def result(self) -> Loader:
+        """What was seen of it."""
+        facts = self.facts
+        facts.batches = self.batches
+        facts.in_training = self.in_training
+        waits = self.waits[:]
+        facts.wait_ms = median(waits) / 1e6 if waits else None
+        return facts
+
+
+def facts_of(loader: Any, site: Site | None) -> Loader:
+    """How a DataLoader is set up."""
+    from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+    from torch.utils.data.distributed import DistributedSampler
+
+    dataset = loader.dataset
+    sampler = loader.sampler
+    facts = Loader(
+        f"{type(loader).__module__}.{type(loader).__qualname__}",
+        site,
+        dataset=f"{type(dataset).__module__}.{type(dataset).__qualname__}",
+        dataset_site=_site_of_dataset(dataset),
+        length=None if isinstance(dataset, IterableDataset) else _length(dataset),
+        batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        num_workers=loader.num_workers,
+        persistent_workers=loader.persistent_workers,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        prefetch_factor=loader.prefetch_factor,
+    )
+    if isinstance(dataset, IterableDataset):
+        return facts
+    facts.is_distributed = isinstance(sampler, DistributedSampler)
+    if isinstance(sampler, RandomSampler):
+        facts.shuffles = True
+    elif isinstance(sampler, SequentialSampler):
+        facts.shuffles = False
+    elif isinstance(sampler, DistributedSampler):
+        facts.shuffles = bool(sampler.shuffle)
+    return facts
+
+
+def _site_of_dataset(dataset: Any) -> Site | None:
+    # Behind Subset and its like stands the one that does the work.
+    for _ in range(8):
+        for name in ("__getitem__", "__getitems__", "__iter__"):
+            code = getattr(getattr(type(dataset), name, None), "__code__", None)
+            found = site_of_code(code)
+            if found is not None:
+                return found
+        dataset = getattr(dataset, "dataset", None)
+        if dataset is None:
+            return None
+    return None
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def watch_loaders(module: Any, watch: Watch) -> None:
+    """Hooks into torch.utils.data.dataloader."""
+    known: dict[int, SeenLoader] = {}
+
+    def seen_of(loader: Any, site: Site | None) -> SeenLoader:
+        seen = known.get(id(loader))
+        if seen is None or seen.ref() is not loader:
+            seen = known[id(loader)] = SeenLoader(loader, site, len(watch.loaders))
+            watch.loaders.append(seen)
+        seen.facts.site = seen.facts.site or site
+        return seen
+
+    _watch_iterations(module.DataLoader, watch, seen_of)
+    watch_batches(module._BaseDataLoaderIter, watch, seen_of)
+
+    def probe_of(fetcher: Any) -> tuple[Probe, Looker] | None:
+        lanes = watch.lanes
+        if lanes.loader is None or get_ident() != lanes.thread:
+            return None
+        seen: SeenLoader = lanes.loader
+        return seen.probe()
+
+    watch_fetch(module._utils.fetch, probe_of)
+
+
+def _watch_iterations(owner: Any, watch: Watch, seen_of: Any) -> None:
+    lanes, original = watch.lanes, owner.__iter__
+
+    @wraps(original)
+    def iterate(self: Any) -> Any:
+        if get_ident() != lanes.thread or lanes.current == INPUT:
+            return original(self)
+        began = perf_counter_ns()
+        lanes.begin_batch()
+        seen = seen_of(self, here(1))
+        seen.is_hashed = False
+        os.environ[LOADER] = str(seen.number)  # for its workers
+        try:
+            iterator = original(self)
+        finally:
+            lanes.switch(HOST)
+        iterator._flatout_seen = seen
+        seen.begin_epoch(began)
+        return iterator
+
+    owner.__iter__ = iterate
+
+
+def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
+    """Times every batch that an iterator of this class hands over."""
+    lanes = watch.lanes
+    original_init, original_next = owner.__init__, owner.__next__
+    original_index = owner._next_index
+
+    @wraps(original_init)
+    def init(self: Any, loader: Any) -> None:
+        original_init(self, loader)
+        self._flatout_seen = seen_of(loader, None)  # where a subclass has an __iter__ of its own
+
+    @wraps(original_next)
+    def take(self: Any) -> Any:
+        if get_ident() != lanes.thread or lanes.current == INPUT:
+            return original_next(self)
+        lanes.begin_batch()
+        began = lanes.last
+        lanes.loader = seen = self._flatout_seen
+        try:
+            batch = original_next(self)
+        except BaseException:
+            lanes.switch(HOST)
+            raise
+        lanes.switch(FORWARD)
+        seen.took(batch, began, lanes.last)
+        return batch
+
+    @wraps(original_index)
+    def next_index(self: Any) -> Any:
+        index = original_index(self)
+        seen = self._flatout_seen
+        if not seen.is_hashed:
+            seen.hash(index)
+        return index
+
+    owner._next_index = next_index
+    owner.__init__ = init
+    owner.__next__ = take

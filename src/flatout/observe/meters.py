@@ -1,0 +1,76 @@
+"""What the process takes while it steps: memory, page faults, threads that want to run."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from statistics import median
+
+from flatout.measure.cgroup import usable_cpus
+from flatout.observe.observation import Observation
+from flatout.observe.watch import Watch
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+# Memory is looked at in at most twice so many steps, evenly over all of them.
+_LOOKS = 64
+_RUNNABLE_LOOKS = 30
+
+
+class Meters:
+    """Looks at the process now and then: in some steps, and once a second."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._stride = 1
+        self._memory: list[tuple[int, float]] = []
+        self._faults: list[tuple[int, int, int]] = []
+        self._runnable: list[float] = []
+        self.usable_cpus = usable_cpus()
+        watch.at(1, self._look)
+
+    def _look(self) -> None:
+        step = self._watch.lanes.steps
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self._memory.append((step, pages * _PAGE / 2**20))
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._faults.append((step, usage.ru_minflt, usage.ru_majflt))
+        if len(self._memory) >= 2 * _LOOKS:
+            self._stride *= 2
+            self._memory = self._memory[::2]
+            self._faults = self._faults[::2]
+        self._watch.at(step + self._stride, self._look)
+
+    def look_at_threads(self) -> None:
+        """Counts the threads of this process and its children that run or could; not in a step."""
+        if len(self._runnable) < _RUNNABLE_LOOKS and self._watch.lanes.steps:
+            # One of them is the thread that asks.
+            self._runnable.append(max(0, _runnable_threads() - 1) / self.usable_cpus)
+
+    def fill(self, seen: Observation) -> None:
+        """Puts what was seen into an Observation."""
+        memory, faults = list(self._memory), list(self._faults)
+        seen.memory_at = [step for step, _ in memory]
+        seen.memory_mb = [round(mb, 2) for _, mb in memory]
+        seen.runnable = median(self._runnable) if self._runnable else None
+        # The first steps map memory that later ones find.
+        settled = [row for row in faults if row[0] > 2] or faults
+        if len(settled) > 1:
+            (first, minor, major), (last, minor_then, major_then) = settled[0], settled[-1]
+            seen.page_faults = (minor_then - minor) / (last - first)
+            seen.major_faults = (major_then - major) / (last - first)
+
+
+def _runnable_threads() -> int:
+    import psutil
+
+    me = psutil.Process()
+    running = 0
+    for process in [me, *me.children(recursive=True)]:
+        for task in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+            try:
+                state = task.read_text().rpartition(")")[2].split()[0]
+            except (OSError, IndexError):
+                continue
+            running += state == "R"
+    return running

@@ -1,0 +1,66 @@
+"""What a module is: its layers, layout, wrapper, and numbers that are none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from flatout.observe.observation import Model
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+# Numbers that are not finite are named up to here.
+_NAMED = 20
+
+
+def unwrapped(module: Any) -> list[Any]:
+    """The module, and those that its wrappers hold, outermost first."""
+    found: list[Any] = []
+    while module is not None and len(found) < 4:
+        found.append(module)
+        inside = module.__dict__.get("_modules", {})
+        module = inside.get("module") or inside.get("_orig_mod")
+    return found
+
+
+def describe(module: Any, facts: Model, *, whole: bool) -> None:
+    """Fills in what is seen by looking at it; with `whole` also whether its numbers are finite."""
+    parameters = list(module.parameters())
+    facts.elements = sum(tensor.numel() for tensor in parameters)
+    modules = list(module.modules())
+    kinds = Counter(type(inner).__name__ for inner in modules)
+    facts.layers = dict(kinds)
+    wrappers = [type(outer).__name__ for outer in unwrapped(module)]
+    facts.wrapper = next((name for name in wrappers if name in _WRAPPERS), "")
+    facts.is_compiled = "OptimizedModule" in wrappers or any(
+        getattr(inner, "_compiled_call_impl", None) is not None for inner in modules
+    )
+    for outer in unwrapped(module):
+        if type(outer).__name__ == "DistributedDataParallel":
+            facts.wrapper_options = _ddp_options(outer)
+    images = [tensor for tensor in parameters if tensor.dim() == 4 and tensor.shape[2:].numel() > 1]
+    facts.has_convolutions = any(name.startswith(("Conv", "LazyConv")) for name in kinds)
+    facts.is_channels_last = bool(images) and all(_is_channels_last(tensor) for tensor in images)
+    if whole:
+        facts.not_finite = sorted({*facts.not_finite, *not_finite(module)})[:_NAMED]
+
+
+def not_finite(module: Any) -> list[str]:
+    """Names of its parameters and buffers that hold NaN or infinity; reads all of them."""
+    return [
+        name
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all())
+    ]
+
+
+def _ddp_options(module: Any) -> dict[str, Any]:
+    names = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+    options = {name: getattr(module, name, None) for name in names}
+    options["broadcast_buffers"] = getattr(module, "broadcast_buffers", None)
+    return options
+
+
+def _is_channels_last(tensor: Any) -> bool:
+    import torch
+
+    return bool(tensor.is_contiguous(memory_format=torch.channels_last))

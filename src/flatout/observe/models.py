@@ -1,0 +1,214 @@
+"""Models: the outermost modules that are called, and whether that was to train or to evaluate."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from threading import get_ident
+from typing import Any
+from weakref import ref
+
+from flatout.observe.lanes import INPUT
+from flatout.observe.model_facts import describe, unwrapped
+from flatout.observe.observation import Model, Site
+from flatout.observe.sites import here
+from flatout.observe.watch import Watch
+
+# Shapes of inputs that are told apart, and how often they are looked at after the first calls.
+_SHAPES, _FIRST_CALLS, _EVERY = 64, 256, 16
+# After so many steps only the classes of the outermost modules are watched.
+_SEARCH_STEPS = 3
+
+Mode = tuple[bool, bool]  # in train mode, with gradients
+
+
+class SeenModel:
+    """One outermost module, while it is watched."""
+
+    def __init__(self, module: Any) -> None:
+        self.ref = ref(module)
+        self.has_parameters = next(module.parameters(), None) is not None
+        self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
+        self.is_stepped = False
+        self.calls = 0
+        self.shapes: Counter[tuple[str, str]] = Counter()
+        self.sites: dict[Mode, Site | None] = {}
+        self._open: set[Mode] = set()
+        self._evaluated: set[Mode] = set()
+        self._evaluated_in: set[int] = set()
+        self._trained: set[Mode] = set()
+
+    def evaluates(self, mode: Mode) -> None:
+        """Is called without gradients or in eval mode: whether to evaluate is not yet known."""
+        self._open.add(mode)
+
+    def was_evaluated(self, step: int) -> None:
+        """The open calls have been an evaluation after this step."""
+        self._evaluated |= self._open
+        self._evaluated_in.add(step)
+        self._open.clear()
+
+    def was_trained(self) -> None:
+        """A backward pass has followed the open calls."""
+        self._trained |= self._open
+        self._open.clear()
+
+    def result(self, steps: int) -> Model:
+        """What was seen of it in so many steps."""
+        facts = self.facts
+        facts.site = self.sites.get((True, True)) or next(iter(self.sites.values()), None)
+        facts.inputs = [
+            (f"{shape}, {dtype}", count)
+            for (shape, dtype), count in self.shapes.most_common(_SHAPES)
+        ]
+        # What is called so in most steps is a part of the step, such as a target network.
+        if len(self._evaluated_in) <= max(1, steps // 2):
+            facts.evaluated_in_train_mode = self._site_of(self._evaluated, (True, False))
+            facts.evaluated_with_grad = self._site_of(self._evaluated, (False, True))
+        facts.trained_in_eval_mode = self._site_of(self._trained, (False, True))
+        if facts.evaluated_in_train_mode and not changes_in_training(facts):
+            facts.evaluated_in_train_mode = None
+        return facts
+
+    def _site_of(self, modes: set[Mode], mode: Mode) -> Site | None:
+        return self.sites.get(mode) if mode in modes else None
+
+
+def changes_in_training(facts: Model) -> bool:
+    """Whether train mode computes something else: dropout, normalisation by batch."""
+    return any(
+        "Dropout" in layer or "BatchNorm" in layer or "DropPath" in layer for layer in facts.layers
+    )
+
+
+class Models:
+    """Watches calls of modules: all of them at first, then those of the outermost ones' classes.
+
+    Watching every class costs a third of a microsecond for each submodule and call.
+    """
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._known: dict[int, SeenModel] = {}
+        self._inside = False
+        self._original = torch.nn.Module.__call__
+        self._everywhere = self.watched(self._original)
+        self._narrowed: set[type] = set()
+
+    def search(self) -> None:
+        """Watches every module for some steps, from now and whenever an optimiser is new."""
+        if self.search not in self._watch.on_new_optimizer:
+            self._watch.on_new_optimizer.append(self.search)
+            self._watch.with_gradients.append(self.look_at_gradients)
+        self._torch.nn.Module.__call__ = self._everywhere
+        steps = self._watch.lanes.steps
+        self._watch.at(steps + 1, lambda: self.describe(whole=False))
+        self._watch.at(steps + _SEARCH_STEPS, self._narrow)
+
+    def _narrow(self) -> None:
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is not None and dynamo.counters:
+            return  # something is compiled, and would be compiled anew
+        classes = {type(m) for seen in self._known.values() for m in unwrapped(seen.ref())}
+        for owner in classes - self._narrowed - {self._torch.nn.Module}:
+            owner.__call__ = self.watched(owner.__call__)
+        self._narrowed |= classes
+        self._torch.nn.Module.__call__ = self._original
+
+    def watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A `__call__` that notices the outermost modules."""
+        lanes = self._watch.lanes
+        is_compiling = self._torch.compiler.is_compiling
+        is_grad_enabled = self._torch.is_grad_enabled
+
+        @wraps(original)
+        def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or self._inside or get_ident() != lanes.thread:
+                return original(module, *args, **kwargs)
+            if lanes.current == INPUT:
+                return original(module, *args, **kwargs)
+            self._inside = True
+            try:
+                self._begin(module, args, is_grad_enabled())
+                return original(module, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        return call
+
+    def _begin(self, module: Any, args: tuple[Any, ...], has_grad: bool) -> None:
+        seen = self._known.get(id(module))
+        if seen is None or seen.ref() is not module:
+            seen = self._known[id(module)] = SeenModel(module)
+            self._watch.models.append(seen)
+        if not seen.has_parameters:
+            return
+        lanes = self._watch.lanes
+        lanes.forwards += 1
+        mode = (module.training, has_grad)
+        if mode not in seen.sites:
+            seen.sites[mode] = here(2)
+        if mode == (True, True):
+            if lanes.evaluations and seen in lanes.evaluations and not self._trains_on_loader():
+                lanes.judge()
+        else:
+            seen.evaluates(mode)
+            lanes.evaluations.append(seen)
+        lanes.begin_forward()
+        if has_grad:
+            seen.calls += 1
+            if seen.calls <= _FIRST_CALLS or not seen.calls % _EVERY:
+                self._look_at_input(seen, args)
+
+    def _trains_on_loader(self) -> bool:
+        lanes = self._watch.lanes
+        if lanes.loader is None:
+            return False
+        return lanes.loader.in_training or not lanes.steps
+
+    def _look_at_input(self, seen: SeenModel, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], self._torch.Tensor) and len(seen.shapes) < _SHAPES:
+            tensor = args[0]
+            shape, dtype = str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch.")
+            seen.shapes[shape, dtype] += 1
+        if seen.calls == 1 or not seen.calls % _EVERY:
+            for device in ("cuda", "cpu"):
+                if self._torch.is_autocast_enabled(device):
+                    dtype = self._torch.get_autocast_dtype(device)
+                    seen.facts.autocast = str(dtype).removeprefix("torch.")
+
+    def look_at_gradients(self) -> None:
+        """Before an optimiser steps: who has no gradient, and which rows of tables have one."""
+        for seen in self._watch.models:
+            module = seen.ref()
+            if module is None or not seen.has_parameters or not self._is_trained_here(module):
+                continue
+            trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
+            unused = any(tensor.grad is None for tensor in trained)
+            seen.facts.unused_parameters = bool(seen.facts.unused_parameters) or unused
+        embedding = self._torch.nn.Embedding
+        tables = {
+            id(inner.weight): inner.weight
+            for seen in self._watch.models
+            if (module := seen.ref()) is not None
+            for inner in module.modules()
+            if isinstance(inner, embedding)
+        }
+        if tables:
+            for optimizer in self._watch.optimizers:
+                optimizer.look_at_tables(list(tables.values()))
+
+    def _is_trained_here(self, module: Any) -> bool:
+        return any(tensor.grad is not None for tensor in module.parameters())
+
+    def describe(self, *, whole: bool) -> None:
+        """Looks at the modules, in the thread that steps; with `whole` at all their numbers."""
+        stepped = {id(tensor) for seen in self._watch.optimizers for tensor in seen.tensors()}
+        for seen in self._watch.models:
+            module = seen.ref()
+            if module is not None and seen.has_parameters:
+                describe(module, seen.facts, whole=whole)
+                seen.is_stepped |= any(id(tensor) in stepped for tensor in module.parameters())

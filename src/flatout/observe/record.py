@@ -1,0 +1,112 @@
+"""From what the hooks have seen to an Observation."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from flatout.observe.loaders import SeenLoader
+from flatout.observe.meters import Meters
+from flatout.observe.observation import Loader, Observation, Site
+from flatout.observe.sites import read
+from flatout.observe.watch import Watch
+from flatout.observe.within_loader import fill, gather
+from flatout.world.place import Place
+
+_PACKAGES = ("torch", "numpy", "torchvision", "keras", "lightning", "accelerate", "transformers")
+# Durations of steps in what is written while the script runs.
+_LIVE_STEPS = 200
+
+
+def observation(
+    watch: Watch,
+    meters: Meters,
+    command: list[str],
+    place: Place,
+    folder: Path,
+    *,
+    is_live: bool,
+) -> Observation:
+    """What was seen so far. Reads what hooks write, and never a tensor: any thread may call it."""
+    steps = watch.lanes.steps
+    step_ms = watch.lanes.step_ms()
+    seen = Observation(
+        command,
+        framework=_framework(watch.frameworks),
+        versions=_versions(),
+        rank=place.rank,
+        world_size=place.world_size,
+        threads=_threads(),
+        usable_cpus=meters.usable_cpus,
+        steps=steps,
+        step_ms=step_ms[-_LIVE_STEPS:] if is_live else step_ms,
+        calls=watch.calls.all(),
+        optimizers=[optimizer.result() for optimizer in list(watch.optimizers)],
+        models=[m.result(steps) for m in list(watch.models) if m.is_stepped and m.sites],
+        loaders=[
+            _with_inside(loader, None if is_live else folder)
+            for loader in list(watch.loaders)
+            if loader.batches
+        ],
+        saved=list(watch.saved),
+        notes=list(watch.notes),
+        ended="running",
+    )
+    devices = [device for optimizer in seen.optimizers for device in optimizer.devices]
+    seen.device = devices[0] if devices else "cpu"
+    torch: Any = sys.modules.get("torch")
+    if steps:
+        seen.cudnn_benchmark = bool(torch.backends.cudnn.benchmark)
+    meters.fill(seen)
+    _fill_lanes(seen, watch)
+    for part in [*seen.calls, *seen.loaders, *seen.optimizers, *seen.models]:
+        for name, value in vars(part).items():
+            if isinstance(value, Site):
+                setattr(part, name, read(value))
+    return seen
+
+
+def _with_inside(seen: SeenLoader, folder: Path | None) -> Loader:
+    """A loader's facts; with those of its workers, which are read once, at the end."""
+    facts = seen.result()
+    if folder is not None:
+        told = gather(folder, seen.number) if facts.num_workers else []
+        if seen.looker is not None:
+            told.append(seen.looker.probe.as_dict())
+        fill(facts, told)
+    return facts
+
+
+def _fill_lanes(seen: Observation, watch: Watch) -> None:
+    seen.lanes_ms = dict(watch.lanes.lanes_ms()) if seen.steps else {}
+    if not seen.steps:
+        return
+    if not any(loader.in_training for loader in seen.loaders):
+        seen.lanes_ms["input"] = None
+        seen.notes.append(
+            "input: no DataLoader gave the batches trained on; making them is counted as host"
+        )
+    if seen.world_size > 1:
+        seen.lanes_ms["sync"] = None
+        seen.notes.append("sync: what the ranks wait for one another is a part of backward")
+
+
+def _framework(names: set[str]) -> str:
+    order = ("flatout", "keras", "lightning", "transformers", "accelerate")
+    return next((name for name in order if name in names), "torch")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def _threads() -> int | None:
+    torch: Any = sys.modules.get("torch")
+    return int(torch.get_num_threads()) if hasattr(torch, "get_num_threads") else None

@@ -1,0 +1,75 @@
+"""Runs a script as `python` would: arguments, `__main__`, errors."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+
+from flatout.observe.sites import set_home
+
+
+def run(arguments: list[str]) -> None:
+    """Runs a script, or after -m a module, as `__main__`, with the rest as its arguments.
+
+    Raises:
+        BaseException: whatever the script raises.
+    """
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0] = os.getcwd()
+        set_home(os.getcwd())
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = list(arguments)
+    path = os.path.abspath(arguments[0])  # as Python names it
+    folder = os.path.dirname(os.path.realpath(path))
+    sys.path[0] = folder
+    set_home(folder)
+    if os.path.isdir(path) or not path.endswith(".py"):
+        runpy.run_path(path, run_name="__main__")
+        return
+    _run_file(path)
+
+
+def _run_file(path: str) -> None:
+    # A module of its own, which stays: what is pickled by name for other processes, and what runs
+    # at exit, finds the script's names in it.
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    main = ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
+    main.__dict__["__builtins__"] = __builtins__
+    main.__dict__["__cached__"] = None
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def show_as_python_does() -> None:
+    """Leaves the frames that are not the script's out of its tracebacks."""
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.__excepthook__(kind, error.with_traceback(of_script(trace)), of_script(trace))
+
+    sys.excepthook = tell
+
+
+def of_script(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins in the script; None where nothing of it ran."""
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def told(error: BaseException) -> str:
+    """The error as Python prints it."""
+    return "".join(traceback.format_exception(type(error), error, of_script(error.__traceback__)))
+
+
+def _is_ours(file: str) -> bool:
+    folder = os.path.dirname(os.path.abspath(__file__))
+    return file.startswith(("<frozen", folder + os.sep)) or os.path.basename(file) == "runpy.py"

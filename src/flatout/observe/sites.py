@@ -1,0 +1,87 @@
+"""Which line of the user's code led to a call."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import site
+import sys
+import sysconfig
+from dataclasses import replace
+from functools import lru_cache
+from types import CodeType, FrameType
+
+from flatout.observe.observation import Site
+
+
+def _installed_folders() -> list[str]:
+    paths = sysconfig.get_paths()
+    found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found.update(site.getsitepackages())
+    found.add(site.getusersitepackages())
+    found.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # Flatout itself
+    return sorted({os.path.realpath(path) + os.sep for path in found}, key=len, reverse=True)
+
+
+_INSTALLED = _installed_folders()
+_home = ""
+
+
+def set_home(folder: str) -> None:
+    """Names the script's folder: it is the user's, wherever it lies."""
+    global _home
+    _home = os.path.realpath(folder) + os.sep
+    is_users.cache_clear()
+
+
+@lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """Whether a file, as its code names it, is the user's and not an installed package's."""
+    if file.startswith("<"):
+        return file.startswith(("<ipython", "<stdin"))
+    real = os.path.realpath(file)
+    inside = next((folder for folder in _INSTALLED if real.startswith(folder)), "")
+    return not inside or (real.startswith(_home) and len(_home) > len(inside))
+
+
+def site_of(frame: FrameType | None, outermost: str = "") -> Site | None:
+    """The user's line in or above this frame, not yet read; None where no code of the user's is.
+
+    Args:
+        frame: where to begin.
+        outermost: the module at whose frame to give up.
+    """
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if outermost and frame.f_globals.get("__name__") == outermost:
+            return None
+        frame = frame.f_back
+    return None if frame is None else Site(frame.f_code.co_filename, frame.f_lineno)
+
+
+def site_of_code(code: CodeType | None) -> Site | None:
+    """The line in which a function of the user's begins; None for anybody else's."""
+    if code is None or not is_users(code.co_filename):
+        return None
+    return Site(code.co_filename, code.co_firstlineno)
+
+
+def read(site: Site) -> Site:
+    """With the line itself. Hooks leave that to whoever tells of it: files are slow."""
+    return replace(site, code=linecache.getline(site.file, site.line).strip())
+
+
+def here(depth: int = 0) -> Site | None:
+    """The user's line that led to the caller of this function."""
+    return site_of(sys._getframe(depth + 1))
+
+
+def packages_above() -> set[str]:
+    """Top-level packages whose code is being run by the calling thread."""
+    found = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith("flatout.observe"):
+            found.add(name.partition(".")[0].removeprefix("pytorch_"))
+        frame = frame.f_back
+    return found

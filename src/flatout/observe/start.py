@@ -1,0 +1,241 @@
+"""Observes a script: `python -m flatout.observe.start FOLDER [options] [-m] script.py args`.
+
+    --steps N       ends the script after so many steps
+    --seconds S     ends it so many seconds after its first step
+
+The script runs as it is. What was seen of this rank is in FOLDER/rank-R.json, an Observation, which
+is written once a second while it runs ("running") and at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.observe.backward import watch_backward
+from flatout.observe.compiling import skip_our_frames
+from flatout.observe.cost import added_us_per_step
+from flatout.observe.importing import when_imported
+from flatout.observe.keras import watch_keras
+from flatout.observe.loaders import watch_loaders
+from flatout.observe.meters import Meters
+from flatout.observe.models import Models
+from flatout.observe.observation import Observation
+from flatout.observe.optimizers import Steps, watch_optimizers
+from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
+from flatout.observe.parallel import watch_parallel
+from flatout.observe.record import observation
+from flatout.observe.running import run, show_as_python_does, told
+from flatout.observe.tensors import IndexWindow, watch_tensors
+from flatout.observe.watch import Watch
+from flatout.observe.within_loader import watch_workers
+from flatout.observe.writing import Writer, write
+from flatout.world.place import place
+
+# What is left of a script that was ended has so long to go, then the process ends.
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for: where to write, when to end, and what to run."""
+
+    folder: Path
+    steps: int | None
+    seconds: float | None
+    command: list[str]
+
+
+def parse(arguments: list[str]) -> Asked:
+    """Reads our own options; from the script on everything is the script's."""
+    parser = argparse.ArgumentParser(prog="python -m flatout.observe.start", allow_abbrev=False)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("-m", dest="is_module", action="store_true")
+    parser.add_argument("script")
+    own = _up_to_script(arguments)
+    asked = parser.parse_args(arguments[:own])
+    command = [*(["-m"] if asked.is_module else []), asked.script, *arguments[own:]]
+    return Asked(asked.folder, asked.steps, asked.seconds, command)
+
+
+def _up_to_script(arguments: list[str]) -> int:
+    """How many of the arguments are ours, the script's name included."""
+    names = 0
+    at = 0
+    while at < len(arguments) and names < 2:
+        if arguments[at] in ("--steps", "--seconds"):
+            at += 1
+        elif not arguments[at].startswith("-"):
+            names += 1
+        at += 1
+    return at
+
+
+class Observer:
+    """One process that is observed."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._place = place()
+        self._pid = os.getpid()
+        self._path = asked.folder.absolute() / f"rank-{self._place.rank}.json"
+        self.watch = Watch(asked.steps, asked.seconds)
+        self.watch.on_enough_again = self._leave
+        self._steps = Steps(self.watch)
+        self._models: Models | None = None
+        self._meters = Meters(self.watch)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._workers = self._path.with_name(f".workers-{self._place.rank}")
+        self._workers.mkdir(exist_ok=True)
+        self._hook()
+        self._writer = Writer(self._path, self._live)
+
+    def _hook(self) -> None:
+        watch, steps = self.watch, self._steps
+        when_imported("torch", self._hook_torch)
+        when_imported("torch.utils.data.dataloader", lambda module: watch_loaders(module, watch))
+        when_imported(
+            "torch.utils.data._utils.worker",
+            lambda module: watch_workers(module, self._workers),
+        )
+        when_imported("torch._dynamo.eval_frame", skip_our_frames)
+        when_imported(
+            "keras.src.optimizers.base_optimizer",
+            lambda module: watch_keras(module, watch, steps),
+        )
+        watch_outputs(watch)
+        watch_garbage(watch)
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def _hook_torch(self, torch: object) -> None:
+        watch_optimizers(sys.modules["torch.optim.optimizer"], self.watch, self._steps)
+        watch_backward(torch, self.watch, self._steps)
+        watch_tensors(torch, self.watch)
+        watch_torch(torch, self.watch)
+        watch_parallel(torch, self.watch)
+        IndexWindow(torch, self.watch)
+        self._models = Models(torch, self.watch)
+        self._models.search()
+
+    def _in_child(self) -> None:
+        self.watch.lanes.thread = 0  # of no thread: what a forked process does is not this rank's
+
+    def _live(self) -> Observation:
+        self._meters.look_at_threads()
+        return self._seen(is_live=True)
+
+    def _seen(self, *, is_live: bool) -> Observation:
+        return observation(
+            self.watch,
+            self._meters,
+            self._asked.command,
+            self._place,
+            self._workers,
+            is_live=is_live,
+        )
+
+    def finish(self, ended: str, error: str = "") -> None:
+        """Writes the last state: how the script ended, and with which error of its own."""
+        if os.getpid() != self._pid:
+            return
+        self._writer.stop()
+        lanes = self.watch.lanes
+        lanes.end()
+        lanes.thread = 0
+        if self._models is not None and lanes.steps:
+            self._models.describe(whole=True)
+        seen = self._seen(is_live=False)
+        seen.ended = "no steps" if ended == "done" and not seen.steps else ended
+        seen.error = error
+        if seen.steps:
+            seen.added_us_per_step = added_us_per_step(self.watch, self._writer.cpu_seconds)
+        write(self._path, seen)
+        shutil.rmtree(self._workers, ignore_errors=True)
+        if seen.added_us_per_step is not None:
+            print(
+                f"flatout: observed {seen.steps} steps; added {seen.added_us_per_step:.1f} us per "
+                "step",
+                file=sys.stderr,
+            )
+
+    def _leave(self) -> None:
+        """The script goes on although it was ended: ends the process."""
+        self.finish("stopped")
+        end_workers()
+        _flush()
+        os._exit(0)
+
+    def observe(self) -> int:
+        """Runs the script; returns the exit code where it was ended from here.
+
+        Raises:
+            BaseException: what the script has raised.
+        """
+        try:
+            run(self._asked.command)
+        except BaseException as error:
+            if self.watch.is_enough:
+                return self._stopped()
+            is_fine = isinstance(error, SystemExit) and error.code in (None, 0)
+            self.finish("done" if is_fine else "failed", "" if is_fine else told(error))
+            raise
+        if self.watch.is_enough:
+            return self._stopped()
+        self.finish("done")
+        return 0
+
+    def _stopped(self) -> int:
+        self.finish("stopped")
+        end_workers()
+        _end_anyway()
+        return 0
+
+
+def end_workers() -> None:
+    """Ends the processes that the script has started through multiprocessing."""
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(timeout=1)
+        if child.is_alive():
+            child.kill()
+
+
+def _end_anyway() -> None:
+    """Ends the process when threads of the script keep it from ending."""
+
+    def end() -> None:
+        _flush()
+        os._exit(0)
+
+    timer = threading.Timer(_GRACE_S, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+
+
+def main(arguments: list[str]) -> int:
+    """Observes a script."""
+    asked = parse(arguments)
+    show_as_python_does()
+    return Observer(asked).observe()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""Tensors that come to the host, and those that are copied between devices."""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMISER
+from flatout.observe.watch import Watch
+
+# Optimisers and loaders read numbers of their own.
+_OTHERS = (OPTIMISER, INPUT)
+# What each method is told as.
+_SYNCS = {
+    "item": "item",
+    "__float__": "item",
+    "__int__": "item",
+    "__bool__": "item",
+    "tolist": "tolist",
+    "cpu": "cpu",
+    "numpy": "numpy",
+}
+
+
+def watch_tensors(torch: Any, watch: Watch) -> None:
+    """Hooks into the methods of torch.Tensor by which a value comes to the host."""
+    for name, kind in _SYNCS.items():
+        setattr(torch.Tensor, name, timed(getattr(torch.Tensor, name), kind, name, watch))
+    for name in ("to", "cuda"):
+        setattr(torch.Tensor, name, _copying(getattr(torch.Tensor, name), watch))
+
+
+def timed(original: Any, kind: str, name: str, watch: Watch) -> Any:
+    """A method that brings a value to the host, with its time and the user's line."""
+    lanes, calls = watch.lanes, watch.calls
+    detail = {} if kind == name else {"by": name}
+
+    @wraps(original)
+    def to_host(self: Any, *args: Any, **kwargs: Any) -> Any:
+        current = lanes.current
+        if current in _OTHERS or get_ident() != lanes.thread:
+            return original(self, *args, **kwargs)
+        began = perf_counter_ns()
+        value = original(self, *args, **kwargs)
+        took = perf_counter_ns() - began
+        spent = lanes.spent
+        spent[HOST] += took
+        spent[current] -= took
+        calls.note(kind, took, detail=detail)
+        return value
+
+    return to_host
+
+
+def _copying(original: Any, watch: Watch) -> Any:
+    lanes, calls = watch.lanes, watch.calls
+
+    @wraps(original)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        current = lanes.current
+        if current in _OTHERS or get_ident() != lanes.thread:
+            return original(self, *args, **kwargs)
+        began = perf_counter_ns()
+        value = original(self, *args, **kwargs)
+        if value is self or value.device == self.device:
+            return value
+        took = perf_counter_ns() - began
+        to_host = value.device.type == "cpu"
+        spent = lanes.spent
+        spent[HOST if to_host else COPY] += took
+        spent[current] -= took
+        if to_host:
+            calls.note("cpu", took, detail={"by": "to"})
+        return value
+
+    return to
+
+
+class IndexWindow:
+    """Times batches by advanced indexing, in a few steps alone.
+
+    Every use of square brackets passes there, in data sets too: in all steps that were too dear.
+    What was seen in these steps is taken to hold for all.
+    """
+
+    _FROM, _STEPS = 3, 6
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self.plain = torch.Tensor.__getitem__
+        watch.at(self._FROM, self._open)
+
+    def _open(self) -> None:
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is not None and dynamo.counters:
+            return  # something is compiled, and would be compiled anew
+        self._torch.Tensor.__getitem__ = self._timed()
+        self._watch.at(self._FROM + self._STEPS, self._close)
+
+    def _close(self) -> None:
+        del self._torch.Tensor.__getitem__  # the one that it has inherited holds again
+        self._watch.calls.spread("index", self._STEPS)
+
+    def _timed(self) -> Any:
+        lanes, calls, original = self._watch.lanes, self._watch.calls, self.plain
+        tensor = self._torch.Tensor
+
+        def __getitem__(self: Any, index: Any) -> Any:
+            if lanes.current in _OTHERS or lanes.current == BACKWARD:
+                return original(self, index)
+            first = index[0] if isinstance(index, tuple) and index else index
+            is_advanced = isinstance(first, (tensor, list)) and self.dim() > 0
+            if not is_advanced or get_ident() != lanes.thread:
+                return original(self, index)
+            began = perf_counter_ns()
+            value = original(self, index)
+            calls.note("index", perf_counter_ns() - began)
+            return value
+
+        return __getitem__

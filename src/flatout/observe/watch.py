@@ -1,0 +1,82 @@
+"""All that the hooks of one process fill in."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable
+from itertools import count
+from time import perf_counter_ns
+from typing import Any
+
+from flatout.observe.calls import Calls
+from flatout.observe.lanes import Lanes
+
+
+class Enough(BaseException):
+    """Raised into the script at the end of a step, when enough was seen."""
+
+
+class Watch:
+    """What was seen so far, and when it is enough.
+
+    Args:
+        steps: after how many steps the script is ended; None means never.
+        seconds: after how many seconds from the end of its first step; None means never.
+    """
+
+    def __init__(self, steps: int | None = None, seconds: float | None = None) -> None:
+        self.lanes = Lanes()
+        self.calls = Calls(self.lanes)
+        self.loaders: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.models: list[Any] = []
+        self.saved: list[dict[str, Any]] = []
+        self.notes: dict[str, None] = {}
+        self.frameworks: set[str] = set()
+        self.is_enough = False
+        self.with_gradients: list[Callable[[], None]] = []
+        self.on_new_optimizer: list[Callable[[], None]] = []
+        self.on_enough_again: Callable[[], None] = lambda: None
+        self._most = float("inf") if steps is None else steps
+        self._seconds = float("inf") if seconds is None else seconds
+        self._until = float("inf")
+        self._looks: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = count()
+        self._next_look = -1
+
+    def at(self, step: int, look: Callable[[], None]) -> None:
+        """Calls `look` in the thread that steps, once so many steps have ended."""
+        heapq.heappush(self._looks, (step, next(self._order), look))
+        self._next_look = self._looks[0][0]
+
+    def close(self, *, merge: bool = False) -> None:
+        """A step has ended.
+
+        Raises:
+            Enough: the script shall end here.
+        """
+        lanes = self.lanes
+        lanes.close(merge=merge)
+        steps = lanes.steps
+        if steps == 1 and not merge:
+            self.calls.forget()  # what came before the first step is no part of what is observed
+            self._until = perf_counter_ns() + self._seconds * 1e9
+        if 0 <= self._next_look <= steps:
+            self._look()
+        if steps >= self._most or lanes.last >= self._until:
+            self._end()
+
+    def _look(self) -> None:
+        while self._looks and self._looks[0][0] <= self.lanes.steps:
+            heapq.heappop(self._looks)[2]()
+        self._next_look = self._looks[0][0] if self._looks else -1
+        self.lanes.last = perf_counter_ns()  # looking was no part of a step
+
+    def _end(self) -> None:
+        if self.is_enough or threading.current_thread() is not threading.main_thread():
+            # The script has caught the first one and goes on, or this would end a thread alone.
+            self.is_enough = True
+            self.on_enough_again()
+        self.is_enough = True
+        raise Enough

@@ -1,0 +1,292 @@
+"""What a loader's time goes to, looked at within its first batches, in the process that makes them.
+
+A thread looks at the stack of the one that makes batches, every two milliseconds. Its innermost
+line of the user's and the packages above it say what was being done: reading, decoding,
+transforming or collating. Workers leave what they saw as a file in the observer's folder.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from flatout.observe.observation import Loader, Site
+from flatout.observe.sites import read, site_of
+
+FOLDER, LOADER = "FLATOUT_OBSERVE_FOLDER", "FLATOUT_OBSERVE_LOADER"
+# Enough was seen after so many looks or batches.
+_LOOKS, _BATCHES, _EVERY_S = 300, 48, 0.002
+# A worker tells after so many batches, and when it is enough.
+_TOLD = (1, 4, 16)
+_LINES = 10
+_DECODES = re.compile(r"imread|imdecode|decode|Image\.open|\.convert\(|soundfile|torchaudio\.load")
+_READS = re.compile(r"open\(|\.read|np\.load|np\.fromfile|loadtxt|torch\.load|read_file|h5py")
+_DECODERS = ("PIL.Image", "PIL.ImageFile", "PIL.JpegImagePlugin", "torchvision.io", "imageio")
+_RESIZES = ("resize", "crop", "rotate", "transpose", "filter", "transform")
+
+
+class Probe:
+    """The first batches of one process and loader."""
+
+    def __init__(self, after_batch: Callable[[], None] = lambda: None) -> None:
+        self.after_batch = after_batch
+        self.batches = self.samples = self.opens = 0
+        self.fetch_ns = self.collate_ns = 0
+        self.sample_bytes: int | None = None
+        self.lanes: Counter[str] = Counter()
+        self.lines: Counter[tuple[str, int]] = Counter()
+        self.looks = 0
+        self.is_collating = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether enough was seen."""
+        return self.looks >= _LOOKS or self.batches >= _BATCHES
+
+    def look(self, frame: FrameType | None) -> None:
+        """Notes what the thread is doing whose innermost frame this is."""
+        self.looks += 1
+        if self.is_collating:
+            return
+        site = site_of(frame, outermost="torch.utils.data._utils.fetch")
+        if site is not None:
+            self.lines[site.file, site.line] += 1
+        self.lanes[_lane_of(frame)] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: per batch in ms, with counts of lines."""
+        batches = max(1, self.batches)
+        made = (self.fetch_ns - self.collate_ns) / batches / 1e6
+        looks = max(1, self.lanes.total())
+        lanes = {lane: made * count / looks for lane, count in self.lanes.items()}
+        if not lanes:
+            lanes = {"transform": made}
+        return {
+            "batches": self.batches,
+            "lanes_ms": {
+                "read": lanes.get("read", 0.0),
+                "decode": lanes.get("decode", 0.0),
+                "transform": lanes.get("transform", 0.0),
+                "collate": self.collate_ns / batches / 1e6,
+            },
+            "opens": self.opens,
+            "samples": self.samples,
+            "sample_bytes": self.sample_bytes,
+            "lines": [[file, line, count] for (file, line), count in self.lines.items()],
+            "looks": looks,
+        }
+
+
+def _lane_of(frame: FrameType | None) -> str:
+    """Which part of making a sample this frame is in, by the packages and lines above it."""
+    import linecache
+
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith("torch.utils.data"):
+            return "transform"
+        if name.startswith(_DECODERS) and frame.f_code.co_name not in _RESIZES:
+            return "decode"
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if _DECODES.search(line):
+            return "decode"
+        if _READS.search(line):
+            return "read"
+        if name.startswith(("torchvision.transforms", "albumentations")):
+            return "transform"
+        frame = frame.f_back
+    return "transform"
+
+
+class Looker(threading.Thread):
+    """Looks at one thread while it makes batches, until the probe has enough."""
+
+    def __init__(self, probe: Probe) -> None:
+        super().__init__(name="flatout-loader", daemon=True)
+        self.probe = probe
+        self._thread = threading.get_ident()
+        self.is_making = threading.Event()
+
+    def run(self) -> None:
+        """Until enough was seen."""
+        while not self.probe.is_done:
+            self.is_making.wait(1.0)
+            if self.is_making.is_set():
+                self.probe.look(sys._current_frames().get(self._thread))
+            time.sleep(_EVERY_S)
+
+
+def watch_fetch(module: Any, probe_of: Any) -> None:
+    """Hooks into torch.utils.data._utils.fetch; `probe_of` gives a Probe and Looker, or None."""
+    for owner in (module._MapDatasetFetcher, module._IterableDatasetFetcher):
+        owner.fetch = _probed(owner.fetch, probe_of)
+
+
+def _probed(original: Any, probe_of: Any) -> Any:
+    @wraps(original)
+    def fetch(self: Any, index: Any) -> Any:
+        found = probe_of(self)
+        if found is None:
+            return original(self, index)
+        probe, looker = found
+        collate = self.collate_fn
+        opened = builtins.open
+        self.collate_fn = _timed_collate(collate, probe)
+        builtins.open = io.open = _counted(opened, probe)
+        looker.is_making.set()
+        began = time.perf_counter_ns()
+        try:
+            return original(self, index)
+        finally:
+            probe.fetch_ns += time.perf_counter_ns() - began
+            probe.batches += 1
+            looker.is_making.clear()
+            self.collate_fn = collate
+            builtins.open = io.open = opened
+            probe.after_batch()
+
+    return fetch
+
+
+def _timed_collate(collate: Any, probe: Probe) -> Any:
+    def timed(samples: Any) -> Any:
+        if isinstance(samples, list) and samples:
+            probe.samples += len(samples)
+            if probe.sample_bytes is None:
+                probe.sample_bytes = size_of(samples[0])
+        probe.is_collating = True
+        began = time.perf_counter_ns()
+        try:
+            return collate(samples)
+        finally:
+            probe.collate_ns += time.perf_counter_ns() - began
+            probe.is_collating = False
+
+    return timed
+
+
+def _counted(opened: Any, probe: Probe) -> Any:
+    @wraps(opened)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        probe.opens += 1
+        return opened(*args, **kwargs)
+
+    return counting
+
+
+def watch_workers(module: Any, folder: Path) -> None:
+    """Hooks into torch.utils.data._utils.worker: workers tell of themselves in this folder."""
+    os.environ[FOLDER] = str(folder)
+    module._flatout_original = module._worker_loop
+    module._worker_loop = worker_loop
+
+
+def worker_loop(*args: Any, **kwargs: Any) -> None:
+    """Stands for torch's _worker_loop, in the worker; found by its name in spawned ones."""
+    from torch.utils.data._utils import fetch, worker
+
+    original: Any = getattr(worker, "_flatout_original", worker._worker_loop)
+    folder, loader = os.environ.get(FOLDER), os.environ.get(LOADER)
+    if folder and loader:
+        _probe_worker(fetch, Path(folder) / f"loader-{loader}-{os.getpid()}.json")
+    original(*args, **kwargs)
+
+
+def _probe_worker(module: Any, path: Path) -> None:
+    found: list[tuple[Probe, Looker]] = []
+
+    def probe_of(fetcher: Any) -> tuple[Probe, Looker] | None:
+        if not found:
+            random_states = states()
+
+            def tell() -> None:
+                if probe.is_done or probe.batches in _TOLD:
+                    told = {**probe.as_dict(), "random": random_states}
+                    path.write_text(json.dumps(told), encoding="utf-8")
+
+            probe = Probe(tell)
+            found.append((probe, Looker(probe)))
+            found[0][1].start()
+        return None if found[0][0].is_done else found[0]
+
+    for owner in (module._MapDatasetFetcher, module._IterableDatasetFetcher):
+        owner.fetch = _probed(getattr(owner.fetch, "__wrapped__", owner.fetch), probe_of)
+
+
+def states() -> dict[str, int]:
+    """A number for the state of each random generator of this process; draws nothing."""
+    torch: Any = sys.modules["torch"]
+    found = {
+        "torch": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+        "random": zlib.crc32(repr(random.getstate()).encode()),
+    }
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        found["numpy"] = zlib.crc32(numpy.random.get_state()[1].tobytes())
+    return found
+
+
+def gather(folder: Path, loader: int) -> list[dict[str, Any]]:
+    """What the workers of a loader have told, in the order in which they began."""
+    paths = sorted(folder.glob(f"loader-{loader}-*.json"), key=lambda path: path.stat().st_ctime)
+    told = []
+    for path in paths:
+        try:
+            told.append(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError:
+            continue  # its writer was ended meanwhile
+        finally:
+            path.unlink()
+    return told
+
+
+def fill(facts: Loader, told: list[dict[str, Any]]) -> None:
+    """Puts what one or more processes have seen of their loader into its facts."""
+    batches = sum(part["batches"] for part in told)
+    if not batches:
+        return
+    for lane in ("read", "decode", "transform", "collate"):
+        ms = sum(part["lanes_ms"][lane] * part["batches"] for part in told)
+        facts.lanes_ms[lane] = ms / batches
+    samples = sum(part["samples"] for part in told)
+    if samples:
+        facts.opens_per_sample = sum(part["opens"] for part in told) / samples
+    facts.sample_bytes = next((p["sample_bytes"] for p in told if p["sample_bytes"]), None)
+    looks = sum(part["looks"] for part in told)
+    lines: Counter[Site] = Counter()
+    for part in told:
+        for file, line, count in part["lines"]:
+            lines[read(Site(file, line))] += count
+    facts.hot = [(site, count / looks) for site, count in lines.most_common(_LINES)]
+    of_workers = [part["random"] for part in told if "random" in part][: facts.num_workers]
+    if of_workers:
+        # The generator in which they differ least is the one that may give equal augmentations.
+        kinds = [[states[kind] for states in of_workers] for kind in of_workers[0]]
+        facts.worker_hashes = min(kinds, key=lambda numbers: len(set(numbers)))
+
+
+def size_of(batch: Any, depth: int = 0) -> int | None:
+    """Bytes of the tensors and arrays in nested lists, tuples and dicts; None without any."""
+    if hasattr(batch, "nbytes"):
+        return int(batch.nbytes)
+    if depth > 4:
+        return None
+    parts = batch.values() if isinstance(batch, dict) else batch
+    if not isinstance(batch, (dict, list, tuple)):
+        return None
+    sizes = [size for part in parts if (size := size_of(part, depth + 1)) is not None]
+    return sum(sizes) if sizes else None

@@ -1,0 +1,61 @@
+"""Writes what was seen, whole or not at all: about once a second, and at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flatout.observe.observation import Observation
+
+# While the script runs, writing waits so long, and longer where it would take more than this share
+# of a CPU.
+_EVERY_S = 1.0
+_SHARE = 0.001
+
+
+def write(path: Path, seen: Observation) -> None:
+    """Replaces the file by what was seen: a reader finds the old one or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(seen, default=vars), encoding="utf-8")
+    os.replace(beside, path)
+
+
+class Writer:
+    """A thread that writes now and then, for whoever looks on, and for a script that is killed.
+
+    Args:
+        path: of the file.
+        seen_so_far: gives what to write.
+
+    Attributes:
+        cpu_seconds: what that has taken from the script since its first step.
+    """
+
+    def __init__(self, path: Path, seen_so_far: Callable[[], Observation]) -> None:
+        self._path = path
+        self._seen_so_far = seen_so_far
+        self._end = threading.Event()
+        self.cpu_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="flatout-observe", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; what it is writing is written first."""
+        self._end.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        pause = _EVERY_S
+        while not self._end.wait(pause):
+            began = time.thread_time()
+            seen = self._seen_so_far()
+            write(self._path, seen)
+            took = time.thread_time() - began
+            pause = max(_EVERY_S, took / _SHARE)
+            if seen.steps:
+                self.cpu_seconds += took
