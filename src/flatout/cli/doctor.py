@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from flatout.doctor.first_look import FirstLook
     from flatout.doctor.judge import Verdict
+    from flatout.report.baseline import Compared
 
 FAILED, DANGER = 1, 3
 """Exit codes, beside 0 for nothing dangerous and 2 for wrong usage."""
@@ -42,6 +43,20 @@ def doctor(
         bool, typer.Option("--verbose", help="Show the script's output, on standard error.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    page: Annotated[
+        Path | None, typer.Option("--page", help="Write what was found as one HTML file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the steps for ui.perfetto.dev.")
+    ] = None,
+    ci: Annotated[
+        Path | None,
+        typer.Option("--ci", help="Compare with this baseline: 3 for a new danger, or slower."),
+    ] = None,
+    write_baseline: Annotated[
+        Path | None,
+        typer.Option("--write-baseline", help="Keep what was found, for --ci to compare with."),
+    ] = None,
 ) -> None:
     """Check this machine and environment; or watch a script: what holds it back, what endangers it.
 
@@ -59,7 +74,9 @@ def doctor(
     from flatout.devices.inventory import inventory
     from flatout.doctor.first_look import first_look
     from flatout.doctor.judge import judge
+    from flatout.report.files import Files
 
+    wanted = Files(page, trace, ci, write_baseline)
     what = [*(["-m"] if is_module else []), script, *(args or [])]
     if sys.stderr.isatty():
         typer.echo(
@@ -68,8 +85,9 @@ def doctor(
     look = first_look(what, seconds=seconds, steps=steps, verbose=verbose)
     machine = inventory()
     verdict = judge(look.observations, machine) if look.observations else None
+    compared = wanted.write(verdict) if verdict is not None else None
     if as_json:
-        _print_json(look, verdict, what)
+        _print_json(look, verdict, what, compared)
     else:
         from rich.console import Console
 
@@ -78,9 +96,9 @@ def doctor(
         console = Console(highlight=False, markup=False, soft_wrap=False)
         if verdict is not None:
             console.print(FirstLookReport(verdict, machine, look.seconds, what))
-        for line in told(look, verdict):
+        for line in [*told(look, verdict), *(compared.words() if compared else [])]:
             console.print(line)
-    raise typer.Exit(_code(look, verdict))
+    raise typer.Exit(_code(look, verdict, compared))
 
 
 def told(look: FirstLook, verdict: Verdict | None) -> list[str]:
@@ -123,15 +141,19 @@ def _name(number: int) -> str:
     return signal.Signals(number).name
 
 
-def _code(look: FirstLook, verdict: Verdict | None) -> int:
+def _code(look: FirstLook, verdict: Verdict | None, compared: Compared | None) -> int:
     if look.interrupted_by is not None:
         return 128 + look.interrupted_by
     if look.failed:
         return FAILED
+    if compared is not None:
+        return compared.exit_code
     return DANGER if verdict and verdict.dangers else 0
 
 
-def _print_json(look: FirstLook, verdict: Verdict | None, what: list[str]) -> None:
+def _print_json(
+    look: FirstLook, verdict: Verdict | None, what: list[str], compared: Compared | None
+) -> None:
     import json
 
     nothing = {"command": what, "ended": "failed" if look.failed else "no steps", "findings": []}
@@ -141,6 +163,7 @@ def _print_json(look: FirstLook, verdict: Verdict | None, what: list[str]) -> No
         "interrupted_by": look.interrupted_by,
         "output": look.output,
         "seconds": round(look.seconds, 1),
+        "compared": compared.as_dict() if compared else None,
     }
     typer.echo(json.dumps(seen | told_of, indent=2))
 

@@ -1,0 +1,66 @@
+"""The files that a verdict is asked for: page, trace, baseline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.doctor.judge import Verdict
+from flatout.errors import FlatoutError
+from flatout.measure import fingerprint
+from flatout.report.baseline import Baseline, Compared, compare
+from flatout.report.chrome_trace import trace
+from flatout.report.page import page
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where they are, or shall be; None for what nobody asked for.
+
+    Attributes:
+        page: HTML.
+        trace: for ui.perfetto.dev.
+        ci: a baseline to compare with.
+        baseline: where to keep one.
+
+    Raises:
+        FlatoutError: a file cannot be written, or the baseline not read: before any script runs.
+    """
+
+    page: Path | None = None
+    trace: Path | None = None
+    ci: Path | None = None
+    baseline: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.ci is not None:
+            Baseline.read(self.ci)
+        for path in (self.page, self.trace, self.baseline):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise FlatoutError(
+                    f"cannot write {path}: there is no such folder", do="make it, or name another"
+                )
+
+    def write(self, verdict: Verdict) -> Compared | None:
+        """Writes what was asked for; returns how the verdict compares with the baseline.
+
+        Raises:
+            FlatoutError: a file cannot be written.
+        """
+        data = verdict.as_dict()
+        machine = fingerprint().as_dict()
+        if self.page is not None:
+            _write(self.page, page(data))
+        if self.trace is not None:
+            _write(self.trace, json.dumps(trace(data["observations"])))
+        if self.baseline is not None:
+            Baseline.of(data, machine).write(self.baseline)
+        return compare(Baseline.read(self.ci), data, machine) if self.ci is not None else None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FlatoutError(f"cannot write {path}: {error.strerror}") from error
