@@ -36,9 +36,7 @@ def check_lanes(callback, seconds):
     total = sum(callback.timeline.lanes().values()) * callback.timeline.steps / 1e3
     assert total <= seconds
     known = {lane: ms for lane, ms in found["lanes_ms"].items() if ms is not None}
-    assert {lane for lane, ms in found["lanes_ms"].items() if ms is None} == set(
-        found["hidden_in"]
-    )
+    assert {lane for lane, ms in found["lanes_ms"].items() if ms is None} == set(found["hidden_in"])
     assert abs(sum(known.values()) - sum(callback.timeline.lanes().values())) < 1e-6
     assert found["critical_lane"] in known
     assert found["added_us_per_step"] > 0

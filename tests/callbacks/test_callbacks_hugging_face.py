@@ -8,6 +8,7 @@ from torch.nn import functional
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):
@@ -91,9 +92,7 @@ def test_hugging_faces_steps_are_seen_and_stay_as_they_were(tmp_path, capfd):
 def test_evaluation_and_saving_between_steps_are_no_part_of_them(tmp_path):
     timeline = _timeline()
     options = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "no"}
-    trainer, _, seconds = _train(
-        tmp_path, [timeline], evaluate_s=0.2, logging_steps=4, **options
-    )
+    trainer, _, seconds = _train(tmp_path, [timeline], evaluate_s=0.2, logging_steps=4, **options)
     check_lanes(timeline, seconds)
     assert timeline.timeline.steps == 12
     # At steps 5, 10 and the last one.

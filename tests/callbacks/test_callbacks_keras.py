@@ -5,9 +5,12 @@ import pytest
 from callback_jobs import BATCH, SAMPLES, check_lanes
 
 keras = pytest.importorskip("keras", reason="keras is not installed")
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="Keras runs on another backend than torch"
-)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        keras.backend.backend() != "torch", reason="Keras runs on another backend than torch"
+    ),
+]
 
 X = np.random.default_rng(0).normal(size=(SAMPLES, 8)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 2, SAMPLES)
@@ -84,6 +87,7 @@ def test_keras_steps_are_seen_and_stay_as_they_were(tmp_path, capfd):
     assert all(np.array_equal(a, b) for a, b in zip(saved.get_weights(), seen, strict=True))
 
 
+@pytest.mark.slow
 def test_what_other_callbacks_do_after_a_batch_is_host_and_not_input():
     class Logs(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -118,6 +122,7 @@ def test_a_step_of_ones_own_hides_what_it_hides():
     assert found["lanes_ms"]["forward"] > 0
 
 
+@pytest.mark.slow
 def test_two_fits_go_on_with_one_timeline():
     timeline = _timeline()
     for fit in (1, 2):

@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader
 
 from flatout.callbacks.seen import words
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _WHY = "lightning is not installed"
 
 

@@ -37,7 +37,6 @@ class HFTimeline(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self._seen = Seen()
         self._handles: list[Any] = []
-        self._runs = False
         self._called = False
         self._evaluates = False
 
@@ -65,7 +64,6 @@ class HFTimeline(TrainerCallback):  # type: ignore[misc]
                 model.register_forward_hook(self._after_forward),
             ]
         self._evaluates = self._called = False
-        self._runs = True
         self._seen.start()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -75,7 +73,6 @@ class HFTimeline(TrainerCallback):  # type: ignore[misc]
             self._seen.say(self._hidden())
 
     def _end(self) -> None:
-        self._runs = False
         self._seen.stop()
         for handle in self._handles:
             handle.remove()
@@ -119,25 +116,21 @@ class HFTimeline(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Figures were logged: of the training, or of an evaluation that is about to end."""
-        if self._runs:
-            self._seen.was("evaluation" if self._evaluates else "host")
+        self._seen.was("evaluation" if self._evaluates else "host")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A batch was evaluated."""
-        if self._runs:
-            self._evaluates = True
-            self._seen.was("evaluation")
+        self._evaluates = True
+        self._seen.was("evaluation")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An evaluation has ended."""
-        if self._runs:
-            self._seen.was("evaluation")
-            self._evaluates = False
+        self._seen.was("evaluation")
+        self._evaluates = False
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A checkpoint was written."""
-        if self._runs:
-            self._seen.was("saving")
+        self._seen.was("saving")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step of an epoch is behind."""

@@ -22,6 +22,7 @@ class Seen:
 
     Attributes:
         timeline: of the steps so far.
+        runs: whether marks count; what a framework does outside of a fit does not.
         within: while set, all time is of this lane, whatever the marks say.
         lanes: that any mark has named.
         looks: how often something else was asked in passing; each is counted as a mark's cost.
@@ -30,6 +31,7 @@ class Seen:
     def __init__(self) -> None:
         # Marks are counted here, so no reading of the clock is counted there.
         self.timeline = Timeline(clock_reads=0)
+        self.runs = False
         self.within: str | None = None
         self.lanes: set[str] = set()
         self.looks = 0
@@ -45,12 +47,14 @@ class Seen:
         """Begin, at the first step or again after a stop."""
         rank, world_size = _standing()
         self.within = None
+        self.runs = True
         self.timeline.start()
         self._live = Live(self.timeline, rank=rank, world_size=world_size)
         self._begin()
 
     def stop(self) -> None:
         """End; a second call changes nothing."""
+        self.runs = False
         self.timeline.stop()
         if self._live is not None:
             self._live.close()
@@ -58,6 +62,8 @@ class Seen:
 
     def was(self, lane: str) -> None:
         """The time since the last mark went to this lane."""
+        if not self.runs:
+            return
         now = clock()
         lane = self.within or lane
         if lane in self._spent:
@@ -146,6 +152,7 @@ def _cost_of_a_mark_us() -> float:
     count, rounds = 1000, []
     for _ in range(5):
         seen = Seen()
+        seen.runs = True
         began = clock()
         for _ in range(count):
             seen.was("forward")

@@ -241,7 +241,10 @@ def _recent(looks: Sequence[_Look]) -> dict[str, Any]:
     if last.steps == before.steps:  # a step takes longer than that
         before = max((one for one in looks if one.steps < last.steps), key=_at, default=last)
     steps = last.steps - before.steps
-    lanes = {lane: (ms - before.totals.get(lane, 0.0)) / steps for lane, ms in _of(last, steps)}
+    lanes = {}
+    if steps:
+        for lane, ms in last.totals.items():
+            lanes[lane] = max(0.0, ms - before.totals.get(lane, 0.0)) / steps
     watched = starved = 0.0
     for one, other in zip(list(looks)[:-1], list(looks)[1:], strict=True):
         took = sum(other.totals.values()) - sum(one.totals.values())
@@ -258,10 +261,6 @@ def _recent(looks: Sequence[_Look]) -> dict[str, Any]:
 
 def _at(look: _Look) -> float:
     return look.at
-
-
-def _of(look: _Look, steps: int) -> Sequence[tuple[str, float]]:
-    return list(look.totals.items()) if steps else []
 
 
 def _is_off() -> bool:

@@ -107,7 +107,7 @@ class Job:
             if rank.is_starved:
                 others = "; the others wait for it in sync" if rank.world_size > 1 else ""
                 lines.append(
-                    f"STARVED: {name} waited for input in {rank.starved_s:.0f} of the last "
+                    f"STARVED: {name} waited for input {rank.starved_s:.0f} of "
                     f"{rank.watched_s:.0f} s{others}"
                 )
             silent = time.time() - rank.updated
@@ -168,10 +168,12 @@ class Sample:
             yield Text(_gpu(gpu))
 
     def _processes(self, processes: Sequence[ProcessUse]) -> Iterator[RenderableType]:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        table = Table(
+            box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=True
+        )
         for header in ("pid", "CPU", "RSS", "threads", "state", "read/s"):
             table.add_column(header, justify="right", no_wrap=True)
-        table.add_column("command", no_wrap=True, overflow="ellipsis")
+        table.add_column("command", no_wrap=True, overflow="ellipsis", ratio=1)
         root, *others = processes
         others.sort(key=lambda process: -process.cpu_percent)
         shown = [root, *others[: _MOST_PROCESSES - 1]]
@@ -184,7 +186,7 @@ class Sample:
                 str(process.threads),
                 process.state,
                 "-" if read is None else _bytes(read),
-                Text(process.command),
+                Text(" ".join(process.command.split())),
             )
         yield table
         if len(processes) > len(shown):
@@ -209,7 +211,8 @@ class Top:
         self._which = which
         self._pid = pid
         self._ranks = Ranks()
-        self._processes = Processes()
+        # Each for itself: what a process used is since the last look at it.
+        self._tree, self._inside_ranks = Processes(), Processes()
         self._looked = False
 
     def sample(self) -> Sample:
@@ -225,7 +228,7 @@ class Top:
         return self._look()
 
     def _look(self) -> Sample:
-        processes = None if self._pid is None else self._processes.read(self._pid)
+        processes = None if self._pid is None else self._tree.read(self._pid)
         found = self._ranks.read()
         jobs = [list(ranks) for _, ranks in groupby(_by_job(found), key=lambda rank: rank.job)]
         if processes is not None:
@@ -239,7 +242,7 @@ class Top:
     def _now(self, ranks: Sequence[Rank]) -> Iterator[RankNow]:
         for rank in ranks:
             with suppress(FlatoutError):  # it has ended meanwhile
-                own = self._processes.read(rank.pid)
+                own = self._inside_ranks.read(rank.pid)
                 cpu = sum(process.cpu_percent for process in own)
                 yield RankNow(rank, cpu, sum(process.rss_bytes for process in own))
 
