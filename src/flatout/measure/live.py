@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any
@@ -278,15 +279,20 @@ def _who(rank: int, world_size: int, job: str | None, run: str | None) -> dict[s
 
 
 def _process() -> dict[str, Any]:
-    import psutil
-
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "command": list(sys.argv),
-        "started": psutil.Process().create_time(),
+        "started": _started(os.getpid()),
         "updated": time.time(),
     }
+
+
+@cache
+def _started(pid: int) -> float:
+    import psutil
+
+    return float(psutil.Process(pid).create_time())
 
 
 def _runs(pid: int, started: float) -> bool:

@@ -832,6 +832,7 @@ class Loop:
         self.timeline.stop()
         if self._live is not None:
             self._live.close()
+            self._live = None
         if hasattr(self, "stepper"):
             self.stepper.close()
         self._undo.close()
