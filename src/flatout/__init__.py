@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flatout import keras_import
 
 if TYPE_CHECKING:
-    from flatout import data, optim
+    from flatout import callbacks, data, optim
     from flatout.optim import LrRule
     from flatout.recipe import Recipe
     from flatout.train.callbacks import Callback, EarlyStopping
@@ -33,7 +33,7 @@ _HOMES = {
     "Trainer": "flatout.train.trainer",
 }
 
-_ROOMS = ("data", "optim")
+_ROOMS = ("callbacks", "data", "optim")
 
 __all__ = [
     "Callback",
@@ -43,6 +43,7 @@ __all__ = [
     "LrRule",
     "Recipe",
     "Trainer",
+    "callbacks",
     "data",
     "optim",
 ]

@@ -286,7 +286,7 @@ def test_settings_are_kept_and_not_measured_again(tmp_path, monkeypatch):
     assert [line.partition(" ")[0] for line in said] == ["resumed"]
     # With the reason and the measurement behind each.
     assert second.resolved == first.resolved == load(tmp_path / "run" / "recipe.toml")
-    assert not (tmp_path / ".flatout-cache").exists()
+    assert not (tmp_path / ".flatout-cache" / "auto").exists()
 
 
 def test_what_is_asked_for_by_name_holds_on_resume(tmp_path, monkeypatch):

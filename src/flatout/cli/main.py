@@ -17,6 +17,7 @@ from flatout.cli.doctor import doctor
 from flatout.cli.export import export
 from flatout.cli.run import run
 from flatout.cli.scaling import scaling
+from flatout.cli.top import top
 from flatout.errors import FlatoutError
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command()(demo)
 # What stands behind the script's name is the script's, also what looks like an option.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
+app.command()(top)
 app.command()(export)
 app.command()(devices)
 app.command()(scaling)

@@ -34,6 +34,7 @@ from flatout.data.source import Source
 from flatout.devices import find_ping_pong, place, process, resolve_device
 from flatout.errors import CheckpointError, DeviceError, FlatoutError, NumbersError
 from flatout.measure import Timeline, fingerprint
+from flatout.measure.live import Live
 from flatout.models import facts_of, weights_of
 from flatout.optim import LrRule, LrScale
 from flatout.recipe import (
@@ -172,6 +173,7 @@ class Loop:
         self._undo = ExitStack()
         self._world: World | None = None
         self._trial: RankTrial | None = None
+        self._live: Live | None = None
         self.pace = Pace(ONE.trail)
 
     @property
@@ -264,7 +266,20 @@ class Loop:
         check_replicas(model, self.world, "at the start")
         if is_trial():
             self._trial = RankTrial(lambda: self.step_count, self.world.is_first)
+        self._live = self._show()
         return model, optimizer
+
+    def _show(self) -> Live:
+        """Let `flatout top` see the steps."""
+        here, size = self.world.place, self.first_batch_size
+        return Live(
+            self.timeline,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            samples_per_step=None if size is None else size * self.accumulate,
+            job=None if self.world.size == 1 else f"{here.address}:{here.port}",
+            run=self.run,
+        )
 
     def join(self) -> World:
         """Meet the ranks that were started beside this one; from now on the first speaks for all.
@@ -537,6 +552,7 @@ class Loop:
         self.step_in_epoch += 1
         self.batch_in_epoch = self._taken
         self.tally.add(done.loss, done.weight)
+        now = clock()
         self.timeline.record(
             start,
             fetch,
@@ -545,8 +561,10 @@ class Loop:
             done.backward,
             done.sync,
             done.optimiser,
-            clock() - stepped,
+            now - stepped,
         )
+        if self._live is not None and now >= self._live.due:
+            self._live.write()
         if self.stepper.world.size > 1:
             self.pace.mark()
 
@@ -812,6 +830,9 @@ class Loop:
         if self._trial is not None and sys.exc_info()[0] is None:
             self._trial.end()
         self.timeline.stop()
+        if self._live is not None:
+            self._live.close()
+            self._live = None
         if hasattr(self, "stepper"):
             self.stepper.close()
         self._undo.close()

@@ -1,0 +1,49 @@
+"""`flatout top`: what running jobs do right now."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def top(
+    which: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A job: its run folder, its script's name, or the pid of one of its ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    pid: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Any process, with all that it has started: CPU, memory, threads, bytes read.",
+            show_default=False,
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Look once, and print one JSON object.")
+    ] = False,
+) -> None:
+    """Show the lanes of running jobs, rank by rank, until Ctrl-C."""
+    from rich.console import Console
+
+    from flatout.report.top import Top, watch
+
+    looking = Top(which, pid)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(looking.sample().as_dict(), indent=2))
+        return
+    console = Console(highlight=False, markup=False)
+    if console.is_terminal and not once:
+        watch(looking, console)
+        return
+    sample = looking.sample()
+    looking.check(sample)
+    console.print(sample)

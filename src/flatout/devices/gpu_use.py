@@ -1,0 +1,68 @@
+"""How busy the NVIDIA GPUs are now, as NVML reports it; no GPU memory is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """One GPU in the last moments.
+
+    Attributes:
+        index: in the order of the PCI bus, whatever CUDA calls it.
+        name: its model.
+        busy_percent: share of the last second or less in which any kernel ran; None where the
+            driver does not tell.
+        memory_used, memory_total: in bytes; None where the driver does not tell.
+        pids: who computes on it. Inside a container these numbers may name nothing.
+    """
+
+    index: int
+    name: str
+    busy_percent: int | None
+    memory_used: int | None
+    memory_total: int | None
+    pids: tuple[int, ...]
+
+
+def gpu_use(module: Any = None) -> list[GpuUse]:
+    """Asks NVML; without a driver there are no GPUs.
+
+    Args:
+        module: what answers in pynvml's words; None takes pynvml.
+    """
+    nvml: Any = module or import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        return [_use(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:
+        return []
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _use(nvml: Any, index: int) -> GpuUse:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def ask(question: str) -> Any:
+        try:
+            return getattr(nvml, question)(handle)
+        except nvml.NVMLError:
+            return None
+
+    busy, memory = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetMemoryInfo")
+    computing = ask("nvmlDeviceGetComputeRunningProcesses") or []
+    return GpuUse(
+        index=index,
+        name=nvml.nvmlDeviceGetName(handle),
+        busy_percent=None if busy is None else busy.gpu,
+        memory_used=None if memory is None else memory.used,
+        memory_total=None if memory is None else memory.total,
+        pids=tuple(sorted(process.pid for process in computing)),
+    )

@@ -1,0 +1,341 @@
+"""What a running job shows of itself: one small file for each rank, for `flatout top`.
+
+    cache_folder()/live/<pid>.json
+
+It is written at the end of a step, about once a second, and taken away at the end. No thread, and
+nothing here can fail the job: what cannot be written is left out. FLATOUT_LIVE=0 turns it off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from time import perf_counter_ns as clock
+from typing import TYPE_CHECKING, Any
+
+from flatout.cache_folder import cache_folder
+
+if TYPE_CHECKING:
+    from flatout.measure.timeline import Timeline
+
+_EVERY_NS = 1_000_000_000
+_NEVER = 2**63
+# Lanes are of these last seconds, starvation is counted over those.
+_RECENT_S, _WATCHED_S = 5.0, 60.0
+# A stretch of which so much went to waiting for input is counted as starved.
+_STARVED = 0.25
+# What one clock read twice may differ by: the same process has the same start.
+_SAME_START_S = 2.0
+
+
+class Live:
+    """Writes this rank's file.
+
+    Attributes:
+        due: on `perf_counter_ns`' clock; at the end of a step after that, call `write`.
+
+    Args:
+        timeline: of the steps.
+        rank: of this process.
+        world_size: how many ranks train together.
+        samples_per_step: of all ranks together; None where it is not known.
+        job: the same text in all ranks of a job, and in no other job of this machine; None takes
+            where rank 0 listens, or who started the ranks.
+        run: the folder of the run, if it has one.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        samples_per_step: int | None = None,
+        job: str | None = None,
+        run: str | None = None,
+    ) -> None:
+        self._timeline = timeline
+        self._samples = samples_per_step
+        self._who = _who(rank, world_size, job, run)
+        self._looks = deque([_Look(clock() / 1e9, timeline.steps, self._totals())])
+        self._finalize: Callable[[], object] | None = None
+        self.due = _NEVER if _is_off() else clock() + _EVERY_NS
+
+    def write(self) -> None:
+        """Write what the steps of the last seconds took."""
+        now = clock()
+        self.due = now + _EVERY_NS
+        with suppress(Exception):  # whatever it is, the job is worth more
+            self._write(now)
+
+    def close(self) -> None:
+        """Take the file away; a second call changes nothing."""
+        self.due = _NEVER
+        if self._finalize is not None:
+            self._finalize()
+
+    def _write(self, now: int) -> None:
+        if self._finalize is None:
+            self._finalize = weakref.finalize(self, _remove, _own_file(), os.getpid())
+        figures = _recent(self._look(now / 1e9))
+        throughput = figures["steps_per_s"] * self._samples if self._samples else None
+        steps = self._timeline.steps
+        _write({**_process(), **self._who, "steps": steps, **figures, "throughput": throughput})
+
+    def _look(self, now: float) -> deque[_Look]:
+        steps = self._timeline.steps
+        if steps < self._looks[-1].steps:  # the Timeline was begun anew
+            self._looks = deque([_Look(now - _EVERY_NS / 1e9, 0, {})])
+        _note(self._looks, _Look(now, steps, self._totals()))
+        return self._looks
+
+    def _totals(self) -> dict[str, float]:
+        steps = self._timeline.steps
+        return {lane: ms * steps for lane, ms in self._timeline.lanes().items()}
+
+
+def point_to(
+    file: str | os.PathLike[str],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    job: str | None = None,
+    run: str | None = None,
+) -> None:
+    """Show an observation instead, which this process writes itself.
+
+    Args:
+        file: an Observation as JSON, replaced about once a second.
+        rank: of this process.
+        world_size: how many ranks train together.
+        job: as of `Live`.
+        run: as of `Live`.
+    """
+    if not _is_off():
+        with suppress(Exception):
+            who = _who(rank, world_size, job, run)
+            _write({**_process(), **who, "file": os.path.abspath(file)})
+
+
+def withdraw() -> None:
+    """Take this process' file away, if there is one."""
+    with suppress(Exception):
+        _remove(_own_file(), os.getpid())
+
+
+@dataclass
+class Rank:
+    """A rank of a running job, as its file tells.
+
+    Attributes:
+        pid: its process.
+        rank, world_size: in its job.
+        job: the same for all ranks of one job.
+        run: the folder of the run, None without one.
+        command: the script and its arguments.
+        started: when its process was, in seconds since 1970.
+        updated: when the file was written, likewise.
+        steps: optimiser steps so far.
+        lanes_ms: per step, of the last seconds, by the names of measure.LANES; None where a lane
+            cannot be seen. Empty before the first step.
+        throughput: samples per second of all ranks; None where it is not known.
+        watched_s: how long it was watched for starvation, 60 s at most.
+        starved_s: how much of that were stretches with a quarter or more spent waiting for input.
+    """
+
+    pid: int
+    rank: int
+    world_size: int
+    job: str
+    run: str | None
+    command: list[str]
+    started: float
+    updated: float
+    steps: int = 0
+    lanes_ms: dict[str, float | None] = field(default_factory=dict)
+    throughput: float | None = None
+    watched_s: float = 0.0
+    starved_s: float = 0.0
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether it waits for input in most of the time that was watched."""
+        return self.watched_s > 0 and self.starved_s >= self.watched_s / 2
+
+
+class Ranks:
+    """Reads the files of all running jobs of this machine, again and again.
+
+    An observation tells the lanes since its start; those of the last seconds are the difference to
+    what was read before.
+    """
+
+    def __init__(self) -> None:
+        self._looks: dict[int, deque[_Look]] = {}
+
+    def read(self) -> list[Rank]:
+        """Those whose process still runs, by job and rank."""
+        found = []
+        for file in sorted((cache_folder() / "live").glob("*.json")):
+            # Another version of Flatout may have written it, or a disk that is full.
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                data = json.loads(file.read_bytes())
+                if data["host"] == socket.gethostname() and _runs(data["pid"], data["started"]):
+                    found.append(self._rank(data))
+        return sorted(found, key=lambda rank: (rank.started, rank.job, rank.rank))
+
+    def _rank(self, data: dict[str, Any]) -> Rank:
+        file = data.pop("file", None)
+        if file is not None:
+            data |= self._observed(data["pid"], Path(file))
+        names = Rank.__dataclass_fields__
+        return Rank(**{name: value for name, value in data.items() if name in names})
+
+    def _observed(self, pid: int, file: Path) -> dict[str, Any]:
+        """What an observation tells; nothing where it cannot be read yet."""
+        try:
+            seen = json.loads(file.read_bytes())
+            written = file.stat().st_mtime
+        except (OSError, ValueError):
+            return {}
+        steps, lanes = seen["steps"], seen["lanes_ms"]
+        looks = self._looks.setdefault(pid, deque())
+        if not looks:
+            looks.append(_Look(0.0, 0, {}))
+        totals = {lane: ms * steps for lane, ms in lanes.items() if ms is not None}
+        if steps > looks[-1].steps:
+            _note(looks, _Look(time.monotonic(), steps, totals))
+        recent = _recent(looks)
+        recent["lanes_ms"] = {lane: recent["lanes_ms"].get(lane) for lane in lanes}
+        return {"steps": steps, "command": seen["command"], "updated": written, **recent}
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What had been done at a time, in seconds: steps, and ms in each lane."""
+
+    at: float
+    steps: int
+    totals: Mapping[str, float]
+
+
+def _note(looks: deque[_Look], look: _Look) -> None:
+    looks.append(look)
+    while len(looks) > 2 and look.at - looks[1].at >= _WATCHED_S:
+        looks.popleft()
+
+
+def _recent(looks: Sequence[_Look]) -> dict[str, Any]:
+    """Lanes per step and speed since a look some seconds ago, and how much was starved."""
+    last = looks[-1]
+    before = next((one for one in looks if last.at - one.at <= _RECENT_S), last)
+    if last.steps == before.steps:  # a step takes longer than that
+        before = max((one for one in looks if one.steps < last.steps), key=_at, default=last)
+    steps = last.steps - before.steps
+    lanes = {}
+    if steps:
+        for lane, ms in last.totals.items():
+            lanes[lane] = max(0.0, ms - before.totals.get(lane, 0.0)) / steps
+    watched = starved = 0.0
+    for one, other in zip(list(looks)[:-1], list(looks)[1:], strict=True):
+        took = sum(other.totals.values()) - sum(one.totals.values())
+        watched += took / 1e3
+        waited = other.totals.get("input", 0.0) - one.totals.get("input", 0.0)
+        starved += took / 1e3 if took > 0 and waited >= _STARVED * took else 0.0
+    return {
+        "lanes_ms": lanes,
+        "steps_per_s": 1e3 / sum(lanes.values()) if sum(lanes.values()) > 0 else 0.0,
+        "watched_s": min(watched, _WATCHED_S),
+        "starved_s": min(starved, watched, _WATCHED_S),
+    }
+
+
+def _at(look: _Look) -> float:
+    return look.at
+
+
+def _is_off() -> bool:
+    return os.environ.get("FLATOUT_LIVE") == "0"
+
+
+def _who(rank: int, world_size: int, job: str | None, run: str | None) -> dict[str, Any]:
+    if job is None:
+        job = str(os.getpid())
+        if world_size > 1:
+            address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+            job = f"{address}:{port}" if port else f"ranks of {os.getppid()}"
+    run = None if run is None else run if "://" in run else os.path.abspath(run)
+    return {"rank": rank, "world_size": world_size, "job": job, "run": run}
+
+
+def _process() -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "command": list(sys.argv),
+        "started": _started(os.getpid()),
+        "updated": time.time(),
+    }
+
+
+@cache
+def _started(pid: int) -> float:
+    import psutil
+
+    return float(psutil.Process(pid).create_time())
+
+
+def _runs(pid: int, started: float) -> bool:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        same = bool(abs(process.create_time() - started) < _SAME_START_S)
+        return same and bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _own_file() -> Path:
+    return cache_folder() / "live" / f"{os.getpid()}.json"
+
+
+def _write(data: dict[str, Any]) -> None:
+    file = _own_file()
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(file.parent)
+    part = file.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(data))
+        part.replace(file)
+    except OSError:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Take away what processes of this machine have left that were killed."""
+    for file in folder.glob("*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            data = json.loads(file.read_bytes())
+            gone = not _runs(data["pid"], data["started"])
+            if data["host"] == socket.gethostname() and gone:
+                file.unlink(missing_ok=True)
+
+
+def _remove(file: Path, pid: int) -> None:
+    # A process that was forked since must not take it away.
+    if os.getpid() == pid:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)

@@ -1,0 +1,112 @@
+"""What can be seen of any process from outside: CPU, memory, threads, bytes read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from flatout.errors import FlatoutError
+
+
+@dataclass(frozen=True)
+class ProcessUse:
+    """One process since the last look.
+
+    Attributes:
+        pid, parent: of the process, and of the one that started it.
+        command: with arguments; the name where they may not be read.
+        cpu_percent: 100 is one CPU.
+        rss_bytes: resident memory, what is shared with others included.
+        threads: how many.
+        state: as the system calls it: "running", "sleeping", "disk-sleep", ...
+        read_bytes_per_s: from disks and pipes; None where the system does not tell.
+    """
+
+    pid: int
+    parent: int
+    command: str
+    cpu_percent: float
+    rss_bytes: int
+    threads: int
+    state: str
+    read_bytes_per_s: float | None
+
+
+class Processes:
+    """Looks at processes and all that they have started, again and again.
+
+    CPU and bytes are since the last look, so the first knows nothing of them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def read(self, pid: int) -> list[ProcessUse]:
+        """The process itself, then its children and theirs.
+
+        Raises:
+            FlatoutError: there is no such process.
+        """
+        try:
+            root = psutil.Process(pid)
+            tree = [root, *root.children(recursive=True)]
+        except psutil.Error:
+            raise FlatoutError(f"no process {pid} is running here") from None
+        found = [self._look(process) for process in tree]
+        return [one for one in found if one is not None]
+
+    def _look(self, process: Any) -> ProcessUse | None:
+        # The object that looked before knows the CPU time of then.
+        known = self._known.get(process.pid)
+        if known is None or known.process != process:
+            known = self._known[process.pid] = _Known(process)
+        try:
+            with known.process.oneshot():
+                return known.use()
+        except psutil.Error:  # it has ended
+            self._known.pop(process.pid, None)
+            return None
+
+
+class _Known:
+    def __init__(self, process: Any) -> None:
+        self.process = process
+        self._read: int | None = None
+        self._at = 0.0
+
+    def use(self) -> ProcessUse:
+        """Raises psutil.Error where the process has ended."""
+        process = self.process
+        return ProcessUse(
+            pid=process.pid,
+            parent=process.ppid(),
+            command=_command(process),
+            cpu_percent=process.cpu_percent(None),
+            rss_bytes=process.memory_info().rss,
+            threads=process.num_threads(),
+            state=process.status(),
+            read_bytes_per_s=self._read_per_s(),
+        )
+
+    def _read_per_s(self) -> float | None:
+        try:
+            counters = self.process.io_counters()
+        except (psutil.AccessDenied, AttributeError):
+            return None
+        # On Linux that of read(2), also where the page cache has it; elsewhere of the disk.
+        total = getattr(counters, "read_chars", counters.read_bytes)
+        now = time.monotonic()
+        before, at, self._read, self._at = self._read, self._at, total, now
+        return None if before is None else (total - before) / max(now - at, 1e-9)
+
+
+def _command(process: Any) -> str:
+    try:
+        words: Sequence[str] = process.cmdline()
+    except psutil.AccessDenied:
+        words = []
+    return " ".join(words) or str(process.name())

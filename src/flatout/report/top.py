@@ -1,0 +1,344 @@
+"""What running jobs do right now: the lanes of each rank, or of any process what can be seen.
+
+Top().sample()                    all jobs that show themselves
+Top(pid=4242).sample()            a process and all that it has started
+watch(Top(), console)             again every second, until Ctrl-C
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from flatout.devices.gpu_use import GpuUse, gpu_use
+from flatout.errors import FlatoutError
+from flatout.measure.live import Rank, Ranks
+from flatout.measure.processes import Processes, ProcessUse
+
+# In the table; what else a step has is "other".
+_LANES = {"input": "input", "forward": "fwd", "backward": "bwd", "sync": "sync", "optimiser": "opt"}
+_MOST_PROCESSES = 20
+# A rank that has shown nothing for so long, and for so many of its steps, is said to do so.
+_SILENT_S, _SILENT_STEPS = 5.0, 3
+_EVERY_S, _FIRST_S = 1.0, 0.5
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """A rank, and what its process uses together with those that it has started.
+
+    Attributes:
+        rank: what it shows.
+        cpu_percent: 100 is one CPU.
+        rss_bytes: resident memory; what several processes share counts in each.
+    """
+
+    rank: Rank
+    cpu_percent: float
+    rss_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        own = asdict(self.rank) | {"is_starved": self.rank.is_starved}
+        return own | {"cpu_percent": self.cpu_percent, "rss_bytes": self.rss_bytes}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The ranks of one job on this machine, the first one first."""
+
+    ranks: Sequence[RankNow]
+
+    @property
+    def first(self) -> Rank:
+        """The rank that speaks for the job."""
+        return self.ranks[0].rank
+
+    @property
+    def words(self) -> str:
+        """One line: what runs, since when, how fast."""
+        first = self.first
+        here = f" ({len(self.ranks)} here)" if len(self.ranks) < first.world_size else ""
+        ranks = [f"{first.world_size} ranks{here}"] if first.world_size > 1 else []
+        speed = [] if first.throughput is None else [f"{_short(first.throughput)} samples/s"]
+        since = f"running {_clock(time.time() - first.started)}"
+        pid = f"pid {first.pid}"
+        return " · ".join([_command(first), pid, *ranks, f"step {first.steps:,}", *speed, since])
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        yield Text(self.words, style="bold")
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for header in ("rank", *_LANES.values(), "other", "step ms", "CPU", "RSS"):
+            table.add_column(header, justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        for now in self.ranks:
+            starved = now.rank.is_starved
+            table.add_row(
+                str(now.rank.rank),
+                *_cells(now.rank),
+                f"{now.cpu_percent:.0f}%",
+                _bytes(now.rss_bytes),
+                "STARVED" if starved else "",
+                style="bold yellow" if starved else None,
+            )
+        yield table
+        for line in self.notes():
+            yield Text(line)
+
+    def notes(self) -> list[str]:
+        """What is worth saying of its ranks."""
+        lines = []
+        for now in self.ranks:
+            rank = now.rank
+            name = f"rank {rank.rank}" if rank.world_size > 1 else "it"
+            if rank.is_starved:
+                others = "; the others wait for it in sync" if rank.world_size > 1 else ""
+                lines.append(
+                    f"STARVED: {name} waited for input {rank.starved_s:.0f} of "
+                    f"{rank.watched_s:.0f} s{others}"
+                )
+            silent = time.time() - rank.updated
+            step_s = sum(ms or 0.0 for ms in rank.lanes_ms.values()) / 1e3
+            if silent > max(_SILENT_S, _SILENT_STEPS * step_s):
+                lines.append(f"{name} has ended no step for {_clock(silent)}")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        first = self.first
+        return {
+            "job": first.job,
+            "run": first.run,
+            "command": first.command,
+            "world_size": first.world_size,
+            "ranks": [now.as_dict() for now in self.ranks],
+        }
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was seen at one moment.
+
+    Attributes:
+        jobs: that show themselves, of those that were asked for.
+        processes: of the process that was asked for; None where none was.
+        gpus: of this machine.
+    """
+
+    jobs: Sequence[Job]
+    processes: Sequence[ProcessUse] | None
+    gpus: Sequence[GpuUse]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        seen = self.processes
+        return {
+            "jobs": [job.as_dict() for job in self.jobs],
+            "processes": None if seen is None else [asdict(process) for process in seen],
+            "gpus": [asdict(gpu) for gpu in self.gpus],
+        }
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        if len(self.jobs) == 1:
+            yield self.jobs[0]
+        for job in self.jobs if len(self.jobs) > 1 else ():
+            yield Text(job.words, style="bold")
+            for line in job.notes():
+                yield Text(f"  {line}")
+        if len(self.jobs) > 1:
+            yield Text("flatout top PID shows one of them")
+        if self.processes is not None:
+            yield from self._processes(self.processes)
+        for gpu in self.gpus:
+            yield Text(_gpu(gpu))
+
+    def _processes(self, processes: Sequence[ProcessUse]) -> Iterator[RenderableType]:
+        table = Table(
+            box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=True
+        )
+        for header in ("pid", "CPU", "RSS", "threads", "state", "read/s"):
+            table.add_column(header, justify="right", no_wrap=True)
+        table.add_column("command", no_wrap=True, overflow="ellipsis", ratio=1)
+        root, *others = processes
+        others.sort(key=lambda process: -process.cpu_percent)
+        shown = [root, *others[: _MOST_PROCESSES - 1]]
+        for process in shown:
+            read = process.read_bytes_per_s
+            table.add_row(
+                str(process.pid),
+                f"{process.cpu_percent:.0f}%",
+                _bytes(process.rss_bytes),
+                str(process.threads),
+                process.state,
+                "-" if read is None else _bytes(read),
+                Text(" ".join(process.command.split())),
+            )
+        yield table
+        if len(processes) > len(shown):
+            yield Text(f"and {len(processes) - len(shown)} more that use less")
+        if not self.jobs:
+            yield Text(
+                "from outside only CPU, memory, threads and what is read can be seen; a step's "
+                "lanes show themselves from within: flatout.Trainer, flatout.callbacks",
+                style="dim",
+            )
+
+
+class Top:
+    """Looks at running jobs, again and again.
+
+    Args:
+        which: the run folder, the script's name or a rank's pid of a job; None for all jobs.
+        pid: a process to look at from outside, with all that it has started.
+    """
+
+    def __init__(self, which: str | None = None, pid: int | None = None) -> None:
+        self._which = which
+        self._pid = pid
+        self._ranks = Ranks()
+        # Each for itself: what a process used is since the last look at it.
+        self._tree, self._inside_ranks = Processes(), Processes()
+        self._looked = False
+
+    def sample(self) -> Sample:
+        """Look now. The first time takes half a second, since CPU is used over a time.
+
+        Raises:
+            FlatoutError: there is no such process.
+        """
+        if not self._looked:
+            self._look()
+            self._looked = True
+            time.sleep(_FIRST_S)
+        return self._look()
+
+    def _look(self) -> Sample:
+        processes = None if self._pid is None else self._tree.read(self._pid)
+        found = self._ranks.read()
+        jobs = [list(ranks) for _, ranks in groupby(_by_job(found), key=lambda rank: rank.job)]
+        if processes is not None:
+            inside = {process.pid for process in processes}
+            jobs = [ranks for ranks in jobs if any(rank.pid in inside for rank in ranks)]
+        if self._which is not None:
+            jobs = [ranks for ranks in jobs if any(_is_asked_for(r, self._which) for r in ranks)]
+        seen = [Job(list(self._now(ranks))) for ranks in jobs]
+        return Sample([job for job in seen if job.ranks], processes, gpu_use())
+
+    def _now(self, ranks: Sequence[Rank]) -> Iterator[RankNow]:
+        for rank in ranks:
+            with suppress(FlatoutError):  # it has ended meanwhile
+                own = self._inside_ranks.read(rank.pid)
+                cpu = sum(process.cpu_percent for process in own)
+                yield RankNow(rank, cpu, sum(process.rss_bytes for process in own))
+
+    def check(self, sample: Sample) -> None:
+        """See that there is anything to show.
+
+        Raises:
+            FlatoutError: no such job runs.
+        """
+        if sample.jobs or sample.processes is not None:
+            return
+        what = "no job" if self._which is None else f"no job {self._which}"
+        raise FlatoutError(
+            f"{what} that shows its lanes is running here",
+            do="start it with flatout.Trainer, flatout.Loop or one of flatout.callbacks; "
+            "flatout top --pid N shows any process from outside",
+        )
+
+
+def watch(top: Top, console: Console) -> None:
+    """Show the job until it ends or Ctrl-C.
+
+    Raises:
+        FlatoutError: there is nothing to show at the start.
+    """
+    sample = top.sample()
+    top.check(sample)
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(sample, refresh=True)
+            time.sleep(_EVERY_S)
+            try:
+                sample = top.sample()
+                top.check(sample)
+            except FlatoutError:
+                console.print("it has ended")
+                return
+
+
+def _by_job(ranks: Sequence[Rank]) -> list[Rank]:
+    return sorted(ranks, key=lambda rank: (rank.job, rank.rank))
+
+
+def _is_asked_for(rank: Rank, which: str) -> bool:
+    names = {str(rank.pid), os.path.basename(rank.command[0]) if rank.command else ""}
+    return which in names or rank.run in (which, os.path.abspath(which))
+
+
+def _cells(rank: Rank) -> list[str]:
+    """The lanes of the table, the rest, and all together."""
+    lanes = rank.lanes_ms
+    if not lanes:
+        return ["-"] * (len(_LANES) + 2)
+    whole = sum(ms or 0.0 for ms in lanes.values())
+    other = whole - sum(lanes.get(lane) or 0.0 for lane in _LANES)
+    return [_ms(lanes.get(lane)) for lane in _LANES] + [_ms(max(other, 0.0)), _ms(whole)]
+
+
+def _ms(ms: float | None) -> str:
+    if ms is None:
+        return "-"
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def _command(rank: Rank) -> str:
+    """The script without its folder, and its arguments, as far as there is room."""
+    words = [Path(rank.command[0]).name, *rank.command[1:]] if rank.command else ["?"]
+    line = " ".join(words)
+    return line if len(line) <= 40 else f"{line[:39]}…"
+
+
+def _gpu(gpu: GpuUse) -> str:
+    busy = "" if gpu.busy_percent is None else f" · {gpu.busy_percent}% busy"
+    memory = ""
+    if gpu.memory_used is not None and gpu.memory_total is not None:
+        memory = f" · {_bytes(gpu.memory_used)} of {_bytes(gpu.memory_total)} used"
+    return f"GPU {gpu.index} {gpu.name}{busy}{memory}"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit in ("B", "kB", "MB") else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _short(number: float) -> str:
+    """In at most five places: 312, 12.4k, 1.28M."""
+    if number < 10_000:
+        return f"{number:,.0f}"
+    scaled, unit = (number / 1e3, "k") if number < 1e6 else (number / 1e6, "M")
+    return f"{scaled:.3g}{unit}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,166 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from time import perf_counter_ns
+
+import pytest
+
+from flatout.cache_folder import cache_folder
+from flatout.measure.live import Live, Ranks, point_to, withdraw
+from flatout.measure.timeline import LANES, Timeline
+
+MS = 1_000_000
+
+
+def _own():
+    return cache_folder() / "live" / f"{os.getpid()}.json"
+
+
+def _record(timeline, *, steps, input, forward):
+    start = perf_counter_ns()
+    for step in range(steps):
+        at = start + step * (input + forward) * MS
+        timeline.record(at, input * MS, 0, forward * MS, 0, 0, 0, 0)
+
+
+def test_what_a_rank_writes_is_read_and_goes_with_it():
+    timeline = Timeline()
+    live = Live(timeline, rank=1, world_size=2, samples_per_step=64, job="j", run="runs/a")
+    assert Ranks().read() == []
+    _record(timeline, steps=10, input=30, forward=10)
+    live.write()
+    (rank,) = Ranks().read()
+    assert (rank.pid, rank.rank, rank.world_size, rank.job) == (os.getpid(), 1, 2, "j")
+    assert rank.run == os.path.abspath("runs/a")
+    assert rank.command == sys.argv
+    assert rank.steps == 10
+    assert set(rank.lanes_ms) == set(LANES)
+    assert rank.lanes_ms["input"] == pytest.approx(30)
+    assert rank.lanes_ms["forward"] == pytest.approx(10)
+    assert rank.throughput == pytest.approx(64 / 0.04)
+    live.close()
+    live.close()
+    assert Ranks().read() == []
+    assert not list((cache_folder() / "live").iterdir())
+
+
+def test_lanes_are_of_the_latest_steps_and_starvation_is_counted():
+    timeline = Timeline()
+    live = Live(timeline)
+    _record(timeline, steps=100, input=1, forward=9)
+    live.write()
+    (rank,) = Ranks().read()
+    assert (rank.starved_s, rank.is_starved) == (0, False)
+    assert rank.watched_s == pytest.approx(1)
+    # Earlier than the latest seconds, but watched.
+    live._looks[-1] = type(live._looks[-1])(
+        live._looks[-1].at - 10, live._looks[-1].steps, live._looks[-1].totals
+    )
+    live._looks[0] = type(live._looks[0])(live._looks[0].at - 10, 0, live._looks[0].totals)
+    _record(timeline, steps=50, input=90, forward=10)
+    live.write()
+    (rank,) = Ranks().read()
+    assert rank.lanes_ms["input"] == pytest.approx(90)
+    assert rank.starved_s == pytest.approx(5, rel=0.01)
+    assert rank.is_starved
+    live.close()
+
+
+def test_a_timeline_that_begins_anew_is_read_anew():
+    timeline = Timeline()
+    live = Live(timeline)
+    _record(timeline, steps=100, input=50, forward=50)
+    live.write()
+    timeline.reset()
+    _record(timeline, steps=10, input=1, forward=3)
+    live.write()
+    (rank,) = Ranks().read()
+    assert rank.steps == 10
+    assert rank.lanes_ms["input"] == pytest.approx(1)
+    live.close()
+
+
+def test_it_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv("FLATOUT_LIVE", "0")
+    assert Live(Timeline()).due > perf_counter_ns() + 10**18
+    point_to("rank-0.json")
+    assert not _own().exists()
+
+
+def test_what_cannot_be_written_stops_no_job():
+    cache_folder().mkdir(parents=True)
+    (cache_folder() / "live").write_text("in the way of the folder")
+    live = Live(Timeline())
+    live.write()
+    assert Ranks().read() == []
+    live.close()
+    point_to("rank-0.json")
+    withdraw()
+
+
+def test_a_file_of_a_process_before_with_the_same_pid_is_no_job():
+    live = Live(Timeline())
+    live.write()
+    data = json.loads(_own().read_text())
+    _own().write_text(json.dumps(data | {"started": data["started"] - 3600}))
+    assert Ranks().read() == []
+    _own().write_text(json.dumps(data | {"host": "another"}))
+    assert Ranks().read() == []
+    _own().write_text("{half a")
+    assert Ranks().read() == []
+    live.close()
+
+
+def test_a_killed_job_is_gone_and_its_file_is_swept_away():
+    script = (
+        "import time\n"
+        "from flatout.measure.live import Live\n"
+        "from flatout.measure.timeline import Timeline\n"
+        "Live(Timeline()).write(); print('up', flush=True); time.sleep(60)\n"
+    )
+    # The Live is dropped, but the process stays: what a forgotten Loop leaves ends with it.
+    script = script.replace("Live(Timeline()).write()", "live = Live(Timeline()); live.write()")
+    job = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert job.stdout.readline() == "up\n"
+        assert [rank.pid for rank in Ranks().read()] == [job.pid]
+        job.send_signal(signal.SIGKILL)
+        # It is gone also while nobody has asked for its end.
+        os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOWAIT)
+        assert Ranks().read() == []
+    finally:
+        job.kill()
+        job.wait()
+        job.stdout.close()
+    left = cache_folder() / "live" / f"{job.pid}.json"
+    assert left.exists()
+    live = Live(Timeline())
+    live.write()
+    assert not left.exists()
+    live.close()
+
+
+def test_an_observation_is_shown_through_a_pointer(tmp_path):
+    file = tmp_path / "rank-1.json"
+    point_to(file, rank=1, world_size=2, job="j")
+    (rank,) = (ranks := Ranks()).read()
+    assert (rank.rank, rank.steps, rank.lanes_ms) == (1, 0, {})
+
+    def observe(steps, input, forward):
+        lanes = {"input": input, "forward": forward, "sync": None}
+        seen = {"command": ["t.py"], "steps": steps, "lanes_ms": lanes, "rank": 1}
+        file.write_text(json.dumps(seen))
+
+    observe(steps=100, input=2.0, forward=8.0)
+    (rank,) = ranks.read()
+    assert rank.command == ["t.py"]
+    assert rank.lanes_ms == {"input": 2.0, "forward": 8.0, "sync": None}
+    # 100 steps more, with 18 ms of input each: of all steps the mean is 10.
+    observe(steps=200, input=10.0, forward=8.0)
+    (rank,) = ranks.read()
+    assert rank.steps == 200
+    assert rank.lanes_ms["input"] == pytest.approx(18)
+    withdraw()
+    assert ranks.read() == []
