@@ -22,7 +22,7 @@ def visits(count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40, help="of an epoch")
+    parser.add_argument("--steps", type=int, default=20, help="of an epoch")
     args = parser.parse_args()
     torch.manual_seed(0)
     records = visits(16_000)

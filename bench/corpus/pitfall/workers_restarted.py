@@ -44,7 +44,7 @@ def main():
             total += float(loss.detach())
             if step == args.steps:
                 break
-        if epoch % 10 == 9:
+        if epoch % 10 == 0:
             print(f"epoch {epoch}: loss {total / step:.3f}")
     torch.save(model.state_dict(), "few_shots.pt")
 
