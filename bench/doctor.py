@@ -241,7 +241,7 @@ def words_of(seen: Seen) -> str:
 def line_of(seen: Seen) -> list[str]:
     pitfall = seen.pitfall
     numbers = ", ".join(map(str, pitfall.numbers))
-    kind = "danger" if pitfall.danger else "slow" if pitfall.prescribe else "costs nothing"
+    kind = "danger" if pitfall.danger else "slow" if pitfall.prescribe else "costs no time"
     added = [a.added_us_per_step for a in (*seen.script, *seen.twin) if a.added_us_per_step]
     cost = f"{median(added):.1f}" if added else ""
     return [pitfall.name, numbers, kind, cost, words_of(seen)]

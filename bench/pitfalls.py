@@ -28,6 +28,7 @@ class Pitfall:
     ranks: int = 1
     danger: bool = False
     prescribe: bool = True
+    name_anyway: bool = False
     needs: tuple[str, ...] = ()
     also: tuple[int, ...] = ()
 
@@ -47,7 +48,7 @@ class Pitfall:
 
     @property
     def must_be_named(self) -> bool:
-        return self.prescribe or self.danger
+        return self.prescribe or self.danger or self.name_anyway
 
 
 def read_index() -> list[Pitfall]:

@@ -79,6 +79,13 @@ def test_what_costs_nothing_must_not_be_prescribed():
     assert keys(row)["recall"].value is None
 
 
+def test_what_costs_no_time_may_have_to_be_named_all_the_same():
+    row = PITFALLS["retained_graph"]
+    assert not row.prescribe
+    assert keys(seen(row, [finding(row)]))["recall"].met
+    assert words_of(Seen(row, "", [Answer()], [Answer()])) == "MISSED"
+
+
 def test_a_danger_in_a_twin_is_false():
     row = seen(SLOW, [finding(SLOW)], [finding(DANGER)])
     assert keys(row)["false_dangers"].met is False
