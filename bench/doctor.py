@@ -40,12 +40,14 @@ class Answer:
     Args:
         findings: as its JSON has them.
         added_us_per_step: that it reports; None where it does not.
-        reason: why there is no answer, or empty.
+        reason: why there is no answer, or the error that the script ended with, or empty.
+        is_one: whether the doctor said anything that can be read.
     """
 
     findings: Sequence[Mapping[str, Any]] = ()
     added_us_per_step: float | None = None
     reason: str = ""
+    is_one: bool = True
 
 
 @dataclass
@@ -144,7 +146,7 @@ def ask(script: Path, ranks: int, seconds: float) -> Answer:
         try:
             out, err = doctor.communicate(timeout=seconds + GRACE_S)
         except subprocess.TimeoutExpired:
-            return Answer(reason=f"no answer in {seconds + GRACE_S:.0f} s")
+            return Answer(reason=f"no answer in {seconds + GRACE_S:.0f} s", is_one=False)
         finally:
             if doctor.poll() is None:
                 os.killpg(doctor.pid, signal.SIGKILL)
@@ -158,7 +160,7 @@ def answer_of(out: str, err: str, code: int) -> Answer:
         said = json.loads(out)
     except ValueError:
         words = err.strip().splitlines() or [f"exit code {code}"]
-        return Answer(reason=words[-1].strip())
+        return Answer(reason=words[-1].strip(), is_one=False)
     return Answer(
         findings=said["findings"],
         added_us_per_step=said.get("added_us_per_step"),
@@ -194,14 +196,17 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
     answers = [answer for seen in ran for answer in (*seen.script, *seen.twin)]
     wrong = [one for seen in ran for one in seen.prescribed_wrongly]
     any_proof = any(proven(answer) for answer in answers)
-    false_dangers = sum(len(seen.false_dangers) for seen in ran)
+    silent = sum(not answer.is_one for answer in answers)
+    false_dangers: float | str = sum(len(seen.false_dangers) for seen in ran)
+    if silent or not ran:
+        false_dangers = f"{silent} looks without an answer" if silent else "nothing was run"
     raw = [answer for seen in ran if seen.pitfall.name == RAW_LOOP for answer in seen.twin]
     counted = [a.added_us_per_step for a in raw if a.added_us_per_step is not None]
     return [
         Key("recall", _share(seen.is_named for seen in to_name), at_least=0.95),
         Key("danger_recall", _share(seen.is_named for seen in dangers), at_least=1.0),
         Key("false_prescriptions", len(wrong) if any_proof else "no trial was run", at_most=0),
-        Key("false_dangers", false_dangers if ran else "nothing was run", at_most=0),
+        Key("false_dangers", false_dangers, at_most=0),
         Key(
             "added_us_per_step",
             median(counted) if counted else f"nothing counted in {RAW_LOOP}",

@@ -92,6 +92,13 @@ def test_a_danger_in_a_twin_is_false():
     assert "false danger: x" in words_of(row)
 
 
+def test_a_doctor_that_does_not_answer_meets_nothing():
+    silent = Answer(reason="usage", is_one=False)
+    found = keys(Seen(SLOW, "", [silent], [silent]))
+    assert not any(key.met for key in found.values())
+    assert found["false_dangers"].words.startswith("false_dangers not measured (2 looks without")
+
+
 def test_rows_that_cannot_run_are_counted_apart():
     found = keys(seen(SLOW, reason="this machine lacks two_cpus"), seen(FREE, [finding(FREE)]))
     assert found["pitfalls"].value == 1
