@@ -1,6 +1,6 @@
 """What every Python process of a trial does first: see what it must not do, and end in time.
 
-Called by site/sitecustomize.py, which is on PYTHONPATH: also in spawned workers, and in ranks that
+Called by at_start/sitecustomize.py, which is on PYTHONPATH: also in spawned workers, and in ranks that
 torchrun starts. The keeper says in the environment how.
 """
 

@@ -26,7 +26,7 @@ import psutil
 from flatout.doctor.trials import contained, landlock, overlay
 
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # of prctl(2)
-_SITE = str(Path(__file__).parent / "site")
+_AT_START = str(Path(__file__).parent / "at_start")
 # Between being asked to end and being killed.
 _GRACE_S = 2.0
 _KILLED_WITHIN_S = 10.0
@@ -46,7 +46,7 @@ def main(how: dict[str, Any]) -> None:
         _say({"cannot": f"{error}"})
         return
     os.environ[contained.VARIABLE] = json.dumps({k: how[k] for k in how if k != "command"})
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SITE, os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_AT_START, os.environ.get("PYTHONPATH"))))
     keeper = os.getpid()
 
     def die_with_keeper() -> None:
