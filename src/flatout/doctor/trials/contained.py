@@ -1,7 +1,7 @@
 """What every Python process of a trial does first: see what it must not do, and end in time.
 
-Called by at_start/sitecustomize.py, which is on PYTHONPATH: also in spawned workers, and in ranks that
-torchrun starts. The keeper says in the environment how.
+Called by at_start/sitecustomize.py, which is on PYTHONPATH: also in spawned workers, and in ranks
+that torchrun starts. The keeper says in the environment how.
 """
 
 from __future__ import annotations

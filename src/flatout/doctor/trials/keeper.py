@@ -46,7 +46,9 @@ def main(how: dict[str, Any]) -> None:
         _say({"cannot": f"{error}"})
         return
     os.environ[contained.VARIABLE] = json.dumps({k: how[k] for k in how if k != "command"})
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_AT_START, os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (_AT_START, os.environ.get("PYTHONPATH")))
+    )
     keeper = os.getpid()
 
     def die_with_keeper() -> None:
