@@ -386,8 +386,8 @@ def test_evaluation_and_training_in_the_other_mode(tmp_path, mode):
     assert seen.steps == 24
     assert [loader.in_training for loader in seen.loaders] == [True, False]
     if mode == "eval":
-        assert model.evaluated_with_grad.line == 15
-        assert model.trained_in_eval_mode.line == 11
+        assert model.evaluated_with_grad.line == 16
+        assert model.trained_in_eval_mode.line == 12
         assert seen.lanes_ms["evaluation"] > 0
     else:
         assert model.evaluated_with_grad is None
