@@ -41,7 +41,7 @@ if __name__ == "__main__":
 """
 
 LOOP = """
-import torch
+import torch; torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 """
@@ -282,7 +282,8 @@ def test_compiled_frames_are_kept(tmp_path, how):
     assert ran.stdout == alone.stdout
     assert ran.stdout.startswith("{'total': ")
     assert seen.steps == 5
-    assert seen.models or how == "break"
+    # What a compiled function calls is out of sight.
+    assert seen.models or (how != "module" and any(n.startswith("models: ") for n in seen.notes))
 
 
 FILES = (
