@@ -209,6 +209,7 @@ def test_rounds_of_two_optimisers_and_accumulation(tmp_path):
     assert any(note.startswith("input: ") for note in seen.notes)
 
 
+@pytest.mark.slow
 def test_a_slow_dataset_shows_as_input(tmp_path):
     source = LOOP + (
         "import time\n"
