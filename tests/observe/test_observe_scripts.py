@@ -41,7 +41,7 @@ if __name__ == "__main__":
 """
 
 LOOP = """
-import torch
+import torch; torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 """
@@ -209,6 +209,7 @@ def test_rounds_of_two_optimisers_and_accumulation(tmp_path):
     assert any(note.startswith("input: ") for note in seen.notes)
 
 
+@pytest.mark.slow
 def test_a_slow_dataset_shows_as_input(tmp_path):
     source = LOOP + (
         "import time\n"
@@ -282,7 +283,8 @@ def test_compiled_frames_are_kept(tmp_path, how):
     assert ran.stdout == alone.stdout
     assert ran.stdout.startswith("{'total': ")
     assert seen.steps == 5
-    assert seen.models or how == "break"
+    # What a compiled function calls is out of sight.
+    assert seen.models or (how != "module" and any(n.startswith("models: ") for n in seen.notes))
 
 
 FILES = (
@@ -386,8 +388,8 @@ def test_evaluation_and_training_in_the_other_mode(tmp_path, mode):
     assert seen.steps == 24
     assert [loader.in_training for loader in seen.loaders] == [True, False]
     if mode == "eval":
-        assert model.evaluated_with_grad.line == 15
-        assert model.trained_in_eval_mode.line == 11
+        assert model.evaluated_with_grad.line == 16
+        assert model.trained_in_eval_mode.line == 12
         assert seen.lanes_ms["evaluation"] > 0
     else:
         assert model.evaluated_with_grad is None

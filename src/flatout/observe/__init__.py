@@ -1,4 +1,8 @@
-"""Instrumenting any script: where its time goes, and what it does that costs or endangers."""
+"""Instrumenting any script: where its time goes, and what it does that costs or endangers.
+
+`python -m flatout.observe.start FOLDER script.py args` runs a script as it is and leaves an
+Observation of each rank in the folder.
+"""
 
 from flatout.observe.observation import (
     Call,

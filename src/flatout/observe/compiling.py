@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
@@ -15,6 +16,8 @@ def skip_our_frames(eval_frame: Any) -> None:
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("flatout.observe"):
+            # A warning in compiled code quotes its line: reading the file there is compiled too.
+            linecache.getlines(str(module.__file__))
             for code in _codes_of(vars(module), name):
                 eval_frame.skip_code(code)
 

@@ -34,46 +34,44 @@ class SeenModel:
         self.is_stepped = False
         self.calls = 0
         self.shapes: Counter[tuple[str, str]] = Counter()
-        self.sites: dict[Mode, Site | None] = {}
-        self._open: set[Mode] = set()
-        self._evaluated: set[Mode] = set()
+        self.site: Site | None = None
+        self._open: dict[Mode, Site | None] = {}
+        self._evaluated: dict[Mode, Site | None] = {}
         self._evaluated_in: set[int] = set()
-        self._trained: set[Mode] = set()
+        self._trained: dict[Mode, Site | None] = {}
 
     def evaluates(self, mode: Mode) -> None:
         """Is called without gradients or in eval mode: whether to evaluate is not yet known."""
-        self._open.add(mode)
+        is_known = mode in self._evaluated and mode in self._trained
+        self._open[mode] = None if is_known else here(3)
 
     def was_evaluated(self, step: int) -> None:
         """The open calls have been an evaluation after this step."""
-        self._evaluated |= self._open
+        self._evaluated = self._open | self._evaluated
         self._evaluated_in.add(step)
-        self._open.clear()
+        self._open = {}
 
     def was_trained(self) -> None:
         """A backward pass has followed the open calls."""
-        self._trained |= self._open
-        self._open.clear()
+        self._trained = self._open | self._trained
+        self._open = {}
 
     def result(self, steps: int) -> Model:
         """What was seen of it in so many steps."""
         facts = self.facts
-        facts.site = self.sites.get((True, True)) or next(iter(self.sites.values()), None)
+        facts.site = self.site
         facts.inputs = [
             (f"{shape}, {dtype}", count)
             for (shape, dtype), count in self.shapes.most_common(_SHAPES)
         ]
         # What is called so in most steps is a part of the step, such as a target network.
         if len(self._evaluated_in) <= max(1, steps // 2):
-            facts.evaluated_in_train_mode = self._site_of(self._evaluated, (True, False))
-            facts.evaluated_with_grad = self._site_of(self._evaluated, (False, True))
-        facts.trained_in_eval_mode = self._site_of(self._trained, (False, True))
+            facts.evaluated_in_train_mode = self._evaluated.get((True, False))
+            facts.evaluated_with_grad = self._evaluated.get((False, True))
+        facts.trained_in_eval_mode = self._trained.get((False, True))
         if facts.evaluated_in_train_mode and not changes_in_training(facts):
             facts.evaluated_in_train_mode = None
         return facts
-
-    def _site_of(self, modes: set[Mode], mode: Mode) -> Site | None:
-        return self.sites.get(mode) if mode in modes else None
 
 
 def changes_in_training(facts: Model) -> bool:
@@ -149,8 +147,8 @@ class Models:
         lanes = self._watch.lanes
         lanes.forwards += 1
         mode = (module.training, has_grad)
-        if mode not in seen.sites:
-            seen.sites[mode] = here(2)
+        if seen.site is None:
+            seen.site = here(2)
         if mode == (True, True):
             if lanes.evaluations and seen in lanes.evaluations and not self._trains_on_loader():
                 lanes.judge()

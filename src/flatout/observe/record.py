@@ -44,7 +44,7 @@ def observation(
         step_ms=step_ms[-_LIVE_STEPS:] if is_live else step_ms,
         calls=watch.calls.all(),
         optimizers=[optimizer.result() for optimizer in list(watch.optimizers)],
-        models=[m.result(steps) for m in list(watch.models) if m.is_stepped and m.sites],
+        models=[m.result(steps) for m in list(watch.models) if m.is_stepped],
         loaders=[
             _with_inside(loader, None if is_live else folder)
             for loader in list(watch.loaders)
@@ -87,6 +87,11 @@ def _fill_lanes(seen: Observation, watch: Watch) -> None:
         seen.lanes_ms["input"] = None
         seen.notes.append(
             "input: no DataLoader gave the batches trained on; making them is counted as host"
+        )
+    if not seen.models:
+        seen.notes.append(
+            "models: no module was called in the open that an optimiser steps, as within a "
+            "compiled function"
         )
     if seen.world_size > 1:
         seen.lanes_ms["sync"] = None
