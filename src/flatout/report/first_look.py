@@ -71,7 +71,7 @@ class FirstLookReport:
         if not steps:
             return f"{clock} no optimiser step was seen: there is nothing to judge yet"
         added = self.verdict.added_us_per_step
-        cost = "not counted" if added is None else f"{added:.2g} us per step"
+        cost = "not counted" if added is None else f"{_figure(added)} us per step"
         return (
             f"{clock} FIRST LOOK at {steps:,} step{'s' if steps > 1 else ''}, nothing proven; "
             f"added {cost}"
