@@ -45,6 +45,7 @@ def test_a_choice_in_keras_own_file_is_named(tmp_path):
     assert str(tmp_path / "keras.json") in said
 
 
+@pytest.mark.slow
 def test_a_choice_that_works_goes_its_way(tmp_path):
     assert importing(tmp_path, KERAS_BACKEND="torch").stdout == "torch\n"
     (tmp_path / "keras.json").write_text(json.dumps({"backend": "torch"}))

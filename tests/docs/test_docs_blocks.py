@@ -21,12 +21,15 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 DOCS = ROOT / "docs"
-# The first two train long enough for measuring to be worth it; most of the others start Keras.
+# The first two train long enough for measuring to be worth it; most of the others start Keras,
+# or write many files.
 LONG_PAGES = [
     ROOT / "README.md",
     DOCS / "quickstart.md",
     DOCS / "keras.md",
     DOCS / "large_batches.md",
+    DOCS / "data" / "convert.md",
+    DOCS / "data" / "images.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
 SHORT = (

@@ -88,6 +88,7 @@ def test_own_loop_learns_and_goes_on_where_it_stopped(tmp_path):
     assert last_percent(second) > 80
 
 
+@pytest.mark.slow
 def test_own_loop_in_two_parts_is_bit_for_bit_the_loop_at_once(tmp_path):
     weights = []
     for name, parts in (("parts", ["1", "3"]), ("whole", ["3"])):
@@ -100,6 +101,7 @@ def test_own_loop_in_two_parts_is_bit_for_bit_the_loop_at_once(tmp_path):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_mnist_reads_idx_files_and_resumes(tmp_path, idx_folder):
     first = run(tmp_path, "mnist.py", str(idx_folder), "1")
     assert "epoch 1/1" in first
@@ -108,6 +110,7 @@ def test_mnist_reads_idx_files_and_resumes(tmp_path, idx_folder):
     assert "epoch 1/1" not in second
 
 
+@pytest.mark.slow
 def test_fashion_mnist_learns_saves_and_predicts(tmp_path, idx_folder):
     said = run(tmp_path, "fashion_mnist.py", str(idx_folder), "3")
     assert len(re.findall(r"^epoch \d: [\d.]+ s, [\d.]+ ms a step", said, re.MULTILINE)) == 3
@@ -116,6 +119,7 @@ def test_fashion_mnist_learns_saves_and_predicts(tmp_path, idx_folder):
     assert "0.weight" in safetensors.torch.load_file(tmp_path / "fashion_mnist.safetensors")
 
 
+@pytest.mark.slow
 def test_fashion_mnist_in_keras_learns_saves_and_predicts(tmp_path, idx_folder):
     said = run(tmp_path, "fashion_mnist_keras.py", str(idx_folder), "3")
     assert len(re.findall(r"^epoch \d: [\d.]+ s, [\d.]+ ms a step", said, re.MULTILINE)) == 3
@@ -131,6 +135,7 @@ def test_mnist_reaches_its_accuracy_on_real_mnist(tmp_path):
     assert last_figure(said, "val_accuracy") > 0.97
 
 
+@pytest.mark.slow
 def test_click_through_learns_from_text(tmp_path):
     said = run(tmp_path, "click_through.py")
     assert last_figure(said, "val_auc") > 0.75
