@@ -38,8 +38,6 @@ SHORT = (
     "checkpoints",
     "devices",
     "data/index",
-    "data/convert",
-    "data/images",
     "data/pipes",
 )
 PAGES = [DOCS / f"{name}.md" for name in SHORT]
