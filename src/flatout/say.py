@@ -8,3 +8,8 @@ import sys
 def say(*lines: str) -> None:
     """Print lines on stderr, at once and in one piece, as other processes may print too."""
     print("\n".join(f"flatout: {line}" for line in lines), file=sys.stderr, flush=True)
+
+
+def counted(count: int, noun: str) -> str:
+    """How many there are, such as "1 rank" or "2,000 steps"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

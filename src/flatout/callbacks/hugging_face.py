@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.callbacks.seen import Seen, hidden_sync
+from flatout.callbacks.seen import Seen, Watches, hidden_sync
 from flatout.errors import FlatoutError
-from flatout.measure.timeline import Timeline
 
 try:
     from transformers import TrainerCallback
@@ -19,7 +18,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 
-class HFTimeline(TrainerCallback):  # type: ignore[misc]
+class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
     """Shows what the steps of `trainer.train` spend their time on.
 
         timeline = flatout.callbacks.HFTimeline()
@@ -39,15 +38,6 @@ class HFTimeline(TrainerCallback):  # type: ignore[misc]
         self._handles: list[Any] = []
         self._called = False
         self._evaluates = False
-
-    @property
-    def timeline(self) -> Timeline:
-        """The lanes of this rank's steps."""
-        return self._seen.timeline
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; a lane that cannot be seen is None, and named in `hidden_in`."""
-        return self._seen.as_dict(self._hidden())
 
     def _hidden(self) -> dict[str, str]:
         if self.timeline.steps and "backward" not in self._seen.lanes:

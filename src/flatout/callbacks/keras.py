@@ -10,12 +10,11 @@ from typing import Any
 import keras
 from keras.callbacks import Callback
 
-from flatout.callbacks.seen import Seen, hidden_sync
+from flatout.callbacks.seen import Seen, Watches, hidden_sync
 from flatout.errors import FlatoutError
-from flatout.measure.timeline import Timeline
 
 
-class KerasTimeline(Callback):  # type: ignore[misc]
+class KerasTimeline(Watches, Callback):  # type: ignore[misc]
     """Shows what the steps of `model.fit` spend their time on.
 
         timeline = flatout.callbacks.KerasTimeline()
@@ -40,15 +39,6 @@ class KerasTimeline(Callback):  # type: ignore[misc]
         self._batches = 0
         self._last: _Last | None = None
         self._lane = "host"
-
-    @property
-    def timeline(self) -> Timeline:
-        """The lanes of this rank's steps."""
-        return self._seen.timeline
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; a lane that cannot be seen is None, and named in `hidden_in`."""
-        return self._seen.as_dict(self._hidden())
 
     def _hidden(self) -> dict[str, str]:
         lanes = self._seen.lanes

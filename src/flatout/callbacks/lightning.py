@@ -12,9 +12,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from flatout.callbacks.seen import Seen, hidden_sync
+from flatout.callbacks.seen import Seen, Watches, hidden_sync
 from flatout.errors import FlatoutError
-from flatout.measure.timeline import Timeline
 
 # How the names of the actions end that are a lane; inside of one, the innermost counts.
 _ACTIONS = {
@@ -45,7 +44,7 @@ def _lightning() -> Any:
     )
 
 
-class LightningTimeline(_lightning().Callback):  # type: ignore[misc]
+class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
     """Shows what the steps of `trainer.fit` spend their time on.
 
         timeline = flatout.callbacks.LightningTimeline()
@@ -65,15 +64,6 @@ class LightningTimeline(_lightning().Callback):  # type: ignore[misc]
         self._profiler: Any = None
         self._handles: list[Any] = []
         self._steps = 0
-
-    @property
-    def timeline(self) -> Timeline:
-        """The lanes of this rank's steps."""
-        return self._seen.timeline
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; a lane that cannot be seen is None, and named in `hidden_in`."""
-        return self._seen.as_dict(self._hidden())
 
     def _hidden(self) -> dict[str, str]:
         lanes = [name for name in ("backward", "optimiser") if name not in self._seen.lanes]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from statistics import median
 from time import perf_counter_ns as clock
@@ -10,6 +9,7 @@ from typing import Any
 
 from flatout.measure.live import Live
 from flatout.measure.timeline import LANES, Timeline
+from flatout.say import say
 
 _STEP_LANES = LANES[:7]
 _BETWEEN = ("evaluation", "saving")
@@ -99,8 +99,28 @@ class Seen:
 
     def say(self, hidden: dict[str, str]) -> None:
         """Print the lanes, and the critical one."""
-        for line in words(self.timeline, hidden):
-            print(f"flatout: {line}", file=sys.stderr, flush=True)
+        say(*words(self.timeline, hidden))
+
+
+class Watches:
+    """What the callbacks of all frameworks give.
+
+    Whoever derives from it has a Seen in `_seen`, and tells which lanes it cannot see.
+    """
+
+    _seen: Seen
+
+    @property
+    def timeline(self) -> Timeline:
+        """The lanes of this rank's steps."""
+        return self._seen.timeline
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; a lane that cannot be seen is None, and named in `hidden_in`."""
+        return self._seen.as_dict(self._hidden())
+
+    def _hidden(self) -> dict[str, str]:
+        raise NotImplementedError
 
 
 def words(timeline: Timeline, hidden: dict[str, str]) -> list[str]:

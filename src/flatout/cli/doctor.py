@@ -74,9 +74,10 @@ def doctor(
     from flatout.devices.inventory import inventory
     from flatout.doctor.first_look import first_look
     from flatout.doctor.judge import judge
+    from flatout.report.baseline import Baseline
     from flatout.report.files import Files
 
-    wanted = Files(page, trace, ci, write_baseline)
+    wanted = Files(page, trace, None if ci is None else Baseline.read(ci), write_baseline)
     what = [*(["-m"] if is_module else []), script, *(args or [])]
     if sys.stderr.isatty():
         typer.echo(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import IO
 import psutil
 
 from flatout.doctor.torchrun import under_torchrun
+from flatout.lifetimes import adopt_orphans, die_with_parent
 from flatout.observe import Observation
 
 STARTING_S = 60.0
@@ -34,10 +34,6 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _LAST_LINES = 15
 _LAST_BYTES = 2**16
-
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-_SET_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ def _run(command: list[str], output: IO[bytes], until: float) -> tuple[int | Non
     """Returns the exit code, None where the end came from here, and the signal that was met."""
     before = set(psutil.Process().children(recursive=True))
     # What the script leaves without a parent becomes a child of this process, so it can be found.
-    _LIBC.prctl(_SET_SUBREAPER, 1)
+    adopt_orphans(True)
     process = None
     with _signals_raise():
         try:
@@ -118,7 +114,7 @@ def _run(command: list[str], output: IO[bytes], until: float) -> tuple[int | Non
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=die_with_parent,
             )
             if _has_ended(process, until):
                 return _code(process), None
@@ -132,7 +128,7 @@ def _run(command: list[str], output: IO[bytes], until: float) -> tuple[int | Non
             _ignore_signals()
             if process is not None:
                 _end_all(process, before)
-            _LIBC.prctl(_SET_SUBREAPER, 0)
+            adopt_orphans(False)
 
 
 class _Met(BaseException):
@@ -163,11 +159,6 @@ def _signals_raise() -> Iterator[None]:
 def _ignore_signals() -> None:
     for number in _ENDING:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _end_with_parent() -> None:
-    """In the script's process: even if this one is killed, it does not go on."""
-    _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _has_ended(process: subprocess.Popen[bytes], until: float) -> bool:

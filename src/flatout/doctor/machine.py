@@ -17,6 +17,7 @@ from flatout import keras_import
 from flatout.cache_folder import cache_folder
 from flatout.devices.inventory import Inventory, inventory
 from flatout.doctor.finding import Finding
+from flatout.say import counted
 
 # What caches, checkpoints and logs of a job take at least.
 _SMALL_DISK = 2 * 2**30
@@ -77,7 +78,7 @@ def _gpu_without_cuda(facts: Facts) -> Finding | None:
     return Finding(
         "gpu unused",
         "slow",
-        f"there is {_a_number_of(len(gpus), 'GPU')} ({gpus[0].name}), but torch {build.version} "
+        f"there is {counted(len(gpus), 'GPU')} ({gpus[0].name}), but torch {build.version} "
         "was built without CUDA: jobs run on the CPU",
         "install a build of torch with CUDA, as pytorch.org says",
     )
@@ -106,7 +107,7 @@ def _hidden_gpus(facts: Facts) -> Finding | None:
     return Finding(
         "gpu hidden",
         "slow",
-        f"CUDA_VISIBLE_DEVICES={value!r} hides {_a_number_of(len(gpus), 'GPU')}",
+        f"CUDA_VISIBLE_DEVICES={value!r} hides {counted(len(gpus), 'GPU')}",
         "unset it, unless the job shall run on the CPU",
     )
 
@@ -271,10 +272,6 @@ def _disk(facts: Facts) -> Finding | None:
         f"{free / 2**30:.1f} GiB are free on the disk of {facts.cache}",
         "make room, or set FLATOUT_CACHE to another disk",
     )
-
-
-def _a_number_of(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (

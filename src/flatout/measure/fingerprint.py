@@ -100,9 +100,9 @@ class Fingerprint:
         """
         here = self.as_dict()
         return [
-            f"{name}: {_say(here.get(name))} here, {_say(other.get(name))} there"
+            f"{name}: {said(here.get(name))} here, {said(other.get(name))} there"
             for name in dict.fromkeys([*here, *other])
-            if here.get(name) != _plain(other.get(name))
+            if here.get(name) != plain(other.get(name))
         ]
 
 
@@ -189,11 +189,13 @@ def _libc() -> str:
         return ""
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON and TOML give it back."""
     return list(value) if isinstance(value, tuple) else value
 
 
-def _say(value: Any) -> str:
+def said(value: Any) -> str:
+    """A value for people."""
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     return "unknown" if value in (None, "") else str(value)

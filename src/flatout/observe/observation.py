@@ -6,6 +6,7 @@ Signals that could not be had are None, never zero: a check that lacks its signa
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -255,4 +256,10 @@ class Observation:
         Raises:
             pydantic.ValidationError: it does not fit.
         """
-        return TypeAdapter(cls).validate_python(data)
+        return _adapter().validate_python(data)
+
+
+@cache
+def _adapter() -> TypeAdapter[Observation]:
+    # Made once: it takes longer than reading an Observation.
+    return TypeAdapter(Observation)

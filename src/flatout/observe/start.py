@@ -36,6 +36,7 @@ from flatout.observe.tensors import IndexWindow, watch_tensors
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import watch_workers
 from flatout.observe.writing import Writer, write
+from flatout.say import say
 from flatout.world.place import place
 
 # What is left of a script that was ended has so long to go, then the process ends.
@@ -160,11 +161,7 @@ class Observer:
         write(self._path, seen)
         shutil.rmtree(self._workers, ignore_errors=True)
         if seen.added_us_per_step is not None:
-            print(
-                f"flatout: observed {seen.steps} steps; added {seen.added_us_per_step:.1f} us per "
-                "step",
-                file=sys.stderr,
-            )
+            say(f"observed {seen.steps} steps; added {seen.added_us_per_step:.1f} us per step")
 
     def _leave(self) -> None:
         """The script goes on although it was ended: ends the process."""

@@ -44,6 +44,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from flatout.errors import FlatoutError
+from flatout.measure.fingerprint import plain, said
 from flatout.measure.trial import Interval
 from flatout.observe import Observation
 from flatout.report.observed import observed
@@ -424,20 +425,10 @@ def _incomparable(
 def _differences(kept: Mapping[str, Any], new: Mapping[str, Any], *, hardware: bool) -> list[str]:
     names = [name for name in dict.fromkeys([*kept, *new]) if (name in _SOFTWARE) != hardware]
     return [
-        f"{name} {_say(kept.get(name))}, now {_say(new.get(name))}"
+        f"{name} {said(kept.get(name))}, now {said(new.get(name))}"
         for name in names
-        if _plain(kept.get(name)) != _plain(new.get(name))
+        if plain(kept.get(name)) != plain(new.get(name))
     ]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _say(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value)) or "none"
-    return "unknown" if value in (None, "") else str(value)
 
 
 def _danger(finding: Mapping[str, Any]) -> tuple[str, str]:

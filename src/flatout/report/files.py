@@ -25,17 +25,15 @@ class Files:
         baseline: where to keep one.
 
     Raises:
-        FlatoutError: a file cannot be written, or the baseline not read: before any script runs.
+        FlatoutError: a file has no folder to be written into, said before any script runs.
     """
 
     page: Path | None = None
     trace: Path | None = None
-    ci: Path | None = None
+    ci: Baseline | None = None
     baseline: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.ci is not None:
-            Baseline.read(self.ci)
         for path in (self.page, self.trace, self.baseline):
             if path is not None and not path.absolute().parent.is_dir():
                 raise FlatoutError(
@@ -49,14 +47,13 @@ class Files:
             FlatoutError: a file cannot be written.
         """
         data = verdict.as_dict()
-        machine = fingerprint().as_dict()
         if self.page is not None:
             _write(self.page, page(data))
         if self.trace is not None:
             _write(self.trace, json.dumps(trace(data["observations"])))
         if self.baseline is not None:
-            Baseline.of(data, machine).write(self.baseline)
-        return compare(Baseline.read(self.ci), data, machine) if self.ci is not None else None
+            Baseline.of(data, fingerprint().as_dict()).write(self.baseline)
+        return compare(self.ci, data, fingerprint().as_dict()) if self.ci is not None else None
 
 
 def _write(path: Path, text: str) -> None:

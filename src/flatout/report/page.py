@@ -30,6 +30,7 @@ from flatout.report.pictures import (
     lane_rows,
     milliseconds,
 )
+from flatout.say import counted
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -121,7 +122,7 @@ def _sentence(verdict: Mapping[str, Any], ranks: Sequence[Observation]) -> str:
     dangers = kinds.count("danger")
     if not dangers:
         return f"{speed}."
-    return f"{speed}; {_counted(dangers, 'danger')} to the job or its result."
+    return f"{speed}; {counted(dangers, 'danger')} to the job or its result."
 
 
 def _about_the_run(ranks: Sequence[Observation]) -> str | None:
@@ -157,7 +158,7 @@ def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow:
             share = f"{critical['share']:.0%}"
             where = f"A step takes {milliseconds(whole)} ms; {critical['words']} ({share})"
     if slow:
-        cures = f"{_counted(slow, 'finding')} may give time back, nothing is proven yet"
+        cures = f"{counted(slow, 'finding')} may give time back, nothing is proven yet"
         return f"{where}; {cures}" if where else cures
     if where:
         return f"{where}; no check found anything that holds it back"
@@ -235,7 +236,7 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(ms=milliseconds, plain=plain, counted=_counted, percent=_percent)
+    environment.filters.update(ms=milliseconds, plain=plain, counted=counted, percent=_percent)
     return environment.get_template("page.html.jinja")
 
 
@@ -263,10 +264,6 @@ def plain(value: Any) -> str:
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.2%}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _finite(values: Sequence[float]) -> list[float]:

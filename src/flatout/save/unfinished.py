@@ -10,9 +10,10 @@ import itertools
 import os
 import re
 import socket
-from pathlib import Path
 
 import psutil
+
+from flatout.lifetimes import state_and_start
 
 _count = itertools.count()
 _PATTERN = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._]+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
@@ -48,8 +49,7 @@ def _started(pid: int) -> int | None:
 
     Read from /proc, because psutil's time of day shifts when the clock is set.
     """
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
+    found = state_and_start(pid)
+    if found is None:
         return 0 if psutil.pid_exists(pid) else None
-    return None if state in (b"Z", b"X") else int(fields[18])
+    return None if found[0] in "ZX" else found[1]

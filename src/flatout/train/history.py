@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from flatout.errors import FlatoutError
 from flatout.measure.timeline import Timeline
+from flatout.say import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,8 +84,8 @@ class History:
 
     def summary(self) -> str:
         """Return the fit in a few lines of plain words."""
-        lines = [f"{_counted(len(self.epochs), 'epoch')}, {_counted(self.timeline.steps, 'step')}"]
-        lines[0] += f" of {_counted(self.batch_size, 'sample')}"
+        lines = [f"{counted(len(self.epochs), 'epoch')}, {counted(self.timeline.steps, 'step')}"]
+        lines[0] += f" of {counted(self.batch_size, 'sample')}"
         if self.timeline.steps:
             of = {q: f"{seconds * 1e3:.3g} ms" for q, seconds in self.percentiles().items()}
             lines[0] += f": {self.throughput:,.0f} samples/s"
@@ -231,10 +232,6 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _say_nothing_is_here(axes: Axes) -> None:

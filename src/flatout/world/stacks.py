@@ -12,9 +12,10 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from flatout.lifetimes import machine, state_and_start
 
 # On this signal a process writes its stacks, whoever holds the interpreter. Nobody else uses it.
 _SIGNAL = signal.SIGRTMAX - 5
@@ -62,9 +63,9 @@ def this_process() -> Process:
     pid = os.getpid()
     return Process(
         pid=pid,
-        started=_stat(pid)[1],
+        started=_seen(pid)[1],
         host=socket.gethostname(),
-        machine=_machine(),
+        machine=machine(),
         thread=threading.main_thread().ident or 0,
         stacks=_answer_signals(),
     )
@@ -88,7 +89,7 @@ def look_at(other: Process) -> tuple[str, list[str]]:
     Returns:
         its state in words, and the lines of its main thread's stack, if it can still write them.
     """
-    state, started = _stat(other.pid)
+    state, started = _seen(other.pid)
     if started != other.started:
         return "has ended", []
     if state in "Tt":
@@ -145,19 +146,6 @@ def _without_launching(lines: Sequence[str]) -> list[str]:
     return kept
 
 
-def _stat(pid: int) -> tuple[str, int]:
-    """State and start time of a process; https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return "X", 0
-
-
-def _machine() -> str:
-    """The same for processes that see one another in /proc."""
-    named = socket.gethostname()
-    with suppress(OSError):
-        named += Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        named += os.readlink("/proc/self/ns/pid")
-    return named
+def _seen(pid: int) -> tuple[str, int]:
+    """State and start of a process; of one that is gone, those of no living one."""
+    return state_and_start(pid) or ("X", 0)

@@ -6,16 +6,16 @@ and of several ranks only the one that failed tells its story.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
-import signal
 import sys
 import time
 from types import TracebackType
 from typing import Any
 
 from flatout.errors import WorldError
+from flatout.lifetimes import die_with_parent
+from flatout.say import say
 from flatout.world.place import place
 from flatout.world.world import LostRank, is_first_to_fail
 
@@ -24,7 +24,6 @@ STARTED_BY = "FLATOUT_STARTED_BY"
 # A rank that has lost another one lets that one speak and leave first: then whoever has started the
 # ranks ends this one.
 POLITE_S = 20.0
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def main(arguments: list[str]) -> None:
@@ -38,7 +37,7 @@ def main(arguments: list[str]) -> None:
     except LostRank as lost:
         if not lost.is_told:
             time.sleep(POLITE_S)
-        print(f"flatout: rank {place().rank}: {lost.what}", file=sys.stderr)
+        say(f"rank {place().rank}: {lost.what}")
         raise
 
 
@@ -61,9 +60,7 @@ def end_with_parent() -> None:
     checkpoint holds.
     """
     agent = os.environ.get(STARTED_BY, str(os.getppid()))
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if str(os.getppid()) != agent:  # it has ended already
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_with_parent(int(agent))
 
 
 def _watch_optimisers() -> None:
@@ -86,11 +83,11 @@ def _watch_optimisers() -> None:
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if is_first_to_fail():
-        print(f"flatout: {place()} has failed:", file=sys.stderr)
+        say(f"{place()} has failed:")
         sys.__excepthook__(kind, error, trace)
     else:
         words = str(error).split("\n")[0]
-        print(f"flatout: {place()} has failed as well: {kind.__name__}: {words}", file=sys.stderr)
+        say(f"{place()} has failed as well: {kind.__name__}: {words}")
 
 
 if __name__ == "__main__":

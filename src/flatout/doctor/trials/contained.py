@@ -6,21 +6,20 @@ that torchrun starts. The keeper says in the environment how.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from flatout.lifetimes import die_with_parent
+
 # JSON: folder, temporary, passes and whether files are redirected.
 VARIABLE = "FLATOUT_TRIAL"
 # JSON lines: what was refused, in the folder for temporary files.
 REFUSED = "refused"
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def begin() -> None:
@@ -70,7 +69,6 @@ def _move_folders_by_copy() -> None:
 
 def _end_forks_too() -> None:
     """A fork of the main thread dies with this process, also while it is stopped."""
-    prctl = ctypes.CDLL(None).prctl
     by_main = [False]
 
     def before() -> None:
@@ -79,6 +77,6 @@ def _end_forks_too() -> None:
 
     def in_child() -> None:
         if by_main[0]:
-            prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+            die_with_parent()
 
     os.register_at_fork(before=before, after_in_child=in_child)

@@ -8,7 +8,6 @@ everything at once. What it has to say is a line of JSON on its standard output.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -24,13 +23,12 @@ from typing import Any
 import psutil
 
 from flatout.doctor.trials import contained, landlock, overlay
+from flatout.lifetimes import adopt_orphans, die_with_parent
 
-_SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # of prctl(2)
 _AT_START = str(Path(__file__).parent / "at_start")
 # Between being asked to end and being killed.
 _GRACE_S = 2.0
 _KILLED_WITHIN_S = 10.0
-_prctl = ctypes.CDLL(None).prctl
 
 
 def main(how: dict[str, Any]) -> None:
@@ -39,7 +37,7 @@ def main(how: dict[str, Any]) -> None:
     Args:
         how: folder, temporary, passes, is_redirected and command, as trials/process.py gives them.
     """
-    _prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans(True)
     try:
         held = _contain(how)
     except Exception as error:
@@ -51,11 +49,6 @@ def main(how: dict[str, Any]) -> None:
     )
     keeper = os.getpid()
 
-    def die_with_keeper() -> None:
-        _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != keeper:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     try:
         script = subprocess.Popen(
             how["command"],
@@ -63,7 +56,7 @@ def main(how: dict[str, Any]) -> None:
             stdout=sys.stderr,
             stderr=sys.stderr,
             start_new_session=True,
-            preexec_fn=die_with_keeper,  # this process has one thread
+            preexec_fn=lambda: die_with_parent(keeper),  # this process has one thread
         ).pid
     except OSError as error:
         _say({"cannot": f"{how['command'][0]}: {error.strerror}"})

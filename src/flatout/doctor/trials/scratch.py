@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.cache_folder import cache_folder
+from flatout.lifetimes import machine, state_and_start
 
 
 def trials_folder() -> Path:
@@ -50,7 +50,7 @@ def _made() -> Path:
     new.mkdir(parents=True)
     # Sockets have short names, and lie in the folder for temporary files.
     temporary = tempfile.mkdtemp(prefix="flatout-")
-    owner = {"pid": os.getpid(), "began": _began(os.getpid()), "machine": _machine()}
+    owner = {"pid": os.getpid(), "began": _began(os.getpid()), "machine": machine()}
     (new / "owner.json").write_text(json.dumps({**owner, "temporary": temporary}))
     os.rename(new, folder)
     return folder
@@ -74,7 +74,7 @@ def is_alive(folder: Path) -> bool:
     if not owner:
         maker = folder.name.split(".")[1:2]
         return bool(maker and maker[0].isdigit() and _began(int(maker[0])) >= 0)
-    if owner.get("machine") != _machine():
+    if owner.get("machine") != machine():
         return True
     return bool(_began(owner["pid"]) == owner["began"])
 
@@ -114,17 +114,5 @@ def _owner(folder: Path) -> dict[str, Any]:
 
 def _began(pid: int) -> int:
     """When a process was started, in the kernel's ticks: tells it from a later one of its pid."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return -1
-    return -1 if fields[0] in "ZX" else int(fields[19])
-
-
-def _machine() -> str:
-    """The same for processes that see one another's numbers."""
-    named = socket.gethostname()
-    with suppress(OSError):
-        named += Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        named += os.readlink("/proc/self/ns/pid")
-    return named
+    found = state_and_start(pid)
+    return -1 if found is None or found[0] in "ZX" else found[1]

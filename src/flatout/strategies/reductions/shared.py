@@ -19,16 +19,18 @@ from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.world import Group
 
 
-class _Part(NamedTuple):
-    """One rank's memory, as bytes.
+class _Laid(NamedTuple):
+    """Where one bucket lies, as real numbers.
 
     Attributes:
-        values: what it has.
-        sums: where it puts what it has added up: as long, of which it uses its own piece.
+        pieces: this rank's piece of what each rank has.
+        sum: where this rank puts what it has added up.
+        copies: for each rank its piece here, and where that rank's sum of it is.
     """
 
-    values: torch.Tensor
-    sums: torch.Tensor
+    pieces: list[torch.Tensor]
+    sum: torch.Tensor
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Shared(Reduction):
@@ -47,44 +49,44 @@ class Shared(Reduction):
     def __init__(self, group: Group, meet: Meeting) -> None:
         self.group = group
         self._meet = meet
-        self._parts: dict[int, list[_Part]] = {}
+        self._laid: dict[int, _Laid] = {}
 
     def memory(
         self, number: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Zeros in a file without a name, which the other ranks map too."""
-        size = max(1, length * dtype.itemsize)
-        own = os.memfd_create("flatout-gradients", os.MFD_CLOEXEC)
+        ranks, own, size = len(self.group.ranks), self.group.own, length * dtype.itemsize
+        # Behind the values lie the sums, on a page of their own.
+        whole = -(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE
+        file = os.memfd_create("flatout-gradients", os.MFD_CLOEXEC)
         try:
-            # Sums begin on a page of their own.
-            whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-            os.ftruncate(own, 2 * whole)
-            parts = []
-            for pid, fd in gathered(self.group, (os.getpid(), own)):
+            os.ftruncate(file, 2 * whole)
+            mapped = []
+            for pid, fd in gathered(self.group, (os.getpid(), file)):
                 there = opened(pid, fd, os.O_RDWR)
-                mapped = torch.frombuffer(mmap.mmap(there, 2 * whole), dtype=torch.uint8)
+                mapped.append(torch.frombuffer(mmap.mmap(there, 2 * whole), dtype=torch.uint8))
                 os.close(there)
-                parts.append(_Part(mapped[:size], mapped[whole:][:size]))
             self._meet()
         finally:
-            os.close(own)
-        self._parts[number] = parts
-        return parts[self.group.own].values[: length * dtype.itemsize].view(dtype)
+            os.close(file)
+        real = dtype.to_real()
+        values = [one[:size].view(real).tensor_split(ranks) for one in mapped]
+        sums = [one[whole:][:size].view(real).tensor_split(ranks) for one in mapped]
+        self._laid[number] = _Laid(
+            [pieces[own] for pieces in values],
+            sums[own][own],
+            [(values[own][rank], sums[rank][rank]) for rank in range(ranks)],
+        )
+        return mapped[own][:size].view(dtype)
 
     def add_up(self, flat: Flat) -> None:
         """In two meetings."""
-        values, size, own = flat.values, len(self.group.ranks), self.group.own
-        parts = self._parts[flat.number]
-
-        def piece(memory: torch.Tensor, of: int) -> torch.Tensor:
-            length = values.numel() * values.itemsize
-            return memory[:length].view(values.dtype).tensor_split(size)[of]
-
+        laid = self._laid[flat.number]
         self._meet()
-        _sum([piece(part.values, own) for part in parts], piece(parts[own].sums, own))
+        _sum(laid.pieces, laid.sum)
         self._meet()
-        for rank, part in enumerate(parts):
-            piece(parts[own].values, rank).copy_(piece(part.sums, rank))
+        for piece, found in laid.copies:
+            piece.copy_(found)
 
 
 def _sum(pieces: list[torch.Tensor], into: torch.Tensor) -> None:
