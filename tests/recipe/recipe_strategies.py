@@ -38,6 +38,17 @@ CONCRETE = {
     "save.keep_last": positive,
     "save.asynchronous": st.booleans(),
     "save.pieces": st.sampled_from(["merged", "per_rank"]),
+    "script.persistent_workers": st.sampled_from(["as_written", "on"]),
+    "script.cache": st.sampled_from(["as_written", "memory"]),
+    "script.zero_grad": st.sampled_from(["as_written", "set_to_none"]),
+    "script.garbage": st.sampled_from(["as_written", "scheduled"]),
+    "script.empty_cache": st.sampled_from(["as_written", "skip"]),
+    "script.host_syncs": st.sampled_from(["as_written", "deferred"]),
+    "script.log_every": st.none() | positive,
+    "script.evaluation": st.sampled_from(["as_written", "no_grad"]),
+    "script.cudnn_benchmark": st.sampled_from(["as_written", "on"]),
+    "script.gradient_sync": st.sampled_from(["as_written", "last_backward"]),
+    "script.unused_parameters": st.sampled_from(["as_written", "no_search"]),
 }
 
 TAKES_AUTO = [field for field in FIELDS if Recipe().get(field) == "auto"]

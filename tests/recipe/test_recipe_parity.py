@@ -104,6 +104,24 @@ EXPECTED = [
     ("save.keep_last", 3, 5, NOTHING, Parity.EXACT),
     ("save.asynchronous", True, False, NOTHING, Parity.EXACT),
     ("save.pieces", "merged", "per_rank", NOTHING, Parity.EXACT),
+    ("script.persistent_workers", "as_written", "on", DRAWS, Parity.EXACT),
+    (
+        "script.persistent_workers",
+        "as_written",
+        "on",
+        ModelFacts(draws_random_in_input=True),
+        Parity.REDRAWN,
+    ),
+    ("script.cache", "as_written", "memory", DRAWS, Parity.EXACT),
+    ("script.zero_grad", "as_written", "set_to_none", NOTHING, Parity.EXACT),
+    ("script.garbage", "as_written", "scheduled", NOTHING, Parity.EXACT),
+    ("script.empty_cache", "as_written", "skip", NOTHING, Parity.EXACT),
+    ("script.host_syncs", "as_written", "deferred", NOTHING, Parity.EXACT),
+    ("script.log_every", None, 50, NOTHING, Parity.EXACT),
+    ("script.evaluation", "as_written", "no_grad", NOTHING, Parity.EXACT),
+    ("script.cudnn_benchmark", "as_written", "on", NOTHING, Parity.TOLERANT),
+    ("script.gradient_sync", "as_written", "last_backward", NOTHING, Parity.TOLERANT),
+    ("script.unused_parameters", "as_written", "no_search", NOTHING, Parity.EXACT),
 ]
 
 

@@ -9,6 +9,23 @@ Kind = Literal["danger", "slow", "note"]
 
 
 @dataclass(frozen=True)
+class Edit:
+    """A change of one place in the user's code.
+
+    Attributes:
+        file: as Python names it.
+        line: of its first line, from 1.
+        before: the whole lines as they are, without the last line's end.
+        after: what stands there instead; empty where they go.
+    """
+
+    file: str
+    line: int
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
 class Finding:
     """One thing that holds jobs back, or endangers them.
 
@@ -23,6 +40,7 @@ class Finding:
         cost_ms: the most per step that the cure can give back; None where that is not known.
         parity: of the cure, in the four words; "" where it changes no result.
         recipe: the cure as changes of a Recipe, by dotted name; empty where code must change.
+        edits: the cure as changes of the user's code; empty where none can be written down.
         proven: the measured ratio of time with its interval, [low, mid, high]; None before a trial.
     """
 
@@ -35,6 +53,7 @@ class Finding:
     cost_ms: float | None = None
     parity: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
+    edits: tuple[Edit, ...] = ()
     proven: tuple[float, float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from flatout.recipe.sections import (
     Memory,
     Process,
     Save,
+    Script,
     Value,
     World,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "Recipe",
     "ResolvedRecipe",
     "Save",
+    "Script",
     "Value",
     "World",
     "apply",

@@ -166,4 +166,21 @@ _RULES: dict[str, Parity | Callable[[ModelFacts], Parity]] = {
     "save.keep_last": Parity.EXACT,
     "save.asynchronous": Parity.EXACT,
     "save.pieces": Parity.EXACT,
+    # Workers that stay go on with their random streams; new ones begin with fresh seeds.
+    "script.persistent_workers": lambda facts: _redrawn_if(
+        facts.draws_random_in_input, Parity.EXACT
+    ),
+    # Only samples that are the same each time are kept.
+    "script.cache": Parity.EXACT,
+    "script.zero_grad": Parity.EXACT,
+    "script.garbage": Parity.EXACT,
+    "script.empty_cache": Parity.EXACT,
+    "script.host_syncs": Parity.EXACT,
+    "script.log_every": Parity.EXACT,
+    "script.evaluation": Parity.EXACT,
+    # Other kernels round otherwise.
+    "script.cudnn_benchmark": Parity.TOLERANT,
+    # The same gradients added up in another order.
+    "script.gradient_sync": Parity.TOLERANT,
+    "script.unused_parameters": Parity.EXACT,
 }

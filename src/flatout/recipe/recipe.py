@@ -23,6 +23,7 @@ from flatout.recipe.sections import (
     Memory,
     Process,
     Save,
+    Script,
     Value,
     World,
     split,
@@ -75,7 +76,7 @@ Choice.known = tuple(f"choice.{name}" for name in Choice.model_fields)
 
 
 class _Sections(PlainData):
-    """The six sections that both types of Recipe have."""
+    """The sections that both types of Recipe have."""
 
     known: ClassVar[tuple[str, ...]] = (*SECTIONS, *FIELDS)
 
@@ -89,6 +90,11 @@ class _Sections(PlainData):
     input: Input = Field(default_factory=Input, description="How batches are made ready.")
     world: World = Field(default_factory=World, description="Where the job runs.")
     save: Save = Field(default_factory=Save, description="When checkpoints are written.")
+    script: Script = Field(
+        default_factory=Script,
+        description="What is done differently in a script that was written without Flatout; a "
+        "Trainer or Loop needs none of it.",
+    )
 
     def get(self, field: str) -> Value:
         """Return a field's value by its dotted name.
@@ -293,7 +299,7 @@ def _phrase(field: str, value: Value) -> str:
     return phrase.removesuffix("s") if value == 1 else phrase
 
 
-# In reading order: where it runs, arithmetic, processor, memory, input, saving.
+# In reading order: where it runs, arithmetic, processor, memory, input, saving, the script.
 _PHRASES = {
     "world.device": "{}",
     "compute.precision": "{}",
@@ -323,4 +329,15 @@ _PHRASES = {
     "save.keep_last": "last {} checkpoints",
     "save.asynchronous": "waits for each checkpoint",
     "save.pieces": "checkpoints in pieces",
+    "script.persistent_workers": "workers stay",
+    "script.cache": "samples in {}",
+    "script.zero_grad": "gradients to None",
+    "script.garbage": "garbage collection {}",
+    "script.empty_cache": "memory kept on the device",
+    "script.host_syncs": "numbers read later",
+    "script.log_every": "a log line every {} steps",
+    "script.evaluation": "evaluation without a graph",
+    "script.cudnn_benchmark": "cuDNN benchmark",
+    "script.gradient_sync": "gradients added up once a step",
+    "script.unused_parameters": "no search for unused parameters",
 }

@@ -225,8 +225,63 @@ class Save(Section):
     )
 
 
+class Script(Section):
+    """What is done differently in a script that was written without Flatout."""
+
+    title: ClassVar[str] = "script"
+
+    persistent_workers: Literal["as_written", "on"] = Field(
+        default="as_written", description="Loader workers stay from one epoch to the next."
+    )
+    cache: Literal["as_written", "memory"] = Field(
+        default="as_written",
+        description="`memory` keeps each sample that a dataset has made, where it makes the same "
+        "one again and memory has room.",
+    )
+    zero_grad: Literal["as_written", "set_to_none"] = Field(
+        default="as_written",
+        description="`set_to_none` drops gradients where the script fills them with zeros.",
+    )
+    garbage: Literal["as_written", "scheduled"] = Field(
+        default="as_written",
+        description="`scheduled` moves Python's garbage collection, asked for in a step or not, "
+        "to between epochs or to where memory grows.",
+    )
+    empty_cache: Literal["as_written", "skip"] = Field(
+        default="as_written",
+        description="`skip` lets the device's allocator keep its memory in each step.",
+    )
+    host_syncs: Literal["as_written", "deferred"] = Field(
+        default="as_written",
+        description="`deferred` hands over a number read from a device once it is used, not when "
+        "it is asked for.",
+    )
+    log_every: Steps = Field(
+        default=None,
+        description="Steps from one line of the training loop's log to the next. `off` (None in "
+        "code) logs as written.",
+    )
+    evaluation: Literal["as_written", "no_grad"] = Field(
+        default="as_written",
+        description="`no_grad` evaluates without the graph that only a backward pass needs.",
+    )
+    cudnn_benchmark: Literal["as_written", "on"] = Field(
+        default="as_written", description="cuDNN tries its kernels out for each shape."
+    )
+    gradient_sync: Literal["as_written", "last_backward"] = Field(
+        default="as_written",
+        description="`last_backward` adds up gradients over the ranks once in each optimiser step, "
+        "not in each micro-batch.",
+    )
+    unused_parameters: Literal["as_written", "no_search"] = Field(
+        default="as_written",
+        description="`no_search`: DistributedDataParallel does not look for parameters without "
+        "gradients, where all have one.",
+    )
+
+
 SECTIONS: dict[str, type[Section]] = {
-    section.title: section for section in (Compute, Memory, Process, Input, World, Save)
+    section.title: section for section in (Compute, Memory, Process, Input, World, Save, Script)
 }
 
 FIELDS = tuple(
@@ -263,6 +318,17 @@ PLAIN: dict[str, Value] = {
     "save.keep_last": 3,
     "save.asynchronous": True,
     "save.pieces": "merged",
+    "script.persistent_workers": "as_written",
+    "script.cache": "as_written",
+    "script.zero_grad": "as_written",
+    "script.garbage": "as_written",
+    "script.empty_cache": "as_written",
+    "script.host_syncs": "as_written",
+    "script.log_every": None,
+    "script.evaluation": "as_written",
+    "script.cudnn_benchmark": "as_written",
+    "script.gradient_sync": "as_written",
+    "script.unused_parameters": "as_written",
 }
 """What a plain PyTorch script does. The thread counts are missing: they depend on the machine."""
 
