@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import sys
@@ -38,7 +39,7 @@ def run(arguments: list[str]) -> None:
 def _run_file(path: str) -> None:
     # A module of its own, which stays: what is pickled by name for other processes, and what runs
     # at exit, finds the script's names in it.
-    with open(path, "rb") as file:
+    with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     main = ModuleType("__main__")
     main.__file__ = path

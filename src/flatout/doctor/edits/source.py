@@ -1,0 +1,158 @@
+"""A file of the user's code: its text byte for byte, and the same with edits made in it."""
+
+from __future__ import annotations
+
+import io
+import os
+import tokenize
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+
+from flatout.doctor.finding import Edit
+from flatout.errors import FlatoutError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was read.
+
+    Attributes:
+        file: as Python names it.
+        text: decoded as Python would, with the line ends that it has.
+        encoding: in which it is written, by its mark or its first two lines.
+    """
+
+    file: str
+    text: str
+    encoding: str
+
+    @classmethod
+    def read(cls, file: str) -> Source:
+        """Reads it.
+
+        Raises:
+            FlatoutError: it is gone, cannot be read, or is no text in its own encoding.
+        """
+        try:
+            data = Path(file).read_bytes()
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            return cls(file, data.decode(encoding), encoding)
+        except OSError as error:
+            raise FlatoutError(f"the file cannot be read: {error.strerror}", where=file) from None
+        except (SyntaxError, ValueError) as error:
+            raise FlatoutError(f"the file is no text that Python reads: {error}", where=file) from (
+                None
+            )
+
+    @property
+    def lines(self) -> list[str]:
+        """Each with its end. Python ends lines at newlines and carriage returns only."""
+        return list(io.StringIO(self.text, newline=""))
+
+    def with_edits(self, edits: Iterable[Edit]) -> Source:
+        """The same file with these edits made.
+
+        Raises:
+            FlatoutError: a line is not as the edit expects it, two edits change the same words, or
+                the result is no Python.
+        """
+        parts: list[str] = []
+        at = 0
+        for begin, end, words in self._changes(edits):
+            parts += [self.text[at:begin], words]
+            at = end
+        changed = Source(self.file, "".join(parts) + self.text[at:], self.encoding)
+        changed._compile()
+        return changed
+
+    def encode(self) -> bytes:
+        """As it is written.
+
+        Raises:
+            FlatoutError: an edit has letters that the file's encoding lacks.
+        """
+        try:
+            return self.text.encode(self.encoding)
+        except UnicodeEncodeError as error:
+            raise FlatoutError(f"an edit cannot be written: {error}", where=self.file) from None
+
+    def _compile(self) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python gives them when it runs the code
+                compile(self.encode(), self.file, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            raise FlatoutError(
+                f"the edits together give code that Python refuses: {error}",
+                where=self.file,
+                do="apply them one at a time",
+            ) from None
+
+    def _changes(self, edits: Iterable[Edit]) -> list[tuple[int, int, str]]:
+        """What is replaced from where to where, in order, each told once."""
+        lines = self.lines
+        starts = [0]
+        for line in lines:
+            starts.append(starts[-1] + len(line))
+        found = sorted({_narrowed(self._change(edit, lines, starts)) for edit in edits})
+        for before, after in pairwise(found):
+            if after[0] < before[1] or _compete(before, after):
+                raise FlatoutError(
+                    "two edits change the same words",
+                    where=f"{self.file}:{bisect_right(starts, after[0])}",
+                    do="apply them one at a time",
+                )
+        return found
+
+    def _change(
+        self, edit: Edit, lines: Sequence[str], starts: Sequence[int]
+    ) -> tuple[int, int, str, str]:
+        """Where an edit begins, ends, what it finds there, and what it puts there."""
+        first, last = edit.line - 1, edit.line - 1 + _line_ends(edit.before)
+        found = "".join(lines[first : last + 1]) if 0 <= first <= last < len(lines) else ""
+        end = lines[last][len(lines[last].rstrip("\r\n")) :] if found else ""
+        if not found or found.removesuffix(end) != edit.before:
+            raise FlatoutError(
+                f"the file has changed: expected {edit.before.strip()!r}, found {found.strip()!r}",
+                where=f"{self.file}:{edit.line}",
+                do="run flatout doctor again",
+            )
+        after = edit.after + end if edit.after else ""
+        return starts[first], starts[last + 1], found, after
+
+
+def _line_ends(text: str) -> int:
+    return len(list(io.StringIO(text + ".", newline=""))) - 1
+
+
+def _narrowed(change: tuple[int, int, str, str]) -> tuple[int, int, str]:
+    """Without the words that stay, so that two edits may change one line in different places."""
+    begin, end, found, after = change
+    head = _in_common(found, after)
+    tail = _in_common(found[head:][::-1], after[head:][::-1])
+    return begin + head, end - tail, after[head : len(after) - tail]
+
+
+def _in_common(one: str, other: str) -> int:
+    """How many letters both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _compete(one: tuple[int, int, str], other: tuple[int, int, str]) -> bool:
+    """Whether both put lines in at one place, where their order would matter."""
+    is_same_place = one[0] == one[1] == other[0] == other[1]
+    return is_same_place and ("\n" in one[2] or "\n" in other[2])
+
+
+def by_file(edits: Iterable[Edit]) -> dict[str, list[Edit]]:
+    """The edits of each file, in order; two names of one file are one."""
+    names: dict[str, str] = {}
+    found: dict[str, list[Edit]] = {}
+    for edit in edits:
+        file = names.setdefault(os.path.realpath(edit.file), edit.file)
+        found.setdefault(file, []).append(edit)
+    return found

@@ -1,0 +1,31 @@
+"""Edits as a file, for the processes of a trial."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from flatout.doctor.finding import Edit
+from flatout.errors import FlatoutError
+
+
+def dump(path: Path, edits: Iterable[Edit]) -> None:
+    """Writes edits as JSON."""
+    path.write_text(json.dumps([asdict(edit) for edit in edits], indent=1), encoding="utf-8")
+
+
+def load(path: Path) -> tuple[Edit, ...]:
+    """Reads what `dump` wrote.
+
+    Raises:
+        FlatoutError: it is no such file.
+    """
+    try:
+        edits = tuple(Edit(**one) for one in json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise FlatoutError(f"the edits cannot be read: {error.strerror}", where=str(path)) from None
+    except (ValueError, TypeError) as error:
+        raise FlatoutError(f"this is no file of edits: {error}", where=str(path)) from None
+    return edits
