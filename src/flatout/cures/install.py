@@ -78,7 +78,6 @@ def install(recipe: Recipe) -> list[str]:
     when_imported("torch", lambda torch: _hook(torch, recipe, asked))
     when_imported("torch._dynamo.eval_frame", skip_our_frames)
     when_imported("flatout.train.loop", _stand_down)
-    atexit.register(record.tell_unmet)
     return in_words(asked)
 
 
@@ -106,6 +105,7 @@ def _hook(torch: Any, recipe: Recipe, asked: dict[str, Any]) -> None:
     set_up(torch, recipe, asked)
     steps = Steps()
     steps.watch(torch)
+    atexit.register(lambda: record.tell_unmet() if steps.count else None)
     _hook_models(torch, steps, asked)
     _hook_loaders(torch, asked)
     if "compute.fused_optimizer" in asked:

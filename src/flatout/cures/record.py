@@ -79,5 +79,5 @@ def tell_unmet() -> None:
     """Names the cures for which nothing in the script was found."""
     met = {*_applied, *(field for field, _ in _left)}
     for field in _asked:
-        if field not in met and not _stood_down and os.getpid() == _process:
+        if field not in met and is_on() and os.getpid() == _process:
             leave(field, "nothing in the script that it concerns")
