@@ -181,9 +181,7 @@ def test_a_recipe_is_named_by_its_whole_path_and_settings_go_before_it(folder) -
     found = json.loads(done.stdout)["environment"]
     assert found["FLATOUT_RECIPE"] == str(folder / "mine.toml")
     assert found["OMP_NUM_THREADS"] == "3"
-    assert done.stderr == (
-        "applied: threads=3; for a Trainer or Loop: precision=bf16; undo: drop --recipe and --set\n"
-    )
+    assert done.stderr == "applied: threads=3 bf16; undo: drop --recipe and --set\n"
 
 
 def test_the_script_gets_the_recipe_that_was_shown(folder) -> None:

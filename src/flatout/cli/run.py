@@ -82,7 +82,8 @@ def run(
     """Run a script by a Recipe, as python would.
 
     Arguments, standard input, exit code and signals pass through. A Trainer or Loop in the script
-    takes the Recipe; what must be there before Python starts is set for any script.
+    takes the Recipe. In a script without them each part of the Recipe takes hold where it leads to
+    the same training; what stays as written is said.
     """
     from flatout.world.nodes import asked_for
 
@@ -98,11 +99,11 @@ def run(
     what = [*(["-m"] if is_module else []), script, *(args or [])]
     if devices == "auto":
         where = asked_for(_measured(what, where, dry_run), nodes, node_rank, rendezvous)
-    start = [sys.executable, *(["-m", "flatout.world.start"] if where.is_world else []), *what]
+    through = ["-m", "flatout.world.start"] if where.is_world else []
     job = _Job(where, script, is_module, restarts, wait)
     # Without a Recipe the script starts at once and as it is: no setting is a default unmeasured.
     if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
-        _start(start, variables, (), dry_run, job)
+        _start([sys.executable, *through, *what], variables, (), dry_run, job)
         return
     from flatout.devices.process import environment
     from flatout.devices.threads import set_affinity
@@ -111,8 +112,12 @@ def run(
     cpus = asked.process.affinity if isinstance(asked.process.affinity, tuple) else ()
     if cpus:
         set_affinity(cpus)
-    _say_applied(asked, recipe is not None, bool(settings))
+    cures = {} if _trains_with_flatout(script, is_module) else _cures(asked)
+    if cures:
+        through = ["-m", "flatout.cures.start", *(["--rank"] if where.is_world else [])]
+    _say_applied(asked, cures, [recipe is not None, bool(settings)], dry_run)
     job = replace(job, timeout=asked.world.timeout, recipe=_asked_anywhere())
+    start = [sys.executable, *through, *what]
     _start(start, variables | environment(asked), cpus, dry_run, job)
 
 
@@ -176,13 +181,20 @@ def _keras_backend(script: Path) -> dict[str, str]:
 
     Unasked, Keras takes TensorFlow, and fails to import where that is not installed.
     """
+    source, imported = _read(script)
+    if "KERAS_BACKEND" in os.environ or "KERAS_BACKEND" in source:
+        return {}
+    asks = "keras" in imported and imported & {"torch", "flatout"}
+    return {"KERAS_BACKEND": "torch"} if asks else {}
+
+
+def _read(script: Path) -> tuple[str, set[str]]:
+    """Returns a script's source and the top-level names of what it imports."""
     try:
         source = script.read_text(encoding="utf-8")
         tree = ast.parse(source)
     except (OSError, ValueError, SyntaxError):
-        return {}  # Python will say what is wrong with it
-    if "KERAS_BACKEND" in os.environ or "KERAS_BACKEND" in source:
-        return {}
+        return "", set()  # Python will say what is wrong with it
     imported = {
         name.partition(".")[0]
         for node in ast.walk(tree)
@@ -193,8 +205,27 @@ def _keras_backend(script: Path) -> dict[str, str]:
             else [node.module or ""]
         )
     }
-    asks = "keras" in imported and imported & {"torch", "flatout"}
-    return {"KERAS_BACKEND": "torch"} if asks else {}
+    return source, imported
+
+
+def _trains_with_flatout(script: str, is_module: bool) -> bool:
+    """Whether a script names a Trainer or Loop of Flatout's, which take the Recipe themselves.
+
+    One that comes to them in another way is left alone once it does.
+    """
+    if is_module:
+        return False
+    source, imported = _read(Path(script))
+    return "flatout" in imported and ("Trainer" in source or "Loop" in source)
+
+
+def _cures(asked: Recipe) -> dict[str, object]:
+    """Returns what takes hold within a script without Flatout, once it has started."""
+    from flatout.cures.install import wanted
+    from flatout.devices.process import at_start
+
+    found = wanted(asked)
+    return found if set(found) - set(at_start(asked)) else {}
 
 
 def _after_inherited(settings: list[str]) -> str:
@@ -233,12 +264,15 @@ def _asked_anywhere() -> dict[str, object]:
     return dict(effective(file=asked).named())
 
 
-def _say_applied(asked: Recipe, from_recipe: bool, from_settings: bool) -> None:
-    """Prints what takes hold at the start of any script, and what waits for a Trainer or Loop."""
+def _say_applied(
+    asked: Recipe, cures: Mapping[str, object], given: list[bool], dry_run: bool
+) -> None:
+    """Prints what takes hold in this script, and what waits for a Trainer or Loop."""
+    from flatout.cures.record import words_of
     from flatout.devices.process import at_start
     from flatout.recipe import PLAIN, from_set
 
-    taken = at_start(asked)
+    taken = {**at_start(asked), **cures}
     # A Recipe file names every field; of those that are as in plain torch there is nothing to say.
     spoken = {setting.partition("=")[0].strip() for setting in from_set()}
     left = {
@@ -250,12 +284,12 @@ def _say_applied(asked: Recipe, from_recipe: bool, from_settings: bool) -> None:
     }
     if left.pop("memory.allocator", None):
         _say("allocator=keep is not possible: glibc's allocator does not serve this process")
-    options = [
-        *(["--recipe"] if from_recipe else []),
-        *(["--set"] if from_settings else []),
-    ] or ["FLATOUT_RECIPE and FLATOUT_SET from the environment"]
+    options = [name for name, is_given in zip(("--recipe", "--set"), given) if is_given]
+    options = options or ["FLATOUT_RECIPE and FLATOUT_SET from the environment"]
     waiting = f"; for a Trainer or Loop: {_short(left)}" if left else ""
-    _say(f"applied: {_short(taken) or 'nothing'}{waiting}; undo: drop {' and '.join(options)}")
+    applied = " ".join(words_of(field, value) for field, value in taken.items())
+    begins = "would be applied" if dry_run else "applied"
+    _say(f"{begins}: {applied or 'nothing'}{waiting}; undo: drop {' and '.join(options)}")
 
 
 def _short(fields: Mapping[str, object]) -> str:
