@@ -284,7 +284,9 @@ def _say_applied(
     }
     if left.pop("memory.allocator", None):
         _say("allocator=keep is not possible: glibc's allocator does not serve this process")
-    options = [name for name, is_given in zip(("--recipe", "--set"), given) if is_given]
+    options = [
+        name for name, is_given in zip(("--recipe", "--set"), given, strict=True) if is_given
+    ]
     options = options or ["FLATOUT_RECIPE and FLATOUT_SET from the environment"]
     waiting = f"; for a Trainer or Loop: {_short(left)}" if left else ""
     applied = " ".join(words_of(field, value) for field, value in taken.items())

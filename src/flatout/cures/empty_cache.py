@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import wraps
 from threading import get_ident
 from typing import Any
 
 from flatout.cures.record import is_on, took
-from flatout.cures.steps import Steps
+from flatout.cures.steps import Steps, caller
 
 FIELD = "script.empty_cache"
 
@@ -22,11 +21,9 @@ def skip_empty_cache(torch: Any, steps: Steps) -> None:
 def _skipped(original: Any, steps: Steps) -> Any:
     @wraps(original)
     def empty_cache() -> None:
-        if get_ident() == steps.thread and is_on():
-            caller = sys._getframe(1)
-            if steps.is_in_each((caller.f_code, caller.f_lineno)):
-                took(FIELD, "the device's memory is kept")
-                return
+        if get_ident() == steps.thread and is_on() and steps.is_in_each(caller()):
+            took(FIELD, "the device's memory is kept")
+            return
         original()
 
     return empty_cache

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from flatout.cures.record import is_on, took
-from flatout.cures.steps import Steps
+from flatout.cures.steps import Steps, caller
 from flatout.measure.meters import resident_bytes
 
 FIELD = "script.garbage"
@@ -58,11 +58,9 @@ class Garbage:
 
         @wraps(original)
         def collect(generation: int = 2) -> int:
-            if get_ident() == steps.thread and is_on():
-                caller = sys._getframe(1)
-                if steps.is_in_each((caller.f_code, caller.f_lineno)):
-                    took(FIELD, "garbage is collected between epochs")
-                    return 0
+            if get_ident() == steps.thread and is_on() and steps.is_in_each(caller()):
+                took(FIELD, "garbage is collected between epochs")
+                return 0
             return original(generation)
 
         gc.collect = collect

@@ -17,7 +17,9 @@ TESTED = ("2.11", "2.12", "2.13")
 CURES = (
     "compute.precision",
     "compute.memory_format",
+    "compute.rewrites",
     "compute.fused_optimizer",
+    "compute.compile",
     "compute.matmul_precision",
     "memory.allocator",
     "process.threads",
@@ -27,10 +29,16 @@ CURES = (
     "input.workers",
     "input.pin_memory",
     "script.persistent_workers",
+    "script.cache",
     "script.zero_grad",
     "script.garbage",
     "script.empty_cache",
+    "script.host_syncs",
+    "script.log_every",
+    "script.evaluation",
     "script.cudnn_benchmark",
+    "script.gradient_sync",
+    "script.unused_parameters",
 )
 """Fields of a Recipe that can take hold in a script written without Flatout."""
 
@@ -107,47 +115,69 @@ def _hook(torch: Any, recipe: Recipe, asked: dict[str, Any]) -> None:
     steps.watch(torch)
     atexit.register(lambda: record.tell_unmet() if steps.count else None)
     _hook_models(torch, steps, asked)
-    _hook_loaders(torch, asked)
-    if "compute.fused_optimizer" in asked:
-        from flatout.cures.fused import fuse_steps
-
-        fuse_steps(steps)
-    if "script.zero_grad" in asked:
-        from flatout.cures.zero_grad import drop_gradients
-
-        drop_gradients(torch, steps)
-    if "script.garbage" in asked:
-        from flatout.cures.garbage import Garbage
-
-        Garbage(torch, steps)
-    if "script.empty_cache" in asked:
-        from flatout.cures.empty_cache import skip_empty_cache
-
-        skip_empty_cache(torch, steps)
+    _hook_input(torch, asked)
+    _hook_loop(torch, steps, asked)
+    _hook_ranks(torch, steps, asked)
 
 
 def _hook_models(torch: Any, steps: Steps, asked: dict[str, Any]) -> None:
     """Cures of the outermost modules, the innermost first."""
-    from flatout.cures import memory_format, precision
+    from flatout.cures import compile, evaluation, memory_format, precision, rewrites
     from flatout.cures.roots import Cure, Roots
 
     cures: list[Cure] = []
-    if "compute.memory_format" in asked:
+    if rewrites.FIELD in asked:
+        cures.append(rewrites.rewritten)
+    if compile.FIELD in asked:
+        cures.append(compile.compiled)
+    if memory_format.FIELD in asked:
         cures.append(memory_format.channels_last(steps))
-    match asked.get("compute.precision"):
+    match asked.get(precision.FIELD):
         case "bf16":
             cures.append(precision.in_bf16)
         case "fp32":
             precision.without_autocast(torch)
         case "fp16":
             record.leave(precision.FIELD, "it needs the loss scaled, which a script does itself")
+    if evaluation.FIELD in asked:
+        cures.append(evaluation.without_graph(torch, steps))
     if cures:
         Roots(torch, steps, cures)
 
 
-def _hook_loaders(torch: Any, asked: dict[str, Any]) -> None:
+def _hook_input(torch: Any, asked: dict[str, Any]) -> None:
+    from flatout.cures import cache
     from flatout.cures.loaders import PERSISTENT, PIN, WORKERS, Loaders
 
     fields = {field: asked[field] for field in (WORKERS, PIN, PERSISTENT) if field in asked}
     if fields:
         Loaders(torch, fields)
+    if cache.FIELD in asked:
+        cache.keep_samples(torch)
+
+
+def _hook_loop(torch: Any, steps: Steps, asked: dict[str, Any]) -> None:
+    """What the script calls in each step."""
+    from flatout.cures import empty_cache, fused, garbage, host_syncs, log_every, zero_grad
+
+    if fused.FIELD in asked:
+        fused.fuse_steps(steps)
+    if zero_grad.FIELD in asked:
+        zero_grad.drop_gradients(torch, steps)
+    if garbage.FIELD in asked:
+        garbage.Garbage(torch, steps)
+    if empty_cache.FIELD in asked:
+        empty_cache.skip_empty_cache(torch, steps)
+    if host_syncs.FIELD in asked:
+        host_syncs.defer(torch, steps)
+    if log_every.FIELD in asked:
+        log_every.Log(steps, asked[log_every.FIELD])
+
+
+def _hook_ranks(torch: Any, steps: Steps, asked: dict[str, Any]) -> None:
+    from flatout.cures import ddp
+
+    if ddp.SEARCH in asked:
+        ddp.Search(torch, steps)
+    if ddp.SYNC in asked:
+        ddp.Accumulation(torch, steps)

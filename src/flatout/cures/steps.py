@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable
 from functools import wraps
 from threading import get_ident
+from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
 
@@ -91,3 +92,19 @@ class Steps:
             is_in_each = 0 < self.count == last + 1
             self._places[place] = (self.count, is_in_each)
         return is_in_each
+
+
+def caller() -> tuple[str, CodeType, int]:
+    """Who has called what a cure stands for: file, code and line.
+
+    Our own frames, those of an observer and those of logging lie between.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _lies_between(frame):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_code, frame.f_lineno
+
+
+def _lies_between(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.startswith("flatout.") or name == "logging"

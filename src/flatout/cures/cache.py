@@ -1,0 +1,178 @@
+"""script.cache=memory: the samples of a map-style dataset are kept after they were first made."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from functools import wraps
+from time import monotonic
+from typing import Any
+
+from flatout.cures.record import is_on, leave, took
+from flatout.cures.sample_store import Form, Store, form_of
+from flatout.cures.unchanged import Attributes, parts_of
+from flatout.measure.meters import available_bytes
+from flatout.world.place import place
+
+FIELD = "script.cache"
+# So many samples are made twice before any is kept; fewer where that takes longer than this.
+_TRIED, _TRIED_LEAST, _TRIED_S = 16, 4, 2.0
+# Of the memory that is free, what the ranks of a machine may take together.
+_SHARE = 0.5
+
+
+class Cached:
+    """A dataset whose samples are kept in memory that loader workers share.
+
+    All else is the dataset's own. It is what loaders use in the dataset's place; the script's
+    `loader.dataset` stays what it was.
+    """
+
+    def __init__(self, dataset: Any, store: Store) -> None:
+        self.__dict__["_flatout"] = (dataset, store)
+
+    def __getitem__(self, index: Any) -> Any:
+        dataset, store = self.__dict__["_flatout"]
+        if type(index) is not int:
+            return dataset[index]
+        if store.has(index):
+            return store.get(index)
+        sample = dataset[index]
+        store.keep(index, sample)
+        return sample
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        dataset, store = self.__dict__["_flatout"]
+        if not hasattr(dataset, "__getitems__"):
+            return [self[index] for index in indices]
+        made = [i for i in indices if type(i) is not int or not store.has(i)]
+        fresh = iter(dataset.__getitems__(made) if made else [])
+        found = []
+        for index in indices:
+            if type(index) is int and store.has(index) and index not in made:
+                found.append(store.get(index))
+                continue
+            sample = next(fresh)
+            if type(index) is int:
+                store.keep(index, sample)
+            found.append(sample)
+        return found
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_flatout"][0])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_flatout"][0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_flatout"][0], name, value)
+
+    def __reduce__(self) -> Any:
+        return Cached, self.__dict__["_flatout"]
+
+
+def keep_samples(torch: Any) -> None:
+    """Hooks into the iterators of DataLoaders, which hand their dataset on to their workers."""
+    owner = sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter
+    original = owner.__init__
+    known: dict[int, tuple[Any, Store | None, Attributes | None]] = {}
+
+    @wraps(original)
+    def init(iterator: Any, loader: Any) -> None:
+        original(iterator, loader)
+        if not is_on():
+            return
+        dataset = loader.dataset
+        if id(dataset) not in known:
+            store = _try_out(torch, dataset)
+            known[id(dataset)] = (dataset, store, Attributes(dataset) if store else None)
+        _, store, before = known[id(dataset)]
+        if store is None or before is None:
+            return
+        changed = before.changed(dataset)
+        if changed:
+            leave(FIELD, f"{changed} is another one in each epoch")
+            known[id(dataset)] = (dataset, None, None)
+            return
+        iterator._dataset = Cached(dataset, store)
+        took(FIELD, f"samples of {type(dataset).__name__} in memory")
+
+    owner.__init__ = init
+
+
+def _try_out(torch: Any, dataset: Any) -> Store | None:
+    """A store for a dataset's samples; None, with the reason told, where they cannot be kept."""
+    name = type(dataset).__name__
+    data = torch.utils.data
+    if isinstance(dataset, data.IterableDataset) or not hasattr(dataset, "__getitem__"):
+        leave(FIELD, f"{name} has no samples by number")
+        return None
+    if isinstance(dataset, data.TensorDataset):
+        leave(FIELD, f"{name} is in memory already")
+        return None
+    owner = next(_generators_in(torch, dataset), "")
+    if owner:
+        leave(FIELD, f"{owner} draws random numbers")
+        return None
+    try:
+        count = len(dataset)
+        form, reason = _made_twice(torch, dataset, count)
+    except Exception as error:
+        leave(FIELD, f"samples of {name} cannot be made beforehand: {error}")
+        return None
+    if form is None:
+        leave(FIELD, reason)
+        return None
+    room = int(available_bytes() * _SHARE / max(1, place().local_world_size))
+    kept = min(count, room // form.bytes)
+    if kept < count:
+        leave(FIELD, f"memory has room for {kept:,} of {count:,} samples")
+    return Store(form, kept) if kept else None
+
+
+def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]:
+    """The form of the samples; None and why where they are not the same each time."""
+    from flatout.data.randomness import random_state, same_state, set_random_state
+
+    name = type(dataset).__name__
+    if not count:
+        return None, f"{name} is empty"
+    wanted = sorted({at * (count - 1) // max(1, _TRIED - 1) for at in range(_TRIED)})
+    before = random_state()
+    try:
+        first, began = [], monotonic()
+        for index in wanted:
+            first.append(dataset[index])
+            if monotonic() - began > _TRIED_S / 2 and len(first) >= _TRIED_LEAST:
+                break
+        attributes = Attributes(dataset)
+        again = [dataset[index] for index in wanted[: len(first)]]
+        draws = not same_state(before, random_state())
+    finally:
+        set_random_state(before)
+    if draws:
+        return None, f"{name} draws random numbers"
+    changed = attributes.changed(dataset)
+    if changed:
+        return None, f"{changed} changes while samples are made"
+    form = form_of(first[0])
+    if form is None:
+        return None, f"samples of {name} are not made of tensors, arrays and numbers alone"
+    for one, other in zip(first, again, strict=True):
+        a, b = form.packed(one), form.packed(other)
+        if a is None or b is None:
+            return None, f"samples of {name} differ in shape"
+        if a != b:
+            return None, f"samples of {name} are not the same each time"
+    return form, ""
+
+
+def _generators_in(torch: Any, dataset: Any) -> Iterator[str]:
+    """Names of random generators that the dataset, or what it holds, has of its own."""
+    import numpy as np
+
+    kinds = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+    for name, part in parts_of(dataset):
+        if isinstance(part, kinds):
+            yield name

@@ -1,0 +1,236 @@
+"""script.gradient_sync and script.unused_parameters: DistributedDataParallel without idle work."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import wraps
+from threading import get_ident
+from typing import Any
+
+from flatout.cures.record import is_on, leave, took
+from flatout.cures.steps import Steps
+
+SYNC, SEARCH = "script.gradient_sync", "script.unused_parameters"
+# Steps as written, in which the script shows what it does.
+_WATCHED_SEARCH, _WATCHED_SYNC = 3, 2
+
+
+class Search:
+    """Drops the search for unused parameters where, in the first steps, all ranks used all.
+
+    Until then the search is made as written, so that an unused parameter costs nothing but time.
+    """
+
+    def __init__(self, torch: Any, steps: Steps) -> None:
+        self._torch = torch
+        self._steps = steps
+        self._watched: dict[Any, _Used] = {}
+        owner = torch.nn.parallel.DistributedDataParallel
+        original = owner.__init__
+
+        @wraps(original)
+        def init(module: Any, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            if is_on() and module.find_unused_parameters:
+                self._meet(module)
+
+        owner.__init__ = init
+        steps.before.append(self._look)
+
+    def _meet(self, module: Any) -> None:
+        if module.static_graph or module.gradient_as_bucket_view or module.device_mesh is not None:
+            leave(SEARCH, "the gradients lie in a form of their own")
+            return
+        self._watched[module] = _Used(module)
+
+    def _look(self, optimizer: Any) -> None:
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for module, used in list(self._watched.items()):
+            if not used.is_stepped_with(mine):
+                continue
+            used.close()
+            if used.steps >= _WATCHED_SEARCH:
+                del self._watched[module]
+                used.end()
+                self._decide(module, used.unused)
+
+    def _decide(self, module: Any, unused: str) -> None:
+        """All ranks come here at the same step: they agree."""
+        torch = self._torch
+        is_whole = not unused and not module._comm_hooks
+        device = next(module.parameters()).device
+        told = torch.tensor(int(is_whole), device=device)
+        distributed = torch.distributed
+        distributed.all_reduce(told, distributed.ReduceOp.MIN, group=module.process_group)
+        if not int(told):
+            words = unused or "a parameter on another rank"
+            why = "has a hook for what is sent" if module._comm_hooks else f"{words} is unused"
+            leave(SEARCH, why)
+            return
+        # As unpickling a module does: what adds up gradients is made anew, for the same buckets.
+        module.find_unused_parameters = False
+        module.reducer = None
+        parameters, is_sparse = module._build_params_for_reducer()
+        names = module._build_debug_param_to_name_mapping(parameters)
+        module._ddp_init_helper(parameters, is_sparse, names, module.static_graph)
+        took(SEARCH, "no search for unused parameters")
+
+
+class _Used:
+    """Which parameters of a module get a gradient of this rank's own in each step."""
+
+    def __init__(self, module: Any) -> None:
+        self._names = {
+            id(p): name for name, p in module.module.named_parameters() if p.requires_grad
+        }
+        self._found: set[int] = set()
+        self.steps = 0
+        self.unused = ""
+        self._handles = [
+            p.register_post_accumulate_grad_hook(lambda p: self._found.add(id(p)))
+            for p in module.module.parameters()
+            if p.requires_grad
+        ]
+
+    def is_stepped_with(self, parameters: set[int]) -> bool:
+        return not parameters.isdisjoint(self._names)
+
+    def close(self) -> None:
+        """A step begins."""
+        self.steps += 1
+        without = [name for number, name in self._names.items() if number not in self._found]
+        self.unused = self.unused or next(iter(without), "")
+        self._found.clear()
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class Accumulation:
+    """Adds up gradients over the ranks in the last of the micro-batches of a step.
+
+    How many there are is seen from the first steps. Should a step come sooner, as after an epoch's
+    last batches, the gradients that are there are added up before it, and before they are clipped.
+    """
+
+    def __init__(self, torch: Any, steps: Steps) -> None:
+        self._torch = torch
+        self._steps = steps
+        self._seen: dict[Any, _Micro] = {}
+        self._hook_forward(torch.nn.parallel.DistributedDataParallel)
+        self._hook_backward()
+        self._hook_readers()
+        steps.before.append(lambda optimizer: self._flush())
+        steps.after.append(self._after_step)
+
+    def _hook_forward(self, owner: Any) -> None:
+        original, thread = owner.forward, self._steps.thread
+        is_compiling, is_grad_enabled = (
+            self._torch.compiler.is_compiling,
+            self._torch.is_grad_enabled,
+        )
+
+        @wraps(original)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_compiling() and get_ident() == thread and is_on() and is_grad_enabled():
+                self._before_forward(module)
+            return original(module, *args, **kwargs)
+
+        owner.forward = forward
+
+    def _before_forward(self, module: Any) -> None:
+        micro = self._seen.setdefault(module, _Micro())
+        if micro.is_left:
+            return
+        if not module.require_backward_grad_sync and not micro.is_local:
+            micro.is_left = True
+            leave(SYNC, "the script uses no_sync already")
+            return
+        micro.events += "F"
+        micro.is_local = micro.events.count("F") < micro.count
+        module.require_backward_grad_sync = not micro.is_local
+
+    def _hook_backward(self) -> None:
+        original, thread = self._torch.autograd.backward, self._steps.thread
+
+        @wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if get_ident() == thread:
+                for micro in self._seen.values():
+                    micro.events += "B"
+
+        self._torch.autograd.backward = backward
+
+    def _hook_readers(self) -> None:
+        """What reads gradients of a step that came too soon sees those of all ranks."""
+        utils = self._torch.nn.utils
+        for module in (utils, sys.modules["torch.nn.utils.clip_grad"]):
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                setattr(module, name, self._flushed(getattr(module, name)))
+        scaler = self._torch.amp.GradScaler
+        scaler.unscale_ = self._flushed(scaler.unscale_)
+
+    def _flushed(self, original: Any) -> Any:
+        @wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            self._flush()
+            return original(*args, **kwargs)
+
+        return read
+
+    def _flush(self) -> None:
+        distributed = self._torch.distributed
+        for module, micro in self._seen.items():
+            if not micro.is_local:
+                continue
+            micro.is_local = False
+            for parameter in _with_gradients(module):
+                distributed.all_reduce(parameter.grad, group=module.process_group)
+                parameter.grad /= distributed.get_world_size(module.process_group)
+
+    def _after_step(self) -> None:
+        for module, micro in self._seen.items():
+            if micro.is_left:
+                continue
+            micro.close()
+            module.require_backward_grad_sync = True
+            if micro.count > 1:
+                took(SYNC, f"gradients added up once in {micro.count} micro-batches")
+            elif micro.steps == _WATCHED_SYNC:
+                leave(SYNC, "each step has one backward pass, or steps differ")
+
+
+class _Micro:
+    """The micro-batches of one module's steps.
+
+    Attributes:
+        count: how many there are in a step; 1 until that is known.
+        events: forward and backward passes since the last step.
+        is_local: gradients of this rank alone are being added up.
+        is_left: this module stays as written.
+    """
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.steps = 0
+        self.events = ""
+        self.is_local = False
+        self.is_left = False
+        self._before = ""
+
+    def close(self) -> None:
+        """A step has ended."""
+        self.steps += 1
+        turns = self.events.count("F")
+        if self.steps == _WATCHED_SYNC:
+            is_regular = self.events == self._before == "FB" * turns
+            self.count = turns if is_regular and turns > 1 else 1
+        self._before, self.events = self.events, ""
+        self.is_local = False
+
+
+def _with_gradients(module: Any) -> Iterator[Any]:
+    return (p for p in module.parameters() if p.requires_grad and p.grad is not None)

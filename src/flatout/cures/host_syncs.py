@@ -1,0 +1,73 @@
+"""script.host_syncs=deferred: numbers that are read from a GPU in each step are fetched when used.
+
+The copy to the host is queued where the script asks for the number, so it is the value of that
+moment; what is left out is the wait for all that the device still has to do.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import wraps
+from threading import get_ident
+from typing import Any
+
+from flatout.cures.later import Later
+from flatout.cures.record import is_on, leave, took
+from flatout.cures.steps import Steps, caller
+from flatout.observe.sites import is_users
+
+FIELD = "script.host_syncs"
+
+
+def defer(torch: Any, steps: Steps) -> None:
+    """Hooks into Tensor.item, for calls that the script makes in each step.
+
+    `float(tensor)`, `if tensor:` and the like must give the number at once: they stay as written.
+    """
+    if not torch.cuda.is_available():
+        leave(FIELD, "there is no GPU to wait for")
+        return
+    original = torch.Tensor.item
+    is_compiling = torch.compiler.is_compiling
+
+    @wraps(original)
+    def item(tensor: Any) -> Any:
+        if not tensor.is_cuda or is_compiling() or get_ident() != steps.thread or not is_on():
+            return original(tensor)
+        if tensor.numel() != 1 or tensor.is_complex():
+            return original(tensor)
+        file, *place = caller()
+        if not is_users(file) or not steps.is_in_each((FIELD, *place)):
+            return original(tensor)
+        took(FIELD, "numbers from the GPU are fetched when they are used")
+        return _later(torch, tensor, original)
+
+    torch.Tensor.item = item
+    _write_as_json()
+
+
+def _later(torch: Any, tensor: Any, item: Any) -> Later:
+    host = torch.empty((), dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor.detach().reshape(()), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+
+    def fetch() -> Any:
+        event.synchronize()
+        return item(host)
+
+    if tensor.dtype is torch.bool:
+        kind: type = bool
+    else:
+        kind = float if tensor.is_floating_point() else int
+    return Later(fetch, event.query, kind)
+
+
+def _write_as_json() -> None:
+    original = json.JSONEncoder.default
+
+    @wraps(original)
+    def default(encoder: Any, value: Any) -> Any:
+        return value.value if type(value) is Later else original(encoder, value)
+
+    json.JSONEncoder.default = default  # type: ignore[method-assign, assignment]

@@ -1,0 +1,99 @@
+"""script.log_every: of what the training loop tells in each step, only each Nth step's is told."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import logging
+import os
+import sys
+from functools import wraps
+from threading import get_ident
+from typing import Any
+
+from flatout.cures.record import is_on, took
+from flatout.cures.steps import Steps, caller
+from flatout.observe.importing import when_imported
+from flatout.observe.sites import is_users
+from flatout.say import counted, say
+
+FIELD = "script.log_every"
+
+
+class Log:
+    """Leaves out prints, log records and summaries that come between all steps.
+
+    Warnings and errors pass, and so does what is printed elsewhere than to standard output, what
+    comes more seldom than once in each step, and what packages tell by themselves.
+
+    Args:
+        steps: of the script.
+        every: which steps are told: each Nth.
+    """
+
+    def __init__(self, steps: Steps, every: int) -> None:
+        self._steps = steps
+        self._every = every
+        self._process = os.getpid()
+        self.left_out = 0
+        self._hook_print()
+        self._hook_logging()
+        for name in ("torch.utils.tensorboard.writer", "tensorboardX.writer"):
+            when_imported(name, self._hook_summaries)
+        atexit.register(self._tell)
+
+    def _is_left_out(self) -> bool:
+        """To be asked by what the script, or a package, has called."""
+        if get_ident() != self._steps.thread or not is_on():
+            return False
+        file, *place = caller()
+        if not is_users(file) or not self._steps.is_in_each((FIELD, *place)):
+            return False
+        took(FIELD, f"a log line every {counted(self._every, 'step')}")
+        if self._steps.count % self._every == 0:
+            return False
+        self.left_out += 1
+        return True
+
+    def _hook_print(self) -> None:
+        original = builtins.print
+
+        @wraps(original)
+        def print_(*values: Any, **options: Any) -> None:
+            file = options.get("file")
+            if (file is None or file is sys.stdout) and self._is_left_out():
+                return
+            original(*values, **options)
+
+        builtins.print = print_
+
+    def _hook_logging(self) -> None:
+        original = logging.Logger._log
+
+        @wraps(original)
+        def log(logger: Any, level: int, *args: Any, **kwargs: Any) -> None:
+            if level >= logging.WARNING or not self._is_left_out():
+                # One frame more, for the file and line that a record names.
+                kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+                original(logger, level, *args, **kwargs)
+
+        logging.Logger._log = log  # type: ignore[method-assign, assignment]
+
+    def _hook_summaries(self, module: Any) -> None:
+        owner = module.SummaryWriter
+        for name in [name for name in vars(owner) if name.startswith("add_")]:
+            setattr(owner, name, self._passing(getattr(owner, name)))
+
+    def _passing(self, original: Any) -> Any:
+        @wraps(original)
+        def add(*args: Any, **kwargs: Any) -> Any:
+            return None if self._is_left_out() else original(*args, **kwargs)
+
+        return add
+
+    def _tell(self) -> None:
+        if self.left_out and os.getpid() == self._process:
+            say(
+                f"{counted(self.left_out, 'line')} of the script's log left out: each step's, "
+                f"but for one in {self._every:,}"
+            )

@@ -1,0 +1,40 @@
+"""compute.rewrites: the rewrites of flatout.models in a script's own model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.cures.record import leave, took
+from flatout.cures.roots import Call
+from flatout.observe.model_facts import unwrapped
+
+FIELD = "compute.rewrites"
+
+
+def rewritten(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
+    """Rewrites a root module before its first call in train mode; only there do rewrites hold."""
+    is_done = False
+
+    def once_in_training(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_done
+        if not is_done and module.training:
+            is_done = True
+            _rewrite(module)
+        return call(module, *args, **kwargs)
+
+    return once_in_training
+
+
+def _rewrite(module: Any) -> None:
+    from flatout.models import find_rewrites
+
+    name = type(unwrapped(module)[-1]).__name__
+    if any(type(outer).__name__ == "OptimizedModule" for outer in unwrapped(module)):
+        leave(FIELD, f"{name} is compiled")
+        return
+    found = find_rewrites(unwrapped(module)[-1])
+    for rewrite in found:
+        rewrite.apply()
+        took(FIELD, rewrite.words)
+    if not found:
+        leave(FIELD, f"no activation before max-pooling in {name}")
