@@ -62,13 +62,15 @@ class Showed:
         losses: of its first steps; NaN for a step without one.
         batches: by loader: a number for the indices of each of its first batches.
         started_s: from the start of its process to the end of its first step.
-        warm_s, warm_steps: its first step, from the first batch on, and those up to the first
-            counted block, in which caches are filled and code is compiled; how many those are.
+        first_s: its first step alone, from the first batch on.
+        warm_s, warm_steps: the steps from there to the first counted block, in which caches are
+            filled; how many those are.
     """
 
     losses: list[float] = field(default_factory=list)
     batches: dict[str, list[int]] = field(default_factory=dict)
     started_s: float = 0.0
+    first_s: float = 0.0
     warm_s: float = 0.0
     warm_steps: int = 0
 
@@ -159,7 +161,7 @@ class Side:
         said = self._heard("its first step")
         self.queue = int(said["queue"])
         self._seen.started_s = time.monotonic() - self._began
-        self._seen.warm_s = float(said.get("first_s", 0.0))
+        self._seen.first_s = float(said.get("first_s", 0.0))
         self._done = 1
         self._take(said)
         self._stop()
@@ -169,8 +171,8 @@ class Side:
         if self.most_steps and 1 + dropped + self._warm + FEWEST_STEPS > self.most_steps:
             raise Ended(f"the script takes {self.most_steps} steps only, too few to be measured")
         block, resumed = self._block(dropped + self._warm, FEWEST_STEPS)
-        self._seen.warm_s += (block.ended - resumed - block.between) / 1e9
-        self._seen.warm_steps = 1 + dropped + self._warm + FEWEST_STEPS
+        self._seen.warm_s = (block.ended - resumed - block.between) / 1e9
+        self._seen.warm_steps = dropped + self._warm + FEWEST_STEPS
 
     def block(self, dropped: int, steps: int) -> Block:
         """Let it run for `dropped` steps, and then for `steps` more that are counted."""
