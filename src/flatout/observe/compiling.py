@@ -10,12 +10,12 @@ from typing import Any
 
 
 def skip_our_frames(eval_frame: Any) -> None:
-    """Marks the code of this package, for a hook on torch._dynamo.eval_frame.
+    """Marks the code of this room and of the cures, for a hook on torch._dynamo.eval_frame.
 
     A hook that runs between two compiled frames would else be compiled as a frame of its own.
     """
     for name, module in list(sys.modules.items()):
-        if name.startswith(("flatout.observe", "flatout.doctor.trials")):
+        if name.startswith(("flatout.observe", "flatout.cures", "flatout.doctor.trials")):
             # A warning in compiled code quotes its line: reading the file there is compiled too.
             linecache.getlines(str(module.__file__))
             for code in _codes_of(vars(module), name):

@@ -12,6 +12,10 @@ from types import ModuleType, TracebackType
 
 from flatout.observe.sites import set_home
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Rooms that run scripts: their frames lie above a script's.
+_OURS = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("observe", "cures", "world"))
+
 
 def run(arguments: list[str]) -> None:
     """Runs a script, or after -m a module, as `__main__`, with the rest as its arguments.
@@ -72,5 +76,4 @@ def told(error: BaseException) -> str:
 
 
 def _is_ours(file: str) -> bool:
-    folder = os.path.dirname(os.path.abspath(__file__))
-    return file.startswith(("<frozen", folder + os.sep)) or os.path.basename(file) == "runpy.py"
+    return file.startswith(("<frozen", *_OURS)) or os.path.basename(file) == "runpy.py"

@@ -12,6 +12,7 @@ from torch import nn
 
 from flatout.devices import allocator, threads
 from flatout.models import find_rewrites, recompute_activations
+from flatout.models.layout import FORMATS, format_of, lay_out
 from flatout.optim import can_fuse, defuse, fuse
 from flatout.optim.fused import align_state, is_fused
 from flatout.recipe import ResolvedRecipe
@@ -19,7 +20,6 @@ from flatout.recipe import ResolvedRecipe
 Undo = Callable[[], None]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Switch:
         self.optimizer = optimizer
         self.device = device
         self.now = Settings(
-            memory_format=_format_of(model),
+            memory_format=format_of(model),
             fused_optimizer=is_fused(optimizer),
             matmul_precision=torch.get_float32_matmul_precision(),
             allocator=allocator.current(),
@@ -90,7 +90,7 @@ class Switch:
         now = self.now
         # The optimiser's state follows its parameters before a fused kernel sees both.
         if wanted.memory_format != now.memory_format:
-            _lay_out(self.model, _FORMATS[wanted.memory_format])
+            lay_out(self.model, FORMATS[wanted.memory_format])
             align_state(self.optimizer)
         # Asked of the optimiser itself: a state that was loaded meanwhile brings its own options.
         if wanted.fused_optimizer != is_fused(self.optimizer) and can_switch(self.optimizer):
@@ -136,31 +136,6 @@ class Switch:
 def can_switch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether fusing is ours to switch: torch can, and the user did not choose."""
     return can_fuse(optimizer) or is_fused(optimizer)
-
-
-def _format_of(model: nn.Module) -> str:
-    """The memory format of the model's images, going by its convolutions' weights."""
-    images = [p for p in model.parameters() if p.dim() == 4 and not p.is_contiguous()]
-    last = any(p.is_contiguous(memory_format=torch.channels_last) for p in images)
-    return "channels_last" if last else "contiguous"
-
-
-def _lay_out(model: nn.Module, memory_format: torch.memory_format) -> None:
-    """Like `model.to(memory_format=...)`, which would refuse a model with 3-D convolutions."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.dim() == 4:
-            tensor.data = _laid_out(tensor.data, memory_format)
-            if tensor.grad is not None:
-                tensor.grad.data = _laid_out(tensor.grad.data, memory_format)
-
-
-def _laid_out(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """A copy with the strides of the format, also where `contiguous` would see nothing to do.
-
-    With one input channel both formats lie in memory alike, and it is the strides that tell a
-    convolution which kernels to run: the ConvNet's first layer is the one that matters most.
-    """
-    return torch.empty_like(tensor, memory_format=memory_format).copy_(tensor)
 
 
 def _compile(model: nn.Module) -> Undo:

@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -26,14 +27,19 @@ STARTED_BY = "FLATOUT_STARTED_BY"
 POLITE_S = 20.0
 
 
-def main(arguments: list[str]) -> None:
-    """Run a script, or after -m a module, as `python` would."""
+def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -> None:
+    """Run a script, or after -m a module, as `python` would.
+
+    Args:
+        arguments: the script's path, or -m and the module's name, and what is the script's own.
+        run: runs it; None means as it is.
+    """
     if place().world_size > 1:
         end_with_parent()
         _watch_optimisers()
         sys.excepthook = _tell
     try:
-        _run(arguments)
+        (run or _run)(arguments)
     except LostRank as lost:
         if not lost.is_told:
             time.sleep(POLITE_S)

@@ -1,0 +1,32 @@
+"""script.empty_cache=skip: the device's allocator keeps its memory from step to step."""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from threading import get_ident
+from typing import Any
+
+from flatout.cures.record import is_on, took
+from flatout.cures.steps import Steps
+
+FIELD = "script.empty_cache"
+
+
+def skip_empty_cache(torch: Any, steps: Steps) -> None:
+    """Hooks into torch.cuda.empty_cache: a call that comes in each step does nothing."""
+    for module in (torch.cuda, torch.cuda.memory):
+        module.empty_cache = _skipped(module.empty_cache, steps)
+
+
+def _skipped(original: Any, steps: Steps) -> Any:
+    @wraps(original)
+    def empty_cache() -> None:
+        if get_ident() == steps.thread and is_on():
+            caller = sys._getframe(1)
+            if steps.is_in_each((caller.f_code, caller.f_lineno)):
+                took(FIELD, "the device's memory is kept")
+                return
+        original()
+
+    return empty_cache

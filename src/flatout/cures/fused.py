@@ -1,0 +1,44 @@
+"""compute.fused_optimizer: torch's fused kernel for optimisers that were not told otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.cures.record import leave, took
+from flatout.cures.steps import Steps
+
+FIELD = "compute.fused_optimizer"
+
+
+def fuse_steps(steps: Steps) -> None:
+    """Looks at each optimiser before it steps; one whose state was loaded is fused again."""
+    refused: set[int] = set()
+
+    def look(optimizer: Any) -> None:
+        if id(optimizer) in refused:
+            return
+        from flatout.optim import can_fuse, defuse, fuse
+        from flatout.optim.fused import begins_late, is_fused
+
+        name = type(optimizer).__name__
+        if is_fused(optimizer):
+            if begins_late(optimizer):
+                defuse(optimizer)
+                refused.add(id(optimizer))
+                leave(FIELD, f"parameters of {name} have their first gradients at different times")
+            return
+        if not can_fuse(optimizer) or begins_late(optimizer):
+            refused.add(id(optimizer))
+            leave(FIELD, _reason(optimizer, name))
+            return
+        fuse(optimizer)
+        took(FIELD, f"fused {name}")
+
+    steps.before.append(look)
+
+
+def _reason(optimizer: Any, name: str) -> str:
+    for option in ("fused", "foreach"):
+        if any(group.get(option) is not None for group in optimizer.param_groups):
+            return f"{name} was given {option}={optimizer.param_groups[0].get(option)}"
+    return f"torch has no fused kernel for {name} and its parameters"

@@ -1,0 +1,80 @@
+"""script.garbage=scheduled: Python's garbage is collected between epochs, not within steps."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from functools import wraps
+from threading import get_ident
+from time import monotonic
+from typing import Any
+
+from flatout.cures.record import is_on, took
+from flatout.cures.steps import Steps
+from flatout.measure.meters import resident_bytes
+
+FIELD = "script.garbage"
+# Garbage is collected within an epoch once memory has grown by this share and so many bytes.
+_GROWTH, _GROWTH_BYTES = 0.25, 256 * 2**20
+# How often memory is looked at.
+_EVERY_S = 1.0
+
+
+class Garbage:
+    """Stops automatic collections at the first step, and collects between epochs.
+
+    A collection that the script asks for in each step is left out; others are made.
+    """
+
+    def __init__(self, torch: Any, steps: Steps) -> None:
+        self._steps = steps
+        self._collect = gc.collect
+        self._resident = 0
+        self._due = 0.0
+        self._collected_at = 0
+        steps.after.append(self._after_step)
+        self._hook_collect()
+        self._hook_epochs(sys.modules["torch.utils.data.dataloader"].DataLoader)
+
+    def _after_step(self) -> None:
+        if self._steps.count == 1 and gc.isenabled():
+            gc.disable()
+            self._tidy()
+            took(FIELD, "garbage is collected between epochs")
+        if monotonic() < self._due:
+            return
+        self._due = monotonic() + _EVERY_S
+        if resident_bytes() > self._resident * (1 + _GROWTH) + _GROWTH_BYTES:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        self._collect()
+        self._collected_at = self._steps.count
+        self._resident = resident_bytes()
+        self._due = monotonic() + _EVERY_S
+
+    def _hook_collect(self) -> None:
+        original, steps = self._collect, self._steps
+
+        @wraps(original)
+        def collect(generation: int = 2) -> int:
+            if get_ident() == steps.thread and is_on():
+                caller = sys._getframe(1)
+                if steps.is_in_each((caller.f_code, caller.f_lineno)):
+                    took(FIELD, "garbage is collected between epochs")
+                    return 0
+            return original(generation)
+
+        gc.collect = collect
+
+    def _hook_epochs(self, owner: Any) -> None:
+        original, steps = owner.__iter__, self._steps
+
+        @wraps(original)
+        def iterate(loader: Any) -> Any:
+            is_new = steps.count > self._collected_at and not gc.isenabled()
+            if is_new and get_ident() == steps.thread and is_on():
+                self._tidy()
+            return original(loader)
+
+        owner.__iter__ = iterate

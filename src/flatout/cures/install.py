@@ -1,0 +1,153 @@
+"""From a Recipe to the hooks of its cures."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+from flatout.cures import record
+from flatout.cures.steps import Steps
+from flatout.observe.compiling import skip_our_frames
+from flatout.observe.importing import when_imported
+from flatout.recipe import FIELDS, PLAIN, Recipe
+
+TESTED = ("2.11", "2.12", "2.13")
+"""Versions of torch that the cures were tested with."""
+
+CURES = (
+    "compute.precision",
+    "compute.memory_format",
+    "compute.fused_optimizer",
+    "compute.matmul_precision",
+    "memory.allocator",
+    "process.threads",
+    "process.interop_threads",
+    "process.affinity",
+    "process.flush_denormals",
+    "input.workers",
+    "input.pin_memory",
+    "script.persistent_workers",
+    "script.zero_grad",
+    "script.garbage",
+    "script.empty_cache",
+    "script.cudnn_benchmark",
+)
+"""Fields of a Recipe that can take hold in a script written without Flatout."""
+
+# Values that plain PyTorch has too, but that a script may have written otherwise.
+_AGAINST_WRITTEN = {"compute.precision": "fp32", "input.workers": 0}
+
+
+def wanted(recipe: Recipe) -> dict[str, Any]:
+    """What a Recipe asks of a script written without Flatout: value by dotted name.
+
+    A field that is `auto`, or as in plain PyTorch, leaves the script as written. `fp32` and no
+    workers are changes where they are named, but not in a Recipe that names every field, as a
+    resolved one does: there they say that nothing was chosen.
+    """
+    named = recipe.named()
+    is_whole = set(FIELDS) - {"process.threads", "process.interop_threads"} <= set(named)
+    found = {}
+    for field in CURES:
+        value = named.get(field, "auto")
+        is_plain = value == PLAIN.get(field, "auto")
+        if is_plain and not is_whole and field in _AGAINST_WRITTEN:
+            is_plain = value != _AGAINST_WRITTEN[field]
+        if field in named and value != "auto" and not is_plain:
+            found[field] = value
+    return found
+
+
+def in_words(asked: dict[str, Any]) -> list[str]:
+    """Each cure as users see it: `workers=2`, `bf16`, `channels_last`."""
+    return [record.words_of(field, value) for field, value in asked.items()]
+
+
+def install(recipe: Recipe) -> list[str]:
+    """Hooks the cures that this Recipe names into this process, before the script runs.
+
+    Torch is not imported for that. To be called once, and before anything else hooks into torch.
+
+    Returns:
+        What takes hold where its conditions do, in words.
+    """
+    asked = wanted(recipe)
+    record.begin(asked)
+    if not asked:
+        return []
+    when_imported("torch", lambda torch: _hook(torch, recipe, asked))
+    when_imported("torch._dynamo.eval_frame", skip_our_frames)
+    when_imported("flatout.train.loop", _stand_down)
+    atexit.register(record.tell_unmet)
+    return in_words(asked)
+
+
+def is_tested(version: str) -> bool:
+    """Whether the cures were tested with this version of torch."""
+    return ".".join(version.split(".")[:2]) in TESTED
+
+
+def _stand_down(module: Any) -> None:
+    record.stand_down(
+        "the script trains with Flatout's Trainer or Loop, which take the Recipe themselves: "
+        "nothing else in it is changed"
+    )
+
+
+def _hook(torch: Any, recipe: Recipe, asked: dict[str, Any]) -> None:
+    if not is_tested(str(torch.__version__)):
+        record.stand_down(
+            f"nothing is changed: torch {torch.__version__} was not tested with that, only "
+            f"{', '.join(TESTED)}"
+        )
+        return
+    from flatout.cures.process import set_up
+
+    set_up(torch, recipe, asked)
+    steps = Steps()
+    steps.watch(torch)
+    _hook_models(torch, steps, asked)
+    _hook_loaders(torch, asked)
+    if "compute.fused_optimizer" in asked:
+        from flatout.cures.fused import fuse_steps
+
+        fuse_steps(steps)
+    if "script.zero_grad" in asked:
+        from flatout.cures.zero_grad import drop_gradients
+
+        drop_gradients(torch, steps)
+    if "script.garbage" in asked:
+        from flatout.cures.garbage import Garbage
+
+        Garbage(torch, steps)
+    if "script.empty_cache" in asked:
+        from flatout.cures.empty_cache import skip_empty_cache
+
+        skip_empty_cache(torch, steps)
+
+
+def _hook_models(torch: Any, steps: Steps, asked: dict[str, Any]) -> None:
+    """Cures of the outermost modules, the innermost first."""
+    from flatout.cures import memory_format, precision
+    from flatout.cures.roots import Cure, Roots
+
+    cures: list[Cure] = []
+    if "compute.memory_format" in asked:
+        cures.append(memory_format.channels_last(steps))
+    match asked.get("compute.precision"):
+        case "bf16":
+            cures.append(precision.in_bf16)
+        case "fp32":
+            precision.without_autocast(torch)
+        case "fp16":
+            record.leave(precision.FIELD, "it needs the loss scaled, which a script does itself")
+    if cures:
+        Roots(torch, steps, cures)
+
+
+def _hook_loaders(torch: Any, asked: dict[str, Any]) -> None:
+    from flatout.cures.loaders import PERSISTENT, PIN, WORKERS, Loaders
+
+    fields = {field: asked[field] for field in (WORKERS, PIN, PERSISTENT) if field in asked}
+    if fields:
+        Loaders(torch, fields)

@@ -1,0 +1,183 @@
+"""input.workers, input.pin_memory and script.persistent_workers: how DataLoaders make batches."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import multiprocessing
+import pickle
+import shutil
+import sys
+from functools import wraps
+from typing import Any
+
+from flatout.cures.record import is_on, leave, took
+from flatout.cures.unchanged import Attributes
+
+WORKERS, PIN, PERSISTENT = "input.workers", "input.pin_memory", "script.persistent_workers"
+# Batches on their way from workers lie there; containers often have 64 MB, and a batch that finds
+# no room ends the process.
+_SHARED, _SHARED_LEAST = "/dev/shm", 100 * 2**20
+
+
+class Loaders:
+    """Sets up DataLoaders as the Recipe says, where that gives the same batches.
+
+    Args:
+        torch: the module.
+        asked: value by dotted name, of those above that are asked for.
+    """
+
+    def __init__(self, torch: Any, asked: dict[str, Any]) -> None:
+        self._torch = torch
+        self._asked = asked
+        module = sys.modules["torch.utils.data.dataloader"]
+        self._hook_init(module.DataLoader)
+        self._hook_start(module.DataLoader)
+        self._hook_epochs(module)
+
+    def _hook_init(self, owner: Any) -> None:
+        original = owner.__init__
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+            if not is_on():
+                original(loader, *args, **kwargs)
+                return
+            try:
+                given = signature.bind(loader, *args, **kwargs)
+            except TypeError:  # torch says it better
+                original(loader, *args, **kwargs)
+                return
+            written = dict(given.arguments)
+            given.apply_defaults()
+            changes = self._changes(given.arguments)
+            original(**{**written, **changes})
+            if changes.get("persistent_workers"):
+                loader._flatout_unchanged = None
+
+        owner.__init__ = init
+
+    def _changes(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that are to be others, of those that a loader is made with."""
+        changes: dict[str, Any] = {}
+        before = given["num_workers"]
+        workers = self._asked.get(WORKERS, before)
+        if workers != before:
+            reason = self._against_workers(given, workers)
+            if reason:
+                leave(WORKERS, reason)
+                workers = before
+        if WORKERS in self._asked and workers == self._asked[WORKERS]:
+            took(WORKERS, f"workers={workers}")
+        if workers != before:
+            changes["num_workers"] = workers
+        if not workers:
+            changes |= _without_workers(given)
+        is_raised = workers > before == 0
+        if workers and not given["persistent_workers"] and (is_raised or PERSISTENT in self._asked):
+            changes["persistent_workers"] = True
+            took(PERSISTENT, "workers stay")
+        elif PERSISTENT in self._asked:
+            words = "workers stay already" if workers else "the loader has no workers"
+            leave(PERSISTENT, words)
+        if PIN in self._asked:
+            self._pin(given, changes)
+        return changes
+
+    def _against_workers(self, given: dict[str, Any], workers: int) -> str:
+        """Why a loader cannot have these workers; empty where it can."""
+        if isinstance(given["dataset"], self._torch.utils.data.IterableDataset):
+            return "an IterableDataset gives other samples to other numbers of workers"
+        if not workers:
+            return ""
+        free = shutil.disk_usage(_SHARED).free
+        if free < _SHARED_LEAST:
+            return f"{_SHARED} has {free / 1e6:.0f} MB, too small for batches from workers"
+        context = given["multiprocessing_context"]
+        method = context if isinstance(context, str) else multiprocessing.get_start_method()
+        if method != "fork" and not _is_guarded():
+            return f"workers start by {method}, and the script has no `if __name__` around its run"
+        return ""
+
+    def _pin(self, given: dict[str, Any], changes: dict[str, Any]) -> None:
+        if not self._torch.cuda.is_available():
+            leave(PIN, "there is no GPU to copy to")
+            return
+        changes["pin_memory"] = True
+        took(PIN, "pinned memory")
+
+    def _hook_start(self, owner: Any) -> None:
+        """Workers to which the dataset cannot be sent: the loader does without, as written."""
+        original, torch = owner._get_iterator, self._torch
+
+        @wraps(original)
+        def start(loader: Any) -> Any:
+            if not hasattr(loader, "_flatout_unchanged"):
+                return original(loader)
+            generator = loader.generator or torch.default_generator
+            state = generator.get_state()
+            try:
+                iterator = original(loader)
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                leave(WORKERS, f"the dataset cannot be sent to workers: {error}")
+            else:
+                loader._flatout_unchanged = Attributes(loader.dataset, loader.collate_fn)
+                return iterator
+            generator.set_state(state)
+            del loader._flatout_unchanged
+            loader.__dict__ |= {
+                "num_workers": 0,
+                "prefetch_factor": None,
+                "persistent_workers": False,
+            }
+            return original(loader)
+
+        owner._get_iterator = start
+
+    def _hook_epochs(self, module: Any) -> None:
+        """Workers that stay: the next epoch is as if they were new."""
+        owner, torch = module.DataLoader, self._torch
+        original = owner.__iter__
+
+        @wraps(original)
+        def iterate(loader: Any) -> Any:
+            before: Attributes | None = getattr(loader, "_flatout_unchanged", None)
+            if before is not None and loader._iterator is not None:
+                changed = before.changed(loader.dataset, loader.collate_fn)
+                if changed:
+                    leave(PERSISTENT, f"{changed} is another one in each epoch: new workers see it")
+                    loader._iterator = None
+                else:
+                    # Drawn where new workers would draw their seeds: the order that the sampler
+                    # draws after it stays as written.
+                    draw = torch.empty((), dtype=torch.int64)
+                    draw.random_(generator=loader.generator)
+            return original(loader)
+
+        owner.__iter__ = iterate
+
+
+def _without_workers(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that a loader takes with workers alone."""
+    plain = {"prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
+    return {name: value for name, value in plain.items() if given[name] != value}
+
+
+def _is_guarded() -> bool:
+    """Whether the script can be imported by its workers without running again."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None:
+        return False
+    try:
+        with open(path, "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, ValueError, SyntaxError):
+        return False
+    return any(
+        isinstance(node, ast.If)
+        and any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test))
+        for node in tree.body
+    )

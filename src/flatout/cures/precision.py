@@ -1,0 +1,81 @@
+"""compute.precision: forward under autocast, or without the one that the script has."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from flatout.cures.record import is_on, leave, took
+from flatout.cures.roots import Call
+
+FIELD = "compute.precision"
+
+
+def in_bf16(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
+    """The call of a root module under bfloat16 autocast; what it returns in half is made float32.
+
+    So the script's loss is computed as it is written. Where the script autocasts by itself, that
+    holds.
+    """
+    import torch
+
+    reason = _against(torch, module)
+    if reason:
+        leave(FIELD, reason)
+        return call
+    device = next(module.parameters()).device.type
+    is_enabled, bf16 = torch.is_autocast_enabled, torch.bfloat16
+
+    def cast(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if is_enabled(device):
+            leave(FIELD, "the script has an autocast of its own")
+            return call(module, *args, **kwargs)
+        with torch.autocast(device, bf16):
+            output = call(module, *args, **kwargs)
+        return in_fp32(output)
+
+    took(FIELD, f"bf16 in {type(module).__name__}")
+    return cast
+
+
+def _against(torch: Any, module: Any) -> str:
+    """Why autocast is of no use to this module; empty where it is."""
+    parameters = list(module.parameters())
+    dtypes = {p.dtype for p in parameters if p.is_floating_point()}
+    name = type(module).__name__
+    if dtypes != {torch.float32}:
+        words = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"the parameters of {name} are {words}"
+    kinds = {p.device.type for p in parameters}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        return f"{name} is on {', '.join(sorted(kinds))}"
+    if kinds == {"cuda"} and not torch.cuda.is_bf16_supported():
+        return "this GPU has no bfloat16"
+    return ""
+
+
+def in_fp32(output: Any) -> Any:
+    """The same, with float32 in place of bfloat16."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    def cast(tensor: Any) -> Any:
+        return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+
+    if isinstance(output, torch.Tensor):
+        return cast(output)
+    return tree_map_only(torch.Tensor, cast, output)
+
+
+def without_autocast(torch: Any) -> None:
+    """Makes the autocasts that the script enters do nothing."""
+    original = torch.autocast.__init__
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if is_on() and self._enabled:
+            self._enabled = False
+            took(FIELD, "fp32 in place of autocast")
+
+    torch.autocast.__init__ = init

@@ -1,0 +1,83 @@
+"""Which cures took hold in this process, and which were left out and why."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from flatout.say import say
+
+_PLAIN_WORDS = ("compute.precision", "compute.memory_format")
+
+_asked: dict[str, Any] = {}
+_applied: dict[str, str] = {}
+_left: dict[tuple[str, str], None] = {}
+_process = 0
+_stood_down = ""
+
+
+def begin(asked: dict[str, Any]) -> None:
+    """These are the cures that this process was asked for: value by dotted name."""
+    global _process, _stood_down
+    _asked.clear()
+    _asked.update(asked)
+    _applied.clear()
+    _left.clear()
+    _process = os.getpid()
+    _stood_down = ""
+
+
+def applied() -> list[tuple[str, str]]:
+    """What took hold: each field of the Recipe with what was done, in words."""
+    return list(_applied.items())
+
+
+def left() -> list[tuple[str, str]]:
+    """What stayed as written: each field of the Recipe with the reason; one may have several."""
+    return list(_left)
+
+
+def took(field: str, words: str) -> None:
+    """A cure has taken hold; told again it changes nothing."""
+    _applied.setdefault(field, words)
+
+
+def leave(field: str, why: str) -> None:
+    """A cure is left out, here or everywhere: says so the first time."""
+    if (field, why) not in _left:
+        _left[field, why] = None
+        if os.getpid() == _process:  # a forked worker has nothing to say
+            say(f"left as written: {words_of(field, _asked.get(field))} ({why})")
+
+
+def stand_down(why: str) -> None:
+    """No cure takes hold from now on; says so the first time."""
+    global _stood_down
+    if not _stood_down:
+        _stood_down = why
+        say(why)
+
+
+def is_on() -> bool:
+    """Whether cures may take hold."""
+    return not _stood_down
+
+
+def words_of(field: str, value: Any) -> str:
+    """A field with its value as users see it: `workers=2`, `bf16`, `persistent_workers`."""
+    name = field.rpartition(".")[2]
+    if field in _PLAIN_WORDS:
+        return str(value)
+    if value == "on":
+        return name
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value))
+    return f"{name}={value}"
+
+
+def tell_unmet() -> None:
+    """Names the cures for which nothing in the script was found."""
+    met = {*_applied, *(field for field, _ in _left)}
+    for field in _asked:
+        if field not in met and not _stood_down and os.getpid() == _process:
+            leave(field, "nothing in the script that it concerns")

@@ -1,0 +1,55 @@
+"""Runs a script by a Recipe: `python -m flatout.cures.start [--rank] [-m] script.py args`.
+
+The Recipe is the one in FLATOUT_RECIPE and FLATOUT_SET, as `flatout run` sets them. With `--rank`
+the script is one of several ranks, which `flatout run --devices` has started.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from flatout.cures.install import install
+from flatout.observe.running import run, show_as_python_does
+from flatout.recipe import Recipe, ResolvedRecipe, effective, from_file
+from flatout.say import say
+
+
+def main(arguments: list[str]) -> None:
+    """Runs a script, or after -m a module, as `python` would.
+
+    Raises:
+        RecipeError: the Recipe cannot be read.
+        BaseException: whatever the script raises.
+    """
+    is_rank = arguments[0] == "--rank"
+    install(recipe_here())
+    show_as_python_does()
+    if is_rank:
+        from flatout.world import start
+
+        start.main(arguments[1:], run)
+    else:
+        run(arguments)
+
+
+def recipe_here() -> Recipe:
+    """The Recipe that holds; of one measured on another machine, only what holds everywhere.
+
+    Raises:
+        RecipeError: it cannot be read.
+    """
+    found = from_file()
+    if isinstance(found, ResolvedRecipe):
+        from flatout.measure.fingerprint import fingerprint
+
+        is_here, differences = found.on_this_machine(fingerprint().as_dict())
+        if not is_here:
+            if "FLATOUT_RUN" not in os.environ:  # else `flatout run` has said so
+                say(f"the Recipe is of another machine ({differences[0]})")
+            found = found.anew()
+    return effective(file=found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,93 @@
+"""Where the script stands: its optimisers, their steps, and what it does in each of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable
+from functools import wraps
+from threading import get_ident
+from typing import Any
+from weakref import ref
+
+from flatout.cures.record import is_on
+
+
+class Steps:
+    """The script's optimisers and how often they have stepped.
+
+    Attributes:
+        count: steps so far. Where optimisers take turns, of the one that has stepped most often.
+        before: called with an optimiser before it steps.
+        after: called after an optimiser has stepped.
+        generation: changes whenever an optimiser gets parameters.
+        thread: the one that trains.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.generation = 0
+        self.thread = get_ident()
+        self.before: list[Callable[[Any], None]] = []
+        self.after: list[Callable[[], None]] = []
+        self._counts: dict[int, int] = {}
+        self._optimizers: dict[int, Any] = {}
+        self._owned: set[int] = set()
+        self._owned_at = 0
+        self._places: dict[Hashable, tuple[int, bool]] = {}
+
+    def watch(self, torch: Any) -> None:
+        """Hooks into torch.optim."""
+        module = sys.modules["torch.optim.optimizer"]
+        is_compiling = torch.compiler.is_compiling
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not is_compiling() and get_ident() == self.thread and is_on():
+                for hook in self.before:
+                    hook(optimizer)
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not is_compiling() and get_ident() == self.thread and is_on():
+                count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+                self.count = max(self.count, count)
+                for hook in self.after:
+                    hook()
+
+        module.register_optimizer_step_pre_hook(before)
+        module.register_optimizer_step_post_hook(after)
+        original = module.Optimizer.add_param_group
+
+        @wraps(original)
+        def add_param_group(optimizer: Any, param_group: Any) -> Any:
+            result = original(optimizer, param_group)
+            self._optimizers[id(optimizer)] = ref(optimizer)
+            self.generation += 1
+            return result
+
+        module.Optimizer.add_param_group = add_param_group
+
+    def optimizers(self) -> list[Any]:
+        """Those that were made and are still there."""
+        return [one for found in self._optimizers.values() if (one := found()) is not None]
+
+    def owns(self, parameters: Iterable[Any]) -> bool:
+        """Whether an optimiser steps one of these parameters."""
+        if self._owned_at != self.generation:
+            self._owned = {
+                id(parameter)
+                for optimizer in self.optimizers()
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            }
+            self._owned_at = self.generation
+        return any(id(parameter) in self._owned for parameter in parameters)
+
+    def is_in_each(self, place: Hashable) -> bool:
+        """Whether the script comes to this place of its code between all steps.
+
+        To be asked each time that it comes there: it is so if it came there in the step before.
+        """
+        last, is_in_each = self._places.get(place, (-1, False))
+        if last != self.count:
+            is_in_each = 0 < self.count == last + 1
+            self._places[place] = (self.count, is_in_each)
+        return is_in_each

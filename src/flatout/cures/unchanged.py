@@ -1,0 +1,60 @@
+"""Whether objects that workers have a copy of are still as they were when it was made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_DEPTH, _MOST = 4, 10_000
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class Attributes:
+    """The attributes of some objects, and of those that they hold, at one moment.
+
+    Held objects are compared by identity, tensors also by their version; numpy arrays and other
+    containers that are changed in place are not seen.
+    """
+
+    def __init__(self, *objects: Any) -> None:
+        self._before = _all_of(objects)
+
+    def changed(self, *objects: Any) -> str:
+        """The first attribute that is another one now; empty where none is."""
+        now = _all_of(objects)
+        for name in {**self._before, **now}:
+            if name not in now or name not in self._before:
+                return name
+            if not _same(self._before[name], now[name]):
+                return name
+        return ""
+
+
+def _all_of(objects: tuple[Any, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one in objects:
+        _collect(one, type(one).__name__, found, _DEPTH)
+    return found
+
+
+def _collect(one: Any, name: str, found: dict[str, Any], depth: int) -> None:
+    if len(found) >= _MOST:
+        return
+    version = getattr(one, "_version", None) if hasattr(type(one), "_version") else None
+    size = len(one) if isinstance(one, (list, dict, set)) else None
+    found[name] = (one, version if isinstance(version, int) else None, size)
+    inner = getattr(one, "__dict__", None)
+    if depth and isinstance(inner, dict) and not isinstance(one, type) and version is None:
+        for attribute, value in inner.items():
+            _collect(value, f"{name}.{attribute}", found, depth - 1)
+    if depth and isinstance(one, (list, tuple)) and len(one) <= 64:
+        for at, value in enumerate(one):
+            if not isinstance(value, _PLAIN):
+                _collect(value, f"{name}[{at}]", found, depth - 1)
+
+
+def _same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    if before[1:] != now[1:]:
+        return False
+    if isinstance(before[0], _PLAIN) and type(before[0]) is type(now[0]):
+        return bool(before[0] == now[0])
+    return before[0] is now[0]

@@ -1,0 +1,66 @@
+"""script.zero_grad=set_to_none: gradients are dropped where the script fills them with zeros."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from functools import wraps
+from threading import get_ident
+from typing import Any
+
+from flatout.cures.record import is_on, leave, took
+from flatout.cures.steps import Steps
+
+FIELD = "script.zero_grad"
+
+
+def drop_gradients(torch: Any, steps: Steps) -> None:
+    """Hooks into zero_grad of optimisers and modules, and into backward passes.
+
+    A gradient that was zero and that no backward pass fills is zero again afterwards: optimisers
+    step such a parameter, but none without a gradient.
+    """
+    dropped: list[Any] = []
+
+    def fill(optimizer: Any = None) -> None:
+        for parameter in dropped:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        dropped.clear()
+
+    def cured(original: Any) -> Any:
+        @wraps(original)
+        def zero_grad(self: Any, set_to_none: bool = True) -> None:
+            if set_to_none or get_ident() != steps.thread or not is_on():
+                original(self, set_to_none)
+                return
+            filled = [p for p in _parameters(self) if p.grad is not None]
+            if any(p.grad.layout is not torch.strided or p.grad.grad_fn for p in filled):
+                leave(FIELD, "gradients are sparse, or have a graph of their own")
+                original(self, set_to_none)
+                return
+            dropped.extend(filled)
+            took(FIELD, "gradients to None")
+            original(self, True)
+
+        return zero_grad
+
+    for owner in (sys.modules["torch.optim.optimizer"].Optimizer, torch.nn.Module):
+        owner.zero_grad = cured(owner.zero_grad)
+    backward, is_compiling = torch.autograd.backward, torch.compiler.is_compiling
+
+    @wraps(backward)
+    def backward_then_fill(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        if dropped and not is_compiling() and get_ident() == steps.thread:
+            fill()
+
+    torch.autograd.backward = backward_then_fill
+    steps.before.append(fill)
+
+
+def _parameters(owner: Any) -> Iterable[Any]:
+    if hasattr(owner, "param_groups"):
+        return [p for group in owner.param_groups for p in group["params"]]
+    parameters: Iterable[Any] = owner.parameters()
+    return parameters

@@ -1,0 +1,34 @@
+"""In which order a model's images lie in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+"""What a Recipe calls torch's memory formats."""
+
+
+def format_of(model: nn.Module) -> str:
+    """The memory format of the model's images, going by its convolutions' weights."""
+    images = [p for p in model.parameters() if p.dim() == 4 and not p.is_contiguous()]
+    last = any(p.is_contiguous(memory_format=torch.channels_last) for p in images)
+    return "channels_last" if last else "contiguous"
+
+
+def lay_out(model: nn.Module, memory_format: torch.memory_format) -> None:
+    """Like `model.to(memory_format=...)`, which would refuse a model with 3-D convolutions."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.dim() == 4:
+            tensor.data = _laid_out(tensor.data, memory_format)
+            if tensor.grad is not None:
+                tensor.grad.data = _laid_out(tensor.grad.data, memory_format)
+
+
+def _laid_out(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """A copy with the strides of the format, also where `contiguous` would see nothing to do.
+
+    With one input channel both formats lie in memory alike, and it is the strides that tell a
+    convolution which kernels to run: the ConvNet's first layer is the one that matters most.
+    """
+    return torch.empty_like(tensor, memory_format=memory_format).copy_(tensor)
