@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Outcome, Prescription, Proof
-from flatout.doctor.proving.bench import Bench, counts_between
+from flatout.doctor.proving.bench import LEFT, Bench, counts_between
 from flatout.doctor.proving.cure import NOTHING, Cure, cures_of, together
 from flatout.doctor.proving.losses import compare
 from flatout.doctor.proving.obstacles import obstacle
@@ -149,12 +149,13 @@ class _Proving:
         if spare < self._bench.needed_s:
             self._untried[cure.names] = _untried(cure, "no time was left for it")
             return
-        tried = [self._try(plain, cure, max(spare / remaining, self._bench.needed_s))]
-        others_s = (remaining - 1) * self._bench.needed_s
+        share = spare / (remaining + len(cure.others))
+        tried = [self._try(plain, cure, max(share, self._bench.needed_s))]
         for other in cure.others:
-            spare = self._bench.left_s - max(self._kept_s, self._bench.needed_s) - others_s
+            # The other cures come before the other values of this one.
+            spare = self._bench.left_s - max(self._kept_s, remaining * self._bench.needed_s)
             if spare > self._bench.needed_s:
-                tried.append(self._try(plain, other, self._bench.needed_s + spare / remaining))
+                tried.append(self._try(plain, other, max(share, self._bench.needed_s)))
         self._tried[cure.names] = _best(tried)
 
     def _try(self, against: Against, cure: Cure, budget_s: float) -> _Tried:
@@ -186,7 +187,11 @@ class _Proving:
         """Whether something that has not won alone could do so beside others."""
         proof = tried.proof
         is_fine = proof.trial is not None and not proof.setup_s
-        return proof.outcome == "left alone" and is_fine and not proof.reason.startswith(_CHANGES)
+        return (
+            proof.outcome == "left alone"
+            and is_fine
+            and not proof.reason.startswith((_CHANGES, LEFT))
+        )
 
     def _with(self, chosen: list[Cure], cure: Cure) -> list[Cure]:
         """The chosen and one more, if that is faster still."""
@@ -248,7 +253,9 @@ class _Proving:
         if not self._has_time(1) and cure.names in self._tried:
             return self._tried[cure.names]
         self._told(f"measuring anew: {cure.words} ...")
-        pair = self._bench.measure(plain, cure, self._bench.left_s, min_pairs=5, max_pairs=8)
+        pair = self._bench.measure(
+            plain, cure, self._bench.left_s, min_pairs=4, max_pairs=6, block_s=1.0
+        )
         proof = self._judged(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")
         return _Tried(cure, proof, pair)
@@ -271,13 +278,18 @@ class _Proving:
         result = pair.result
         if result is None:
             is_late = "in the time given" in pair.reason
-            reason = f"with it {pair.reason.partition(': ')[2]}"
+            reason = pair.reason.partition(": ")[2]
+            if not reason.startswith(LEFT):
+                reason = f"with it {reason}"
             return replace(proof, outcome="not tried" if is_late else "left alone", reason=reason)
         once = setup_s(pair.a, pair.b, result.a_median, result.b_median)
         saved = result.a_median - result.b_median
         if once >= _LEAST_SETUP_S:
             repays = math.ceil(once / saved) if result.wins else None
             proof = replace(proof, setup_s=once, repays_after=repays)
+        if cure.recipe and not cure.own_edits and not pair.b.applied:
+            reason = f"{LEFT}: nothing was found in the script that it concerns"
+            return replace(proof, outcome="left alone", reason=reason)
         if not compared.holds:
             return replace(proof, outcome="left alone", reason=f"{_CHANGES}: {compared.words}")
         if not result.wins:

@@ -14,6 +14,7 @@ from flatout.doctor.proving.jobs import job
 from flatout.doctor.proving.whole_run import epoch_steps, steps_at_all
 from flatout.doctor.trials.pair import Against, Pair, Terms
 from flatout.doctor.trials.scratch import temporary_of
+from flatout.doctor.trials.side import Showed
 
 # Processes of the same script differ by so much for as long as they live, whatever their blocks
 # say: nearer to 1 nothing is believed.
@@ -21,6 +22,7 @@ _LEAST_FLOOR = 0.02
 # A trial takes one start, and so many seconds of blocks at least.
 _BLOCKS_S = 4.0
 _SLOWER_START = 1.3
+LEFT = "it stays as written"
 
 
 class Bench:
@@ -85,9 +87,16 @@ class Bench:
         budget_s: float,
         *,
         min_pairs: int = 2,
-        max_pairs: int = 6,
+        max_pairs: int = 4,
+        block_s: float = 0.5,
     ) -> Pair:
-        """Measures the script with a cure.
+        """Measures the script with a cure, until the answer is clear.
+
+        Args:
+            against: what it is measured against.
+            cure: what is done differently.
+            budget_s: seconds at most, unless there is less left for all.
+            min_pairs, max_pairs, block_s: as of Terms.
 
         Raises:
             FlatoutError: it cannot be started here.
@@ -96,12 +105,19 @@ class Bench:
         terms = Terms(
             max_pairs=max_pairs,
             min_pairs=min_pairs,
+            block_s=block_s,
             floor=self.floor,
             epoch_steps=self.epoch_steps,
             in_epochs=bool(cure.fields & set(IN_EPOCHS)) and self.epoch_steps is not None,
             counts_between=counts_between(cure),
         )
-        pair = against.measure(self._job(cure), terms, budget_s=budget_s, warm=fills or 0)
+        pair = against.measure(
+            self._job(cure),
+            terms,
+            budget_s=budget_s,
+            warm=fills or 0,
+            is_vain=lambda b: why_left(cure, b),
+        )
         self.start_s = max(self.start_s, pair.a.started_s)
         self.held = pair.held
         self.refused += [one for one in pair.refused if one not in self.refused]
@@ -109,6 +125,13 @@ class Bench:
 
     def _job(self, cure: Cure) -> Any:
         return job(self._what, cure, temporary_of(self._folder))
+
+
+def why_left(cure: Cure, b: Showed) -> str:
+    """Why the script with a cure stays as it is; "" where the cure has taken hold, or may yet."""
+    if not cure.recipe or cure.own_edits or any(name not in b.left for name in cure.recipe):
+        return ""
+    return f"{LEFT}: {next(b.left[name] for name in cure.recipe)}"
 
 
 def counts_between(cure: Cure) -> bool:

@@ -169,7 +169,15 @@ class Against:
         """What a start of it takes, up to its first step; 0 before that."""
         return self._a.showed.started_s
 
-    def measure(self, b: Job, terms: Terms, *, budget_s: float, warm: int = 0) -> Pair:
+    def measure(
+        self,
+        b: Job,
+        terms: Terms,
+        *,
+        budget_s: float,
+        warm: int = 0,
+        is_vain: Callable[[Showed], str] = lambda b: "",
+    ) -> Pair:
         """Measures the steps of A against those of B, in the current folder.
 
         Args:
@@ -177,6 +185,7 @@ class Against:
             terms: how long and how often.
             budget_s: seconds for all of it, the start of B included.
             warm: steps that B runs before anything is counted, such as those that fill a cache.
+            is_vain: says why nothing need be measured, once B has warmed up; else "".
 
         Raises:
             FlatoutError: a process cannot be started at all.
@@ -192,6 +201,10 @@ class Against:
             with closing(self._start("b", b, until, warm)) as other:
                 other.meet()
                 other.until = self._until
+                self._warm_up(pair, other)
+                reason = is_vain(other.showed)
+                if reason:
+                    raise Ended(reason)
                 self._measure(pair, other, terms, until)
         except Ended as ended:
             of = "a" if other is None or (self._a.has_ended and not other.has_ended) else "b"
@@ -204,13 +217,15 @@ class Against:
         pair.seconds = time.monotonic() - began
         return pair
 
+    def _warm_up(self, pair: Pair, b: Side) -> None:
+        """What a step takes: these blocks are not counted, and bring both past their first steps."""
+        pair.dropped = max(self._a.queue, b.queue) + _WARM_STEPS
+        if self._a.step_s == math.inf:
+            self._a.warm_up(pair.dropped)
+        b.warm_up(pair.dropped)
+
     def _measure(self, pair: Pair, b: Side, terms: Terms, until: float) -> None:
         a = self._a
-        pair.dropped = max(a.queue, b.queue) + _WARM_STEPS
-        # What a step takes: these blocks are not counted, and bring both past their first steps.
-        if a.step_s == math.inf:
-            a.warm_up(pair.dropped)
-        b.warm_up(pair.dropped)
         left = until - time.monotonic()
         steps = terms.steps(max(a.step_s, b.step_s), left, pair.dropped, a.most_steps)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
 from typing import Any
@@ -24,12 +25,14 @@ class Stepping(Watch):
     Attributes:
         between: nanoseconds of evaluation and saving so far.
         record: of losses and batches.
+        more: gives what else the trial hears, as plain data.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.between = 0
         self.record = Record(self.lanes)
+        self.more: Callable[[], dict[str, Any]] = dict
         self._first_s = 0.0
 
     def close(self, *, merge: bool = False) -> None:
@@ -47,7 +50,7 @@ class Stepping(Watch):
 
     def told(self) -> dict[str, Any]:
         """What has come since this was asked last, as plain data."""
-        return {"first_s": self._first_s, **self.record.taken()}
+        return {"first_s": self._first_s, **self.more(), **self.record.taken()}
 
 
 class Record:

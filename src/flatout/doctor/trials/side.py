@@ -62,6 +62,7 @@ class Showed:
         losses: of its first steps; NaN for a step without one.
         batches: by loader: a number for the indices of each of its first batches.
         started_s: from the start of its process to the end of its first step.
+        applied, left: fields of a Recipe that took hold in it, and those that did not, with why.
         first_s: its first step alone, from the first batch on.
         warm_s, warm_steps: the steps from there to the first counted block, in which caches are
             filled; how many those are.
@@ -69,6 +70,8 @@ class Showed:
 
     losses: list[float] = field(default_factory=list)
     batches: dict[str, list[int]] = field(default_factory=dict)
+    applied: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
     started_s: float = 0.0
     first_s: float = 0.0
     warm_s: float = 0.0
@@ -77,6 +80,8 @@ class Showed:
     def add(self, said: dict[str, Any]) -> None:
         """What a message of the process says of it."""
         self.losses += said.get("losses", [])
+        self.applied = said.get("applied", self.applied)
+        self.left = said.get("left", self.left)
         for loader, found in said.get("batches", {}).items():
             self.batches.setdefault(loader, []).extend(found)
 

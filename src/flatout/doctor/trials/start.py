@@ -42,11 +42,12 @@ def main(command: list[str]) -> None:
     show_as_python_does()
     if SEED in os.environ:
         _seed(int(os.environ[SEED]))
-    _install_cures()
+    watch = Stepping()
+    _install_cures(watch)
     if EDITS in os.environ:
         _install_edits(Path(os.environ[EDITS]))
     # Behind the cures, so that what is recorded is the script's own.
-    _watch(Stepping())
+    _watch(watch)
     run(command)
 
 
@@ -57,13 +58,17 @@ def _seed(seed: int) -> None:
     when_imported("torch", lambda module: module.manual_seed(seed))
 
 
-def _install_cures() -> None:
+def _install_cures(watch: Stepping) -> None:
     if not (os.environ.get("FLATOUT_SET") or os.environ.get("FLATOUT_RECIPE")):
         return
     from flatout import cures
     from flatout.recipe import effective
 
     cures.install(effective())
+    watch.more = lambda: {
+        "applied": [name for name, _ in cures.applied()],
+        "left": dict(cures.left()),
+    }
 
 
 def _install_edits(path: Path) -> None:
