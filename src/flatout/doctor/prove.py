@@ -108,6 +108,7 @@ class _Proving:
         self._kept_s = bench.left_s * _KEPT
         self._run_steps = run_steps(verdict, what)
         self._is_repeatable = False
+        self._floor = 0.0
         self._tried: dict[tuple[str, ...], _Tried] = {}
         self._untried: dict[tuple[str, ...], Proof] = {}
         self._final: _Tried | None = None
@@ -134,11 +135,14 @@ class _Proving:
         pair = self._bench.measure(plain, NOTHING, max(budget, 30.0), min_pairs=3, max_pairs=4)
         if pair.result is None:
             raise _Stopped(f"the script as it is: {pair.reason.partition(': ')[2]}")
-        strayed = math.exp(abs(math.log(pair.result.ratio))) - 1
-        self._bench.floor = max(self._bench.floor, pair.result.floor, strayed)
+        # Two processes may differ for as long as they live; what varies within them, trials see.
+        if not pair.result.low <= 1 <= pair.result.high:
+            strayed = math.exp(abs(math.log(pair.result.ratio))) - 1
+            self._bench.floor = max(self._bench.floor, strayed)
+        self._floor = max(self._bench.floor, pair.result.floor)
         compared = compare(pair.a, pair.b, Parity.EXACT, is_repeatable=True)
         self._is_repeatable = compared.is_equal is not False
-        self._told(f"  A/A noise ±{self._bench.floor:.1%}")
+        self._told(f"  A/A noise ±{self._floor:.1%}")
 
     def _alone(self, plain: Against, cure: Cure, remaining: int) -> None:
         """One cure against the script as it is, in several variants where it has them."""
@@ -186,12 +190,9 @@ class _Proving:
     def _may_help(self, tried: _Tried) -> bool:
         """Whether something that has not won alone could do so beside others."""
         proof = tried.proof
-        is_fine = proof.trial is not None and not proof.setup_s
-        return (
-            proof.outcome == "left alone"
-            and is_fine
-            and not proof.reason.startswith((_CHANGES, LEFT))
-        )
+        if proof.outcome != "left alone" or proof.trial is None or proof.repays_after:
+            return False
+        return not proof.reason.startswith((_CHANGES, LEFT))
 
     def _with(self, chosen: list[Cure], cure: Cure) -> list[Cure]:
         """The chosen and one more, if that is faster still."""
@@ -348,7 +349,7 @@ class _Proving:
         return Prescription(
             proofs=proofs,
             together=self._final.proof if self._final else None,
-            floor=self._bench.floor,
+            floor=self._floor,
             run_steps=self._run_steps,
             before_s=before_s,
             after_s=after_s,

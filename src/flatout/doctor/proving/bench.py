@@ -19,8 +19,8 @@ from flatout.doctor.trials.side import Showed
 # Processes of the same script differ by so much for as long as they live, whatever their blocks
 # say: nearer to 1 nothing is believed.
 _LEAST_FLOOR = 0.02
-# A trial takes one start, and so many seconds of blocks at least.
-_BLOCKS_S = 4.0
+# A trial takes a start, and warming up and two quadruples of blocks, at least.
+_BLOCKS, _SHORTEST_S = 10, 0.3
 _SLOWER_START = 1.3
 LEFT = "it stays as written"
 
@@ -48,6 +48,7 @@ class Bench:
         self.floor = _LEAST_FLOOR
         self.epoch_steps = epoch_steps(verdict.observations[0])
         self.start_s = 0.0
+        self._block_s = _SHORTEST_S
         self.held = ""
         self.refused: list[dict[str, str]] = []
         self._most_steps = steps_at_all(verdict)
@@ -63,7 +64,7 @@ class Bench:
     @property
     def needed_s(self) -> float:
         """What one trial takes at least."""
-        return _SLOWER_START * self.start_s + _BLOCKS_S
+        return _SLOWER_START * self.start_s + _BLOCKS * self._block_s
 
     def against(self, cure: Cure) -> closing[Against]:
         """The side that others are measured against, to be used in `with`.
@@ -119,6 +120,10 @@ class Bench:
             is_vain=lambda b: why_left(cure, b),
         )
         self.start_s = max(self.start_s, pair.a.started_s)
+        if pair.blocks:
+            one = pair.blocks[0]
+            block_s = one.whole_step_s * (one.steps + pair.dropped)
+            self._block_s = block_s if self._block_s == _SHORTEST_S else min(block_s, self._block_s)
         self.held = pair.held
         self.refused += [one for one in pair.refused if one not in self.refused]
         return pair

@@ -77,7 +77,7 @@ def compare(a: Showed, b: Showed, parity: Parity, *, is_repeatable: bool) -> Com
         step = int(np.flatnonzero(np.isfinite(one) != np.isfinite(other))[0])
         words = f"finite on one side only from step {step + 1} on"
         return Compared(False, parity, words, batches, False)
-    words = f"{_shift(one, other):.1%} apart on average over {steps} steps"
+    words = f"{100 * _shift(one, other):.2g}% apart on average over {steps} steps"
     if parity is Parity.EXACT and is_repeatable:
         return Compared(False, parity, f"{words}, not bit-identical", batches, False)
     holds = _level_holds(one, other)

@@ -28,6 +28,7 @@ _WARM_STEPS = 2
 # Blocks that a script of few steps should have room for, before it must be started anew.
 _BLOCKS_IN_A_LIFE = (4, 2, 1)
 _GOOD_STEPS = 8
+_SLACK = 1.5
 
 
 @dataclass
@@ -183,7 +184,8 @@ class Against:
         Args:
             b: the same script with a cure. Both must call `baton.at_step` after each step.
             terms: how long and how often.
-            budget_s: seconds for all of it, the start of B included.
+            budget_s: seconds for all of it, the start of B included; more where two quadruples
+                take longer.
             warm: steps that B runs before anything is counted, such as those that fill a cache.
             is_vain: says why nothing need be measured, once B has warmed up; else "".
 
@@ -218,7 +220,7 @@ class Against:
         return pair
 
     def _warm_up(self, pair: Pair, b: Side) -> None:
-        """What a step takes: these blocks are not counted, and bring both past their first steps."""
+        """What a step takes: blocks that are not counted, and bring both past their first steps."""
         pair.dropped = max(self._a.queue, b.queue) + _WARM_STEPS
         if self._a.step_s == math.inf:
             self._a.warm_up(pair.dropped)
@@ -227,7 +229,11 @@ class Against:
     def _measure(self, pair: Pair, b: Side, terms: Terms, until: float) -> None:
         a = self._a
         left = until - time.monotonic()
-        steps = terms.steps(max(a.step_s, b.step_s), left, pair.dropped, a.most_steps)
+        slowest = max(a.step_s, b.step_s)
+        steps = terms.steps(slowest, left, pair.dropped, a.most_steps)
+        # One quadruple proves nothing: two are made, unless all the time there is ends before.
+        two = 8 * (pair.dropped + steps) * slowest * _SLACK
+        left = max(left, min(two, self._until - time.monotonic()))
 
         def measured(side: Side) -> Callable[[], float]:
             def one() -> float:
