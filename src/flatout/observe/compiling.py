@@ -15,7 +15,7 @@ def skip_our_frames(eval_frame: Any) -> None:
     A hook that runs between two compiled frames would else be compiled as a frame of its own.
     """
     for name, module in list(sys.modules.items()):
-        if name.startswith(("flatout.observe", "flatout.cures")):
+        if name.startswith(("flatout.observe", "flatout.cures", "flatout.doctor.trials")):
             # A warning in compiled code quotes its line: reading the file there is compiled too.
             linecache.getlines(str(module.__file__))
             for code in _codes_of(vars(module), name):

@@ -137,8 +137,12 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def watch_loaders(module: Any, watch: Watch) -> None:
-    """Hooks into torch.utils.data.dataloader."""
+def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> None:
+    """Hooks into torch.utils.data.dataloader.
+
+    Args:
+        looks_within: also what the time of the first batches goes to.
+    """
     known: dict[int, SeenLoader] = {}
 
     def seen_of(loader: Any, site: Site | None) -> SeenLoader:
@@ -151,6 +155,8 @@ def watch_loaders(module: Any, watch: Watch) -> None:
 
     _watch_iterations(module.DataLoader, watch, seen_of)
     watch_batches(module._BaseDataLoaderIter, watch, seen_of)
+    if not looks_within:
+        return
 
     def probe_of(fetcher: Any) -> tuple[Probe, Looker] | None:
         lanes = watch.lanes

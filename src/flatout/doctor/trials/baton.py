@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -33,7 +34,7 @@ class Baton:
         # The steps after which there is something to do: where the block's clock starts, and its
         # end. Before the first block that is the script's first step.
         self._first = self._last = self._next = 1
-        self._began = 0
+        self._began = self._resumed = self._between = 0
 
     def step(self) -> None:
         """A step has ended; returns when the next one may begin."""
@@ -43,13 +44,15 @@ class Baton:
         _finish_device()
         now = perf_counter_ns()
         if self._done == self._first < self._last:
-            self._began, self._next = now, self._last
+            self._began, self._next, self._between = now, self._last, _between()
             return
         steps = self._last - self._first
+        between = _between() - self._between
+        times = {"resumed": self._resumed, "began": self._began, "ended": now, "between": between}
         self._tell(
-            {"steps": steps, "began": self._began, "ended": now, "done": self._done}
+            {"steps": steps, "done": self._done, **times, **_more()}
             if steps
-            else {"queue": _queued_batches(), "pid": self._pid}
+            else {"queue": _queued_batches(), "pid": self._pid, **_more()}
         )
         self._wait()
 
@@ -63,10 +66,25 @@ class Baton:
         dropped, steps = map(int, line.split())
         self._first = self._next = self._done + dropped
         self._last = self._first + steps
+        self._resumed = perf_counter_ns()
 
 
 _baton: Baton | None = None
 _is_asked = False
+_between: Callable[[], int] = lambda: 0  # noqa: E731
+_more: Callable[[], dict[str, Any]] = dict
+
+
+def tell_also(between: Callable[[], int], more: Callable[[], dict[str, Any]]) -> None:
+    """What else the trial hears of each block.
+
+    Args:
+        between: gives the time so far, in nanoseconds, that was no part of any step, such as
+            evaluation; what of it falls into a block is told with that.
+        more: gives what was recorded since it was last called, as plain data.
+    """
+    global _between, _more
+    _between, _more = between, more
 
 
 def at_step() -> None:

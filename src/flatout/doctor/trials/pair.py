@@ -2,58 +2,33 @@
 
 One runs at a time; the other is stopped with everything that it has begun. They change places at
 step boundaries (baton.py), after the device has finished. A block is longer than what DataLoader
-workers make ahead, and its first steps, as many as that and two more, are not counted.
+workers make ahead, and its first steps, as many as that and two more, are not counted. Nor is what
+the process says lay between steps, such as evaluation, unless that is what is measured.
+
+A script that ends by itself may be started anew, so that short ones can be measured too. A stays
+alive from one B to the next.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import secrets
-import select
-import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from flatout.doctor.trials import baton
 from flatout.doctor.trials.process import Ended, Job, Process
-from flatout.doctor.trials.scratch import scratch, temporary_of
+from flatout.doctor.trials.scratch import scratch
+from flatout.doctor.trials.side import FEWEST_STEPS, Block, Showed, Side
 from flatout.measure.trial import TrialResult, run_trial
 
 _SHORTEST_S = 0.25
-_FEWEST_STEPS = 3
 _WARM_STEPS = 2
-_WHO = struct.Struct("3i")  # pid, user and group of a socket's other end
-# Of a block's expected time, before it counts as stuck.
-_PATIENCE = 20.0
-_PATIENCE_S = 15.0
-
-
-@dataclass(frozen=True)
-class Block:
-    """Steps that were counted.
-
-    Attributes:
-        side: "a" or "b".
-        steps: how many.
-        began, ended: of their time, on the clock that all processes share, in nanoseconds.
-    """
-
-    side: str
-    steps: int
-    began: int
-    ended: int
-
-    @property
-    def step_s(self) -> float:
-        """Seconds per step."""
-        return (self.ended - self.began) / self.steps / 1e9
+# Blocks that a script of few steps should have room for, before it must be started anew.
+_BLOCKS_IN_A_LIFE = (4, 2, 1)
+_GOOD_STEPS = 8
+_SLACK = 1.5
 
 
 @dataclass
@@ -68,6 +43,7 @@ class Pair:
         held: what contained the processes: "overlay", "landlock" or "python".
         refused: what the script was not allowed to do: {"kind", "what", "where"}.
         seconds: that the whole trial took, starts included.
+        a, b: what the two have shown beside their times.
     """
 
     result: TrialResult | None = None
@@ -77,6 +53,210 @@ class Pair:
     held: str = ""
     refused: list[dict[str, str]] = field(default_factory=list)
     seconds: float = 0.0
+    a: Showed = field(default_factory=Showed)
+    b: Showed = field(default_factory=Showed)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How long and how often is measured.
+
+    Attributes:
+        max_pairs, min_pairs: quadruples A B B A at most, and at least where there is time.
+        block_s: seconds that a block lasts at most, unless it must be longer than the queue; less
+            where the budget has no room for `max_pairs`.
+        floor: how far from 1 a ratio of the script to itself may lie, as known beforehand.
+        epoch_steps: of an epoch; blocks that are longer are whole epochs. None: nobody knows.
+        in_epochs: all blocks are whole epochs, for what happens once in each.
+        counts_between: evaluation and saving are a part of what is measured.
+    """
+
+    max_pairs: int = 8
+    min_pairs: int = 2
+    block_s: float = 1.0
+    floor: float = 0.0
+    epoch_steps: int | None = None
+    in_epochs: bool = False
+    counts_between: bool = False
+
+    def steps(self, step_s: float, left_s: float, dropped: int, most: int | None) -> int:
+        """Steps that a block counts.
+
+        Args:
+            step_s: seconds per step of the slower side.
+            left_s: seconds for the whole trial.
+            dropped: steps at the start of a block that are not counted.
+            most: steps that the script takes in all; None where nobody knows.
+
+        Raises:
+            Ended: the script does not take so many.
+        """
+        wanted = min(max(left_s / (4 * self.max_pairs), _SHORTEST_S), self.block_s)
+        fewest = max(dropped - _WARM_STEPS + 1, FEWEST_STEPS)
+        steps = max(math.ceil(wanted / step_s) - dropped, fewest)
+        epoch = self.epoch_steps or 0
+        if epoch and (self.in_epochs or steps >= epoch):
+            steps = max(1, round(steps / epoch)) * epoch
+            fewest = epoch if self.in_epochs else fewest
+        if most is None:
+            return steps
+        room = most - 1 - dropped - FEWEST_STEPS
+        for blocks in _BLOCKS_IN_A_LIFE:
+            fits = room // blocks - dropped
+            if self.in_epochs:
+                fits -= fits % epoch
+            if fits >= max(fewest, min(steps, _GOOD_STEPS)):
+                return min(steps, fits)
+        if fits < fewest:
+            raise Ended(f"the script takes {most} steps only, too few to be measured")
+        return min(steps, fits)
+
+
+class Against:
+    """One side, against which others are measured one after another; it lives until `close`.
+
+    Args:
+        a: the script as it is.
+        folder: of the trials, as `scratch` gives it.
+        until: when all waiting ends, on the monotonic clock.
+        passes: folders in which the processes may change files, such as one for their results.
+        is_redirected: True: redirect Python's functions even where the kernel can overlay files.
+        most_steps: how many steps the script takes before it ends; None where nobody knows.
+        is_renewed: whether a script that has ended by itself is started anew.
+        started: called with "a" or "b" and each process once it runs.
+
+    Raises:
+        FlatoutError: the process cannot be started at all.
+    """
+
+    def __init__(
+        self,
+        a: Job,
+        folder: Path,
+        until: float,
+        *,
+        passes: Sequence[Path] = (),
+        is_redirected: bool | None = None,
+        most_steps: int | None = None,
+        is_renewed: bool = False,
+        started: Callable[[str, Process], None] = lambda side, process: None,
+    ) -> None:
+        def start(name: str, job: Job, until: float, warm: int) -> Side:
+            return Side(
+                name,
+                job,
+                folder,
+                until,
+                passes=passes,
+                is_redirected=is_redirected,
+                warm=warm,
+                most_steps=most_steps,
+                is_renewed=is_renewed,
+                started=started,
+            )
+
+        self._until = until
+        self._start = start
+        self._has_met = False
+        self._a = start("a", a, until, 0)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more can be measured against it."""
+        return self._a.has_ended
+
+    @property
+    def start_s(self) -> float:
+        """What a start of it takes, up to its first step; 0 before that."""
+        return self._a.showed.started_s
+
+    def measure(
+        self,
+        b: Job,
+        terms: Terms,
+        *,
+        budget_s: float,
+        warm: int = 0,
+        is_vain: Callable[[Showed], str] = lambda b: "",
+    ) -> Pair:
+        """Measures the steps of A against those of B, in the current folder.
+
+        Args:
+            b: the same script with a cure. Both must call `baton.at_step` after each step.
+            terms: how long and how often.
+            budget_s: seconds for all of it, the start of B included; more where two quadruples
+                take longer.
+            warm: steps that B runs before anything is counted, such as those that fill a cache.
+            is_vain: says why nothing need be measured, once B has warmed up; else "".
+
+        Raises:
+            FlatoutError: a process cannot be started at all.
+        """
+        began = time.monotonic()
+        until = min(self._until, began + budget_s)
+        pair = Pair(held=self._a.process.held)
+        other: Side | None = None
+        try:
+            if not self._has_met:
+                self._a.meet()
+                self._has_met = True
+            with closing(self._start("b", b, until, warm)) as other:
+                other.meet()
+                other.until = self._until
+                self._warm_up(pair, other)
+                reason = is_vain(other.showed)
+                if reason:
+                    raise Ended(reason)
+                self._measure(pair, other, terms, until)
+        except Ended as ended:
+            of = "a" if other is None or (self._a.has_ended and not other.has_ended) else "b"
+            pair.reason = f"{of}: {ended.what}"
+            pair.result = _from_whole_quadruples(pair.blocks, terms)
+        sides = [self._a, *([other] if other is not None else [])]
+        pair.refused = [one for side in sides for one in side.refused()]
+        pair.a = self._a.showed
+        pair.b = other.showed if other is not None else Showed()
+        pair.seconds = time.monotonic() - began
+        return pair
+
+    def _warm_up(self, pair: Pair, b: Side) -> None:
+        """What a step takes: blocks that are not counted, and bring both past their first steps."""
+        pair.dropped = max(self._a.queue, b.queue) + _WARM_STEPS
+        if self._a.step_s == math.inf:
+            self._a.warm_up(pair.dropped)
+        b.warm_up(pair.dropped)
+
+    def _measure(self, pair: Pair, b: Side, terms: Terms, until: float) -> None:
+        a = self._a
+        left = until - time.monotonic()
+        slowest = max(a.step_s, b.step_s)
+        steps = terms.steps(slowest, left, pair.dropped, a.most_steps)
+        # One quadruple proves nothing: two are made, unless all the time there is ends before.
+        two = 8 * (pair.dropped + steps) * slowest * _SLACK
+        left = max(left, min(two, self._until - time.monotonic()))
+
+        def measured(side: Side) -> Callable[[], float]:
+            def one() -> float:
+                block = side.block(pair.dropped, steps)
+                pair.blocks.append(block)
+                return _time_of(block, terms)
+
+            return one
+
+        pair.result = run_trial(
+            measured(a),
+            measured(b),
+            max_pairs=terms.max_pairs,
+            min_pairs=min(terms.min_pairs, terms.max_pairs),
+            deadline_s=left,
+            floor=terms.floor,
+        )
+        if pair.result.pairs == 1 < terms.max_pairs:
+            pair.reason = "the time given had room for one comparison only, which proves nothing"
+
+    def close(self) -> None:
+        """Ends it."""
+        self._a.close()
 
 
 def run_pair(
@@ -90,197 +270,47 @@ def run_pair(
     is_redirected: bool | None = None,
     started: Callable[[str, Process], None] = lambda side, process: None,
 ) -> Pair:
-    """Measure the steps of A against those of B, in the current folder.
+    """Measures the steps of A against those of B once, in the current folder.
 
     Whatever a script does, both are gone afterwards, and its files are as they were.
 
     Args:
-        a: the script as it is.
-        b: the same with a cure. Both must call `baton.at_step` after each optimiser step.
+        a, passes, is_redirected, started: as of Against.
+        b: the same script with a cure.
         budget_s: seconds for everything, from the first start on.
-        max_pairs: the most quadruples A B B A.
-        block_s: seconds that a block lasts at most, unless it must be longer than the queue; less
-            where the budget has no room for `max_pairs`.
-        passes: folders in which the processes may change files, such as one for their results.
-        is_redirected: True: redirect Python's functions even where the kernel can overlay files.
-        started: called with "a" or "b" and each process once it runs.
+        max_pairs, block_s: as of Terms.
 
     Raises:
         FlatoutError: a process cannot be started at all.
     """
     began = time.monotonic()
-    pair = Pair()
-    with scratch() as folder, ExitStack() as stack:
-        sides: list[_Side] = []
-        try:
-            for name, job in (("a", a), ("b", b)):
-                side = _Side(name, job, folder, passes, is_redirected, began + budget_s)
-                stack.enter_context(closing(side))
-                sides.append(side)
-                started(name, side.process)
-                side.meet()
-            pair.held = sides[0].process.held
-            _measure(pair, sides[0], sides[1], began + budget_s, max_pairs, block_s)
-        except Ended as ended:
-            pair.reason = f"{sides[-1].name if len(sides) < 2 else _ended(sides)}: {ended.what}"
-            pair.result = _from_whole_quadruples(pair.blocks)
-        pair.refused = [one for side in sides for one in side.process.refused()]
+    until = began + budget_s
+    with scratch() as folder:
+        one = Against(a, folder, until, passes=passes, is_redirected=is_redirected, started=started)
+        with closing(one) as against:
+            terms = Terms(max_pairs=max_pairs, block_s=block_s)
+            pair = against.measure(b, terms, budget_s=until - time.monotonic())
     pair.seconds = time.monotonic() - began
     return pair
 
 
-def _ended(sides: Sequence[_Side]) -> str:
-    return next((side.name for side in sides if side.has_ended), sides[-1].name)
+def _time_of(block: Block, terms: Terms) -> float:
+    return block.whole_step_s if terms.counts_between else block.step_s
 
 
-def _measure(pair: Pair, a: _Side, b: _Side, until: float, max_pairs: int, block_s: float) -> None:
-    queue = max(a.queue, b.queue)
-    pair.dropped = queue + _WARM_STEPS
-    # What a step takes: these blocks are not counted, and bring both past their first steps.
-    slowest = max(side.block(pair.dropped, _FEWEST_STEPS).step_s for side in (a, b))
-    left = until - time.monotonic()
-    wanted = min(max(left / (4 * max_pairs), _SHORTEST_S), block_s)
-    steps = max(math.ceil(wanted / slowest) - pair.dropped, queue + 1, _FEWEST_STEPS)
-
-    def measured(side: _Side) -> Callable[[], float]:
-        def one() -> float:
-            block = side.block(pair.dropped, steps)
-            pair.blocks.append(block)
-            return block.step_s
-
-        return one
-
-    pair.result = run_trial(measured(a), measured(b), max_pairs=max_pairs, deadline_s=left)
-    if pair.result.pairs == 1 < max_pairs:
-        pair.reason = "the time given had room for one comparison only, which proves nothing"
-
-
-def _from_whole_quadruples(blocks: Sequence[Block]) -> TrialResult | None:
+def _from_whole_quadruples(blocks: Sequence[Block], terms: Terms) -> TrialResult | None:
     """The result of what was measured before a trial was cut off."""
     whole = len(blocks) // 4
     if whole < 2:
         return None
     times = {
-        side: iter([block.step_s for block in blocks[: 4 * whole] if block.side == side])
+        side: iter([_time_of(block, terms) for block in blocks[: 4 * whole] if block.side == side])
         for side in "ab"
     }
     return run_trial(
-        lambda: next(times["a"]), lambda: next(times["b"]), max_pairs=whole, min_pairs=whole
+        lambda: next(times["a"]),
+        lambda: next(times["b"]),
+        max_pairs=whole,
+        min_pairs=whole,
+        floor=terms.floor,
     )
-
-
-class _Side:
-    """One of the two, at a step boundary between its blocks, stopped."""
-
-    def __init__(
-        self,
-        name: str,
-        job: Job,
-        folder: Path,
-        passes: Sequence[Path],
-        is_redirected: bool | None,
-        until: float,
-    ) -> None:
-        self.name = name
-        self.has_ended = False
-        self.queue = 0
-        self._until = until
-        self._expected_s = math.inf
-        self._waiting = b""
-        self._connection: socket.socket | None = None
-        self._listener = socket.socket(socket.AF_UNIX)
-        address = f"flatout-{secrets.token_hex(12)}"
-        self._listener.bind(f"\0{address}")
-        self._listener.listen(1)
-        try:
-            self.process = Process(
-                Job(job.command, {**job.variables, baton.VARIABLE: address}),
-                folder / name,
-                temporary_of(folder) / name,
-                passes=passes,
-                is_redirected=is_redirected,
-            )
-        except BaseException:
-            self._listener.close()
-            raise
-
-    def meet(self) -> None:
-        """Wait for the script's first step."""
-        self.queue = int(self._heard("its first step")["queue"])
-        self._stop()
-
-    def block(self, dropped: int, steps: int) -> Block:
-        """Let it run for `dropped` steps, and then for `steps` more that are counted."""
-        assert self._connection is not None
-        self._go()
-        self._connection.sendall(f"{dropped} {steps}\n".encode())
-        said = self._heard(f"the end of a block of {dropped + steps} steps")
-        self._stop()
-        block = Block(self.name, int(said["steps"]), int(said["began"]), int(said["ended"]))
-        self._expected_s = block.step_s * (dropped + steps)
-        for refused in self.process.refused():
-            if refused["kind"] == "write":
-                raise Ended(f"{refused['what']} ({refused['where']})")
-        return block
-
-    def close(self) -> None:
-        """End it."""
-        self.process.end()
-        self._listener.close()
-        if self._connection is not None:
-            self._connection.close()
-
-    def _go(self) -> None:
-        self._watched(self.process.go)
-
-    def _stop(self) -> None:
-        self._watched(self.process.stop)
-
-    def _watched(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Ended:
-            self.has_ended = True
-            raise
-
-    def _heard(self, what: str) -> dict[str, Any]:
-        """What the script says next, at a step boundary."""
-        stuck = time.monotonic() + max(self._expected_s * _PATIENCE, _PATIENCE_S)
-        until = min(self._until, stuck)
-        while b"\n" not in self._waiting:
-            spoken = (self._connection or self._listener).fileno()
-            left = max(until - time.monotonic(), 0)
-            ready, _, _ = select.select([spoken, self.process.said], [], [], left)
-            if not ready:
-                self.has_ended = True
-                reason = "in the time given" if until == self._until else "long after it was due"
-                raise Ended(f"{what} did not come {reason}")
-            if spoken not in ready:
-                self._watched(self.process.hear)
-            elif self._connection is None:
-                self._accept()
-            else:
-                self._read()
-        line, _, self._waiting = self._waiting.partition(b"\n")
-        return dict(json.loads(line))
-
-    def _accept(self) -> None:
-        """The first process of the script that comes takes part, and nobody else's."""
-        connection, _ = self._listener.accept()
-        who = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _WHO.size)
-        if _WHO.unpack(who)[1] != os.geteuid():
-            connection.close()
-            return
-        self._connection = connection
-        self._listener.close()
-
-    def _read(self) -> None:
-        assert self._connection is not None
-        read = self._connection.recv(65536)
-        self._waiting += read
-        if not read:  # the process that trains is gone; the script itself is soon
-            ready, _, _ = select.select([self.process.said], [], [], _PATIENCE_S)
-            self.has_ended = True
-            if ready:
-                self.process.hear()
-            raise Ended("the process that trains has ended")

@@ -90,11 +90,12 @@ def remove(folder: Path) -> None:
     temporary = _owner(folder).get("temporary", "")
     # Only what this room has made: a file can be damaged.
     if Path(temporary).name.startswith("flatout-") and Path(temporary).is_dir():
-        _remove_tree(Path(temporary))
-    _remove_tree(folder)
+        remove_tree(Path(temporary))
+    remove_tree(folder)
 
 
-def _remove_tree(folder: Path) -> None:
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, whatever rights a script gave what lies in it."""
     for path, folders, _ in os.walk(folder):
         for name in folders:
             one = os.path.join(path, name)

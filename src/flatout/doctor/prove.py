@@ -1,0 +1,400 @@
+"""From a verdict to a prescription: each cure is tried on the script itself, then those that win.
+
+    1  itself     the script against itself: the noise, and whether it repeats its losses
+    2  alone      each cure against the script as it is; numbers of workers and threads in variants
+    3  beside     what did not win alone is tried on top of what did: bf16 alone may be slower where
+                  bf16 with channels_last is three times faster. What adds nothing goes
+    4  together   all that is left against the script as it is, measured anew, which also keeps a
+                  chance win of step 2 from being prescribed
+
+The script as it is stays alive, stopped, from the first trial to the last.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from flatout.doctor.judge import Verdict
+from flatout.doctor.prescription import Outcome, Prescription, Proof
+from flatout.doctor.proving.bench import LEFT, Bench, counts_between
+from flatout.doctor.proving.cure import NOTHING, Cure, cures_of, together
+from flatout.doctor.proving.losses import compare
+from flatout.doctor.proving.obstacles import obstacle
+from flatout.doctor.proving.whole_run import run_steps, setup_s, whole_s
+from flatout.doctor.trials.pair import Against, Pair
+from flatout.doctor.trials.scratch import scratch
+from flatout.errors import FlatoutError
+from flatout.recipe import Parity
+
+# Shares of the budget: for the script against itself at most, and what is kept for the last trials.
+_ITSELF, _KEPT = 0.25, 0.25
+# What takes less once needs no words.
+_LEAST_SETUP_S = 0.5
+# A variant that is nearly as fast with fewer workers or threads is as good.
+_AS_GOOD = 0.98
+
+
+class _Stopped(Exception):
+    """No more trials can be made, and why."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A cure, what its trial showed and what follows."""
+
+    cure: Cure
+    proof: Proof
+    pair: Pair
+
+
+def prove(
+    verdict: Verdict,
+    what: Sequence[str],
+    *,
+    budget_s: float = 120.0,
+    allow: Parity = Parity.TOLERANT,
+    told: Callable[[str], None] = lambda line: None,
+) -> Prescription:
+    """Tries the cures that a verdict's findings offer, in the current folder.
+
+    Nothing of the user's is changed, and no process is left. Ctrl-C ends it early, with what was
+    proven until then.
+
+    Args:
+        verdict: of a first look at the script on this machine.
+        what: the script and its arguments; a module after "-m"; or torchrun's command line.
+        budget_s: seconds for all trials; not exceeded by more than the end of one.
+        allow: the farthest parity of what may be prescribed. What changes learning is not tried.
+        told: is given a line at the start and the end of each trial.
+    """
+    began = time.monotonic()
+    cures = cures_of(verdict, allow) if verdict.observations else []
+    reason = obstacle(verdict)
+    if reason or not cures:
+        untried = [_untried(cure, reason) for cure in cures]
+        return Prescription(proofs=untried, stopped=reason if cures or not verdict.steps else "")
+    with scratch() as folder:
+        proving = _Proving(verdict, what, Bench(verdict, what, folder, budget_s), allow, told)
+        try:
+            proving.run(cures)
+        except KeyboardInterrupt:
+            proving.stopped = "stopped by Ctrl-C"
+        except (_Stopped, FlatoutError) as error:
+            proving.stopped = str(error)
+        prescription = proving.prescription(cures)
+    return replace(prescription, seconds=time.monotonic() - began)
+
+
+class _Proving:
+    """The trials of one script, as far as they have come."""
+
+    def __init__(
+        self,
+        verdict: Verdict,
+        what: Sequence[str],
+        bench: Bench,
+        allow: Parity,
+        told: Callable[[str], None],
+    ) -> None:
+        self.stopped = ""
+        self._verdict = verdict
+        self._bench = bench
+        self._allow = allow
+        self._told = told
+        self._kept_s = bench.left_s * _KEPT
+        self._run_steps = run_steps(verdict, what)
+        self._is_repeatable = False
+        self._floor = 0.0
+        self._tried: dict[tuple[str, ...], _Tried] = {}
+        self._untried: dict[tuple[str, ...], Proof] = {}
+        self._final: _Tried | None = None
+
+    def run(self, cures: Sequence[Cure]) -> None:
+        """All trials, as far as the budget reaches.
+
+        Raises:
+            _Stopped: the script itself ends.
+        """
+        with self._bench.against(NOTHING) as plain:
+            self._itself(plain)
+            for at, cure in enumerate(cures):
+                self._alone(plain, cure, remaining=len(cures) - at)
+            chosen = self._beside(plain)
+            if chosen:
+                self._together(plain, chosen)
+
+    # -- the trials -------------------------------------------------------------------------------
+
+    def _itself(self, plain: Against) -> None:
+        self._told("the script against itself, for the noise ...")
+        budget = _ITSELF * self._bench.left_s
+        pair = self._bench.measure(plain, NOTHING, max(budget, 30.0), min_pairs=3, max_pairs=4)
+        if pair.result is None:
+            raise _Stopped(f"the script as it is: {pair.reason.partition(': ')[2]}")
+        # Two processes may differ for as long as they live; what varies within them, trials see.
+        if not pair.result.low <= 1 <= pair.result.high:
+            strayed = math.exp(abs(math.log(pair.result.ratio))) - 1
+            self._bench.floor = max(self._bench.floor, strayed)
+        self._floor = max(self._bench.floor, pair.result.floor)
+        compared = compare(pair.a, pair.b, Parity.EXACT, is_repeatable=True)
+        self._is_repeatable = compared.is_equal is not False
+        self._told(f"  A/A noise ±{self._floor:.1%}")
+
+    def _alone(self, plain: Against, cure: Cure, remaining: int) -> None:
+        """One cure against the script as it is, in several variants where it has them."""
+        if cure.parity is Parity.LEARNING:
+            self._untried[cure.names] = _untried(cure, Parity.LEARNING.words, "needs your OK")
+            return
+        spare = self._bench.left_s - max(self._kept_s, self._bench.needed_s)
+        if spare < self._bench.needed_s:
+            self._untried[cure.names] = _untried(cure, "no time was left for it")
+            return
+        share = spare / (remaining + len(cure.others))
+        tried = [self._try(plain, cure, max(share, self._bench.needed_s))]
+        for other in cure.others:
+            # The other cures come before the other values of this one.
+            spare = self._bench.left_s - max(self._kept_s, remaining * self._bench.needed_s)
+            if spare > self._bench.needed_s:
+                tried.append(self._try(plain, other, max(share, self._bench.needed_s)))
+        self._tried[cure.names] = _best(tried)
+
+    def _try(self, against: Against, cure: Cure, budget_s: float) -> _Tried:
+        self._told(f"trying {cure.words} ...")
+        pair = self._bench.measure(against, cure, budget_s)
+        proof = self._judged(cure, pair)
+        self._told(f"  {proof.trial.words if proof.trial else proof.reason}")
+        tried = _Tried(cure, proof, pair)
+        if against.has_ended:
+            self._tried[cure.names] = tried
+            raise _Stopped(f"the script as it is: {pair.reason.partition(': ')[2]}")
+        return tried
+
+    def _beside(self, plain: Against) -> list[Cure]:
+        """Which cures belong together."""
+        chosen = [t.cure for t in self._tried.values() if t.proof.outcome == "prescribed"]
+        rest = [t.cure for t in self._tried.values() if self._may_help(t)]
+        if not chosen and len(rest) > 1 and self._has_time(2):
+            found = self._try(plain, together(rest), self._bench.left_s / 2)
+            if found.proof.outcome == "prescribed":
+                chosen, rest = rest, []
+        if not chosen or len(chosen) + len(rest) < 2:
+            return chosen
+        for cure in rest:
+            chosen = self._with(chosen, cure)
+        return self._without_idle(chosen)
+
+    def _may_help(self, tried: _Tried) -> bool:
+        """Whether something that has not won alone could do so beside others."""
+        proof = tried.proof
+        if proof.outcome != "left alone" or proof.trial is None or proof.repays_after:
+            return False
+        return not proof.reason.startswith((_CHANGES, LEFT))
+
+    def _with(self, chosen: list[Cure], cure: Cure) -> list[Cure]:
+        """The chosen and one more, if that is faster still."""
+        if not self._has_time(3, starts=2):
+            return chosen
+        with self._bench.against(together(chosen)) as base:
+            self._told(f"trying {cure.words} beside {together(chosen).words} ...")
+            pair = self._bench.measure(base, together([*chosen, cure]), self._spare())
+        if pair.result is None or not pair.result.wins or not self._learns(cure, pair):
+            return chosen
+        alone = self._tried[cure.names]
+        reason = f"beside {together(chosen).words}: {pair.result.words}"
+        self._tried[cure.names] = replace(
+            alone, proof=replace(alone.proof, outcome="prescribed", reason=reason)
+        )
+        return [*chosen, cure]
+
+    def _without_idle(self, chosen: list[Cure]) -> list[Cure]:
+        """The chosen without those that add nothing to the others."""
+        if len(chosen) < 2 or not self._has_time(3, starts=2):
+            return chosen
+        left = list(chosen)
+        with self._bench.against(together(chosen)) as base:
+            # The least promising first.
+            for cure in sorted(chosen, key=lambda one: self._ratio(one)):
+                fewer = [one for one in left if one is not cure]
+                if not fewer or not self._has_time(2):
+                    break
+                self._told(f"trying without {cure.words} ...")
+                pair = self._bench.measure(base, together(fewer), self._spare())
+                if pair.result is None or pair.result.pairs < 2 or pair.result.loses:
+                    continue
+                if pair.result.low < 1 - self._bench.floor:
+                    continue
+                left = fewer
+                self._drop(cure, f"adds nothing beside {together(fewer).words}")
+        return left
+
+    def _together(self, plain: Against, chosen: list[Cure]) -> None:
+        """The last word: what is left, measured anew, against the script as it is."""
+        everything = together(chosen)
+        while True:
+            final = self._confirmed(plain, everything)
+            if final.proof.outcome == "prescribed":
+                self._final = final
+                return
+            worst = f"{everything.words}: {final.proof.reason or 'not faster'} when measured anew"
+            if len(chosen) == 1:
+                self._drop(chosen[0], worst)
+                return
+            best = max(chosen, key=self._ratio)
+            for cure in chosen:
+                if cure is not best:
+                    self._drop(cure, worst)
+            chosen, everything = [best], best
+
+    def _confirmed(self, plain: Against, cure: Cure) -> _Tried:
+        """A trial of its own where there is time for one, else the one that was made."""
+        if not self._has_time(1) and cure.names in self._tried:
+            return self._tried[cure.names]
+        self._told(f"measuring anew: {cure.words} ...")
+        pair = self._bench.measure(
+            plain, cure, self._bench.left_s, min_pairs=4, max_pairs=6, block_s=1.0
+        )
+        proof = self._judged(cure, pair)
+        self._told(f"  {proof.trial.words if proof.trial else proof.reason}")
+        return _Tried(cure, proof, pair)
+
+    # -- judging ----------------------------------------------------------------------------------
+
+    def _judged(self, cure: Cure, pair: Pair) -> Proof:
+        compared = compare(pair.a, pair.b, cure.parity, is_repeatable=self._is_repeatable)
+        proof = Proof(
+            names=cure.names,
+            words=cure.words,
+            recipe=dict(cure.recipe),
+            edits=cure.edits,
+            trial=pair.result,
+            parity=compared.parity.words,
+            loss=compared.words,
+            same_batches=compared.same_batches,
+            held=pair.held,
+        )
+        result = pair.result
+        if result is None:
+            is_late = "in the time given" in pair.reason
+            reason = pair.reason.partition(": ")[2]
+            if not reason.startswith(LEFT):
+                reason = f"with it {reason}"
+            return replace(proof, outcome="not tried" if is_late else "left alone", reason=reason)
+        once = setup_s(pair.a, pair.b, result.a_median, result.b_median)
+        saved = result.a_median - result.b_median
+        if once >= _LEAST_SETUP_S:
+            repays = math.ceil(once / saved) if result.wins else None
+            proof = replace(proof, setup_s=once, repays_after=repays)
+        if cure.recipe and not cure.own_edits and not pair.b.applied:
+            reason = f"{LEFT}: nothing was found in the script that it concerns"
+            return replace(proof, outcome="left alone", reason=reason)
+        if not compared.holds:
+            return replace(proof, outcome="left alone", reason=f"{_CHANGES}: {compared.words}")
+        if not result.wins:
+            why = "slower" if result.loses else pair.reason or "noise"
+            return replace(proof, outcome="left alone", reason=f"{result.ratio:.2f}x, {why}")
+        if compared.parity > self._allow:
+            return replace(proof, outcome="needs your OK", reason=compared.parity.words)
+        late = self._too_late(proof)
+        return replace(proof, outcome="left alone" if late else "prescribed", reason=late)
+
+    def _too_late(self, proof: Proof) -> str:
+        """Why a cure that takes something once does not pay in this run; "" where it does."""
+        after, run = proof.repays_after, self._run_steps
+        if after is None or run is None or after < run:
+            return ""
+        assert proof.trial is not None
+        return (
+            f"{proof.trial.ratio:.2f}x, {proof.setup_s:.0f} s of set-up repay after {after:,} "
+            f"steps; you run {run:,}"
+        )
+
+    def _learns(self, cure: Cure, pair: Pair) -> bool:
+        return compare(pair.a, pair.b, cure.parity, is_repeatable=self._is_repeatable).holds
+
+    def _ratio(self, cure: Cure) -> float:
+        trial = self._tried[cure.names].proof.trial
+        return 0.0 if trial is None else trial.ratio
+
+    def _drop(self, cure: Cure, reason: str) -> None:
+        tried = self._tried[cure.names]
+        proof = replace(tried.proof, outcome="left alone", reason=reason)
+        self._tried[cure.names] = replace(tried, proof=proof)
+
+    def _has_time(self, trials: int, starts: int = 1) -> bool:
+        more = (starts - 1) * self._bench.start_s
+        return self._bench.left_s > trials * self._bench.needed_s + more
+
+    def _spare(self) -> float:
+        """For one of several trials before the last."""
+        return max(self._bench.needed_s, (self._bench.left_s - self._bench.needed_s) / 3)
+
+    # -- the outcome ------------------------------------------------------------------------------
+
+    def prescription(self, cures: Sequence[Cure]) -> Prescription:
+        """What came of all that."""
+        proofs = []
+        for cure in cures:
+            if cure.names in self._tried:
+                proofs.append(self._tried[cure.names].proof)
+            else:
+                reason = self.stopped or "no time was left for it"
+                proofs.append(self._untried.get(cure.names) or _untried(cure, reason))
+        before_s = after_s = None
+        with suppress(ValueError):
+            before_s, after_s = self._whole_run()
+        return Prescription(
+            proofs=proofs,
+            together=self._final.proof if self._final else None,
+            floor=self._floor,
+            run_steps=self._run_steps,
+            before_s=before_s,
+            after_s=after_s,
+            refused=self._bench.refused,
+            stopped=self.stopped,
+        )
+
+    def _whole_run(self) -> tuple[float | None, float | None]:
+        final, steps = self._final, self._run_steps
+        if final is None or final.pair.result is None or steps is None:
+            return None, None
+        pair, result = final.pair, final.pair.result
+        lanes = self._verdict.observations[0].lanes_ms
+        between = sum((lanes.get(lane) or 0.0) for lane in ("evaluation", "saving")) / 1e3
+        if counts_between(final.cure):
+            between = 0.0
+        before = whole_s(pair.a, pair.a, steps, result.a_median, between)
+        return before, whole_s(pair.a, pair.b, steps, result.b_median, between)
+
+
+_CHANGES = "changes what is learned"
+
+
+def _untried(cure: Cure, reason: str, outcome: Outcome = "not tried") -> Proof:
+    return Proof(
+        names=cure.names,
+        words=cure.words,
+        recipe=dict(cure.recipe),
+        edits=cure.edits,
+        outcome=outcome,
+        reason=reason,
+        parity=cure.parity.words,
+    )
+
+
+def _best(tried: Sequence[_Tried]) -> _Tried:
+    """Of several values of a field the fastest that wins; the lower one where two are alike."""
+    won = [one for one in tried if one.proof.outcome in ("prescribed", "needs your OK")]
+    if not won:
+        return tried[0]
+
+    def ratio(one: _Tried) -> float:
+        assert one.proof.trial is not None
+        return one.proof.trial.ratio
+
+    fastest = max(map(ratio, won))
+    good = [one for one in won if ratio(one) >= _AS_GOOD * fastest]
+    return min(good, key=lambda one: list(one.cure.recipe.values()))

@@ -1,0 +1,144 @@
+"""All trials of one script within one budget: what they cost, and what each is to measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from flatout.doctor.judge import Verdict
+from flatout.doctor.proving.cure import BETWEEN_STEPS, FILLED_BY_AN_EPOCH, IN_EPOCHS, Cure
+from flatout.doctor.proving.jobs import job
+from flatout.doctor.proving.whole_run import epoch_steps, steps_at_all
+from flatout.doctor.trials.pair import Against, Pair, Terms
+from flatout.doctor.trials.scratch import temporary_of
+from flatout.doctor.trials.side import Showed
+
+# Processes of the same script differ by so much for as long as they live, whatever their blocks
+# say: nearer to 1 nothing is believed.
+_LEAST_FLOOR = 0.02
+# A trial takes a start, and warming up and two quadruples of blocks, at least.
+_BLOCKS, _SHORTEST_S = 10, 0.3
+_SLOWER_START = 1.3
+LEFT = "it stays as written"
+
+
+class Bench:
+    """Measures one script against itself with cures.
+
+    Args:
+        verdict: of a first look at it.
+        what: its command.
+        folder: for all trials, as `scratch` gives it.
+        budget_s: seconds for all.
+
+    Attributes:
+        floor: how far from 1 a ratio of the script to itself may lie.
+        epoch_steps: of an epoch; None where nobody knows.
+        start_s: what a start takes, as far as is known.
+        held: what contains the processes.
+        refused: what they were not allowed to do.
+    """
+
+    def __init__(
+        self, verdict: Verdict, what: Sequence[str], folder: Path, budget_s: float
+    ) -> None:
+        self.floor = _LEAST_FLOOR
+        self.epoch_steps = epoch_steps(verdict.observations[0])
+        self.start_s = 0.0
+        self._block_s = _SHORTEST_S
+        self.held = ""
+        self.refused: list[dict[str, str]] = []
+        self._most_steps = steps_at_all(verdict)
+        self._what = what
+        self._folder = folder
+        self._until = time.monotonic() + budget_s
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the budget."""
+        return self._until - time.monotonic()
+
+    @property
+    def needed_s(self) -> float:
+        """What one trial takes at least."""
+        return _SLOWER_START * self.start_s + _BLOCKS * self._block_s
+
+    def against(self, cure: Cure) -> closing[Against]:
+        """The side that others are measured against, to be used in `with`.
+
+        Raises:
+            FlatoutError: it cannot be started here.
+        """
+        one = Against(
+            self._job(cure),
+            self._folder,
+            self._until,
+            most_steps=self._most_steps,
+            is_renewed=True,
+        )
+        return closing(one)
+
+    def measure(
+        self,
+        against: Against,
+        cure: Cure,
+        budget_s: float,
+        *,
+        min_pairs: int = 2,
+        max_pairs: int = 4,
+        block_s: float = 0.5,
+    ) -> Pair:
+        """Measures the script with a cure, until the answer is clear.
+
+        Args:
+            against: what it is measured against.
+            cure: what is done differently.
+            budget_s: seconds at most, unless there is less left for all.
+            min_pairs, max_pairs, block_s: as of Terms.
+
+        Raises:
+            FlatoutError: it cannot be started here.
+        """
+        fills = self.epoch_steps if cure.fields & set(FILLED_BY_AN_EPOCH) else None
+        terms = Terms(
+            max_pairs=max_pairs,
+            min_pairs=min_pairs,
+            block_s=block_s,
+            floor=self.floor,
+            epoch_steps=self.epoch_steps,
+            in_epochs=bool(cure.fields & set(IN_EPOCHS)) and self.epoch_steps is not None,
+            counts_between=counts_between(cure),
+        )
+        pair = against.measure(
+            self._job(cure),
+            terms,
+            budget_s=budget_s,
+            warm=fills or 0,
+            is_vain=lambda b: why_left(cure, b),
+        )
+        self.start_s = max(self.start_s, pair.a.started_s)
+        if pair.blocks:
+            one = pair.blocks[0]
+            block_s = one.whole_step_s * (one.steps + pair.dropped)
+            self._block_s = block_s if self._block_s == _SHORTEST_S else min(block_s, self._block_s)
+        self.held = pair.held
+        self.refused += [one for one in pair.refused if one not in self.refused]
+        return pair
+
+    def _job(self, cure: Cure) -> Any:
+        return job(self._what, cure, temporary_of(self._folder))
+
+
+def why_left(cure: Cure, b: Showed) -> str:
+    """Why the script with a cure stays as it is; "" where the cure has taken hold, or may yet."""
+    if not cure.recipe or cure.own_edits or any(name not in b.left for name in cure.recipe):
+        return ""
+    return f"{LEFT}: {next(b.left[name] for name in cure.recipe)}"
+
+
+def counts_between(cure: Cure) -> bool:
+    """Whether what it saves lies between steps, so that this is measured too."""
+    return bool(cure.fields & set(BETWEEN_STEPS))

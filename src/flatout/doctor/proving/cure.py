@@ -1,0 +1,190 @@
+"""What may be tried: the cures that a verdict's findings offer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flatout.doctor.finding import Edit, Finding
+from flatout.doctor.judge import Verdict
+from flatout.observe import Observation
+from flatout.recipe import ModelFacts, Parity, of_change
+
+# Once in each epoch: their trials are measured in whole epochs.
+IN_EPOCHS = ("script.persistent_workers", "script.cache", "script.evaluation")
+# They pay from the second epoch on.
+FILLED_BY_AN_EPOCH = ("script.cache",)
+# What they save lies between steps.
+BETWEEN_STEPS = ("script.evaluation", "save.asynchronous")
+_COMPILE = "compute.compile"
+_MOST_VALUES = 4
+
+_WORDS: dict[str, str] = {
+    "compute.fused_optimizer": "fused optimiser",
+    "compute.compile": "torch.compile",
+    "compute.rewrites": "activation behind pooling",
+    "memory.allocator": "memory kept by the allocator",
+    "input.pin_memory": "pinned memory",
+    "script.persistent_workers": "workers that stay",
+    "script.cache": "samples cached in memory",
+    "script.zero_grad": "gradients dropped, not zeroed",
+    "script.garbage": "garbage collection scheduled",
+    "script.empty_cache": "no empty_cache",
+    "script.host_syncs": "numbers read when they are used",
+    "script.evaluation": "evaluation without gradients",
+    "script.cudnn_benchmark": "cuDNN benchmark",
+    "script.gradient_sync": "gradients summed once per step",
+    "script.unused_parameters": "no search for unused parameters",
+}
+
+
+@dataclass(frozen=True)
+class Cure:
+    """Something to be done differently; several together are one, too.
+
+    Attributes:
+        names: of the findings that it cures.
+        words: in a few words, such as "workers 0 to 2".
+        recipe: changes of a Recipe, by dotted name.
+        edits: changes of the user's code; made in trials only where there is no Recipe for it.
+        parity: the most that it may change, by its kind.
+        others: other values of its fields that are worth a try.
+        own_edits: those that a trial makes.
+    """
+
+    names: tuple[str, ...]
+    words: str
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    edits: tuple[Edit, ...] = ()
+    parity: Parity = Parity.EXACT
+    others: tuple[Cure, ...] = ()
+    own_edits: tuple[Edit, ...] = ()
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Of the Recipe."""
+        return frozenset(self.recipe)
+
+
+NOTHING = Cure((), "the script as it is")
+
+
+def together(cures: Iterable[Cure]) -> Cure:
+    """All of them at once."""
+    joined = NOTHING
+    for cure in cures:
+        joined = Cure(
+            names=(*joined.names, *cure.names),
+            words=f"{joined.words}, {cure.words}" if joined.names else cure.words,
+            recipe={**joined.recipe, **cure.recipe},
+            edits=(*joined.edits, *cure.edits),
+            parity=max(joined.parity, cure.parity),
+            own_edits=(*joined.own_edits, *cure.own_edits),
+        )
+    return joined
+
+
+def cures_of(verdict: Verdict, allow: Parity) -> list[Cure]:
+    """Cures in the order in which they are to be tried.
+
+    Those that need the user's OK come behind those that do not, and compiling, which takes longest,
+    at the end; else the order is that of the findings: by the most that each can return.
+    """
+    seen = verdict.observations[0]
+    found: dict[Any, Cure] = {}
+    for finding in verdict.findings:
+        if finding.kind != "slow" or not (finding.recipe or finding.edits):
+            continue
+        cure = _cure(finding, seen)
+        key = cure.fields or cure.edits
+        found[key] = _joined(found[key], cure) if key in found else cure
+    cures = [_with_values(cure, seen) for cure in found.values()]
+    return sorted(cures, key=lambda cure: (_COMPILE in cure.recipe, cure.parity > allow))
+
+
+def _cure(finding: Finding, seen: Observation) -> Cure:
+    return Cure(
+        names=(finding.name,),
+        words=_recipe_words(finding.recipe, seen) if finding.recipe else _edit_words(finding),
+        recipe=dict(finding.recipe),
+        edits=finding.edits,
+        parity=_parity(finding, seen),
+        own_edits=() if finding.recipe else finding.edits,
+    )
+
+
+def _joined(one: Cure, other: Cure) -> Cure:
+    """One cure for two findings; where they ask for different values both are tried."""
+    more = () if other.recipe == one.recipe else (other,)
+    edits = tuple(dict.fromkeys((*one.edits, *other.edits)))
+    parity = max(one.parity, other.parity)
+    names = tuple(dict.fromkeys((*one.names, *other.names)))
+    return replace(one, names=names, edits=edits, parity=parity, others=(*one.others, *more))
+
+
+def _parity(finding: Finding, seen: Observation) -> Parity:
+    facts = _facts(seen)
+    said = Parity.from_words(finding.parity) if finding.parity else Parity.EXACT
+    changes = (of_change(name, None, value, facts) for name, value in finding.recipe.items())
+    return max([said, *changes])
+
+
+def _facts(seen: Observation) -> ModelFacts:
+    layers = {layer for model in seen.models for layer in model.layers}
+    return ModelFacts(
+        batch_coupled=any("BatchNorm" in layer for layer in layers),
+        draws_random=any("Drop" in layer for layer in layers),
+        device=seen.device.partition(":")[0],
+        # Nobody knows: what both sides of a trial show counts later.
+        draws_random_in_input=True,
+    )
+
+
+def _with_values(cure: Cure, seen: Observation) -> Cure:
+    """A number of workers or threads is a guess: others are tried beside it."""
+    cpus = seen.usable_cpus or 1
+    if set(cure.recipe) == {"input.workers"}:
+        field_, before = "input.workers", _workers(seen)
+        values = [2**k for k in range(cpus.bit_length()) if 2**k <= cpus] + [cpus]
+    elif set(cure.recipe) == {"process.threads"}:
+        field_, before = "process.threads", seen.threads
+        values = [1, max(1, cpus // 2), cpus]
+    else:
+        return cure
+    tried = [cure.recipe[field_], *(other.recipe[field_] for other in cure.others)]
+    values = [v for v in dict.fromkeys([*tried[1:], *values]) if v not in (tried[0], before)]
+    others = [
+        replace(cure, recipe=changed, words=_recipe_words(changed, seen), others=())
+        for changed in ({field_: value} for value in values[: _MOST_VALUES - 1])
+    ]
+    return replace(cure, others=tuple(others))
+
+
+def _workers(seen: Observation) -> int | None:
+    return next((one.num_workers for one in seen.loaders if one.in_training), None)
+
+
+def _recipe_words(recipe: Mapping[str, Any], seen: Observation) -> str:
+    return ", ".join(_field_words(name, value, seen) for name, value in recipe.items())
+
+
+def _field_words(name: str, value: Any, seen: Observation) -> str:
+    before = {"input.workers": _workers(seen), "process.threads": seen.threads}.get(name)
+    if before is not None:
+        return f"{name.partition('.')[2]} {before} to {value}"
+    if name == "script.log_every":
+        return f"a log line every {value} steps"
+    if name == "world.device":
+        return f"on {value}"
+    if name in _WORDS and value not in ("off", "default"):
+        return _WORDS[name]
+    if name in ("compute.precision", "compute.memory_format"):
+        return str(value)
+    return f"{name}={value}"
+
+
+def _edit_words(finding: Finding) -> str:
+    lines = ", ".join(f"{Path(edit.file).name}:{edit.line}" for edit in finding.edits[:2])
+    return f"{finding.name} ({lines})"

@@ -1,0 +1,120 @@
+"""Whether a script learns the same with a cure, by the losses of the same steps of both.
+
+What a cure may do to them depends on its parity:
+
+- bit-identical: every loss is the same number, where the script as it is repeats its own losses
+  from one run to the next; where it does not, as for "redrawn".
+- rounding: over the first 50 steps the mean of |b - a| is at most 5% of the mean of |a|. Rounding
+  grows from step to step, so later steps are judged as for "redrawn".
+- redrawn: the mean of b - a over all steps lies within three standard errors, but never beyond 10%
+  of the mean of |a|; 2% always pass. The error comes from the means of up to eight
+  stretches of steps, since neighbouring losses are not independent (batch means; Law and Carson
+  1979, "A sequential procedure for determining the length of a steady-state simulation").
+
+Equal losses over some steps say nothing of the accuracy of a whole run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.doctor.trials.side import Showed
+from flatout.measure.parity import compare_curves
+from flatout.recipe import Parity
+
+_Array = npt.NDArray[np.float64]
+
+_ROUNDING_STEPS, _ROUNDING = 50, 0.05
+_ERRORS, _LEVEL, _MOST_LEVEL = 3.0, 0.02, 0.10
+_STRETCHES = 8
+# Fewer steps say nothing of levels.
+_FEWEST = 8
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What the losses of both sides say.
+
+    Attributes:
+        holds: whether the cure does no more to them than its parity allows.
+        parity: of the cure, after what was seen.
+        words: how the losses differ; "" where there are none.
+        same_batches: whether both saw the same samples in the same order; None if unknown.
+        is_equal: whether all losses are the same numbers; None where there are none.
+    """
+
+    holds: bool
+    parity: Parity
+    words: str
+    same_batches: bool | None
+    is_equal: bool | None
+
+
+def compare(a: Showed, b: Showed, parity: Parity, *, is_repeatable: bool) -> Compared:
+    """Judges the losses of a script with a cure (B) beside those without (A).
+
+    Args:
+        a, b: what both sides have shown.
+        parity: that the cure has by its kind.
+        is_repeatable: whether the script as it is repeats its own losses.
+    """
+    batches = same_batches(a, b)
+    steps = min(len(a.losses), len(b.losses))
+    one, other = np.array(a.losses[:steps]), np.array(b.losses[:steps])
+    if np.isnan(one).all() and np.isnan(other).all():
+        return Compared(True, parity, "", batches, None)
+    difference = compare_curves(one, other)
+    is_equal = difference.step is None
+    if is_equal:
+        # What would be drawn anew, if it were drawn, was not.
+        seen = Parity.EXACT if parity is Parity.REDRAWN and batches is not False else parity
+        words = f"the same in all {steps} steps"
+        return Compared(True, seen if is_repeatable else parity, words, batches, True)
+    if not np.array_equal(np.isfinite(one), np.isfinite(other)):
+        step = int(np.flatnonzero(np.isfinite(one) != np.isfinite(other))[0])
+        words = f"finite on one side only from step {step + 1} on"
+        return Compared(False, parity, words, batches, False)
+    words = f"{100 * _shift(one, other):.2g}% apart on average over {steps} steps"
+    if parity is Parity.EXACT and is_repeatable:
+        return Compared(False, parity, f"{words}, not bit-identical", batches, False)
+    holds = _level_holds(one, other)
+    if parity is Parity.TOLERANT and is_repeatable:
+        first = slice(0, _ROUNDING_STEPS)
+        holds = holds and _shift(one[first], other[first]) <= _ROUNDING
+    return Compared(holds, parity, words, batches, False)
+
+
+def same_batches(a: Showed, b: Showed) -> bool | None:
+    """Whether both saw the same samples in the same order; None if unknown."""
+    pairs = [
+        (found, b.batches[loader]) for loader, found in a.batches.items() if loader in b.batches
+    ]
+    if not pairs:
+        return None
+    return all(one[: len(other)] == other[: len(one)] for one, other in pairs)
+
+
+def _shift(a: _Array, b: _Array) -> float:
+    """The mean of |b - a| over the mean of |a|."""
+    with np.errstate(invalid="ignore"):
+        return float(np.nanmean(np.abs(b - a)) / _scale(a))
+
+
+def _scale(a: _Array) -> float:
+    sizes = np.abs(a[np.isfinite(a)])
+    return max(float(sizes.mean()), 1e-3 * float(sizes.max()), 1e-300) if sizes.size else 1.0
+
+
+def _level_holds(a: _Array, b: _Array) -> bool:
+    difference = (b - a)[np.isfinite(a) & np.isfinite(b)]
+    if len(difference) < _FEWEST:
+        return False
+    scale = _scale(a)
+    stretches = np.array_split(difference, min(_STRETCHES, len(difference) // 2))
+    means = np.array([stretch.mean() for stretch in stretches])
+    error = float(means.std(ddof=1)) / len(means) ** 0.5
+    allowed = max(_LEVEL * scale, min(_ERRORS * error, _MOST_LEVEL * scale))
+    return bool(abs(difference.mean()) <= allowed)

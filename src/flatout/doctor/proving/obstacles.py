@@ -1,0 +1,46 @@
+"""Why a script cannot be tried here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from flatout.devices.gpu_use import gpu_use
+from flatout.doctor.judge import Verdict
+from flatout.measure import available_bytes
+from flatout.observe import Observation
+
+_GIB = 2**30
+
+
+def obstacle(verdict: Verdict) -> str:
+    """Why no trial can be made of this script on this machine, in words; "" where one can."""
+    if not verdict.observations or not verdict.steps:
+        return "the script took no optimiser step, so there is nothing to measure"
+    if verdict.ended == "failed":
+        return "the script failed by itself"
+    return _other_jobs(verdict.observations) or _no_room(verdict.observations)
+
+
+def _other_jobs(ranks: Sequence[Observation]) -> str:
+    """A trial would disturb them, and they the trial."""
+    if not any(rank.device.startswith("cuda") for rank in ranks):
+        return ""
+    for gpu in gpu_use():
+        others = [pid for pid in gpu.pids if pid != os.getpid()]
+        if others:
+            named = ", ".join(map(str, others[:4]))
+            return f"GPU {gpu.index} is used by another job (process {named}): wait for its end"
+    return ""
+
+
+def _no_room(ranks: Sequence[Observation]) -> str:
+    """Two copies of the script live at the same time."""
+    needed = 2 * sum(max(rank.memory_mb, default=0.0) for rank in ranks) * 2**20
+    free = available_bytes()
+    if needed <= free:
+        return ""
+    return (
+        f"two copies of the script need about {needed / _GIB:.1f} GiB of memory, and "
+        f"{free / _GIB:.1f} GiB are free"
+    )

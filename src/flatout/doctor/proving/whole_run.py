@@ -1,0 +1,112 @@
+"""Steps and time of the user's whole run, from what a first look and a trial have shown."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from flatout.doctor.judge import Verdict
+from flatout.doctor.trials.side import Showed
+from flatout.observe import Loader, Observation
+
+_EPOCHS = ("--epochs", "--num-epochs", "--num_epochs", "--max-epochs", "--max_epochs")
+_STEPS = ("--max-steps", "--max_steps")
+
+
+def steps_at_all(verdict: Verdict) -> int | None:
+    """Steps that the script took until it ended by itself; None where it was ended."""
+    return verdict.steps if verdict.ended == "done" and verdict.steps else None
+
+
+def epoch_steps(seen: Observation) -> int | None:
+    """Steps of an epoch, where one loader of known length gives all batches that are trained on."""
+    loaders = [loader for loader in seen.loaders if loader.in_training and loader.batches]
+    # A script may make a new loader for each epoch.
+    if not loaders or len({(one.site, one.length, one.batch_size) for one in loaders}) > 1:
+        return None
+    batches = _batches(loaders[0], seen.world_size)
+    if batches is None or not seen.optimizers:
+        return None
+    epochs, taken = sum(one.epochs for one in loaders), sum(one.batches for one in loaders)
+    # A loop may break off before the end of an epoch.
+    if not (epochs - 1) * batches <= taken <= epochs * batches:
+        return None
+    backwards = max(1.0, max(optimizer.backwards for optimizer in seen.optimizers))
+    if backwards % 1:
+        return None
+    return math.ceil(batches / backwards)
+
+
+def _batches(loader: Loader, ranks: int) -> int | None:
+    if not loader.length or not loader.batch_size:
+        return None
+    length = math.ceil(loader.length / ranks) if loader.is_distributed else loader.length
+    whole = length // loader.batch_size
+    return whole if loader.drop_last else math.ceil(length / loader.batch_size)
+
+
+def run_steps(verdict: Verdict, what: Sequence[str]) -> int | None:
+    """Steps of the whole run; None where nobody knows.
+
+    Known where the script has ended by itself, or by an option of its command line for epochs or
+    steps, with the default that argparse gives it.
+    """
+    steps = steps_at_all(verdict) or _asked(what, _STEPS)
+    if steps:
+        return steps
+    epochs, of_each = _asked(what, _EPOCHS), epoch_steps(verdict.observations[0])
+    return epochs * of_each if epochs and of_each else None
+
+
+def _asked(what: Sequence[str], names: Sequence[str]) -> int | None:
+    """The number that follows one of these options, or its default."""
+    for at, word in enumerate(what):
+        name, equals, value = word.partition("=")
+        if name in names:
+            text = value if equals else "".join(what[at + 1 : at + 2])
+            return int(text) if text.isdigit() and int(text) else None
+    script = next((Path(word) for word in what if word.endswith(".py")), None)
+    return _default(script, names) if script is not None else None
+
+
+def _default(script: Path, names: Sequence[str]) -> int | None:
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return None
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or getattr(call.func, "attr", "") != "add_argument":
+            continue
+        if not any(isinstance(one, ast.Constant) and one.value in names for one in call.args):
+            continue
+        for keyword in call.keywords:
+            value = getattr(keyword.value, "value", None)
+            if keyword.arg == "default" and type(value) is int and value > 0:
+                return value
+    return None
+
+
+def setup_s(a: Showed, b: Showed, a_step: float, b_step: float) -> float:
+    """Seconds that B takes once and A does not, such as compiling or filling a cache."""
+    return max(0.0, _beyond(b, b_step) - _beyond(a, a_step))
+
+
+def _beyond(side: Showed, step_s: float) -> float:
+    """What its first steps took beyond what steps take."""
+    return side.first_s + side.warm_s - (1 + side.warm_steps) * step_s
+
+
+def whole_s(plain: Showed, side: Showed, steps: int, step_s: float, between_s: float) -> float:
+    """Seconds of a run: start, set-up, all steps, and what lies between them.
+
+    Args:
+        plain: the script as it is, whose imports count on both sides.
+        side: the one whose run it is.
+        steps: of the run.
+        step_s: of one of its steps.
+        between_s: evaluation and saving, per step.
+    """
+    start = plain.started_s - plain.first_s
+    return start + max(0.0, _beyond(side, step_s)) + steps * (step_s + between_s)

@@ -1,0 +1,109 @@
+"""One side of a trial: `python -m flatout.doctor.trials.start [-m] script.py args`.
+
+The environment says how: FLATOUT_SEED what random numbers begin with, before the script's own
+seeding, which wins; FLATOUT_SET (and FLATOUT_RECIPE) the cures, as `flatout run` takes them;
+FLATOUT_EDITS a file of changes of its code, a JSON list of Edits.
+
+Steps are counted as observing counts them, and `baton.at_step` is called after each. Evaluation
+and saving are not stopped, since the script may need what comes of them: what they write goes to
+the trial's folder, their time is told apart, and where a script's length is known it is ended
+before its last steps are over. Outside a trial the script simply runs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from flatout.doctor.trials import baton
+from flatout.doctor.trials.recording import Stepping
+from flatout.observe.backward import watch_backward
+from flatout.observe.compiling import skip_our_frames
+from flatout.observe.importing import when_imported
+from flatout.observe.keras import watch_keras
+from flatout.observe.loaders import watch_loaders
+from flatout.observe.models import Models
+from flatout.observe.optimizers import Steps, watch_optimizers
+from flatout.observe.outputs import watch_torch
+from flatout.observe.running import run, show_as_python_does
+
+SEED, EDITS = "FLATOUT_SEED", "FLATOUT_EDITS"
+
+
+def main(command: list[str]) -> None:
+    """Runs a script, or after -m a module, as one side of a trial.
+
+    Raises:
+        BaseException: whatever the script raises.
+    """
+    show_as_python_does()
+    if SEED in os.environ:
+        _seed(int(os.environ[SEED]))
+    watch = Stepping()
+    _install_cures(watch)
+    if EDITS in os.environ:
+        _install_edits(Path(os.environ[EDITS]))
+    # Behind the cures, so that what is recorded is the script's own.
+    _watch(watch)
+    run(command)
+
+
+def _seed(seed: int) -> None:
+    """The random generators begin with this, each once it is there."""
+    random.seed(seed)
+    when_imported("numpy.random", lambda module: module.seed(seed))
+    when_imported("torch", lambda module: module.manual_seed(seed))
+
+
+def _install_cures(watch: Stepping) -> None:
+    if not (os.environ.get("FLATOUT_SET") or os.environ.get("FLATOUT_RECIPE")):
+        return
+    from flatout import cures
+    from flatout.recipe import effective
+
+    cures.install(effective())
+    watch.more = lambda: {
+        "applied": [name for name, _ in cures.applied()],
+        "left": dict(cures.left()),
+    }
+
+
+def _install_edits(path: Path) -> None:
+    from flatout.doctor import edits
+
+    edits.install(edits.load(path))
+
+
+def _watch(watch: Stepping) -> None:
+    steps = Steps(watch)
+
+    def hook_torch(torch: Any) -> None:
+        watch_optimizers(sys.modules["torch.optim.optimizer"], watch, steps)
+        watch_backward(torch, watch, steps)
+        watch_torch(torch, watch)
+        watch.record.watch_losses(torch)
+        Models(torch, watch).search()
+
+    def hook_loaders(module: Any) -> None:
+        watch_loaders(module, watch, looks_within=False)
+        watch.record.watch_indices(module)
+
+    baton.tell_also(lambda: watch.between, watch.told)
+    when_imported("torch", hook_torch)
+    when_imported("torch.utils.data.dataloader", hook_loaders)
+    when_imported("torch._dynamo.eval_frame", skip_our_frames)
+    when_imported(
+        "keras.src.optimizers.base_optimizer", lambda module: watch_keras(module, watch, steps)
+    )
+    os.register_at_fork(after_in_child=lambda: _leave(watch))
+
+
+def _leave(watch: Stepping) -> None:
+    watch.lanes.thread = 0  # what a forked process does is no step of this one
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
