@@ -21,7 +21,10 @@ def no_grad(at: Place) -> list[Edit]:
     function = code.function(statement)
     if isinstance(function, ast.FunctionDef) and _only_evaluates(at, function):
         return [code.edit(code.before_line(function.lineno, "@torch.no_grad()"))]
-    return [code.edit(*code.under("with torch.no_grad():", [_evaluation(code, statement)]))]
+    evaluation = _evaluation(code, statement)
+    if _is_called_elsewhere_in(at, evaluation):
+        raise Unsure("the model may be trained there too")
+    return [code.edit(*code.under("with torch.no_grad():", [evaluation]))]
 
 
 def _only_evaluates(at: Place, function: ast.FunctionDef) -> bool:
@@ -29,16 +32,15 @@ def _only_evaluates(at: Place, function: ast.FunctionDef) -> bool:
     if _trains(nodes) or not any(_is_eval(node) for node in nodes):
         return False
     is_plain = not any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes)
-    return is_plain and not _is_trained_in(at, function)
+    return is_plain and not _is_called_elsewhere_in(at, function)
 
 
-def _is_trained_in(at: Place, function: ast.FunctionDef) -> bool:
-    """Whether the model was seen to be called in this function in training."""
-    lines = range(first_line(function), (function.end_lineno or function.lineno) + 1)
+def _is_called_elsewhere_in(at: Place, statement: ast.stmt) -> bool:
+    """Whether a model was seen to be called in this statement on another line, as in training."""
+    lines = range(first_line(statement), (statement.end_lineno or statement.lineno) + 1)
     sites = [model.site for model in at.seen.models if model.site]
-    return any(site.file == at.file and site.line in lines for site in sites) and not all(
-        str(site) == at.finding.where for site in sites if site.line in lines
-    )
+    within = [site for site in sites if site.file == at.file and site.line in lines]
+    return any(site.line != at.line for site in within)
 
 
 def _evaluation(code: Code, statement: ast.stmt) -> ast.stmt:

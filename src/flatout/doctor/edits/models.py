@@ -70,7 +70,7 @@ def _called(statement: ast.stmt) -> set[str]:
 
 
 def save_bare(at: Place) -> list[Edit]:
-    """`model.state_dict()` to `model.module.state_dict()`, where the file does not load it again."""
+    """`model.state_dict()` to `model.module.state_dict()`, where nothing loads it here."""
     code = at.code
     if any(name_of(call) == "load_state_dict" for call in ast.walk(code.tree)):
         raise Unsure("the file loads what it saves")

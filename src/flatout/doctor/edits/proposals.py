@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flatout.doctor.edits import arguments, evaluation, loops, models, removed, tensors, workers
@@ -60,6 +60,7 @@ def propose(finding: Finding, seen: Observation) -> tuple[Edit, ...]:
     return edits
 
 
-def with_edits(finding: Finding, seen: Observation) -> Finding:
-    """The finding with its edits."""
-    return replace(finding, edits=finding.edits or propose(finding, seen))
+def with_edits(finding: Finding, ranks: Sequence[Observation]) -> Finding:
+    """The finding with the edits that cure it, by what the first of these ranks showed of it."""
+    found = (edits for seen in ranks if (edits := propose(finding, seen)))
+    return replace(finding, edits=finding.edits or next(found, ()))
