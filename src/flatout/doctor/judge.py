@@ -10,6 +10,7 @@ from flatout.devices.inventory import Inventory
 from flatout.devices.words import rows
 from flatout.doctor.checks import CHECKS, RANK_CHECKS, NoSignal
 from flatout.doctor.critical import Critical, critical
+from flatout.doctor.edits.proposals import with_edits
 from flatout.doctor.finding import Finding
 from flatout.doctor.here import on_this_machine
 from flatout.measure import available_bytes
@@ -104,7 +105,7 @@ def judge(ranks: Sequence[Observation], machine: Inventory) -> Verdict:
         observations=seen,
         environment=_environment(seen[0], machine),
         critical=critical(seen),
-        findings=sorted(found, key=_place),
+        findings=[with_edits(one, seen) for one in sorted(found, key=_place)],
         passed=passed,
         unknown=unknown,
     )

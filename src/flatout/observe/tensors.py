@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from functools import wraps
+from itertools import islice
 from threading import get_ident
 from time import perf_counter_ns
+from types import FrameType
 from typing import Any
 
 from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMISER
@@ -92,6 +94,8 @@ class IndexWindow:
         self._torch = torch
         self._watch = watch
         self.plain = torch.Tensor.__getitem__
+        self._others: set[tuple[object, ...]] = set()
+        self._places: dict[tuple[str, int], list[list[int | None]]] = {}
         watch.at(self._FROM, self._open)
 
     def _open(self) -> None:
@@ -107,7 +111,7 @@ class IndexWindow:
 
     def _timed(self) -> Any:
         lanes, calls, original = self._watch.lanes, self._watch.calls, self.plain
-        tensor = self._torch.Tensor
+        tensor, rows_of = self._torch.Tensor, self._rows_of
 
         def __getitem__(self: Any, index: Any) -> Any:
             if lanes.current in _OTHERS or lanes.current == BACKWARD:
@@ -118,7 +122,40 @@ class IndexWindow:
                 return original(self, index)
             began = perf_counter_ns()
             value = original(self, index)
-            calls.note("index", perf_counter_ns() - began)
+            took = perf_counter_ns() - began
+            calls.note("index", took, detail={"rows": rows_of(self, index, sys._getframe(1))})
             return value
 
         return __getitem__
+
+    def _rows_of(self, data: Any, index: Any, frame: FrameType) -> list[list[int | None]]:
+        """The places in the frame's line that pick rows by number: line, column, and their ends.
+
+        A place that was seen to do something else once is none of them.
+        """
+        line = frame.f_code.co_filename, frame.f_lineno
+        found = self._places.setdefault(line, [])
+        place = _place(frame)
+        key = (*line, *place)
+        if not self._picks_rows(data, index):
+            self._others.add(key)
+        if key in self._others:
+            found[:] = [one for one in found if one != place]
+        elif place not in found and None not in place:
+            found.append(place)
+        return found
+
+    def _picks_rows(self, data: Any, index: Any) -> bool:
+        torch = self._torch
+        is_list = isinstance(index, torch.Tensor) and index.dim() == 1 and index.numel() > 0
+        if not is_list or index.dtype not in (torch.int64, torch.int32) or data.requires_grad:
+            return False
+        # On another device, reading it would hold up the host.
+        return data.device.type == index.device.type == "cpu" and int(index.min()) >= 0
+
+
+def _place(frame: FrameType) -> list[int | None]:
+    """Where in its file the instruction is that a frame is at, as ast counts; None if unknown."""
+    positions = islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+    line, end_line, column, end_column = next(positions)
+    return [line, column, end_line, end_column]

@@ -1,0 +1,157 @@
+"""Arguments of calls: what zero_grad, optimisers, DataLoaders and DDP are given."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+from contextlib import suppress
+
+from flatout.doctor.edits.code import Change, Code, Unsure
+from flatout.doctor.edits.names import made_by
+from flatout.doctor.edits.place import Place
+from flatout.doctor.finding import Edit
+
+_LOADERS = ("DataLoader",)
+_WRAPPERS = ("DistributedDataParallel", "DDP")
+_POSITION = {
+    "shuffle": 2,
+    "sampler": 3,
+    "num_workers": 5,
+    "pin_memory": 7,
+    "drop_last": 8,
+    "persistent_workers": 13,
+}
+"""Of arguments that DataLoader takes without their names too."""
+
+
+def forget_gradients(at: Place) -> list[Edit]:
+    """zero_grad(set_to_none=False) to zero_grad(), where nothing reads the zeros."""
+    call = at.call("zero_grad")
+    keyword = next((word for word in call.keywords if word.arg == "set_to_none"), None)
+    if call.args or keyword is None or not _is(keyword.value, False):
+        raise Unsure("zeros are not asked for here alone")
+    if any(model.unused_parameters for model in at.seen.models):
+        raise Unsure("a parameter without a gradient is stepped by zeros, and would not be without")
+    if any(
+        isinstance(node, ast.Attribute) and node.attr == "grad" for node in ast.walk(at.code.tree)
+    ):
+        raise Unsure("the file reads gradients")
+    return [at.code.edit(*at.code.without_argument(call, keyword))]
+
+
+def fuse(at: Place) -> list[Edit]:
+    """fused=True for the only optimiser of this class."""
+    steps = at.call("step")
+    kinds = {one.kind.rpartition(".")[2] for one in at.seen.optimizers if not one.fused}
+    if len(kinds) != 1 or not isinstance(steps.func, ast.Attribute):
+        raise Unsure("which optimiser it is cannot be seen")
+    kind = kinds.pop()
+    try:
+        code, call = at.code, made_by(at.code, steps.func.value, kind)
+    except Unsure:
+        code, call = at.only_call(kind)
+    if {word.arg for word in call.keywords} & {"foreach", "differentiable"}:
+        raise Unsure("it is asked to step in another way")
+    return [code.edit(*code.with_argument(call, "fused", "True"))]
+
+
+def no_search(at: Place) -> list[Edit]:
+    """DistributedDataParallel without find_unused_parameters=True."""
+    code, call = at.only_call(*_WRAPPERS)
+    keyword = next((w for w in call.keywords if w.arg == "find_unused_parameters"), None)
+    if keyword is None or not _is(keyword.value, True):
+        raise Unsure("it is not asked for here")
+    return [code.edit(*code.without_argument(call, keyword))]
+
+
+def workers(at: Place) -> list[Edit]:
+    """num_workers, as the finding's Recipe says, and workers that stay."""
+    count = at.finding.recipe.get("input.workers")
+    if not isinstance(count, int):
+        raise Unsure("how many workers is not known")
+    code, call = loader(at)
+    given(call, "num_workers")
+    _starts_safely(code, call)
+    changes = code.with_argument(call, "num_workers", str(count))
+    if given(call, "persistent_workers") is None and at.finding.name == "workers_zero":
+        changes = _together(changes, code.with_argument(call, "persistent_workers", "True"))
+    return [code.edit(*changes)]
+
+
+def stay(at: Place) -> list[Edit]:
+    """persistent_workers=True."""
+    return _set(at, "persistent_workers")
+
+
+def pin(at: Place) -> list[Edit]:
+    """pin_memory=True."""
+    return _set(at, "pin_memory")
+
+
+def drop_last(at: Place) -> list[Edit]:
+    """drop_last=True."""
+    return _set(at, "drop_last")
+
+
+def loader(at: Place) -> tuple[Code, ast.Call]:
+    """The call that made the DataLoader over which the line iterates.
+
+    Raises:
+        Unsure: it cannot be told.
+    """
+    statement = at.statement
+    found: list[ast.Call] = []
+    if isinstance(statement, (ast.For, ast.AsyncFor)):
+        for name in ast.walk(statement.iter):
+            with suppress(Unsure):
+                if isinstance(name, (ast.Name, ast.Attribute)):
+                    found.append(made_by(at.code, name, *_LOADERS))
+    if len(found) == 1:
+        return at.code, found[0]
+    return at.only_call(*_LOADERS)
+
+
+def given(call: ast.Call, name: str) -> ast.Constant | None:
+    """What a call of DataLoader gives for an argument, None where it leaves it away.
+
+    Raises:
+        Unsure: it is no constant, or cannot be told.
+    """
+    if any(isinstance(arg, ast.Starred) for arg in call.args):
+        raise Unsure("what is passed by * is not known")
+    if len(call.args) > _POSITION[name]:
+        raise Unsure("it is given by its place")
+    value = next((word.value for word in call.keywords if word.arg == name), None)
+    if value is not None and not isinstance(value, ast.Constant):
+        raise Unsure("it comes from elsewhere")
+    return value
+
+
+def _set(at: Place, name: str) -> list[Edit]:
+    code, call = loader(at)
+    given(call, name)
+    return [code.edit(*code.with_argument(call, name, "True"))]
+
+
+def _together(some: list[Change], more: list[Change]) -> list[Change]:
+    """Arguments that may be put in at one place, in this order."""
+    if some[0][0] == some[0][1] == more[0][0]:
+        return [(some[0][0], some[0][1], some[0][2] + more[0][2])]
+    return [*some, *more]
+
+
+def _starts_safely(code: Code, call: ast.Call) -> None:
+    """Processes that are not forked import the script, so it must not run when it is imported.
+
+    Raises:
+        Unsure: it would.
+    """
+    is_forked = multiprocessing.get_all_start_methods()[0] == "fork"
+    guards = (node.test for node in code.tree.body if isinstance(node, ast.If))
+    is_guarded = any("__name__" in ast.unparse(test) for test in guards)
+    if not (is_forked or is_guarded or not isinstance(code.function(call), ast.Module)):
+        raise Unsure("workers that are spawned would run the script again")
+
+
+def _is(node: ast.expr, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value

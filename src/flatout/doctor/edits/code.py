@@ -1,0 +1,385 @@
+"""The user's code with the places of its parts, and edits as changes of these parts alone.
+
+Places are offsets into the file's text. A change is (from, to, words); whatever it does not name
+stays as it is: comments, spaces, line ends.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from flatout.doctor.edits.source import Source
+from flatout.doctor.finding import Edit
+from flatout.errors import FlatoutError
+
+Change = tuple[int, int, str]
+
+_QUIET = (tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE)
+
+
+class Unsure(Exception):
+    """An edit cannot be written with certainty."""
+
+
+class Code:
+    """One file, parsed.
+
+    Args:
+        source: as it is now.
+
+    Raises:
+        Unsure: it is no Python.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.file = source.file
+        self.lines = source.lines
+        self.starts = [0, *accumulate(map(len, self.lines))]
+        try:
+            self.tree = ast.parse(source.text)
+            self._tokens = [
+                (self._at(*token.start), self._at(*token.end), token.string)
+                for token in tokenize.generate_tokens(io.StringIO(source.text, newline="").readline)
+                if token.type not in _QUIET
+            ]
+        except (SyntaxError, ValueError, RecursionError, tokenize.TokenError) as error:
+            raise Unsure(str(error)) from None
+        self.parents = {
+            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
+        }
+
+    @classmethod
+    def of(cls, file: str) -> Code:
+        """Reads and parses a file.
+
+        Raises:
+            Unsure: it cannot be read, or is no Python.
+        """
+        try:
+            return cls(Source.read(file))
+        except FlatoutError as error:
+            raise Unsure(str(error)) from None
+
+    # -- places ----------------------------------------------------------------------------------
+
+    def _at(self, line: int, column: int) -> int:
+        return self.starts[min(line, len(self.lines) + 1) - 1] + column
+
+    def begin(self, node: ast.AST) -> int:
+        """Where a node begins, without parentheses around it."""
+        return self._of_bytes(node.lineno, node.col_offset)  # type: ignore[attr-defined]
+
+    def end(self, node: ast.AST) -> int:
+        """Where a node ends, without parentheses around it."""
+        return self._of_bytes(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+
+    def _of_bytes(self, line: int, column: int) -> int:
+        # ast counts columns in bytes of UTF-8.
+        before = self.lines[line - 1].encode()[:column].decode()
+        return self._at(line, len(before))
+
+    def text(self, node: ast.AST) -> str:
+        """A node as it is written."""
+        return self.source.text[self.begin(node) : self.end(node)]
+
+    def outer_end(self, node: ast.AST) -> int:
+        """Where a node ends with the parentheses around it; of an argument or operand."""
+        end = self.end(node)
+        for begin, after, words in self._tokens:
+            if begin >= end:
+                if words != ")":
+                    break
+                end = after
+        return end
+
+    def next_token(self, at: int) -> tuple[int, str]:
+        """The first token from a place on: where it begins, and its words."""
+        return next((begin, words) for begin, _, words in self._tokens if begin >= at)
+
+    def line_of(self, at: int) -> int:
+        """The line of a place, from 1."""
+        return min(bisect_right(self.starts, at), len(self.lines))
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def statements(self, line: int) -> list[ast.stmt]:
+        """The innermost statements that a line is part of; of a compound one, its head."""
+        found = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.stmt) and node.lineno <= line <= _end_of_head(node)
+        ]
+        return [one for one in found if not any(self.is_within(other, one) for other in found)]
+
+    def is_within(self, node: ast.AST, outer: ast.AST) -> bool:
+        """Whether a node is a part of another."""
+        above = self.parents.get(node)
+        while above is not None and above is not outer:
+            above = self.parents.get(above)
+        return above is outer
+
+    def heads(self, line: int) -> Iterator[ast.AST]:
+        """All nodes of the statements at a line; of compound ones, without their blocks."""
+        for statement in self.statements(line):
+            yield from parts(statement)
+
+    def calls(self, line: int) -> list[ast.Call]:
+        """Calls in the statements at a line that are on that line."""
+        return [
+            node
+            for node in self.heads(line)
+            if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or 0)
+        ]
+
+    def above(self, node: ast.AST, *kinds: type[ast.AST]) -> ast.AST | None:
+        """The innermost node of these kinds around one."""
+        found = self.parents.get(node)
+        while found is not None and not isinstance(found, kinds):
+            found = self.parents.get(found)
+        return found
+
+    def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Module:
+        """The function around a node, else the module."""
+        found = self.above(node, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        if isinstance(found, ast.Lambda):
+            raise Unsure("it is in a lambda")
+        if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return found
+        return self.tree
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement around a node, or itself."""
+        found = node if isinstance(node, ast.stmt) else self.above(node, ast.stmt)
+        assert isinstance(found, ast.stmt)
+        return found
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements among which one stands."""
+        for _, value in ast.iter_fields(self.parents[statement]):
+            if isinstance(value, list) and any(one is statement for one in value):
+                return value
+        raise Unsure("it stands in no block")
+
+    # -- lines -----------------------------------------------------------------------------------
+
+    def indent(self, statement: ast.stmt) -> str:
+        """The space before a statement.
+
+        Raises:
+            Unsure: something else stands before it on its line.
+        """
+        line = self.lines[first_line(statement) - 1]
+        space = line[: len(line) - len(line.lstrip(" \t"))]
+        if self.begin(statement) - self.starts[statement.lineno - 1] != len(space):
+            raise Unsure("something else stands before it on its line")
+        return space
+
+    def deeper(self, statement: ast.stmt) -> str:
+        """What one more level of indentation adds to a statement's."""
+        inner = self.indent(statement)
+        outer = self.parents[statement]
+        while not isinstance(outer, (ast.stmt, ast.Module)):
+            outer = self.parents[outer]
+        if isinstance(outer, ast.stmt):
+            space = self.indent(outer)
+            if inner.startswith(space) and inner != space:
+                return inner[len(space) :]
+        blocks = (n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and n.col_offset)
+        first = next((n for n in blocks if self._begins_line(n)), None)
+        return self.indent(first) if first is not None else "    "
+
+    def _begins_line(self, statement: ast.stmt) -> bool:
+        return not self.lines[statement.lineno - 1].encode()[: statement.col_offset].strip()
+
+    def has_own_lines(self, statement: ast.stmt) -> bool:
+        """Whether no other statement stands on a statement's lines."""
+        last = statement.end_lineno or statement.lineno
+        rest = self.lines[last - 1].encode()[statement.end_col_offset :].decode().strip()
+        return self._begins_line(statement) and (not rest or rest.startswith("#"))
+
+    @property
+    def newline(self) -> str:
+        """How this file ends its lines."""
+        line = self.lines[0]
+        return line[len(line.rstrip("\r\n")) :] or "\n"
+
+    # -- edits -----------------------------------------------------------------------------------
+
+    def edit(self, *changes: Change) -> Edit:
+        """These changes as one Edit of whole lines."""
+        ordered = sorted(changes, key=lambda change: change[:2])
+        first = self.line_of(ordered[0][0])
+        last = max(self.line_of(end) for _, end, _ in ordered)
+        begin, end = self.starts[first - 1], self.starts[last]
+        parts, at = [], begin
+        for start, stop, words in ordered:
+            parts += [self.source.text[at:start], words]
+            at = stop
+        parts.append(self.source.text[at:end])
+        line = self.lines[last - 1]
+        ending = line[len(line.rstrip("\r\n")) :]
+        before = self.source.text[begin:end].removesuffix(ending)
+        return Edit(self.file, first, before, "".join(parts).removesuffix(ending))
+
+    def without(self, statement: ast.stmt) -> Edit:
+        """A statement goes; where its block would be empty, `pass` takes its place."""
+        if len(self.block(statement)) > 1 and self.has_own_lines(statement):
+            first, last = statement.lineno, statement.end_lineno or statement.lineno
+            words = "".join(self.lines[first - 1 : last])
+            return Edit(self.file, first, words.removesuffix(self._ending(last)), "")
+        return self.edit((self.begin(statement), self.end(statement), "pass"))
+
+    def _ending(self, line: int) -> str:
+        text = self.lines[line - 1]
+        return text[len(text.rstrip("\r\n")) :]
+
+    def before(self, statement: ast.stmt, *words: str) -> Change:
+        """Lines put before a statement, its decorators included."""
+        self.indent(statement)
+        return self.before_line(first_line(statement), *words)
+
+    def before_line(self, line: int, *words: str) -> Change:
+        """Lines put before a line that a statement or `def` begins, as far in as that is."""
+        text = self.lines[line - 1]
+        space = text[: len(text) - len(text.lstrip(" \t"))]
+        at = self.starts[line - 1]
+        return at, at, "".join(f"{space}{each}{self.newline}" for each in words)
+
+    def after(self, statement: ast.stmt, *words: str) -> Change:
+        """Lines put after a statement."""
+        if not self.has_own_lines(statement):
+            raise Unsure("another statement stands on its line")
+        last = statement.end_lineno or statement.lineno
+        at = self.starts[last] - len(self._ending(last))
+        indent = self.indent(statement)
+        return at, at, "".join(f"{self.newline}{indent}{line}" for line in words)
+
+    def under(self, head: str, statements: Sequence[ast.stmt]) -> list[Change]:
+        """Statements that follow one another, put under a head such as `with x:`."""
+        first, last = statements[0], statements[-1]
+        if not all(self.has_own_lines(one) for one in statements):
+            raise Unsure("another statement stands on its line")
+        # More space at the beginning of a line would become part of such a text.
+        if any(_is_long_text(part) for one in statements for part in ast.walk(one)):
+            raise Unsure("it has a text of several lines")
+        indent, deeper = self.indent(first), self.deeper(first)
+        changes = [self.before(first, head)]
+        for number in range(first_line(first), (last.end_lineno or last.lineno) + 1):
+            line = self.lines[number - 1]
+            if line.strip():
+                at = self.starts[number - 1] + (len(indent) if line.startswith(indent) else 0)
+                changes.append((at, at, deeper))
+        return changes
+
+    def with_argument(self, call: ast.Call, name: str, value: str) -> list[Change]:
+        """An argument of a call given by name, whether it has it already or not."""
+        keyword = next((word for word in call.keywords if word.arg == name), None)
+        if keyword is not None:
+            return [(self.begin(keyword.value), self.end(keyword.value), value)]
+        given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+        if any(isinstance(arg, ast.Starred) for arg in call.args) or not _is_named(call):
+            raise Unsure("what is passed by * or ** is not known")
+        if not given:
+            at = self.end(call) - 1
+            return [(at, at, f"{name}={value}")]
+        last = max(given, key=self.begin)
+        at = self.outer_end_in(last, call)
+        line = self.lines[last.lineno - 1]
+        space = line[: len(line) - len(line.lstrip(" \t"))]
+        if self.begin(last) - self.starts[last.lineno - 1] != len(space):
+            return [(at, at, f", {name}={value}")]
+        # It begins its line, and so shall the new one.
+        comma, words = self.next_token(at)
+        line_ends = self.starts[self.line_of(comma)]
+        if words == "," and self.end(call) > line_ends:
+            return [(line_ends, line_ends, f"{space}{name}={value},{self.newline}")]
+        return [(at, at, f",{self.newline}{space}{name}={value}")]
+
+    def without_argument(self, call: ast.Call, keyword: ast.keyword) -> list[Change]:
+        """An argument goes, with its comma."""
+        given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+        given.sort(key=self.begin)
+        number = given.index(keyword)
+        end = self.outer_end_in(keyword, call)
+        if len(given) == 1:
+            comma, words = self.next_token(end)
+            return [(self.begin(keyword), comma + 1 if words == "," else end, "")]
+        first, last = keyword.lineno, self.line_of(end)
+        alone = f"{self.source.text[self.begin(keyword) : end]},"
+        whole = "".join(self.lines[first - 1 : last]).partition("#")[0]
+        if whole.strip() == alone:
+            return [(self.starts[first - 1], self.starts[last], "")]
+        if number:
+            begin = self.outer_end_in(given[number - 1], call)
+            if "#" in self.source.text[begin : self.begin(keyword)]:
+                raise Unsure("a comment would go too")
+            return [(begin, end, "")]
+        return [(self.begin(keyword), self.begin(given[1]), "")]
+
+    def outer_end_in(self, node: ast.AST, call: ast.Call) -> int:
+        """Where an argument of a call ends, with the parentheses around it."""
+        return min(self.outer_end(node), self.end(call) - 1)
+
+
+def parts(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The nodes of a statement that belong to it alone, not to a block or function in it."""
+    left: list[ast.AST] = [statement]
+    while left:
+        node = left.pop()
+        yield node
+        # Within f-strings Python before 3.12 knows no places.
+        if isinstance(node, (ast.Lambda, ast.JoinedStr)):
+            continue
+        left += [
+            child
+            for child in ast.iter_child_nodes(node)
+            if not isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case))
+        ]
+
+
+def inside(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """All nodes in these, but not those in functions and classes that are defined there."""
+    left = list(statements)
+    while left:
+        node = left.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            left += ast.iter_child_nodes(node)
+
+
+def first_line(statement: ast.stmt) -> int:
+    """The line in which a statement begins, its decorators included."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(one.lineno for one in decorators)])
+
+
+def name_of(func: ast.AST) -> str:
+    """The last part of what is called: "step" of `a.b.step`; "" where it has no name."""
+    if isinstance(func, ast.Attribute):
+        return func.attr
+    return func.id if isinstance(func, ast.Name) else ""
+
+
+def _end_of_head(node: ast.stmt) -> int:
+    body = getattr(node, "body", None) or getattr(node, "cases", None)
+    if not isinstance(body, list) or not body:
+        return node.end_lineno or node.lineno
+    first = body[0]
+    begins = first_line(first) if isinstance(first, ast.stmt) else first.pattern.lineno
+    return max(node.lineno, int(begins) - 1)
+
+
+def _is_named(call: ast.Call) -> bool:
+    return all(word.arg is not None for word in call.keywords)
+
+
+def _is_long_text(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, (str, bytes)) and node.lineno != node.end_lineno
+    return isinstance(node, ast.JoinedStr) and node.lineno != node.end_lineno

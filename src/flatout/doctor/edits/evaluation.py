@@ -1,0 +1,113 @@
+"""Evaluation: without gradients, and in eval mode."""
+
+from __future__ import annotations
+
+import ast
+
+from flatout.doctor.edits.code import Code, Unsure, first_line, inside, name_of
+from flatout.doctor.edits.names import is_imported, passed
+from flatout.doctor.edits.place import Place
+from flatout.doctor.finding import Edit
+
+_TRAINS = ("backward", "manual_backward", "step", "grad", "requires_grad_", "zero_grad")
+_NO_GRADIENTS = ("no_grad", "inference_mode")
+
+
+def no_grad(at: Place) -> list[Edit]:
+    """`@torch.no_grad()` over a function that evaluates, else `with` around what follows eval()."""
+    code, statement = at.code, at.statement
+    if not is_imported(code, "torch"):
+        raise Unsure("torch has another name here")
+    function = code.function(statement)
+    if isinstance(function, ast.FunctionDef) and _only_evaluates(at, function):
+        return [code.edit(code.before_line(function.lineno, "@torch.no_grad()"))]
+    evaluation = _evaluation(code, statement)
+    if _is_called_elsewhere_in(at, evaluation):
+        raise Unsure("the model may be trained there too")
+    return [code.edit(*code.under("with torch.no_grad():", [evaluation]))]
+
+
+def _only_evaluates(at: Place, function: ast.FunctionDef) -> bool:
+    nodes = list(inside(function.body))
+    if _trains(nodes) or not any(_is_eval(node) for node in nodes):
+        return False
+    is_plain = not any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes)
+    return is_plain and not _is_called_elsewhere_in(at, function)
+
+
+def _is_called_elsewhere_in(at: Place, statement: ast.stmt) -> bool:
+    """Whether a model was seen to be called in this statement on another line, as in training."""
+    lines = range(first_line(statement), (statement.end_lineno or statement.lineno) + 1)
+    sites = [model.site for model in at.seen.models if model.site]
+    within = [site for site in sites if site.file == at.file and site.line in lines]
+    return any(site.line != at.line for site in within)
+
+
+def _evaluation(code: Code, statement: ast.stmt) -> ast.stmt:
+    """The statement around a line that follows `model.eval()` in its block."""
+    found: ast.AST | None = statement
+    while isinstance(found, ast.stmt):
+        block = code.block(found)
+        before = block[: block.index(found)]
+        if any(_is_eval(one.value) for one in before if isinstance(one, ast.Expr)):
+            if _trains(list(ast.walk(found))):
+                raise Unsure("it trains too")
+            return found
+        found = code.above(found, ast.stmt)
+        if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            break
+    raise Unsure("where the evaluation begins cannot be seen")
+
+
+def _trains(nodes: list[ast.AST]) -> bool:
+    return any(isinstance(node, ast.Call) and name_of(node.func) in _TRAINS for node in nodes)
+
+
+def _is_eval(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and name_of(node.func) == "eval" and not node.args
+
+
+def eval_first(at: Place) -> list[Edit]:
+    """`model.eval()` before an evaluation, and `model.train()` after it."""
+    code = at.code
+    model = at.model()
+    around = _without_gradients(code, at.statement)
+    if isinstance(around, ast.FunctionDef):
+        if not isinstance(model, ast.Name):
+            raise Unsure("the model is not passed by its name")
+        outside = passed(code, around, model.id)
+        if not isinstance(outside, (ast.Name, ast.Attribute)):
+            raise Unsure("the model has no name where it is passed")
+        model, around = outside, code.statement(outside)
+    if not isinstance(around, (ast.With, ast.Assign, ast.AnnAssign, ast.Expr)):
+        raise Unsure("what is evaluated is a part of something else")
+    if any(isinstance(node, (ast.Return, ast.Break, ast.Continue)) for node in inside([around])):
+        raise Unsure("the evaluation is left from within")
+    name = ast.unparse(model)
+    before, after = code.before(around, f"{name}.eval()"), code.after(around, f"{name}.train()")
+    return [code.edit(before), code.edit(after)] if _is_long(around) else [code.edit(before, after)]
+
+
+def _is_long(statement: ast.stmt) -> bool:
+    return statement.lineno != statement.end_lineno
+
+
+def _without_gradients(code: Code, statement: ast.stmt) -> ast.stmt:
+    """The `with torch.no_grad()` around a statement, or the function that has it over it."""
+    found: ast.AST | None = statement
+    while found is not None:
+        if isinstance(found, ast.With):
+            managers = [item.context_expr for item in found.items]
+            if any(_is_manager(one) for one in managers):
+                return found
+        if isinstance(found, ast.FunctionDef):
+            if any(_is_manager(one) for one in found.decorator_list):
+                return found
+            break
+        found = code.above(found, ast.With, ast.FunctionDef)
+    raise Unsure("where the evaluation begins cannot be seen")
+
+
+def _is_manager(node: ast.expr) -> bool:
+    func = node.func if isinstance(node, ast.Call) else node
+    return name_of(func) in _NO_GRADIENTS

@@ -1,0 +1,192 @@
+"""What is put into loops: a condition on what is told, set_epoch, train()."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.doctor.edits.arguments import given, loader
+from flatout.doctor.edits.code import Change, Code, Unsure, inside, name_of
+from flatout.doctor.edits.names import is_imported, made_by
+from flatout.doctor.edits.place import Place
+from flatout.doctor.finding import Edit
+
+EVERY = 50
+"""Steps between two lines of a log."""
+
+_TELLS = ("debug", "info", "warning", "log", "add_scalar", "add_scalars", "add_histogram")
+_READS = (
+    *("item", "detach", "mean", "sum", "norm", "float", "int", "str", "len", "round", "format"),
+    *("tolist", "cpu", "numpy", "min", "max", "abs", "sqrt", "size", "join", "time", "dict"),
+    *("perf_counter", "get_last_lr", "memory_allocated", "max_memory_allocated"),
+)
+"""What may be called in what is told: it changes nothing."""
+
+_MUTATES = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "clear")
+
+
+def tell_less(at: Place) -> list[Edit]:
+    """`if step % 50 == 0:` before a line that prints or logs."""
+    statement, code = at.statement, at.code
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not _only_tells(at, call):
+        raise Unsure("it may do more than tell")
+    return [code.edit(*code.under(f"if {_step(code, statement)} % {EVERY} == 0:", [statement]))]
+
+
+def _only_tells(at: Place, call: ast.Call) -> bool:
+    for node in inside([*call.args, *call.keywords]):
+        if isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)):
+            return False
+        if isinstance(node, ast.Call) and name_of(node.func) not in _READS:
+            return False
+    if not isinstance(call.func, ast.Attribute):
+        return isinstance(call.func, ast.Name) and call.func.id == "print"
+    receiver = call.func.value
+    if call.func.attr not in _TELLS or (isinstance(receiver, ast.Name) and receiver.id == "self"):
+        return False
+    return all(_keeps_nothing(one) for one in _methods(at.code, receiver, call.func.attr))
+
+
+def _methods(code: Code, receiver: ast.expr, name: str) -> list[ast.FunctionDef]:
+    """The method that is called, where its class is in the file."""
+    classes = {node.name: node for node in ast.walk(code.tree) if isinstance(node, ast.ClassDef)}
+    if not classes or not isinstance(receiver, (ast.Name, ast.Attribute)):
+        return []
+    every = [
+        method
+        for owner in classes.values()
+        for method in owner.body
+        if isinstance(method, ast.FunctionDef) and method.name == name
+    ]
+    try:
+        made = name_of(made_by(code, receiver, *classes).func)
+    except Unsure:
+        return every  # it may be any of them
+    return [method for method in every if code.parents[method] is classes[made]]
+
+
+def _keeps_nothing(method: ast.FunctionDef) -> bool:
+    """Whether a method leaves its object as it was."""
+    for node in ast.walk(method):
+        is_set = isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(
+            node.ctx, (ast.Store, ast.Del)
+        )
+        if is_set or isinstance(node, (ast.Global, ast.Nonlocal)):
+            return False
+        if isinstance(node, ast.Call) and name_of(node.func) in _MUTATES:
+            return False
+    return True
+
+
+def _step(code: Code, statement: ast.stmt) -> str:
+    """What counts the turns of the loop around a statement."""
+    loop = code.above(statement, ast.For, ast.While)
+    if not isinstance(loop, ast.For) or code.function(loop) is not code.function(statement):
+        raise Unsure("it is in no loop that counts")
+    name = _counter(loop)
+    stores = [
+        node
+        for node in inside(loop.body)
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+    ]
+    if name and not stores:
+        return name
+    raise Unsure("nothing counts the steps")
+
+
+def _counter(loop: ast.For) -> str:
+    made = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
+    target = loop.target
+    if made == "enumerate" and isinstance(target, ast.Tuple):
+        target = target.elts[0]
+    elif made != "range":
+        return ""
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def set_epoch(at: Place) -> list[Edit]:
+    """`sampler.set_epoch(epoch)` at the beginning of each epoch."""
+    code = at.code
+    loops = [one for one in at.seen.loaders if str(one.site) == at.finding.where]
+    if not any(one.is_distributed for one in loops):
+        raise Unsure("no sampler of several ranks was seen")
+    _, call = loader(at)
+    sampler = next((word.value for word in call.keywords if word.arg == "sampler"), None)
+    name = ""
+    if isinstance(sampler, ast.Name) and code.is_within(sampler, code.function(at.statement)):
+        name = sampler.id
+    return [code.edit(_with_epoch(at, name))]
+
+
+def _with_epoch(at: Place, sampler: str) -> Change:
+    """The call of set_epoch, before the line's loop begins."""
+    code, loop = at.code, at.statement
+    if not isinstance(loop, ast.For):
+        raise Unsure("the line is no loop")
+    if not sampler:
+        sampler = f"{_iterated(code, loop)}.sampler"
+    function = code.function(loop)
+    outer = code.above(loop, ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef)
+    if isinstance(outer, ast.For) and isinstance(outer.target, ast.Name) and _counter(outer):
+        return code.before(outer.body[0], f"{sampler}.set_epoch({outer.target.id})")
+    if isinstance(function, ast.FunctionDef) and "epoch" in [a.arg for a in function.args.args]:
+        return code.before(loop, f"{sampler}.set_epoch(epoch)")
+    raise Unsure("which epoch it is cannot be seen")
+
+
+def _iterated(code: Code, loop: ast.For) -> str:
+    """The DataLoader that a loop goes through, as it is written."""
+    found = []
+    for node in ast.walk(loop.iter):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            try:
+                made_by(code, node, "DataLoader")
+            except Unsure:
+                continue
+            found.append(ast.unparse(node))
+    if len(found) != 1:
+        raise Unsure("which DataLoader it is cannot be seen")
+    return found[0]
+
+
+def share_samples(at: Place) -> list[Edit]:
+    """A DistributedSampler for the loader, and its set_epoch."""
+    code, call = loader(at)
+    if code is not at.code or not is_imported(code, "torch"):
+        raise Unsure("what a sampler is called there is not known")
+    shuffle = given(call, "shuffle")
+    if len(call.args) != 1 or {"sampler", "batch_sampler"} & {word.arg for word in call.keywords}:
+        raise Unsure("it has a sampler of its own")
+    data = ast.unparse(call.args[0])
+    if not isinstance(call.args[0], (ast.Name, ast.Attribute)):
+        raise Unsure("the samples have no name")
+    order = "" if shuffle is not None and shuffle.value is True else ", shuffle=False"
+    sampler = f"torch.utils.data.DistributedSampler({data}{order})"
+    word = next((word for word in call.keywords if word.arg == "shuffle"), None)
+    if word is not None:
+        changes = [(code.begin(word), code.end(word), f"sampler={sampler}")]
+    else:
+        changes = code.with_argument(call, "sampler", sampler)
+    edits = [code.edit(*changes)]
+    return [*edits, code.edit(_with_epoch(at, ""))] if not order else edits
+
+
+def train_again(at: Place) -> list[Edit]:
+    """`model.train()` before the steps of each epoch."""
+    code, model = at.code, ast.unparse(at.model())
+    loop = code.above(at.statement, ast.For, ast.While, ast.FunctionDef)
+    if not isinstance(loop, (ast.For, ast.While)):
+        raise Unsure("it is in no loop")
+    evaluating = {
+        node.name
+        for node in ast.walk(code.tree)
+        if isinstance(node, ast.FunctionDef) and "eval" in _called(node)
+    }
+    if ({"eval"} | evaluating) & set(_called(loop)):
+        return [code.edit(code.before(loop.body[0], f"{model}.train()"))]
+    return [code.edit(code.before(loop, f"{model}.train()"))]
+
+
+def _called(node: ast.AST) -> Iterator[str]:
+    return (name_of(part.func) for part in ast.walk(node) if isinstance(part, ast.Call))

@@ -1,0 +1,176 @@
+"""What a name in the user's code stands for, as far as one file tells for certain."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.doctor.edits.code import Code, Unsure, inside, name_of
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEEP = 4
+
+
+def values(code: Code, name: ast.expr, depth: int = 0) -> list[ast.expr]:
+    """All that is ever assigned to a name, or to an attribute of `self`, in the order of the file.
+
+    A function's parameter is what the only call of the function passes.
+
+    Raises:
+        Unsure: something else may be behind it.
+    """
+    if depth > _DEEP:
+        raise Unsure("it is passed on too often")
+    if isinstance(name, ast.Attribute):
+        return _of_attribute(code, name)
+    if not isinstance(name, ast.Name):
+        return [name]
+    scope: ast.AST = code.function(name)
+    while True:
+        found = _assigned(scope, name.id)
+        if found:
+            return found
+        if isinstance(scope, _FUNCTIONS) and name.id in _parameters(scope):
+            return values(code, passed(code, scope, name.id), depth + 1)
+        if isinstance(scope, ast.Module):
+            raise Unsure(f"what {name.id} is cannot be seen")
+        scope = code.function(scope)
+
+
+def made_by(code: Code, name: ast.expr, *kinds: str) -> ast.Call:
+    """The only call of one of these names by which a value was made, such as DataLoader(...).
+
+    Raises:
+        Unsure: there is none, or more than one.
+    """
+    calls: list[ast.Call] = []
+    for value in [name] if isinstance(name, ast.Call) else values(code, name):
+        if isinstance(value, ast.Call):
+            calls.append(value)
+        elif isinstance(value, (ast.Name, ast.Attribute)):
+            calls.append(made_by(code, value, *kinds))
+    found = [call for call in calls if name_of(call.func) in kinds]
+    if len(found) != 1:
+        raise Unsure(f"which {kinds[0]} it is cannot be seen")
+    return found[0]
+
+
+def calls_of(code: Code, *names: str) -> list[ast.Call]:
+    """All calls of these names in a file."""
+    every = (node for node in ast.walk(code.tree) if isinstance(node, ast.Call))
+    return [call for call in every if name_of(call.func) in names]
+
+
+def is_imported(code: Code, name: str) -> bool:
+    """Whether a module is there under its own name everywhere in a file."""
+    imports = (node for node in code.tree.body if isinstance(node, ast.Import))
+    bound = {
+        alias.asname or alias.name.partition(".")[0]: alias.name.partition(".")[0]
+        for node in imports
+        for alias in node.names
+        if alias.asname is None or "." not in alias.name
+    }
+    return bound.get(name) == name and not any(_assigned(s, name) for s in _scopes(code))
+
+
+def _scopes(code: Code) -> Iterator[ast.AST]:
+    for node in ast.walk(code.tree):
+        if isinstance(node, (*_FUNCTIONS, ast.Module)):
+            yield node
+
+
+def _assigned(scope: ast.AST, name: str) -> list[ast.expr]:
+    """What a name is bound to in a scope, in order.
+
+    Raises:
+        Unsure: to something that no expression tells, such as a part of a tuple.
+    """
+    found: list[tuple[int, ast.expr]] = []
+    for node in inside(getattr(scope, "body", [])):
+        if isinstance(node, ast.Assign):
+            pairs = [pair for target in node.targets for pair in _pairs(target, node.value)]
+            same = [v for t, v in pairs if isinstance(t, ast.Name) and t.id == name]
+            found += [(node.lineno, value) for value in same]
+            targets: list[ast.AST] = [t for t, _ in pairs if not isinstance(t, ast.Name)]
+        elif isinstance(node, ast.AnnAssign):
+            if isinstance(node.target, ast.Name) and node.target.id == name and node.value:
+                found.append((node.lineno, node.value))
+            continue
+        elif isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
+            raise Unsure(f"{name} is shared with other functions")
+        else:
+            targets = _other_targets(node)
+        bound = (n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
+        if any(n.id == name and isinstance(n.ctx, ast.Store) for n in bound):
+            raise Unsure(f"what {name} is cannot be seen")
+    return [value for _, value in sorted(found, key=lambda one: one[0])]
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """What is assigned to what: of `a, b = 1, 2` each to its own."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        both = [*target.elts, *value.elts]
+        if len(target.elts) == len(value.elts) and not any(
+            isinstance(one, ast.Starred) for one in both
+        ):
+            return list(zip(target.elts, value.elts, strict=True))
+    return [(target, value)]
+
+
+def _other_targets(node: ast.AST) -> list[ast.AST]:
+    """What is bound otherwise than by `=`."""
+    if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension, ast.AugAssign, ast.NamedExpr)):
+        return [] if isinstance(node, ast.comprehension) else [node.target]
+    if isinstance(node, (ast.With, ast.AsyncWith)):
+        return [item.optional_vars for item in node.items if item.optional_vars]
+    return []
+
+
+def _parameters(scope: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    given = scope.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return [arg.arg for arg in every if arg is not None]
+
+
+def passed(code: Code, scope: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> ast.expr:
+    """What the only call of a function passes for a parameter, as it stands there.
+
+    Raises:
+        Unsure: it is called from several places, or otherwise than by its name.
+    """
+    calls = calls_of(code, scope.name)
+    uses = [
+        node
+        for node in ast.walk(code.tree)
+        if isinstance(node, (ast.Name, ast.Attribute)) and name_of(node) == scope.name
+    ]
+    if len(uses) != 1 or len(calls) != 1:
+        raise Unsure(f"{scope.name} is not called once alone")
+    call = calls[0]
+    keyword = next((word for word in call.keywords if word.arg == name), None)
+    if keyword is not None:
+        return keyword.value
+    positional = [arg.arg for arg in (*scope.args.posonlyargs, *scope.args.args)]
+    if positional[:1] == ["self"]:
+        positional = positional[1:]
+    is_plain = not any(isinstance(arg, ast.Starred) for arg in call.args)
+    if is_plain and name in positional and positional.index(name) < len(call.args):
+        return call.args[positional.index(name)]
+    raise Unsure(f"what is passed for {name} cannot be seen")
+
+
+def _of_attribute(code: Code, name: ast.Attribute) -> list[ast.expr]:
+    """What is assigned to `self.x` in its class."""
+    owner = code.above(name, ast.ClassDef)
+    if not (isinstance(name.value, ast.Name) and name.value.id == "self" and owner):
+        raise Unsure(f"what {ast.unparse(name)} is cannot be seen")
+    words = ast.unparse(name)
+    found: list[ast.expr] = []
+    for node in ast.walk(owner):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(ast.unparse(target) == words for target in targets):
+            assert isinstance(node, ast.Assign)
+            found.append(node.value)
+    if not found:
+        raise Unsure(f"what {words} is cannot be seen")
+    return found

@@ -1,0 +1,66 @@
+"""Edits as a unified diff, as `patch -p1` and `git apply` take it."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from flatout.doctor.edits.source import Source, by_file
+from flatout.doctor.finding import Edit
+from flatout.errors import FlatoutError
+
+_NO_END = "\\ No newline at end of file\n"
+
+
+def diff(edits: Iterable[Edit], root: Path) -> str:
+    """Returns the changes as a unified diff.
+
+    Bytes that are no UTF-8 are surrogates in it: write it with errors="surrogateescape".
+
+    Args:
+        edits: of files below `root`.
+        root: the folder in which the diff is to be applied.
+
+    Raises:
+        FlatoutError: a file has changed, lies elsewhere, or two edits change the same words.
+    """
+    found = {}
+    for file, some in by_file(edits).items():
+        source = Source.read(file)
+        found[file] = source.encode(), source.with_edits(some).encode()
+    return of_files(found, root)
+
+
+def of_files(files: Mapping[str, tuple[bytes, bytes]], root: Path) -> str:
+    """Returns the diff of files, each as it is and as it shall be."""
+    parts: list[str] = []
+    for file in sorted(files):
+        name = _below(file, root)
+        before, after = (_lines(data) for data in files[file])
+        end = "\t" if " " in name else ""  # else the name ends at the space
+        for line in difflib.unified_diff(before, after, f"a/{name}{end}", f"b/{name}{end}"):
+            parts.append(line if line.endswith("\n") else f"{line}\n{_NO_END}")
+    return "".join(parts)
+
+
+def folder_of(edits: Iterable[Edit]) -> Path:
+    """The folder for a diff: the current one where all files lie below it, else their own."""
+    files = [os.path.realpath(edit.file) for edit in edits]
+    here = os.path.realpath(os.getcwd())
+    common = os.path.commonpath([os.path.dirname(file) for file in files] or [here])
+    return Path(here if os.path.commonpath([common, here]) == here else common)
+
+
+def _below(file: str, root: Path) -> str:
+    path = os.path.relpath(os.path.realpath(file), os.path.realpath(root))
+    if path.startswith(os.pardir + os.sep):
+        raise FlatoutError(f"the file does not lie below {root}", where=file)
+    return path.replace(os.sep, "/")
+
+
+def _lines(data: bytes) -> list[str]:
+    """As patch sees them: only a newline ends a line."""
+    return list(io.StringIO(data.decode("utf-8", "surrogateescape"), newline="\n"))

@@ -1,0 +1,149 @@
+"""Where in the user's code a finding is, and what stands there."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import os
+from dataclasses import dataclass
+from functools import cached_property
+
+from flatout.doctor.edits.code import Code, Unsure, name_of
+from flatout.doctor.edits.names import calls_of, values
+from flatout.doctor.finding import Finding
+from flatout.observe import Call, Observation
+
+_LOSSES = ("criterion", "loss_fn", "loss_function", "loss_func", "objective")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A finding at its line.
+
+    Attributes:
+        finding: what was found.
+        seen: in which rank.
+        line: from 1, of the file.
+        file: as Python names it.
+    """
+
+    finding: Finding
+    seen: Observation
+    file: str
+    line: int
+
+    @classmethod
+    def of(cls, finding: Finding, seen: Observation) -> Place:
+        """The line that a finding names, else the one where the optimiser steps.
+
+        Raises:
+            Unsure: there is neither.
+        """
+        steps = [str(optimizer.site) for optimizer in seen.optimizers if optimizer.site]
+        file, _, line = (finding.where or next(iter(steps), "")).rpartition(":")
+        if not (file and line.isdigit()):
+            raise Unsure("it has no place in the code")
+        return cls(finding, seen, file, int(line))
+
+    @cached_property
+    def code(self) -> Code:
+        """The file."""
+        return Code.of(self.file)
+
+    @cached_property
+    def statement(self) -> ast.stmt:
+        """The only statement of the line.
+
+        Raises:
+            Unsure: there are several, or none.
+        """
+        found = self.code.statements(self.line)
+        if len(found) != 1:
+            raise Unsure(f"{len(found)} statements stand on the line")
+        return found[0]
+
+    def call(self, *names: str) -> ast.Call:
+        """The only call of these names on the line.
+
+        Raises:
+            Unsure: there are several, or none.
+        """
+        found = [call for call in self.code.calls(self.line) if name_of(call.func) in names]
+        if len(found) != 1:
+            raise Unsure(f"{len(found)} calls of {names[0]} stand on the line")
+        return found[0]
+
+    def only_call(self, *names: str) -> tuple[Code, ast.Call]:
+        """The only call of these names in all files of the user's that were seen at work.
+
+        Raises:
+            Unsure: there are several, or none.
+        """
+        codes = [self.code, *map(Code.of, sorted(files(self.seen) - {self.file}))]
+        found = [(code, call) for code in codes for call in calls_of(code, *names)]
+        if len(found) != 1:
+            raise Unsure(f"there are {len(found)} calls of {names[0]}")
+        return found[0]
+
+    def seen_call(self, *kinds: str) -> Call:
+        """What was observed of the calls on the line.
+
+        Raises:
+            Unsure: nothing.
+        """
+        for call in self.seen.calls:
+            if call.kind in kinds and str(call.site) == self.finding.where:
+                return call
+        raise Unsure("the calls themselves were not observed")
+
+    def model(self) -> ast.expr:
+        """The model that is called on the line, such as `model` or `self.model`.
+
+        Raises:
+            Unsure: it cannot be told from other things that are called.
+        """
+        functions = [call.func for call in self.code.calls(self.line)]
+        found = {ast.unparse(func): func for func in functions if self._may_be_model(func)}
+        if len(found) != 1:
+            raise Unsure("which of the calls is the model's cannot be seen")
+        return next(iter(found.values()))
+
+    def _may_be_model(self, func: ast.expr) -> bool:
+        if isinstance(func, ast.Attribute):
+            is_own = isinstance(func.value, ast.Name) and func.value.id == "self"
+            return is_own and not self._is_defined(func.attr) and not self._is_loss(func)
+        if not isinstance(func, ast.Name) or func.id in dir(builtins):
+            return False
+        return not self._is_defined(func.id) and not self._is_loss(func)
+
+    def _is_defined(self, name: str) -> bool:
+        """Whether a function, class or import has this name."""
+        for node in ast.walk(self.code.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                if node.name == name:
+                    return True
+            elif isinstance(node, (ast.Import, ast.ImportFrom)) and any(
+                (alias.asname or alias.name) == name for alias in node.names
+            ):
+                return True
+        return False
+
+    def _is_loss(self, func: ast.Name | ast.Attribute) -> bool:
+        if name_of(func) in _LOSSES:
+            return True
+        try:
+            made = values(self.code, func)
+        except Unsure:
+            return False
+        return all(isinstance(v, ast.Call) and name_of(v.func).endswith("Loss") for v in made)
+
+
+def files(seen: Observation) -> set[str]:
+    """The files of the user's whose lines were seen at work."""
+    sites = [call.site for call in seen.calls]
+    sites += [
+        site for loader in seen.loaders for site in (loader.site, loader.dataset_site) if site
+    ]
+    sites += [optimizer.site for optimizer in seen.optimizers if optimizer.site]
+    sites += [model.site for model in seen.models if model.site]
+    return {site.file for site in sites if os.path.isfile(site.file)}
