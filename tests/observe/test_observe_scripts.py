@@ -287,6 +287,26 @@ def test_compiled_frames_are_kept(tmp_path, how):
     assert seen.models or (how != "module" and any(n.startswith("models: ") for n in seen.notes))
 
 
+@pytest.mark.slow
+def test_a_whole_compiled_step_keeps_its_graphs(tmp_path):
+    source = LOOP + (
+        "from torch._dynamo.utils import counters\n"
+        "@torch.compile(backend='eager')\n"
+        "def step(x):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(x).sum().backward()\n"
+        "    optimizer.step()\n"
+        "for _ in range(5):\n"
+        "    step(torch.ones(2, 4))\n"
+        "print(dict(counters['stats']), sum(counters['graph_break'].values()))\n"
+        "print(model.weight.sum())\n"
+    )
+    ran, _ = _observe(tmp_path, source)
+    alone = _python("script.py", folder=tmp_path)
+    assert ran.stdout == alone.stdout
+    assert "'unique_graphs': 2" in ran.stdout
+
+
 FILES = (
     LOOP
     + """

@@ -20,7 +20,7 @@ class _Entry:
     def __init__(self, kind: str, site: Site | None, detail: dict[str, Any]):
         self.kind = kind
         self.site = site
-        self.detail = detail
+        self.detail = dict(detail)
         self.forget()
 
     def forget(self) -> None:
@@ -29,7 +29,12 @@ class _Entry:
 
 
 class Calls:
-    """What was called, by kind and instruction."""
+    """What was called, by kind and instruction.
+
+    Attributes:
+        noted: how many calls, of all kinds.
+        passed: how many that could have copied to another device, and have not.
+    """
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
@@ -37,7 +42,7 @@ class Calls:
         self._of_lines: dict[tuple[str, Site | None], _Entry] = {}
         self._codes: list[CodeType] = []
         self._windows: dict[str, int] = {}
-        self.noted = 0
+        self.noted = self.passed = 0
 
     def note(
         self, kind: str, ns: int, depth: int = 2, detail: dict[str, Any] | None = None
@@ -69,7 +74,7 @@ class Calls:
         for entry in self._of_lines.values():
             if entry.kind not in _OF_SETUP:
                 entry.forget()
-        self.noted = 0
+        self.noted = self.passed = 0
 
     def spread(self, kind: str, window: int) -> None:
         """Calls of this kind were watched in so many steps only; they are told as if in all."""

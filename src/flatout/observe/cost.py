@@ -1,8 +1,12 @@
 """What observing adds to a step, counted directly.
 
 The hooks themselves are timed, on a Watch of their own and around functions that do nothing, and
-multiplied by how often each of them ran. To that comes what the writing thread has taken. A
+multiplied by how often each of them ran. Between two calls lies some training work: in a step a
+hook finds the processor's caches full of other things, and takes several times as long as in a
+tight loop. To that comes what looking at the process, and the writing thread, have taken. A
 comparison of runs with and without could not resolve it.
+
+What is done once, in the first steps, is not counted: it is no part of each step.
 """
 
 from __future__ import annotations
@@ -15,42 +19,69 @@ from types import SimpleNamespace
 from typing import Any
 
 from flatout.observe.backward import watch_backward
+from flatout.observe.lanes import HOST
 from flatout.observe.loaders import SeenLoader, watch_batches
 from flatout.observe.models import Models
-from flatout.observe.optimizers import SeenOptimizer, Steps
-from flatout.observe.tensors import timed
+from flatout.observe.optimizers import SeenOptimizer, Steps, timed_zero_grad
+from flatout.observe.tensors import copying, timed
 from flatout.observe.watch import Watch
+from flatout.observe.within_loader import probed
 
-_ROUNDS, _CALLS = 5, 200
+_ROUNDS = 60
 
 
-def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
-    """Microseconds that each step of this Watch was longer by, to be called in a quiet moment."""
+def added_us_per_step(watch: Watch, looked_ns: int, writer_seconds: float) -> float:
+    """Microseconds that each step of this Watch was longer by, to be called in a quiet moment.
+
+    Args:
+        watch: what the hooks have filled in.
+        looked_ns: that looking at the process has taken.
+        writer_seconds: of a CPU, that writing has taken.
+    """
     steps = max(1, watch.lanes.steps)
-    ns = (
-        sum(loader.batches for loader in watch.loaders) * _batch_ns()
-        + sum(seen.backwards.total() * seen.result().backwards for seen in watch.optimizers)
-        * _backward_ns()
-        + sum(seen.backwards.total() for seen in watch.optimizers) * _step_ns()
-        + watch.lanes.forwards * _forward_ns()
-        + watch.calls.noted * _call_ns()
-    )
-    return float((ns / 1e3 + writer_seconds * 1e6) / steps)
+    zeroed = sum(call.count for call in watch.calls.all() if call.kind == "zero_grad")
+    rounds = [seen.backwards for seen in watch.optimizers]
+    ran = {
+        _batch_ns: sum(loader.batches for loader in watch.loaders),
+        _fetch_ns: sum(loader.batches for loader in watch.loaders if not loader.facts.num_workers),
+        _backward_ns: sum(each * often for counts in rounds for each, often in counts.items()),
+        _step_ns: sum(often for counts in rounds for often in counts.values()),
+        _forward_ns: sum(model.calls for model in watch.models),
+        _inner_ns: sum(model.calls * model.inner for model in watch.models),
+        _zero_grad_ns: zeroed,
+        _call_ns: watch.calls.noted,
+        _copy_ns: watch.calls.passed,
+    }
+    ns = sum(count * cost() for cost, count in ran.items() if count)
+    return float((ns + looked_ns + writer_seconds * 1e9) / 1e3 / steps)
 
 
 def _extra_ns(hooked: Callable[[], Any], plain: Callable[[], Any]) -> float:
-    """How much longer one call takes than another, in the median of rounds."""
+    """How much longer one call takes than another."""
     return max(0.0, _time_ns(hooked) - _time_ns(plain))
 
 
-def _time_ns(call: Callable[[], Any]) -> float:
+def _time_ns(call: Callable[[], Any], first: Callable[[], Any] | None = None) -> float:
+    """What a call takes after some training work, in the median; `first` runs before that."""
+    work = _work()
     rounds = []
     for _ in range(_ROUNDS):
+        if first is not None:
+            first()
+        work()
         began = perf_counter_ns()
-        for _ in range(_CALLS):
-            call()
-        rounds.append((perf_counter_ns() - began) / _CALLS)
+        call()
+        rounds.append(perf_counter_ns() - began)
     return median(rounds)
+
+
+def _work() -> Callable[[], Any]:
+    """A small training step that no hook sees."""
+    torch = sys.modules["torch"]
+    weight = torch.ones(64, 64, requires_grad=True)
+    rows = torch.ones(64, 64)
+    relu, grad = torch.nn.functional.relu, torch.autograd.grad
+    return lambda: grad(relu(rows @ weight).mean(), weight)
 
 
 def _batch_ns() -> float:
@@ -59,6 +90,7 @@ def _batch_ns() -> float:
             self.batch = loader
 
         def __next__(self) -> Any:
+            self._next_index()
             return self.batch
 
         def _next_index(self) -> None:
@@ -73,35 +105,80 @@ def _batch_ns() -> float:
     return _extra_ns(lambda: next(hooked), lambda: next(plain))
 
 
+def _fetch_ns() -> float:
+    hooked = probed(_nothing, lambda fetcher: None)
+    return _extra_ns(lambda: hooked(None, 0), lambda: _nothing(None, 0))
+
+
 def _backward_ns() -> float:
     watch = Watch()
     autograd = SimpleNamespace(backward=_nothing)
     compiler = sys.modules["torch"].compiler
     watch_backward(SimpleNamespace(autograd=autograd, compiler=compiler), watch, Steps(watch))
-    return _extra_ns(lambda: autograd.backward(None), lambda: _nothing(None))
+    # As Tensor.backward calls it.
+    return _extra_ns(
+        lambda: autograd.backward(None, None, None, False, inputs=None),
+        lambda: _nothing(None, None, None, False, inputs=None),
+    )
 
 
 def _step_ns() -> float:
     watch = Watch()
-    steps = Steps(watch)
-    optimizer = SeenOptimizer.__new__(SeenOptimizer)
-    steps.end(optimizer)
+    watch.lanes.steps, watch.lanes.due = 2, sys.maxsize
+    hooks: list[Callable[..., None]] = []
+    module = SimpleNamespace(
+        register_optimizer_step_pre_hook=hooks.append,
+        register_optimizer_step_post_hook=hooks.append,
+    )
+    Steps(watch).hook_into(sys.modules["torch"], module)
+    optimizer: Any = SeenOptimizer.__new__(SeenOptimizer)
 
-    def step() -> None:
-        steps.begin()
-        steps.end(optimizer)
+    def begin() -> None:
+        hooks[0](optimizer, (), {})
 
-    return _time_ns(step)
+    def end() -> None:
+        hooks[1](optimizer, (), {})
+
+    nothing = _time_ns(lambda: None)
+    return max(0.0, _time_ns(begin) + _time_ns(end, first=begin) - 2 * nothing)
 
 
 def _forward_ns() -> float:
+    return _of_module(is_inside=False)
+
+
+def _inner_ns() -> float:
+    return _of_module(is_inside=True)
+
+
+def _of_module(*, is_inside: bool) -> float:
     torch = sys.modules["torch"]
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.zeros(1))
     watch = Watch()
-    hooked = Models(torch, watch).watched(_nothing)
+    watch.lanes.steps = 1
+    models = Models(torch, watch)
+    hooked = models.watched(_nothing)
     hooked(module, module.weight)
-    return _extra_ns(lambda: hooked(module, module.weight), lambda: _nothing(module, module.weight))
+    watch.models[0].due = _ROUNDS  # looking at inputs is rare
+
+    def first() -> None:
+        watch.lanes.current = HOST
+        watch.lanes.is_inside = is_inside
+
+    return max(
+        0.0,
+        _time_ns(lambda: hooked(module, module.weight), first)
+        - _time_ns(lambda: _nothing(module, module.weight)),
+    )
+
+
+def _zero_grad_ns() -> float:
+    watch = Watch()
+    hooked = timed_zero_grad(_nothing, watch)
+    watch.lanes.steps = 1000
+    watch.attend()  # as after the steps in which lines are noted
+    return _extra_ns(lambda: hooked(None), lambda: _nothing(None))
 
 
 def _call_ns() -> float:
@@ -109,5 +186,15 @@ def _call_ns() -> float:
     return _extra_ns(lambda: hooked(0), lambda: _nothing(0))
 
 
-def _nothing(*args: Any) -> None:
+def _copy_ns() -> float:
+    tensor = sys.modules["torch"].ones(1)
+    hooked = copying(_first, Watch())
+    return _extra_ns(lambda: hooked(tensor, "cpu"), lambda: _first(tensor, "cpu"))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _first(*args: Any) -> Any:
+    return args[0]

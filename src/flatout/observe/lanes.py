@@ -8,6 +8,7 @@ for.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from threading import get_ident
 from time import perf_counter_ns
@@ -16,11 +17,11 @@ from typing import Any
 from flatout.measure.timeline import LANES
 
 INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMISER, HOST, EVALUATION, SAVING, GC, IDLE = range(11)
-# From a backward pass to what comes next: the step's (clipping) or, in accumulation, the host's.
+# From a backward pass to what comes next: the optimiser's or, in accumulation, the host's.
 AFTER = 11
 _COUNT = 12
 _BETWEEN = (EVALUATION, SAVING)
-_FOLD_AT = 4096 * _COUNT
+_NOTHING = [0] * _COUNT
 # Durations of single steps that are kept.
 _KEPT = 20_000
 
@@ -28,50 +29,57 @@ _KEPT = 20_000
 class Lanes:
     """The lanes of one thread's steps, in ns.
 
+    Hooks that run in each step do what `switch` does themselves: a call costs as much as the rest.
+
     Attributes:
         thread: the one that steps; calls in others are none of ours.
         steps: how many were closed.
         current: the lane for which the clock runs.
+        last: when it was looked at.
+        spent: by lane, since the first step began; always the same list.
         backwards: backward passes since the last step.
-        forwards: calls of outermost modules, ever.
+        is_inside: whether a model is being called.
         evaluations: calls of models in evaluation, of which it is not yet known what they were.
         loader: what gave the latest batch.
+        due, until: the number of steps, and the time, at which somebody wants to be called.
     """
 
     __slots__ = (
         "_before",
+        "_began",
+        "_between",
+        "_closed",
+        "_durations",
         "_first",
-        "_rows",
         "_seen_backwards",
-        "_totals",
         "backwards",
         "current",
-        "durations",
+        "due",
         "evaluations",
-        "forwards",
+        "is_inside",
         "last",
         "loader",
         "spent",
         "steps",
         "thread",
+        "until",
     )
 
     def __init__(self) -> None:
         self.thread = get_ident()
         self.steps = 0
         self.current = HOST
-        self.backwards = 0
-        self.forwards = 0
+        self.last = self._began = perf_counter_ns()
+        self.spent = _NOTHING[:]
+        self.backwards = self._seen_backwards = 0
+        self.is_inside = False
         self.evaluations: list[Any] = []
         self.loader: Any = None
-        self.last = perf_counter_ns()
-        self.spent = [0] * _COUNT
-        self.durations = array("q")
-        self._before = self.spent[:]
-        self._seen_backwards = 0
-        self._rows = array("q")
-        self._totals = [0] * _COUNT
-        self._first = [0] * _COUNT
+        self.due = 1
+        self.until = sys.maxsize
+        self._durations = array("q")
+        self._between = 0  # of the lanes between steps, when the last step ended
+        self._first = self._before = self._closed = _NOTHING
 
     def switch(self, lane: int) -> int:
         """The time since the last call goes to the lane that ran; returns that one."""
@@ -82,22 +90,30 @@ class Lanes:
         self.current = lane
         return before
 
+    def skip(self) -> None:
+        """The time since the last call was ours, and goes to nobody."""
+        now = perf_counter_ns()
+        self._began += now - self.last
+        self.last = now
+
     def begin_batch(self) -> None:
         """A batch, or an iteration over batches, is asked for."""
         self.switch(INPUT)
         if self.evaluations:
             self.judge()
         if not self.steps and not self.backwards:
-            self.spent = [0] * _COUNT  # what came before the first batch is no part of a step
+            self._forget()  # what came before the first batch is no part of a step
         self._before = self.spent[:]
         self._seen_backwards = self.backwards
 
-    def begin_forward(self) -> None:
-        """A model is called to be trained."""
-        if self.current in (HOST, AFTER):
-            self.switch(FORWARD)
-            if not self.steps and not self.backwards and self.loader is None:
-                self.spent = [0] * _COUNT
+    def begin_training(self) -> None:
+        """A model is called to be trained, before the first step."""
+        if not self.backwards and self.loader is None:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.spent[:] = _NOTHING
+        self._began = self.last
 
     def judge(self) -> None:
         """Decides what the calls in evaluation since the last batch was asked for have been.
@@ -118,26 +134,35 @@ class Lanes:
             self._were_trained()
         self.evaluations.clear()
 
-    def close(self, *, merge: bool = False) -> None:
+    def close(self, merge: bool = False) -> None:
         """A step has ended here; with `merge` it is still the one that was closed last."""
-        self.switch(HOST)
+        now = perf_counter_ns()
         spent = self.spent
-        if merge and self._rows:
-            for lane in range(_COUNT):
-                self._rows[lane - _COUNT] += spent[lane]
+        spent[self.current] += now - self.last
+        self.last = now
+        self.current = HOST
+        if self.backwards > 1:
+            after = spent[AFTER] - self._closed[AFTER]
+            spent[AFTER] -= after
+            spent[HOST] += after
+        between = spent[EVALUATION] + spent[SAVING]
+        took = now - self._began - between + self._between
+        self._began = now
+        self._between = between
+        if merge and self.steps:
+            self._durations[-1] += took
         else:
-            spent[OPTIMISER if self.backwards < 2 else HOST] += spent[AFTER]
-            spent[AFTER] = 0
-            self._rows.extend(spent)
+            self._durations.append(took)
             self.steps += 1
-            if len(self._rows) >= _FOLD_AT:
-                self._fold(keep=1)
+        self._before = self._closed = spent[:]
         if self.evaluations:
             self._were_trained()
             self.evaluations.clear()
-        self.spent = [0] * _COUNT
-        self._before = self.spent[:]
         self.backwards = self._seen_backwards = 0
+        if self.steps == 1:
+            self._first = self._closed
+        elif len(self._durations) > 2 * _KEPT:
+            del self._durations[:_KEPT]
 
     def _were_trained(self) -> None:
         for seen in self.evaluations:
@@ -148,42 +173,20 @@ class Lanes:
         self.switch(HOST)
         if self.evaluations:
             self.judge()
-        if self._rows:
-            for lane in _BETWEEN:
-                self._rows[lane - _COUNT] += self.spent[lane]
+        self._closed = self._closed[:]
+        for lane in _BETWEEN:
+            self._closed[lane] = self.spent[lane]
 
     def step_ms(self) -> list[float]:
         """Durations of the latest steps in ms, oldest first, without what lies between steps."""
-        durations = list(self.durations)
-        rows = self._rows
-        for at in range(0, len(rows) - len(rows) % _COUNT, _COUNT):
-            durations.append(
-                sum(rows[at : at + _COUNT]) - sum(rows[at + lane] for lane in _BETWEEN)
-            )
-        return [ns / 1e6 for ns in durations[-_KEPT:]]
+        return [ns / 1e6 for ns in self._durations[-_KEPT:]]
 
     def lanes_ms(self) -> dict[str, float]:
         """Milliseconds per step by lane. The first of many steps is left out: it sets things up."""
-        rows = self._rows[:]
-        totals = [self._totals[lane] + sum(rows[lane::_COUNT]) for lane in range(_COUNT)]
-        steps = self.steps
+        steps, totals = self.steps, self._closed
         if steps > 3:
-            first = self._first if self._totals != [0] * _COUNT else list(rows[:_COUNT])
-            totals = [all_ - one for all_, one in zip(totals, first, strict=True)]
+            totals = [whole - first for whole, first in zip(totals, self._first, strict=True)]
             steps -= 1
+        totals = [*totals]
+        totals[OPTIMISER] += totals[AFTER]
         return {name: totals[lane] / max(1, steps) / 1e6 for lane, name in enumerate(LANES)}
-
-    def _fold(self, keep: int) -> None:
-        """Brings all rows but the latest ones into the totals."""
-        rows = self._rows
-        if self._totals == [0] * _COUNT:
-            self._first = list(rows[:_COUNT])
-        whole = len(rows) - keep * _COUNT
-        for lane in range(_COUNT):
-            self._totals[lane] += sum(rows[lane:whole:_COUNT])
-        for at in range(0, whole, _COUNT):
-            self.durations.append(
-                sum(rows[at : at + _COUNT]) - rows[at + EVALUATION] - rows[at + SAVING]
-            )
-        del self.durations[:-_KEPT]
-        self._rows = rows[whole:]

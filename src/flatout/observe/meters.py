@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+from math import ceil
 from pathlib import Path
 from statistics import median
+from time import perf_counter_ns
 
 from flatout.measure.cgroup import usable_cpus
 from flatout.observe.observation import Observation
@@ -14,23 +16,36 @@ from flatout.observe.watch import Watch
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Memory is looked at in at most twice so many steps, evenly over all of them.
 _LOOKS = 64
+# After the first looks, so many seconds lie between two of them: short steps should not pay for it.
+_FIRST_LOOKS, _APART_S = 8, 0.02
 _RUNNABLE_LOOKS = 30
 
 
 class Meters:
-    """Looks at the process now and then: in some steps, and once a second."""
+    """Looks at the process now and then: in some steps, and once a second.
+
+    Attributes:
+        looked_ns: how long the steps have waited for that.
+    """
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._stride = 1
+        self._looked_at = 0
         self._memory: list[tuple[int, float]] = []
         self._faults: list[tuple[int, int, int]] = []
         self._runnable: list[float] = []
+        self.looked_ns = 0
         self.usable_cpus = usable_cpus()
         watch.at(1, self._look)
 
     def _look(self) -> None:
-        step = self._watch.lanes.steps
+        lanes = self._watch.lanes
+        step, now = lanes.steps, perf_counter_ns()
+        if len(self._memory) > _FIRST_LOOKS:
+            took_s = (now - self._looked_at) / 1e9 / max(1, step - self._memory[-1][0])
+            self._stride = max(self._stride, ceil(_APART_S / took_s))
+        self._looked_at = now
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self._memory.append((step, pages * _PAGE / 2**20))
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -40,6 +55,7 @@ class Meters:
             self._memory = self._memory[::2]
             self._faults = self._faults[::2]
         self._watch.at(step + self._stride, self._look)
+        self.looked_ns += perf_counter_ns() - now
 
     def look_at_threads(self) -> None:
         """Counts the threads of this process and its children that run or could; not in a step."""

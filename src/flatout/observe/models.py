@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
+from time import perf_counter_ns
 from typing import Any
 from weakref import ref
 
-from flatout.observe.lanes import INPUT
+from flatout.observe.lanes import AFTER, FORWARD, HOST, INPUT
 from flatout.observe.model_facts import describe, unwrapped
 from flatout.observe.observation import Model, Site
 from flatout.observe.sites import here
@@ -20,6 +21,9 @@ from flatout.observe.watch import Watch
 _SHAPES, _FIRST_CALLS, _EVERY = 64, 256, 16
 # After so many steps only the classes of the outermost modules are watched.
 _SEARCH_STEPS = 3
+
+# Lanes that a call of a model ends.
+_BEFORE_FORWARD = frozenset((HOST, AFTER))
 
 Mode = tuple[bool, bool]  # in train mode, with gradients
 
@@ -33,7 +37,9 @@ class SeenModel:
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
         self.is_stepped = False
         self.calls = 0
-        self.shapes: Counter[tuple[str, str]] = Counter()
+        self.due = 1
+        self.inner = 0
+        self.shapes: Counter[tuple[Any, Any]] = Counter()
         self.site: Site | None = None
         self._open: dict[Mode, Site | None] = {}
         self._evaluated: dict[Mode, Site | None] = {}
@@ -61,7 +67,7 @@ class SeenModel:
         facts = self.facts
         facts.site = self.site
         facts.inputs = [
-            (f"{shape}, {dtype}", count)
+            (f"{list(shape)}, {dtype}".replace("torch.", ""), count)
             for (shape, dtype), count in self.shapes.most_common(_SHAPES)
         ]
         # What is called so in most steps is a part of the step, such as a target network.
@@ -91,7 +97,6 @@ class Models:
         self._torch = torch
         self._watch = watch
         self._known: dict[int, SeenModel] = {}
-        self._inside = False
         self._original = torch.nn.Module.__call__
         self._everywhere = self.watched(self._original)
         self._narrowed: set[type] = set()
@@ -115,37 +120,57 @@ class Models:
             owner.__call__ = self.watched(owner.__call__)
         self._narrowed |= classes
         self._torch.nn.Module.__call__ = self._original
+        watched = tuple(self._narrowed)
+        for seen in self._known.values():
+            module = seen.ref()
+            if module is not None:
+                seen.inner = sum(isinstance(one, watched) for one in module.modules()) - 1
 
     def watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A `__call__` that notices the outermost modules."""
-        lanes = self._watch.lanes
-        is_compiling = self._torch.compiler.is_compiling
+        lanes, spent, known = self._watch.lanes, self._watch.lanes.spent, self._known
+        is_traced = self._torch.compiler.is_dynamo_compiling
         is_grad_enabled = self._torch.is_grad_enabled
 
         @wraps(original)
         def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or self._inside or get_ident() != lanes.thread:
+            if is_traced() or lanes.is_inside or get_ident() != lanes.thread:
                 return original(module, *args, **kwargs)
-            if lanes.current == INPUT:
+            current = lanes.current
+            if current == INPUT:
                 return original(module, *args, **kwargs)
-            self._inside = True
+            lanes.is_inside = True
             try:
-                self._begin(module, args, is_grad_enabled())
+                seen = known.get(id(module))
+                if seen is None or seen.ref() is not module:
+                    seen = self._meet(module)
+                if seen.has_parameters:
+                    seen.calls += 1
+                    is_trained = module.training and is_grad_enabled()
+                    if lanes.evaluations or not is_trained or seen.calls >= seen.due:
+                        self._look(seen, module, args)
+                    if current in _BEFORE_FORWARD:
+                        now = perf_counter_ns()
+                        spent[current] += now - lanes.last
+                        lanes.last = now
+                        lanes.current = FORWARD
+                        if not lanes.steps:
+                            lanes.begin_training()
                 return original(module, *args, **kwargs)
             finally:
-                self._inside = False
+                lanes.is_inside = False
 
         return call
 
-    def _begin(self, module: Any, args: tuple[Any, ...], has_grad: bool) -> None:
-        seen = self._known.get(id(module))
-        if seen is None or seen.ref() is not module:
-            seen = self._known[id(module)] = SeenModel(module)
-            self._watch.models.append(seen)
-        if not seen.has_parameters:
-            return
+    def _meet(self, module: Any) -> SeenModel:
+        seen = self._known[id(module)] = SeenModel(module)
+        self._watch.models.append(seen)
+        return seen
+
+    def _look(self, seen: SeenModel, module: Any, args: tuple[Any, ...]) -> None:
+        """What it is called for, and now and then with what."""
         lanes = self._watch.lanes
-        lanes.forwards += 1
+        has_grad = self._torch.is_grad_enabled()
         mode = (module.training, has_grad)
         if seen.site is None:
             seen.site = here(2)
@@ -155,11 +180,9 @@ class Models:
         else:
             seen.evaluates(mode)
             lanes.evaluations.append(seen)
-        lanes.begin_forward()
-        if has_grad:
-            seen.calls += 1
-            if seen.calls <= _FIRST_CALLS or not seen.calls % _EVERY:
-                self._look_at_input(seen, args)
+        if has_grad and seen.calls >= seen.due and not self._torch.compiler.is_compiling():
+            self._look_at_input(seen, args)
+            seen.due = seen.calls + (1 if seen.calls < _FIRST_CALLS else _EVERY)
 
     def _trains_on_loader(self) -> bool:
         lanes = self._watch.lanes
@@ -169,10 +192,8 @@ class Models:
 
     def _look_at_input(self, seen: SeenModel, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], self._torch.Tensor) and len(seen.shapes) < _SHAPES:
-            tensor = args[0]
-            shape, dtype = str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch.")
-            seen.shapes[shape, dtype] += 1
-        if seen.calls == 1 or not seen.calls % _EVERY:
+            seen.shapes[args[0].shape, args[0].dtype] += 1
+        if seen.calls == 1 or seen.calls >= _FIRST_CALLS:
             for device in ("cuda", "cpu"):
                 if self._torch.is_autocast_enabled(device):
                     dtype = self._torch.get_autocast_dtype(device)

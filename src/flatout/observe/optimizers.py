@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import wraps
 from statistics import median
 from threading import get_ident
@@ -18,6 +19,8 @@ from flatout.observe.watch import Watch
 
 # An optimiser that steps so often before the last one of its round has a round of its own.
 _LONGEST_ROUND = 20
+# Lines that zero gradients are noted in so many steps.
+_NOTED_STEPS = 50
 
 
 class SeenOptimizer:
@@ -26,7 +29,7 @@ class SeenOptimizer:
     def __init__(self, optimizer: Any, facts: Optimizer) -> None:
         self.ref = ref(optimizer)
         self.facts = facts
-        self.backwards: Counter[int] = Counter()
+        self.backwards: dict[int, int] = {}  # how many went into a step, and how often
         self.since_round = 0
         self.ends_round = True
 
@@ -48,9 +51,10 @@ class SeenOptimizer:
 
     def result(self) -> Optimizer:
         """What was seen of it."""
-        self.facts.steps = self.backwards.total()
+        counts = Counter(self.backwards)
+        self.facts.steps = counts.total()
         if self.facts.steps:
-            self.facts.backwards = float(median(self.backwards.elements()))
+            self.facts.backwards = float(median(counts.elements()))
         return self.facts
 
 
@@ -61,48 +65,73 @@ def _touched_rows(gradient: Any) -> int:
 
 
 class Steps:
-    """Finds steps: one round of all optimisers that take turns, each after its backward passes."""
+    """Finds steps: one round of all optimisers that take turns, each after its backward passes.
+
+    Attributes:
+        backwards: backward passes since an optimiser has stepped.
+        count: how often one has.
+    """
+
+    __slots__ = ("_is_counted", "_is_traced", "_lanes", "_seen", "_watch", "backwards")
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self._lanes = watch.lanes
         self._seen: dict[int, SeenOptimizer] = {}
         self._is_counted = False
+        self._is_traced: Callable[[], bool] = lambda: False
         self.backwards = 0
 
-    def begin(self) -> None:
-        """An optimiser's step begins."""
-        lanes = self._watch.lanes
-        lanes.switch(OPTIMISER)
+    def hook_into(self, torch: Any, module: Any) -> None:
+        """Hooks into torch.optim.optimizer."""
+        self._is_traced = torch.compiler.is_dynamo_compiling
+        module.register_optimizer_step_pre_hook(self.begin)
+        module.register_optimizer_step_post_hook(self.end)
+
+    def begin(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+        """An optimiser's step begins; the arguments are those of torch's hooks."""
+        lanes = self._lanes
+        if self._is_traced() or get_ident() != lanes.thread:
+            return
+        now = perf_counter_ns()
+        lanes.spent[lanes.current] += now - lanes.last
+        lanes.last = now
+        lanes.current = OPTIMISER
         self._is_counted = False
         if lanes.steps < 2:
             for look in self._watch.with_gradients:
                 look()
-            lanes.last = perf_counter_ns()  # looking was no part of the step
+            lanes.skip()
 
-    def end(self, optimizer: Any) -> None:
+    def end(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """It has stepped. One that hands its step on to another, as wrappers do, is not counted.
 
         Raises:
             Enough: the script shall end here.
         """
-        if self._is_counted:
+        lanes = self._lanes
+        if self._is_traced() or self._is_counted or get_ident() != lanes.thread:
             return
         self._is_counted = True
         seen = self._seen.get(id(optimizer))
         is_new = seen is None or seen.ref() is not optimizer
         if seen is None or is_new:
             seen = self._meet(optimizer)
-        seen.backwards[self.backwards] += 1
+        seen.backwards[self.backwards] = seen.backwards.get(self.backwards, 0) + 1
         self.backwards = 0
-        if seen.ends_round:
-            if len(self._seen) > 1:
-                for other in self._seen.values():
-                    other.since_round = 0
-            self._watch.close(merge=is_new and len(self._seen) > 1)
+        if not seen.ends_round:
+            lanes.switch(HOST)
+            seen.since_round += 1
+            seen.ends_round = seen.since_round > _LONGEST_ROUND
             return
-        self._watch.lanes.switch(HOST)
-        seen.since_round += 1
-        seen.ends_round = seen.since_round > _LONGEST_ROUND
+        is_more = False
+        if len(self._seen) > 1:
+            is_more = is_new
+            for other in self._seen.values():
+                other.since_round = 0
+        lanes.close(is_more)
+        if lanes.steps >= lanes.due or lanes.last >= lanes.until:
+            self._watch.attend()
 
     def _meet(self, optimizer: Any) -> SeenOptimizer:
         """A new one: it comes last in its round, as far as anybody knows."""
@@ -138,38 +167,44 @@ def tensors_of(optimizer: Any) -> list[Any]:
     return [variable.value for variable in variables]
 
 
-def watch_optimizers(module: Any, watch: Watch, steps: Steps) -> None:
-    """Hooks into torch.optim.optimizer."""
-    lanes, is_compiling = watch.lanes, sys.modules["torch"].compiler.is_compiling
-
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not is_compiling() and get_ident() == lanes.thread:
-            steps.begin()
-
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not is_compiling() and get_ident() == lanes.thread:
-            steps.end(optimizer)
-
-    module.register_optimizer_step_pre_hook(before)
-    module.register_optimizer_step_post_hook(after)
-    for owner in (module.Optimizer, sys.modules["torch.nn"].Module):
-        owner.zero_grad = _timed_zero_grad(owner.zero_grad, watch)
+def watch_optimizers(torch: Any, watch: Watch, steps: Steps) -> None:
+    """Hooks into the steps of torch's optimisers, and into zero_grad."""
+    steps.hook_into(torch, sys.modules["torch.optim.optimizer"])
+    for owner in (torch.optim.Optimizer, torch.nn.Module):
+        owner.zero_grad = timed_zero_grad(owner.zero_grad, watch)
 
 
-def _timed_zero_grad(original: Any, watch: Watch) -> Any:
-    lanes, calls = watch.lanes, watch.calls
+def timed_zero_grad(original: Any, watch: Watch) -> Any:
+    """A zero_grad with its time and, in the first steps, the user's line: it calls always alike."""
+    lanes, spent, calls = watch.lanes, watch.lanes.spent, watch.calls
+    is_traced = sys.modules["torch"].compiler.is_dynamo_compiling
+    details = {False: {"set_to_none": False}, True: {"set_to_none": True}}
+    is_noted = True
+
+    def end() -> None:
+        nonlocal is_noted
+        is_noted = False
+        calls.spread("zero_grad", _NOTED_STEPS)
+
+    watch.at(_NOTED_STEPS, end)
 
     @wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        if get_ident() != lanes.thread:
+        if is_traced() or get_ident() != lanes.thread:
             original(self, set_to_none)
             return
-        before = lanes.switch(OPTIMISER)
-        began = lanes.last
+        before, began = lanes.current, perf_counter_ns()
+        spent[before] += began - lanes.last
+        lanes.last = began
+        lanes.current = OPTIMISER
         try:
             original(self, set_to_none)
         finally:
-            lanes.switch(before)
-            calls.note("zero_grad", lanes.last - began, detail={"set_to_none": set_to_none})
+            now = perf_counter_ns()
+            spent[lanes.current] += now - lanes.last
+            lanes.last = now
+            lanes.current = before
+            if is_noted:
+                calls.note("zero_grad", now - began, 2, details[bool(set_to_none)])
 
     return zero_grad

@@ -110,14 +110,14 @@ class Observer:
         when_imported("torch._dynamo.eval_frame", skip_our_frames)
         when_imported(
             "keras.src.optimizers.base_optimizer",
-            lambda module: watch_keras(module, watch, steps),
+            lambda module: watch_keras(module, steps),
         )
         watch_outputs(watch)
         watch_garbage(watch)
         os.register_at_fork(after_in_child=self._in_child)
 
     def _hook_torch(self, torch: object) -> None:
-        watch_optimizers(sys.modules["torch.optim.optimizer"], self.watch, self._steps)
+        watch_optimizers(torch, self.watch, self._steps)
         watch_backward(torch, self.watch, self._steps)
         watch_tensors(torch, self.watch)
         watch_torch(torch, self.watch)
@@ -157,7 +157,9 @@ class Observer:
         seen.ended = "no steps" if ended == "done" and not seen.steps else ended
         seen.error = error
         if seen.steps:
-            seen.added_us_per_step = added_us_per_step(self.watch, self._writer.cpu_seconds)
+            seen.added_us_per_step = added_us_per_step(
+                self.watch, self._meters.looked_ns, self._writer.cpu_seconds
+            )
         write(self._path, seen)
         shutil.rmtree(self._workers, ignore_errors=True)
         if seen.added_us_per_step is not None:

@@ -32,12 +32,12 @@ def watch_tensors(torch: Any, watch: Watch) -> None:
     for name, kind in _SYNCS.items():
         setattr(torch.Tensor, name, timed(getattr(torch.Tensor, name), kind, name, watch))
     for name in ("to", "cuda"):
-        setattr(torch.Tensor, name, _copying(getattr(torch.Tensor, name), watch))
+        setattr(torch.Tensor, name, copying(getattr(torch.Tensor, name), watch))
 
 
 def timed(original: Any, kind: str, name: str, watch: Watch) -> Any:
     """A method that brings a value to the host, with its time and the user's line."""
-    lanes, calls = watch.lanes, watch.calls
+    lanes, spent, calls = watch.lanes, watch.lanes.spent, watch.calls
     detail = {} if kind == name else {"by": name}
 
     @wraps(original)
@@ -48,7 +48,6 @@ def timed(original: Any, kind: str, name: str, watch: Watch) -> Any:
         began = perf_counter_ns()
         value = original(self, *args, **kwargs)
         took = perf_counter_ns() - began
-        spent = lanes.spent
         spent[HOST] += took
         spent[current] -= took
         calls.note(kind, took, detail=detail)
@@ -57,8 +56,9 @@ def timed(original: Any, kind: str, name: str, watch: Watch) -> Any:
     return to_host
 
 
-def _copying(original: Any, watch: Watch) -> Any:
-    lanes, calls = watch.lanes, watch.calls
+def copying(original: Any, watch: Watch) -> Any:
+    """A method that may copy to another device, with its time."""
+    lanes, spent, calls = watch.lanes, watch.lanes.spent, watch.calls
 
     @wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,10 +68,10 @@ def _copying(original: Any, watch: Watch) -> Any:
         began = perf_counter_ns()
         value = original(self, *args, **kwargs)
         if value is self or value.device == self.device:
+            calls.passed += 1
             return value
         took = perf_counter_ns() - began
         to_host = value.device.type == "cpu"
-        spent = lanes.spent
         spent[HOST if to_host else COPY] += took
         spent[current] -= took
         if to_host:

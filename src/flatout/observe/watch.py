@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 import threading
 from collections.abc import Callable
 from itertools import count
@@ -38,40 +39,35 @@ class Watch:
         self.with_gradients: list[Callable[[], None]] = []
         self.on_new_optimizer: list[Callable[[], None]] = []
         self.on_enough_again: Callable[[], None] = lambda: None
-        self._most = float("inf") if steps is None else steps
-        self._seconds = float("inf") if seconds is None else seconds
-        self._until = float("inf")
+        self._most = sys.maxsize if steps is None else steps
+        self._seconds = seconds
         self._looks: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
-        self._next_look = -1
+        self._has_begun = False
 
     def at(self, step: int, look: Callable[[], None]) -> None:
         """Calls `look` in the thread that steps, once so many steps have ended."""
         heapq.heappush(self._looks, (step, next(self._order), look))
-        self._next_look = self._looks[0][0]
+        self.lanes.due = min(self.lanes.due, step)
 
-    def close(self, *, merge: bool = False) -> None:
-        """A step has ended.
+    def attend(self) -> None:
+        """A step has ended that was due, or the time is over.
 
         Raises:
             Enough: the script shall end here.
         """
         lanes = self.lanes
-        lanes.close(merge=merge)
-        steps = lanes.steps
-        if steps == 1 and not merge:
+        if not self._has_begun:
+            self._has_begun = True
             self.calls.forget()  # what came before the first step is no part of what is observed
-            self._until = perf_counter_ns() + self._seconds * 1e9
-        if 0 <= self._next_look <= steps:
-            self._look()
-        if steps >= self._most or lanes.last >= self._until:
-            self._end()
-
-    def _look(self) -> None:
-        while self._looks and self._looks[0][0] <= self.lanes.steps:
+            if self._seconds is not None:
+                lanes.until = perf_counter_ns() + int(self._seconds * 1e9)
+        while self._looks and self._looks[0][0] <= lanes.steps:
             heapq.heappop(self._looks)[2]()
-        self._next_look = self._looks[0][0] if self._looks else -1
-        self.lanes.last = perf_counter_ns()  # looking was no part of a step
+        lanes.due = min(self._looks[0][0] if self._looks else self._most, self._most)
+        lanes.skip()  # looking was no part of a step
+        if lanes.steps >= self._most or lanes.last >= lanes.until:
+            self._end()
 
     def _end(self) -> None:
         if self.is_enough or threading.current_thread() is not threading.main_thread():

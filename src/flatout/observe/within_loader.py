@@ -133,10 +133,12 @@ class Looker(threading.Thread):
 def watch_fetch(module: Any, probe_of: Any) -> None:
     """Hooks into torch.utils.data._utils.fetch; `probe_of` gives a Probe and Looker, or None."""
     for owner in (module._MapDatasetFetcher, module._IterableDatasetFetcher):
-        owner.fetch = _probed(owner.fetch, probe_of)
+        owner.fetch = probed(owner.fetch, probe_of)
 
 
-def _probed(original: Any, probe_of: Any) -> Any:
+def probed(original: Any, probe_of: Any) -> Any:
+    """A fetch that is looked at as long as `probe_of` gives a Probe and its Looker."""
+
     @wraps(original)
     def fetch(self: Any, index: Any) -> Any:
         found = probe_of(self)
@@ -224,7 +226,7 @@ def _probe_worker(module: Any, path: Path) -> None:
         return None if found[0][0].is_done else found[0]
 
     for owner in (module._MapDatasetFetcher, module._IterableDatasetFetcher):
-        owner.fetch = _probed(getattr(owner.fetch, "__wrapped__", owner.fetch), probe_of)
+        owner.fetch = probed(getattr(owner.fetch, "__wrapped__", owner.fetch), probe_of)
 
 
 def states() -> dict[str, int]:
