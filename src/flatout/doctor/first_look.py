@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from flatout.doctor.subject import Contained, InPlace, Subject
 from flatout.doctor.torchrun import under_torchrun
 from flatout.doctor.trials.scratch import scratch, temporary_of
 from flatout.errors import FlatoutError
+from flatout.lifetimes import asked_to_end
 from flatout.observe import Observation
 
 STARTING_S = 60.0
@@ -23,9 +22,6 @@ model. It is ended then, whether it has stepped or not."""
 
 _INTERRUPTED_WITHIN_S = 5.0
 """How long a script may take to end as by Ctrl-C, so that what was seen is written."""
-
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask this process to end."""
 
 _LAST_LINES = 15
 _LAST_BYTES = 2**16
@@ -90,7 +86,8 @@ def first_look(
         FlatoutError: torchrun's command line cannot be read.
     """
     began = time.monotonic()
-    with scratch() as folder, _noted_signals() as met:
+    met: list[int] = []  # signals that would end this process: whoever waits looks there
+    with scratch() as folder, asked_to_end(lambda number, _: met.append(number)):
         seen = temporary_of(folder) / "seen"
         seen.mkdir()
         limits = ["--seconds", f"{seconds:g}", *(["--steps", str(steps)] if steps else [])]
@@ -113,23 +110,7 @@ def first_look(
         )
 
 
-@contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """Notes the signals that would end this process: whoever waits looks there."""
-    met: list[int] = []
-    # Under nohup a hang-up is none.
-    kept = [n for n in _ENDING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    handlers = {number: signal.signal(number, lambda n, _: met.append(n)) for number in kept}
-    try:
-        yield met
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _begun(
-    command: list[str], folder: Path, seen: Path, in_place: bool
-) -> tuple[Subject, str]:
+def _begun(command: list[str], folder: Path, seen: Path, in_place: bool) -> tuple[Subject, str]:
     """Starts it; returns with it why it is not contained, where it was to be."""
     reason = ""
     if not in_place:

@@ -59,9 +59,7 @@ class Contained:
         FlatoutError: nothing here can contain it.
     """
 
-    def __init__(
-        self, command: Sequence[str], folder: Path, temporary: Path, passes: Path
-    ) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, temporary: Path, passes: Path) -> None:
         self._process = Process(Job(command), folder, temporary, passes=[passes])
         self.printed = self._process.printed
         self.held = self._process.held
