@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from flatout.doctor.finding import Finding
 from flatout.doctor.first_look import FirstLook
 from flatout.doctor.judge import Verdict
+from flatout.doctor.proving.cure import Cure, cures_of
+from flatout.doctor.proving.obstacles import obstacle
 from flatout.doctor.script_file import script_file
 from flatout.doctor.trials.network import Sends, find_sends
 from flatout.recipe import Parity
@@ -25,31 +26,28 @@ def has_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def provable(verdict: Verdict, allow: Parity) -> list[Finding]:
-    """The findings whose cures trials can try: with a cure at hand, and no worse than allowed."""
-    if not verdict.steps:
+def provable(verdict: Verdict, allow: Parity) -> list[Cure]:
+    """The cures that trials would try, where they can be made at all."""
+    if obstacle(verdict):
         return []
-    return [
-        finding
-        for finding in verdict.findings
-        if finding.kind == "slow"
-        and (finding.recipe or finding.edits)
-        and (not finding.parity or Parity.from_words(finding.parity) <= allow)
-    ]
+    return [cure for cure in cures_of(verdict, allow) if cure.parity < Parity.LEARNING]
 
 
-def terms(what: Sequence[str], look: FirstLook, cures: int, budget_s: float) -> list[str]:
+def terms(
+    what: Sequence[str], look: FirstLook, cures: Sequence[Cure], budget_s: float
+) -> list[str]:
     """What trials of this script would be, and what it cannot do in them, a line each.
 
     Args:
         what: the script and its arguments.
         look: the first look at it.
-        cures: how many would be tried.
+        cures: those that would be tried.
         budget_s: seconds for all of them.
     """
-    reruns = 2 * (cures + (cures > 1))  # each with the script as it is, and all of them together
+    # The script as it is and itself, each cure with its other values, and all of them together.
+    reruns = 2 + sum(1 + len(cure.others) for cure in cures) + 1
     lines = [
-        f"{counted(cures, 'cure')} to prove: about {reruns} short reruns in a scratch copy, "
+        f"{counted(len(cures), 'cure')} to prove: about {reruns} short reruns in a scratch copy, "
         f"{budget_s / 60:.2g} min at most."
     ]
     file = script_file(what)

@@ -159,7 +159,8 @@ def effect(proof: Proof) -> str:
 def reasons(proof: Proof) -> str:
     """A cure that is not prescribed, with what was measured and why."""
     measured = "" if proof.trial is None else f"{proof.trial.ratio:.2f}x"
-    why = ", ".join(part for part in (measured, proof.reason) if part)
+    said = [] if proof.reason.startswith(measured) else [measured]
+    why = ", ".join(part for part in (*said, proof.reason) if part)
     return f"{proof.words}: {why}" if why else proof.words
 
 

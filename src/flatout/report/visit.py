@@ -17,6 +17,9 @@ from flatout.devices.inventory import inventory
 from flatout.doctor.first_look import FirstLook, first_look
 from flatout.doctor.judge import Verdict, judge
 from flatout.doctor.prescription import Prescription
+from flatout.doctor.prove import prove
+from flatout.doctor.proving.cure import Cure
+from flatout.doctor.proving.obstacles import obstacle
 from flatout.errors import FlatoutError
 from flatout.lifetimes import asked_to_end
 from flatout.recipe import Parity
@@ -96,11 +99,13 @@ def visit(asked: Asked) -> int:
             uncontained=look.uncontained,
         )
         console.print(report)
+        if runs and asked.proves and obstacle(verdict):
+            console.print(f"no trial can be made: {obstacle(verdict)}")
     for line in told(look, verdict):
         console.print(line)
     prescription, met = None, look.interrupted_by
     if proves and verdict is not None:
-        if _agreed(asked, look, len(cures), console):
+        if _agreed(asked, look, cures, console):
             prescription, met = _proven(asked, verdict, console)
             _tell(asked, look, verdict, prescription, console)
         else:
@@ -117,17 +122,15 @@ def _can_ask(asked: Asked) -> bool:
     return has_terminal() and not asked.as_json
 
 
-def _agreed(asked: Asked, look: FirstLook, cures: int, console: Console) -> bool:
+def _agreed(asked: Asked, look: FirstLook, cures: list[Cure], console: Console) -> bool:
     console.print()
     for line in terms(asked.what, look, cures, asked.budget_s):
         console.print(line)
-    return bool(asked.proves) or agreed(cures)
+    return bool(asked.proves) or agreed(len(cures))
 
 
 def _proven(asked: Asked, verdict: Verdict, console: Console) -> tuple[Prescription, int | None]:
     """What the trials gave, and the signal that ended them early."""
-    from flatout.doctor.prove import prove
-
     with _signals_end_trials() as met:
         try:
             given = prove(
