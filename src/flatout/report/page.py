@@ -30,7 +30,7 @@ from flatout.report.pictures import (
     lane_rows,
     milliseconds,
 )
-from flatout.report.tried import tried
+from flatout.report.tried import tried, with_proofs
 from flatout.say import counted
 
 if TYPE_CHECKING:
@@ -124,7 +124,10 @@ def sentence(verdict: Mapping[str, Any]) -> str:
 
 def _with_trials(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
     given = verdict.get("prescription")
-    return {**verdict, **tried(given)} if given else verdict
+    if not given:
+        return verdict
+    findings = with_proofs(verdict.get("findings") or [], given)
+    return {**verdict, **tried(given), "findings": findings}
 
 
 def _sentence(verdict: Mapping[str, Any], ranks: Sequence[Observation]) -> str:
@@ -213,8 +216,9 @@ class _Trial:
 
     @property
     def wins(self) -> bool:
-        """Whether the whole interval lies beyond the floor."""
-        return self.ratio is not None and self.ratio[0] > 1 + (self.floor or 0.0)
+        """Whether the whole interval lies beyond the floor, and nothing else speaks against it."""
+        is_fine = self.group in ("", "prescribed", "together")
+        return is_fine and self.ratio is not None and self.ratio[0] > 1 + (self.floor or 0.0)
 
     @property
     def loses(self) -> bool:

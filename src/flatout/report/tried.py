@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _ORDER = ("prescribed", "left alone", "needs your OK", "not tried")
@@ -30,6 +30,19 @@ def tried(prescription: Mapping[str, Any]) -> dict[str, Any]:
         "step_ratio": whole[0]["ratio"] if len(whole) == 1 else None,
         **{name: prescription.get(name) for name in kept},
     }
+
+
+def with_proofs(
+    findings: Sequence[Mapping[str, Any]], prescription: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Findings as plain data, with the measured ratio of their cure where it was tried."""
+    ratios = {
+        name: (one["trial"]["low"], one["trial"]["ratio"], one["trial"]["high"])
+        for one in prescription["proofs"]
+        if one.get("trial")
+        for name in one["names"]
+    }
+    return [{**one, "proven": ratios.get(one["name"], one.get("proven"))} for one in findings]
 
 
 def _trials(
