@@ -6,8 +6,10 @@ import ctypes
 import os
 import signal
 import socket
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER of prctl(2)
 _prctl = ctypes.CDLL(None).prctl
@@ -49,3 +51,17 @@ def die_with_parent(parent: int | None = None) -> None:
 def adopt_orphans(adopts: bool) -> None:
     """Whether what descendants leave without a parent becomes a child of this process."""
     _prctl(_SET_SUBREAPER, int(adopts), 0, 0, 0)
+
+
+@contextmanager
+def asked_to_end(meet: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within, the signals that ask this process to end go to `meet`. For the main thread."""
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # Under nohup a hang-up is none.
+    kept = [n for n in asking if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, meet) for number in kept}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

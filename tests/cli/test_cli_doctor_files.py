@@ -7,6 +7,9 @@ import sys
 import textwrap
 
 import pytest
+from typer.testing import CliRunner
+
+from flatout.cli.main import app
 
 SCRIPT = """
     import torch
@@ -35,12 +38,19 @@ def doctor(folder, *arguments):
     return found.returncode, found.stdout, found.stderr
 
 
-def test_what_cannot_be_written_or_read_is_told_before_the_script_runs(tmp_path):
+def test_what_cannot_be_written_or_read_is_told_before_the_script_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("open('ran', 'w')")
-    for option, path in (("--page", "no/where.html"), ("--ci", "absent.json")):
-        code, out, error = doctor(tmp_path, option, path, "train.py")
-        assert code not in (0, 3)
-        assert path in out + error
+    (tmp_path / "mine.toml").write_text("[compute]\nprecision = 'bf16'\n")
+    for option, path in (
+        ("--page", "no/where.html"),
+        ("--ci", "absent.json"),
+        ("--recipe", "mine.toml"),
+        ("--recipe", "no/where.toml"),
+    ):
+        done = CliRunner().invoke(app, ["doctor", "--in-place", option, path, "train.py"])
+        assert done.exit_code not in (0, 3)
+        assert path in f"{done.exception}{done.output}"
     assert not (tmp_path / "ran").exists()
 
 

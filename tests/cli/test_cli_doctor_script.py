@@ -127,30 +127,31 @@ def test_wrong_usage_says_so(wrong, tmp_path, monkeypatch):
 
 HANGS = """
 import os, subprocess, sys, time
-from pathlib import Path
 # One child in the group, one that leaves it.
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-Path("ready").touch()
+print("ready", flush=True)
 """
 
 
 def start(folder, *arguments):
+    """The doctor, once the script has said that it is ready."""
     process = subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
+        command("--verbose", *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
     )
-    deadline = time.monotonic() + 60
-    while not (folder / "ready").exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    assert "ready\n" in iter(process.stderr.readline, "")
     return process
 
 
 @pytest.mark.slow
-def test_ctrl_c_tells_what_was_seen_and_ends_the_script_with_its_children(script):
+@pytest.mark.parametrize("where", [[], ["--in-place"]])
+def test_ctrl_c_tells_what_was_seen_and_ends_the_script_with_its_children(script, where):
     folder = script(TRAIN + "for _ in range(10): step()\n" + HANGS + "while True: step()\n")
-    process = start(folder, "train.py")
+    process = start(folder, *where, "train.py")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -160,10 +161,11 @@ def test_ctrl_c_tells_what_was_seen_and_ends_the_script_with_its_children(script
 
 
 @pytest.mark.slow
-def test_a_script_that_ignores_signals_is_ended_all_the_same(script):
+@pytest.mark.parametrize("where", [[], ["--in-place"]])
+def test_a_script_that_ignores_signals_is_ended_all_the_same(script, where):
     deaf = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n"
     folder = script(deaf + HANGS + "time.sleep(600)\n")
-    process = start(folder, "train.py")
+    process = start(folder, *where, "train.py")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
@@ -172,11 +174,12 @@ def test_a_script_that_ignores_signals_is_ended_all_the_same(script):
     assert leftovers(folder) == []
 
 
-def test_the_script_does_not_outlive_a_killed_doctor(script):
-    folder = script(
-        "from pathlib import Path\nimport time\nPath('ready').touch()\ntime.sleep(600)\n"
-    )
-    process = start(folder, "train.py")
+@pytest.mark.parametrize(
+    "where", [[], pytest.param(["--in-place"], marks=pytest.mark.slow)], ids=["contained", "place"]
+)
+def test_the_script_does_not_outlive_a_killed_doctor(script, where):
+    folder = script("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    process = start(folder, *where, "train.py")
     process.kill()
     process.communicate()
     deadline = time.monotonic() + 20
@@ -194,11 +197,40 @@ def test_children_end_with_a_script_of_which_enough_was_seen(script):
 
 
 @pytest.mark.slow
-def test_killed_by_the_system_is_said(script):
+@pytest.mark.parametrize("where", [[], ["--in-place"]])
+def test_killed_by_the_system_is_said(script, where):
     folder = script("import os\nos.kill(os.getpid(), 9)\n")
-    done = doctor(folder, "train.py")
+    done = doctor(folder, *where, "train.py")
     assert done.returncode == 1
     assert "SIGKILL; out of memory?" in done.stdout
+
+
+WRITES = """
+from pathlib import Path
+Path("log").write_text("new")
+Path("made").mkdir()
+Path("made/here").touch()
+"""
+
+
+def test_what_the_script_writes_is_gone_afterwards_unless_it_runs_in_place(script):
+    folder = script(WRITES)
+    (folder / "log").write_text("old")
+    assert doctor(folder, "train.py").returncode == 0
+    assert (folder / "log").read_text() == "old"
+    assert not (folder / "made").exists()
+    assert doctor(folder, "--in-place", "train.py").returncode == 0
+    assert (folder / "log").read_text() == "new"
+    assert (folder / "made/here").exists()
+
+
+def test_a_script_that_needs_the_network_is_told_how_to_get_it(script):
+    folder = script("import socket\nsocket.create_connection(('203.0.113.1', 9), timeout=0.01)\n")
+    done = doctor(folder, "train.py")
+    assert done.returncode == 1
+    assert "203.0.113.1" in done.stdout
+    assert "train.py:2" in done.stdout
+    assert "--in-place runs it as it is" in " ".join(done.stdout.split())
 
 
 @pytest.mark.slow

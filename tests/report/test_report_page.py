@@ -9,6 +9,7 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from report_prescriptions import prescription
 from report_verdicts import LANES, finding, observation, verdict
 
 from flatout.report.page import duration, page, sentence
@@ -131,7 +132,7 @@ def test_everything_of_the_verdict_is_told():
         "redrawn: the same distribution, other random draws.",
     ):
         assert said in words, said
-    order = [words.index(f" {head} ") for head in ("Dangers", "What costs time", "What was tried")]
+    order = [words.index(f" {head} ") for head in ("Dangers", "What was tried", "What costs time")]
     assert order == sorted(order)
 
 
@@ -310,8 +311,8 @@ def test_a_browser_shows_it_on_a_phone_and_on_a_screen(tmp_path):
     hostile = verdict(command=HOSTILE + "c" * 200, findings=nasty, passed=[HOSTILE] * 3)
     open_to_all = "<script>window.hacked = 1</script>"
     pages = [
-        (page(verdict()), 360),
-        (page(verdict()), 1200),
+        (page({**verdict(), "prescription": prescription().as_dict()}), 360),
+        (page({**verdict(), "prescription": prescription().as_dict()}), 1200),
         (without_policy(page(hostile)), 360),
         ("<p>" + open_to_all, 360),
     ]

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from flatout.doctor.first_look import FirstLook
-    from flatout.doctor.judge import Verdict
-    from flatout.report.baseline import Compared
-
-FAILED, DANGER = 1, 3
-"""Exit codes, beside 0 for nothing dangerous and 2 for wrong usage."""
 
 
 def doctor(
@@ -39,6 +31,38 @@ def doctor(
         int | None,
         typer.Option(min=1, help="How many steps are watched at most.", show_default=False),
     ] = None,
+    in_place: Annotated[
+        bool,
+        typer.Option(
+            "--in-place", help="Watch it where it is: what it writes and sends then is real."
+        ),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Prove cures in trials without asking.")
+    ] = False,
+    no_trials: Annotated[bool, typer.Option("--no-trials", help="Watch only.")] = False,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="For all trials, such as 90s or 2m.")
+    ] = "2m",
+    allow: Annotated[
+        str,
+        typer.Option(
+            metavar="exact|tolerant|redrawn",
+            help="What a cure may do to the result: keep its bits, round otherwise, draw random "
+            "numbers anew.",
+        ),
+    ] = "tolerant",
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where to write the Recipe of what was proven. [default: flatout.toml]",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write it also over a file of your own.")
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show the script's output, on standard error.")
     ] = False,
@@ -60,9 +84,10 @@ def doctor(
 ) -> None:
     """Check this machine and environment; or watch a script: what holds it back, what endangers it.
 
-    The script runs as python would run it, for some seconds and with its standard input closed.
-    What it writes in that time, it writes. Exit code: 0 nothing dangerous, 1 the script failed, 2
-    wrong usage, 3 a danger was found.
+    The script runs as python would run it, for some seconds, with its standard input closed and in
+    a scratch copy of your files. Then, if you agree, each cure is tried against it, in short
+    reruns. Exit code: 0 nothing dangerous, 1 the script failed, 2 wrong usage, 3 a danger was
+    found.
     """
     if script is None:
         if is_module:
@@ -71,102 +96,39 @@ def doctor(
         return
     if not is_module and script != "torchrun" and not Path(script).is_file():
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
-    from flatout.devices.inventory import inventory
-    from flatout.doctor.first_look import first_look
-    from flatout.doctor.judge import judge
+    if yes and no_trials:
+        raise typer.BadParameter("--yes asks for trials, --no-trials for none: give one of them")
+    if allow not in ("exact", "tolerant", "redrawn"):
+        raise typer.BadParameter(f"--allow: expected exact, tolerant or redrawn; found {allow!r}")
+    budget_s = _seconds(budget)
+    from flatout.recipe import Parity
+    from flatout.report import recipe_file
     from flatout.report.baseline import Baseline
     from flatout.report.files import Files
+    from flatout.report.visit import Asked, visit
 
-    wanted = Files(page, trace, None if ci is None else Baseline.read(ci), write_baseline)
-    what = [*(["-m"] if is_module else []), script, *(args or [])]
-    if sys.stderr.isatty():
-        typer.echo(
-            f"watching {script} for {seconds:g} s from its first step; Ctrl-C ends it", err=True
-        )
-    look = first_look(what, seconds=seconds, steps=steps, verbose=verbose)
-    machine = inventory()
-    verdict = judge(look.observations, machine) if look.observations else None
-    compared = wanted.write(verdict) if verdict is not None else None
-    if as_json:
-        _print_json(look, verdict, what, compared)
-    else:
-        from rich.console import Console
-
-        from flatout.report.first_look import FirstLookReport
-
-        console = Console(highlight=False, markup=False, soft_wrap=False)
-        if verdict is not None:
-            console.print(FirstLookReport(verdict, machine, look.seconds, what))
-        for line in [*told(look, verdict), *(compared.words() if compared else [])]:
-            console.print(line)
-    raise typer.Exit(_code(look, verdict, compared))
+    asked = Asked(
+        what=[*(["-m"] if is_module else []), script, *(args or [])],
+        recipe=recipe_file.place(recipe, force=force),
+        seconds=seconds,
+        steps=steps,
+        verbose=verbose,
+        in_place=in_place,
+        proves=True if yes else False if no_trials else None,
+        budget_s=budget_s,
+        allow=Parity.from_name(allow),
+        as_json=as_json,
+        files=Files(page, trace, None if ci is None else Baseline.read(ci), write_baseline),
+    )
+    raise typer.Exit(visit(asked))
 
 
-def told(look: FirstLook, verdict: Verdict | None) -> list[str]:
-    """Returns how the script ended, where that needs words; an error with its last lines."""
-    if look.interrupted_by is not None:
-        until = "what was seen until then is above" if verdict else "before anything was seen"
-        return [f"stopped by a signal ({_name(look.interrupted_by)}), {until}; nothing runs on"]
-    if look.failed:
-        return [f"error: {_failure(look, verdict)}", *_last(look, verdict)]
-    if verdict is None or not verdict.steps:
-        when = f"in {look.seconds:.0f} s" if look.exit_code is None else "before it ended"
-        return [
-            f"the script took no optimiser step {when}",
-            "  do: if it trains later, give it less to do before; if it is no training script, "
-            "there is nothing to find",
-            *[f"  {line}" for line in look.output[-3:]],
-        ]
-    return []
-
-
-def _failure(look: FirstLook, verdict: Verdict | None) -> str:
-    error = verdict.error if verdict else "\n".join(look.output)
-    if "EOFError" in error:
-        return "the script asked for input, which it cannot have here: give it arguments instead"
-    if look.exit_code is not None and look.exit_code < 0:
-        hint = "; out of memory?" if look.exit_code == -9 else ""
-        return f"the script was ended by a signal ({_name(-look.exit_code)}{hint})"
-    return f"the script failed (exit code {look.exit_code})"
-
-
-def _last(look: FirstLook, verdict: Verdict | None) -> list[str]:
-    """The end of the error as Python tells it, or of the output where no error is known."""
-    error = verdict.error.strip().splitlines() if verdict else []
-    return [f"  {line}" for line in (error[-8:] or look.output)]
-
-
-def _name(number: int) -> str:
-    import signal
-
-    return signal.Signals(number).name
-
-
-def _code(look: FirstLook, verdict: Verdict | None, compared: Compared | None) -> int:
-    if look.interrupted_by is not None:
-        return 128 + look.interrupted_by
-    if look.failed:
-        return FAILED
-    if compared is not None:
-        return compared.exit_code
-    return DANGER if verdict and verdict.dangers else 0
-
-
-def _print_json(
-    look: FirstLook, verdict: Verdict | None, what: list[str], compared: Compared | None
-) -> None:
-    import json
-
-    nothing = {"command": what, "ended": "failed" if look.failed else "no steps", "findings": []}
-    seen = verdict.as_dict() if verdict else nothing
-    told_of = {
-        "exit_code": look.exit_code,
-        "interrupted_by": look.interrupted_by,
-        "output": look.output,
-        "seconds": round(look.seconds, 1),
-        "compared": compared.as_dict() if compared else None,
-    }
-    typer.echo(json.dumps(seen | told_of, indent=2))
+def _seconds(text: str) -> float:
+    """Seconds of a time such as 90, 90s or 2m."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if found is None or float(found[1]) == 0:
+        raise typer.BadParameter(f"--budget: expected a time such as 90s or 2m; found {text!r}")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _check_machine(as_json: bool) -> None:

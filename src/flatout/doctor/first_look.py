@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
 
-import psutil
-
+from flatout.doctor.subject import Contained, InPlace, Subject
 from flatout.doctor.torchrun import under_torchrun
-from flatout.lifetimes import adopt_orphans, die_with_parent
+from flatout.doctor.trials.scratch import scratch, temporary_of
+from flatout.errors import FlatoutError
+from flatout.lifetimes import asked_to_end
 from flatout.observe import Observation
 
 STARTING_S = 60.0
 """How long a script may take beside the time in which its steps are watched: imports, its data, the
 model. It is ended then, whether it has stepped or not."""
 
-_GRACE_S = ((signal.SIGINT, 5.0), (signal.SIGTERM, 3.0))
-"""What a script is asked to end by, and how long it may take: as by Ctrl-C, so that what was seen
-is written; then as by a cluster."""
-
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask this process to end."""
+_INTERRUPTED_WITHIN_S = 5.0
+"""How long a script may take to end as by Ctrl-C, so that what was seen is written."""
 
 _LAST_LINES = 15
 _LAST_BYTES = 2**16
+_LOOKS_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -47,6 +39,9 @@ class FirstLook:
         output: its last lines, empty where they were shown already.
         seconds: how long it ran.
         interrupted_by: the signal that ended this process' patience, such as Ctrl-C's; None else.
+        held: what contained it: "overlay", "landlock" or "python"; "" in place.
+        uncontained: why nothing here could contain it; "" where it was, or was not to be.
+        refused: what it was not allowed to do: {"kind", "what", "where"}.
     """
 
     observations: list[Observation]
@@ -54,6 +49,9 @@ class FirstLook:
     output: list[str]
     seconds: float
     interrupted_by: int | None = None
+    held: str = ""
+    uncontained: str = ""
+    refused: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:
@@ -67,134 +65,86 @@ def first_look(
     seconds: float,
     steps: int | None = None,
     verbose: bool = False,
+    in_place: bool = False,
     starting_s: float = STARTING_S,
 ) -> FirstLook:
     """Runs a script as `python` would, with its standard input closed, and observes it.
 
-    To be called from the main thread, which is where signals arrive.
+    It is contained as in a trial: what it writes lies in a scratch folder, which is gone
+    afterwards, and it sends nothing elsewhere. To be called from the main thread, which is where
+    signals arrive.
 
     Args:
         what: the script and its arguments; a module after "-m"; or torchrun's command line.
         seconds: for how long its steps are watched, from the first one.
         steps: how many are watched at most.
         verbose: its output goes to this process' standard error; else only its end is kept.
-        starting_s: how long it may take beside that.
+        in_place: what it writes, it writes; also where nothing here can contain it.
+        starting_s: how long it may take beside the time in which its steps are watched.
 
     Raises:
         FlatoutError: torchrun's command line cannot be read.
     """
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="flatout-doctor-") as folder:
+    met: list[int] = []  # signals that would end this process: whoever waits looks there
+    with scratch() as folder, asked_to_end(lambda number, _: met.append(number)):
+        seen = temporary_of(folder) / "seen"
+        seen.mkdir()
         limits = ["--seconds", f"{seconds:g}", *(["--steps", str(steps)] if steps else [])]
-        observe = ["-m", "flatout.observe.start", folder, *limits]
+        observe = ["-m", "flatout.observe.start", str(seen), *limits]
         command = under_torchrun(what, observe) or [sys.executable, *observe, *what]
-        with open(Path(folder) / "output", "wb") as kept:
-            until = began + seconds + starting_s
-            code, interrupted = _run(command, sys.stderr.buffer if verbose else kept, until)
+        subject, uncontained = _begun(command, folder, seen, in_place)
+        try:
+            code = _watched(subject, began + seconds + starting_s, met, verbose)
+        finally:
+            subject.end()
         return FirstLook(
-            observations=[_ended(rank, code) for rank in _read(Path(folder))],
+            observations=[_ended(rank, code) for rank in _read(seen)],
             exit_code=code,
-            output=_last_lines(Path(folder) / "output"),
+            output=[] if verbose else _last_lines(subject.printed),
             seconds=time.monotonic() - began,
-            interrupted_by=interrupted,
+            interrupted_by=met[0] if met else None,
+            held=subject.held,
+            uncontained=uncontained,
+            refused=subject.refused(),
         )
 
 
-def _run(command: list[str], output: IO[bytes], until: float) -> tuple[int | None, int | None]:
-    """Returns the exit code, None where the end came from here, and the signal that was met."""
-    before = set(psutil.Process().children(recursive=True))
-    # What the script leaves without a parent becomes a child of this process, so it can be found.
-    adopt_orphans(True)
-    process = None
-    with _signals_raise():
+def _begun(command: list[str], folder: Path, seen: Path, in_place: bool) -> tuple[Subject, str]:
+    """Starts it; returns with it why it is not contained, where it was to be."""
+    reason = ""
+    if not in_place:
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-            if _has_ended(process, until):
-                return _code(process), None
-            _ask_to_end(process)
-            return None, None
-        except _Met as met:
-            if process is not None:
-                _ask_to_end(process)
-            return None, met.number
-        finally:
-            _ignore_signals()
-            if process is not None:
-                _end_all(process, before)
-            adopt_orphans(False)
+            return Contained(command, folder / "look", temporary_of(folder) / "look", seen), ""
+        except FlatoutError as error:
+            reason = error.what
+    return InPlace(command, folder / "output"), reason
 
 
-class _Met(BaseException):
-    """A signal that asks this process to end."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Turns the signals that would end this process into an exception, once."""
-
-    def meet(number: int, frame: object) -> None:
-        _ignore_signals()  # the script is being ended already
-        raise _Met(number)
-
-    # Under nohup a hang-up is none.
-    kept = [n for n in _ENDING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    handlers = {number: signal.signal(number, meet) for number in kept}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+def _watched(subject: Subject, until: float, met: list[int], verbose: bool) -> int | None:
+    """Waits for its end, or ends it; returns the exit code, None where the end came from here."""
+    shown = 0
+    while not met and time.monotonic() < until:
+        has_ended = subject.has_ended(_LOOKS_EVERY_S)
+        if verbose:
+            shown += _show(subject.printed, shown)
+        if has_ended:
+            return subject.code
+    subject.interrupt()
+    subject.has_ended(_INTERRUPTED_WITHIN_S)
+    if verbose:
+        _show(subject.printed, shown)
+    return None
 
 
-def _ignore_signals() -> None:
-    for number in _ENDING:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _has_ended(process: subprocess.Popen[bytes], until: float) -> bool:
-    """Waits without reaping: as long as it is not reaped, nobody else gets its number."""
-    while time.monotonic() < until:
-        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _code(process: subprocess.Popen[bytes]) -> int:
-    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert ended is not None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
-def _ask_to_end(process: subprocess.Popen[bytes]) -> None:
-    for number, patience in _GRACE_S:
-        os.kill(process.pid, number)
-        if _has_ended(process, time.monotonic() + patience):
-            return
-
-
-def _end_all(process: subprocess.Popen[bytes], before: set[psutil.Process]) -> None:
-    """Ends what is left: the script's group by its number, then whoever has left the group."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    # Killing one may hand its children over to this process, so look again.
-    while left := [p for p in psutil.Process().children(recursive=True) if p not in before]:
-        for child in left:
-            try:
-                child.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(left, timeout=5.0)
+def _show(printed: Path, shown: int) -> int:
+    """Shows what it has printed since; returns how many bytes that were."""
+    with printed.open("rb") as file:
+        file.seek(shown)
+        new = file.read()
+    sys.stderr.write(new.decode("utf-8", errors="replace"))
+    sys.stderr.flush()
+    return len(new)
 
 
 def _read(folder: Path) -> list[Observation]:

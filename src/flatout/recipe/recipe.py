@@ -201,11 +201,20 @@ class Change(NamedTuple):
 
 
 class ResolvedRecipe(_Sections):
-    """A concrete Recipe, with the reason behind each value and the machine it holds for."""
+    """A concrete Recipe, with the reason behind each value and the machine it holds for.
 
-    choices: dict[str, Choice] = Field(description="A Choice for every field, by dotted name.")
+    One that was proven for a script names only what was proven: nobody knows all that the script
+    sets, and it stays as it is written there.
+    """
+
+    choices: dict[str, Choice] = Field(
+        description="A Choice for every field, by dotted name; or for each that was proven."
+    )
     machine: Annotated[dict[str, Any], AfterValidator(_plain_machine)] = Field(
         description="The fingerprint of the machine that it was resolved on."
+    )
+    proven_for: str = Field(
+        default="", description="The script and its arguments; empty for a Trainer or Loop."
     )
 
     @model_validator(mode="after")
@@ -214,6 +223,8 @@ class ResolvedRecipe(_Sections):
             split(field)
         for field in FIELDS:
             path, value = tuple(field.split(".")), self.get(field)
+            if self.proven_for and field not in self.choices and field not in self.named():
+                continue
             if value == "auto":
                 raise FieldError(f"{field} is still auto; a resolved Recipe is concrete", path=path)
             if field not in self.choices:
@@ -226,14 +237,17 @@ class ResolvedRecipe(_Sections):
                 )
         return self
 
+    def resolved(self) -> dict[str, Value]:
+        """Return the values that were chosen, by dotted name, in the order of FIELDS."""
+        return {field: self.get(field) for field in FIELDS if field in self.choices}
+
     def request(self) -> Recipe:
         """Return a Recipe that asks for exactly these values."""
-        return of_fields({field: self.get(field) for field in FIELDS})
+        return of_fields(self.resolved())
 
     def anew(self) -> Recipe:
         """Return a Recipe for another machine: `auto` where a field takes it, the rest as here."""
-        fields = {field: self.get(field) for field in FIELDS}
-        return of_fields({f: v for f, v in fields.items() if Recipe().get(f) != "auto"})
+        return of_fields({f: v for f, v in self.resolved().items() if Recipe().get(f) != "auto"})
 
     def on_this_machine(self, fingerprint: Mapping[str, Any]) -> tuple[bool, list[str]]:
         """Compare the machine of this Recipe with the one of a fingerprint.
@@ -256,7 +270,7 @@ class ResolvedRecipe(_Sections):
     def changes(self) -> list[Change]:
         """Return a row for each field that differs from plain PyTorch, in reading order."""
         rows = []
-        for field in FIELDS:
+        for field in self.resolved():
             choice = self.choices[field]
             if self._differs(field):
                 value = _value_words(choice.value)
@@ -271,6 +285,10 @@ class ResolvedRecipe(_Sections):
         return " · ".join(phrases) or "as plain PyTorch"
 
     def _differs(self, field: str) -> bool:
+        if field not in self.choices:
+            return False
+        if self.proven_for:
+            return True
         if field in PLAIN:
             return self.get(field) != PLAIN[field]
         # Plain PyTorch's thread counts depend on the machine: a choice that keeps them is exact.

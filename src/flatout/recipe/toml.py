@@ -1,7 +1,8 @@
 """A Recipe as TOML, requested or resolved.
 
 A requested Recipe holds the fields that were named, a table a section. A resolved one holds every
-field, the `machine`, and a table such as `choices."compute.precision"` with the reason behind each.
+field, the `machine`, and a table such as `choices."compute.precision"` with the reason behind each;
+one with `proven_for`, a script, holds only the fields that were proven for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from flatout.errors import RecipeError
 from flatout.recipe.recipe import Choice, Recipe, ResolvedRecipe
 from flatout.recipe.refusal import FieldError, bad_value
-from flatout.recipe.sections import FIELDS, Value, split
+from flatout.recipe.sections import Value, split
 
 _REQUESTED = "# A Recipe for Flatout. What is not named here is measured, or keeps its default.\n\n"
 _RESOLVED = "# A Recipe for Flatout, resolved on the machine below; the choices say why.\n\n"
@@ -62,13 +63,20 @@ def loads(text: str, *, source: str = "TOML text") -> Recipe | ResolvedRecipe:
         raise error.at(f"{source}:{found}" if found else source) from None
 
 
-def dump(recipe: Recipe | ResolvedRecipe, path: str | os.PathLike[str]) -> None:
+def dump(
+    recipe: Recipe | ResolvedRecipe, path: str | os.PathLike[str], *, comment: str = ""
+) -> None:
     """Write a Recipe to a TOML file, whole or not at all: beside it first, then renamed.
+
+    Args:
+        recipe: what to write.
+        path: of the file.
+        comment: a line that stands first, without its number sign.
 
     Raises:
         RecipeError: the file cannot be written; what was there before is still there.
     """
-    data = dumps(recipe).encode()
+    data = ((f"# {comment}\n" if comment else "") + dumps(recipe)).encode()
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -90,9 +98,14 @@ def dumps(recipe: Recipe | ResolvedRecipe) -> str:
 
     if isinstance(recipe, Recipe):
         return _REQUESTED + tomli_w.dumps(_tables(recipe.named()))
-    tables = _tables({field: recipe.get(field) for field in FIELDS})
-    choices = {field: _row(recipe.choices[field]) for field in FIELDS}
-    return _RESOLVED + tomli_w.dumps({**tables, "machine": recipe.machine, "choices": choices})
+    proven = {"proven_for": recipe.proven_for} if recipe.proven_for else {}
+    whole = {
+        **proven,
+        **_tables(recipe.resolved()),
+        "machine": recipe.machine,
+        "choices": {field: _row(recipe.choices[field]) for field in recipe.resolved()},
+    }
+    return _RESOLVED + tomli_w.dumps(whole)
 
 
 def _tables(fields: dict[str, Value]) -> dict[str, Any]:
@@ -110,7 +123,8 @@ def _row(choice: Choice) -> dict[str, Any]:
 
 
 def _resolved(tables: dict[str, Any]) -> ResolvedRecipe:
-    sections = Recipe(**{k: v for k, v in tables.items() if k not in ("choices", "machine")})
+    beside = ("choices", "machine", "proven_for")
+    sections = Recipe(**{k: v for k, v in tables.items() if k not in beside})
     rows = tables.get("choices", {})
     if not isinstance(rows, dict):
         raise bad_value("choices", rows, "a table for each field")

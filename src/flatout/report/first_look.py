@@ -43,12 +43,20 @@ class FirstLookReport:
         machine: where.
         seconds: how long the look took.
         what: the script and its arguments, as the user gave them.
+        is_last: whether what can be done now stands here; else trials follow.
+        cures: how many of the findings trials could prove.
+        held: what contained the script: "overlay", "landlock" or "python"; "" in place.
+        uncontained: why nothing could contain it; "" where it was, or was not to be.
     """
 
     verdict: Verdict
     machine: Inventory
     seconds: float
     what: Sequence[str]
+    is_last: bool = True
+    cures: int = 0
+    held: str = ""
+    uncontained: str = ""
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -63,17 +71,19 @@ class FirstLookReport:
         yield from self._dangers()
         yield from self._could_be_tried()
         yield from self._checks()
-        yield from self._next()
+        yield from self._whereabouts()
+        if self.is_last:
+            yield from what_next(self.verdict.findings, self.what, self.cures)
 
     def _heading(self) -> str:
-        clock = f"[{int(self.seconds) // 60}:{int(self.seconds) % 60:02d}]"
+        at = clock(self.seconds)
         steps = self.verdict.steps
         if not steps:
-            return f"{clock} no optimiser step was seen: there is nothing to judge yet"
+            return f"{at} no optimiser step was seen: there is nothing to judge yet"
         added = self.verdict.added_us_per_step
         cost = "not counted" if added is None else f"{_figure(added)} us per step"
         return (
-            f"{clock} FIRST LOOK at {steps:,} step{'s' if steps > 1 else ''}, nothing proven; "
+            f"{at} FIRST LOOK at {steps:,} step{'s' if steps > 1 else ''}, nothing proven; "
             f"added {cost}"
         )
 
@@ -111,15 +121,42 @@ class FirstLookReport:
         for note in dict.fromkeys(n for rank in self.verdict.observations for n in rank.notes):
             yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
 
-    def _next(self) -> Iterator[RenderableType]:
-        """What can be done now, as commands that exist."""
-        settings = dict(at_once(self.verdict.findings))
-        if settings:
-            chosen = " ".join(f"--set {field}={value}" for field, value in settings.items())
-            yield Text(f"next  flatout run {chosen} {shlex.join(self.what)}")
-        if any(finding.kind != "note" for finding in self.verdict.findings):
-            again = f"flatout doctor {shlex.join(self.what)}   # again, after a change"
-            yield Text(f"{'     ' if settings else 'next '} {again}")
+    def _whereabouts(self) -> Iterator[RenderableType]:
+        """Where what the script has written lies now."""
+        if self.uncontained:
+            reason = f"it could not be contained ({self.uncontained}): what it wrote, it wrote"
+            yield Padding(Text(reason, style="dim"), (0, 0, 0, 2))
+        elif self.held == "python":
+            words = "it ran in a scratch copy, as far as Python itself writes files"
+            yield Padding(Text(words, style="dim"), (0, 0, 0, 2))
+
+
+def what_next(findings: Sequence[Finding], what: Sequence[str], cures: int) -> Iterator[Text]:
+    """What can be done after a first look, as commands that exist, a line each.
+
+    Args:
+        findings: of the verdict.
+        what: the script and its arguments.
+        cures: how many of the findings trials could prove.
+    """
+    script = shlex.join(what)
+    lines = []
+    if cures:
+        proves = f"proves {'the cure' if cures == 1 else f'{cures} cures'}"
+        lines.append(f"flatout doctor --yes {script}   # {proves} in a scratch copy")
+    settings = dict(at_once(findings))
+    if settings:
+        chosen = " ".join(f"--set {field}={value}" for field, value in settings.items())
+        lines.append(f"flatout run {chosen} {script}")
+    if any(finding.kind != "note" for finding in findings):
+        lines.append(f"flatout doctor {script}   # again, after a change")
+    for number, line in enumerate(lines):
+        yield Text(f"{'     ' if number else 'next '} {line}")
+
+
+def clock(seconds: float) -> str:
+    """Time since the start, such as `[2:31]`."""
+    return f"[{int(seconds) // 60}:{int(seconds) % 60:02d}]"
 
 
 def header(verdict: Verdict, machine: Inventory) -> str:

@@ -30,6 +30,7 @@ from flatout.report.pictures import (
     lane_rows,
     milliseconds,
 )
+from flatout.report.tried import tried, with_proofs
 from flatout.say import counted
 
 if TYPE_CHECKING:
@@ -69,11 +70,13 @@ def page(verdict: Mapping[str, Any]) -> str:
             their signal), `trials` (dicts with `name`, `ratio` [low, mid, high] of time
             before / time after, and if known `floor`, `parity`, `loss`, `verdict`), `floor` (of all
             trials that have none of their own: 0.01 is 1%), `before_s` and `after_s` (seconds of
-            the user's whole run).
+            the user's whole run); or in place of the last four `prescription`
+            (`Prescription.as_dict()`).
 
     Raises:
         pydantic.ValidationError: an observation or a finding is not what its room writes.
     """
+    verdict = _with_trials(verdict)
     ranks = observed(verdict.get("observations"))
     findings = TypeAdapter(list[Finding]).validate_python(verdict.get("findings") or [])
     trials = [_trial(one, verdict.get("floor")) for one in verdict.get("trials") or []]
@@ -101,6 +104,9 @@ def page(verdict: Mapping[str, Any]) -> str:
         steps=histogram(slowest.step_ms) if slowest else None,
         trials=trials,
         forest=_forest(trials),
+        whole_run=_whole_run(verdict),
+        stopped=str(verdict.get("stopped") or ""),
+        refused=[f"{one['what']} ({one['where']})" for one in verdict.get("refused") or []],
         parity_words=PARITY_WORDS,
         passed=[str(name) for name in verdict.get("passed") or []],
         unknown=[(str(name), str(reason)) for name, reason in verdict.get("unknown") or []],
@@ -113,7 +119,15 @@ def page(verdict: Mapping[str, Any]) -> str:
 
 def sentence(verdict: Mapping[str, Any]) -> str:
     """Return the verdict in one plain sentence, with what matters most to the reader first."""
-    return _sentence(verdict, observed(verdict.get("observations")))
+    return _sentence(_with_trials(verdict), observed(verdict.get("observations")))
+
+
+def _with_trials(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = verdict.get("prescription")
+    if not given:
+        return verdict
+    findings = with_proofs(verdict.get("findings") or [], given)
+    return {**verdict, **tried(given), "findings": findings}
 
 
 def _sentence(verdict: Mapping[str, Any], ranks: Sequence[Observation]) -> str:
@@ -144,7 +158,12 @@ def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow:
             f"With what was proven your whole run takes {duration(after)} instead of "
             f"{duration(before)}, {before / after:.2g} times as fast, warm-up included"
         )
+    ratio = verdict.get("step_ratio")
+    if ratio:
+        return f"With what was proven a step is {ratio[1]:.2f} times as fast"
     if verdict.get("trials"):
+        if all(one["ratio"] is None for one in verdict["trials"]):
+            return "No change was measured, so nothing is proven"
         if any(_trial(one, verdict.get("floor")).wins for one in verdict["trials"]):
             return "At least one change was proven to make a step faster than noise can explain"
         return "No change that was tried is faster than noise can explain: leave it as it is"
@@ -166,8 +185,29 @@ def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow:
 
 
 @dataclass(frozen=True)
+class _WholeRun:
+    """The user's whole run before and after: in words, and as a share of the longer one."""
+
+    steps: int | None
+    rows: list[tuple[str, str, float]]
+
+
+def _whole_run(verdict: Mapping[str, Any]) -> _WholeRun | None:
+    before, after = verdict.get("before_s"), verdict.get("after_s")
+    if not (before and after):
+        return None
+    longest = max(before, after)
+    rows = [
+        (name, duration(seconds), 100 * seconds / longest)
+        for name, seconds in (("as it is", before), ("with what was proven", after))
+    ]
+    return _WholeRun(verdict.get("run_steps"), rows)
+
+
+@dataclass(frozen=True)
 class _Trial:
     name: str
+    group: str
     ratio: tuple[float, float, float] | None
     floor: float | None
     parity: str
@@ -176,8 +216,9 @@ class _Trial:
 
     @property
     def wins(self) -> bool:
-        """Whether the whole interval lies beyond the floor."""
-        return self.ratio is not None and self.ratio[0] > 1 + (self.floor or 0.0)
+        """Whether the whole interval lies beyond the floor, and nothing else speaks against it."""
+        is_fine = self.group in ("", "prescribed", "together")
+        return is_fine and self.ratio is not None and self.ratio[0] > 1 + (self.floor or 0.0)
 
     @property
     def loses(self) -> bool:
@@ -197,6 +238,7 @@ def _trial(data: Mapping[str, Any], floor_of_all: float | None) -> _Trial:
     usable = ratio is not None and len(_finite(ratio)) == 3
     return _Trial(
         name=str(data.get("name") or "unnamed"),
+        group=str(data.get("group") or ""),
         ratio=tuple(map(float, ratio)) if usable else None,  # type: ignore[arg-type]
         floor=None if floor is None else float(floor),
         parity=str(data.get("parity") or ""),

@@ -2,8 +2,9 @@
 
 It contains itself, and so all that it starts; starts the script; and stops, continues and ends it
 with everything that it has begun, since orphans below it become its children. It hears one word a
-line on its standard input: stop, go, end. When that closes, the trial has been killed, and it ends
-everything at once. What it has to say is a line of JSON on its standard output.
+line on its standard input: stop, go, end, or interrupt, which only the script hears. When that
+closes, the trial has been killed, and it ends everything at once. What it has to say is a line of
+JSON on its standard output.
 """
 
 from __future__ import annotations
@@ -105,7 +106,10 @@ def _obey(script: int) -> None:
                 _end(_GRACE_S)
                 _say({"did": "end"})
                 return
-            _signal_all(signal.SIGSTOP if word == b"stop" else signal.SIGCONT)
+            if word == b"interrupt":
+                os.kill(script, signal.SIGINT)  # its number is its own until it is reaped, here
+            else:
+                _signal_all(signal.SIGSTOP if word == b"stop" else signal.SIGCONT)
             _say({"did": word.decode()})
 
 

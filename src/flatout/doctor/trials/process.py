@@ -54,6 +54,8 @@ class Process:
     Attributes:
         held: what contains it: "overlay", "landlock" or "python".
         pid: of the script.
+        printed: the file that holds what it prints.
+        exit: its exit code, -N where signal N ended it; None until that is known.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Process:
         folder.mkdir()
         temporary.mkdir()
         self._temporary = temporary
-        self._output = folder / "output"
+        self.printed = folder / "output"
         self._waiting = b""
         self.exit: int | None = None
         how = {
@@ -87,7 +89,7 @@ class Process:
         raise FlatoutError(f"a trial cannot begin: {said['cannot']}")
 
     def _start(self, how: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-        with open(self._output, "wb") as output:
+        with open(self.printed, "wb") as output:
             self._keeper = subprocess.Popen(
                 # -P: what lies in the user's folder is no module of the keeper's.
                 [sys.executable, "-P", "-m", "flatout.doctor.trials.keeper", json.dumps(how)],
@@ -128,6 +130,10 @@ class Process:
     def go(self) -> None:
         """Let it go on."""
         self._ask("go")
+
+    def interrupt(self) -> None:
+        """Ask the script to end, as Ctrl-C does; the others that it has begun do not hear it."""
+        self._ask("interrupt")
 
     def end(self) -> None:
         """End the script and everything that it has begun."""
@@ -182,8 +188,8 @@ class Process:
 
     def output(self) -> str:
         """The end of what it has printed."""
-        with suppress(OSError), open(self._output, "rb") as file:
-            file.seek(max(self._output.stat().st_size - _TAIL, 0))
+        with suppress(OSError), open(self.printed, "rb") as file:
+            file.seek(max(self.printed.stat().st_size - _TAIL, 0))
             return file.read().decode(errors="replace")
         return ""
 

@@ -1,0 +1,156 @@
+"""The script that is looked at, as a process: contained as in a trial, or in place."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from flatout.doctor.trials.process import Ended, Job, Process
+from flatout.lifetimes import adopt_orphans, die_with_parent
+
+_TERMINATES_WITHIN_S = 3.0
+
+
+class Subject(Protocol):
+    """A script that runs until it ends, or until `end`.
+
+    Attributes:
+        printed: the file that holds what it prints.
+        code: its exit code, -N where signal N ended it; None until that is known.
+        held: what contains it: "overlay", "landlock" or "python"; "" in place.
+    """
+
+    printed: Path
+    code: int | None
+    held: str
+
+    def has_ended(self, within_s: float) -> bool:
+        """Wait for its end, for so long at most; returns whether it has ended."""
+
+    def interrupt(self) -> None:
+        """Ask it to end, as Ctrl-C does."""
+
+    def end(self) -> None:
+        """End it with everything that it has begun."""
+
+    def refused(self) -> list[dict[str, str]]:
+        """What it was not allowed to do: {"kind", "what", "where"}."""
+
+
+class Contained:
+    """A script whose writes lie in a scratch folder, and that sends nothing elsewhere.
+
+    Args:
+        command: what to run, in the current folder.
+        folder: for its writes; must not exist yet.
+        temporary: for its temporary files; must not exist yet.
+        passes: a folder whose files it may change.
+
+    Raises:
+        FlatoutError: nothing here can contain it.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, temporary: Path, passes: Path) -> None:
+        self._process = Process(Job(command), folder, temporary, passes=[passes])
+        self.printed = self._process.printed
+        self.held = self._process.held
+        self.code: int | None = None
+
+    def has_ended(self, within_s: float) -> bool:
+        """Wait for its end, for so long at most; returns whether it has ended."""
+        if self.code is None and self._process.exit is None:
+            ready, _, _ = select.select([self._process.said], [], [], within_s)
+            if not ready:
+                return False
+            with suppress(Ended):
+                self._process.hear()
+        # Its keeper can only have been killed, as the system does when memory runs out.
+        self.code = -signal.SIGKILL if self._process.exit is None else self._process.exit
+        return True
+
+    def interrupt(self) -> None:
+        """Ask it to end, as Ctrl-C does."""
+        with suppress(Ended):
+            self._process.interrupt()
+
+    def end(self) -> None:
+        """End it with everything that it has begun."""
+        self._process.end()
+
+    def refused(self) -> list[dict[str, str]]:
+        """What it was not allowed to do: {"kind", "what", "where"}."""
+        return self._process.refused()
+
+
+class InPlace:
+    """A script that writes where it writes.
+
+    Args:
+        command: what to run, in the current folder.
+        printed: the file for what it prints.
+    """
+
+    held = ""
+
+    def __init__(self, command: Sequence[str], printed: Path) -> None:
+        self.printed = printed
+        self.code: int | None = None
+        self._before = set(psutil.Process().children(recursive=True))
+        # What the script leaves without a parent becomes a child of this process, so it is found.
+        adopt_orphans(True)
+        with printed.open("wb") as output:
+            self._script = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    def has_ended(self, within_s: float) -> bool:
+        """Wait for its end, for so long at most; returns whether it has ended."""
+        # Without reaping: as long as it is not reaped, nobody else gets its number.
+        until = time.monotonic() + within_s
+        how = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while (ended := os.waitid(os.P_PID, self._script.pid, how)) is None:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        exited = ended.si_code == os.CLD_EXITED
+        self.code = ended.si_status if exited else -ended.si_status
+        return True
+
+    def interrupt(self) -> None:
+        """Ask it to end, as Ctrl-C does."""
+        os.kill(self._script.pid, signal.SIGINT)
+
+    def end(self) -> None:
+        """End it: its group by its number, then whoever has left the group."""
+        if self.code is None:
+            os.kill(self._script.pid, signal.SIGTERM)
+            self.has_ended(_TERMINATES_WITHIN_S)
+        os.killpg(self._script.pid, signal.SIGKILL)
+        self._script.wait()
+        # Killing one may hand its children over to this process, so look again.
+        while left := [
+            one for one in psutil.Process().children(recursive=True) if one not in self._before
+        ]:
+            for child in left:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+            psutil.wait_procs(left, timeout=5.0)
+        adopt_orphans(False)
+
+    def refused(self) -> list[dict[str, str]]:
+        """Nothing is refused in place."""
+        return []

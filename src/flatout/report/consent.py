@@ -1,0 +1,83 @@
+"""What `flatout doctor` says before its trials, and the question whether it may make them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from flatout.doctor.first_look import FirstLook
+from flatout.doctor.judge import Verdict
+from flatout.doctor.proving.cure import Cure, cures_of
+from flatout.doctor.proving.obstacles import obstacle
+from flatout.doctor.script_file import script_file
+from flatout.doctor.trials.network import Sends, find_sends
+from flatout.recipe import Parity
+from flatout.report.first_look import short
+from flatout.say import counted
+
+_MOST = 3
+"""Places that are named; the others are counted."""
+
+_LOGS = "logs to "
+
+
+def has_terminal() -> bool:
+    """Whether somebody can be asked."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def provable(verdict: Verdict, allow: Parity) -> list[Cure]:
+    """The cures that trials would try, where they can be made at all."""
+    if obstacle(verdict):
+        return []
+    return [cure for cure in cures_of(verdict, allow) if cure.parity < Parity.LEARNING]
+
+
+def terms(
+    what: Sequence[str], look: FirstLook, cures: Sequence[Cure], budget_s: float
+) -> list[str]:
+    """What trials of this script would be, and what it cannot do in them, a line each.
+
+    Args:
+        what: the script and its arguments.
+        look: the first look at it.
+        cures: those that would be tried.
+        budget_s: seconds for all of them.
+    """
+    # The script as it is and itself, each cure with its other values, and all of them together.
+    reruns = 2 + sum(1 + len(cure.others) for cure in cures) + 1
+    lines = [
+        f"{counted(len(cures), 'cure')} to prove: about {reruns} short reruns in a scratch copy, "
+        f"{budget_s / 60:.2g} min at most."
+    ]
+    file = script_file(what)
+    sends = find_sends(file) if file is not None else []
+    loggers = dict.fromkeys(one.what[len(_LOGS) :] for one in sends if one.what.startswith(_LOGS))
+    if loggers:
+        lines.append(f"Offline meanwhile: {', '.join(loggers)}.")
+    others = [one for one in sends if not one.what.startswith(_LOGS)]
+    met = {short(one["where"]) for one in look.refused if one["kind"] == "network"}
+    reached = [one for one in others if short(f"{one.file}:{one.line}") in met]
+    ahead = [one for one in others if one not in reached]
+    if reached:
+        lines.append(f"Refused, as it was in the first look: {_places(reached)}.")
+    if ahead:
+        lines.append(f"Not reached so far, and refused if it is: {_places(ahead)}.")
+    return lines
+
+
+def _places(sends: Sequence[Sends]) -> str:
+    named = [f"{one.what} ({short(f'{one.file}:{one.line}')})" for one in sends[:_MOST]]
+    more = [f"{len(sends) - _MOST} more"] if len(sends) > _MOST else []
+    return ", ".join([*named, *more])
+
+
+def agreed(cures: int) -> bool:
+    """Ask on the terminal; no answer at all is none."""
+    import typer
+
+    try:
+        return typer.confirm(f"Prove {'it' if cures == 1 else 'them'}?", default=True)
+    except typer.Abort:
+        typer.echo()
+        return False

@@ -1,0 +1,51 @@
+"""How a script that was looked at has ended, in words for people."""
+
+from __future__ import annotations
+
+import signal
+
+from flatout.doctor.first_look import FirstLook
+from flatout.doctor.judge import Verdict
+
+
+def told(look: FirstLook, verdict: Verdict | None) -> list[str]:
+    """Returns how the script ended, where that needs words; an error with its last lines."""
+    if look.interrupted_by is not None:
+        until = "what was seen until then is above" if verdict else "before anything was seen"
+        name = signal.Signals(look.interrupted_by).name
+        return [f"stopped by a signal ({name}), {until}; nothing runs on"]
+    if look.failed:
+        return [f"error: {_failure(look, verdict)}", *_last(look, verdict), *_refused(look)]
+    if verdict is None or not verdict.steps:
+        when = f"in {look.seconds:.0f} s" if look.exit_code is None else "before it ended"
+        return [
+            f"the script took no optimiser step {when}",
+            "  do: if it trains later, give it less to do before; if it is no training script, "
+            "there is nothing to find",
+            *[f"  {line}" for line in look.output[-3:]],
+        ]
+    return []
+
+
+def _failure(look: FirstLook, verdict: Verdict | None) -> str:
+    error = verdict.error if verdict else "\n".join(look.output)
+    if "EOFError" in error:
+        return "the script asked for input, which it cannot have here: give it arguments instead"
+    if look.exit_code is not None and look.exit_code < 0:
+        hint = "; out of memory?" if look.exit_code == -signal.SIGKILL else ""
+        return f"the script was ended by a signal ({signal.Signals(-look.exit_code).name}{hint})"
+    return f"the script failed (exit code {look.exit_code})"
+
+
+def _last(look: FirstLook, verdict: Verdict | None) -> list[str]:
+    """The end of the error as Python tells it, or of the output where no error is known."""
+    error = verdict.error.strip().splitlines() if verdict else []
+    return [f"  {line}" for line in (error[-8:] or look.output)]
+
+
+def _refused(look: FirstLook) -> list[str]:
+    """What the script was kept from, which may be why it failed."""
+    if not look.refused:
+        return []
+    named = [f"  refused here: {one['what']} ({one['where']})" for one in look.refused[:3]]
+    return [*named, "  do: where it needs that, --in-place runs it as it is"]

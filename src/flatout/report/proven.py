@@ -1,0 +1,177 @@
+"""What `flatout doctor` shows of its trials.
+
+console.print(ProvenReport(prescription, verdict, 151.0, ["train.py"], Path("flatout.toml")))
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flatout.doctor.judge import Verdict
+from flatout.doctor.prescription import Outcome, Prescription, Proof
+from flatout.measure.trial import TrialResult
+from flatout.report.first_look import clock, short
+from flatout.report.page import duration
+from flatout.say import counted
+
+_LABEL = 13
+"""Columns of the labels on the left, such as `needs your OK`."""
+
+_OTHERS: tuple[Outcome, ...] = ("left alone", "needs your OK", "not tried")
+
+
+@dataclass(frozen=True)
+class ProvenReport:
+    """What came of the trials, and what to do next.
+
+    Attributes:
+        prescription: what came of them.
+        verdict: what was seen before.
+        seconds: that all took, the first look included.
+        what: the script and its arguments, as the user gave them.
+        recipe: the file that holds what was prescribed; None where there is none.
+    """
+
+    prescription: Prescription
+    verdict: Verdict
+    seconds: float
+    what: Sequence[str]
+    recipe: Path | None = None
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        yield Text("")
+        yield Text(self._heading(), style="bold")
+        if self.prescription.prescribed:
+            yield self._cures()
+        yield from self._others()
+        for danger in self.verdict.dangers:
+            place = f"{short(danger.where)} " if danger.where else ""
+            yield _row("DANGER", "bold red", f"{place}{danger.what}")
+        if self.prescription.refused:
+            yield _row("refused", "bold", "; ".join(_refused(self.prescription)))
+        if self.prescription.stopped:
+            yield _row("stopped", "bold", self.prescription.stopped)
+        yield from self._whole_run()
+        yield from self._next()
+
+    def _heading(self) -> str:
+        given = self.prescription
+        measured = any(proof.trial for proof in given.proofs)
+        noise = f"  (A/A noise ±{given.floor:.1%})" if measured else ""
+        if given.prescribed:
+            return f"{clock(self.seconds)} PROVEN{noise}"
+        if measured:
+            return f"{clock(self.seconds)} NOTHING TO PRESCRIBE: leave it as it is{noise}"
+        return f"{clock(self.seconds)} NOTHING PROVEN: no cure was measured"
+
+    def _cures(self) -> Table:
+        table = Table.grid(padding=(0, 1))
+        table.add_column(justify="right", min_width=2)
+        table.add_column(min_width=16)
+        table.add_column(no_wrap=True, style="bold green")
+        table.add_column()
+        proofs = self.prescription.prescribed
+        for number, proof in enumerate(proofs, 1):
+            table.add_row(f"{number}", Text(proof.words), ratio(proof.trial), Text(effect(proof)))
+        together = self.prescription.together
+        if together is not None and len(proofs) > 1:
+            numbers = [str(n) for n, p in enumerate(proofs, 1) if {*p.names} <= {*together.names}]
+            label = "+".join(numbers) if len(numbers) < 5 else f"all {len(numbers)}"
+            words = Text(f"{label} together", style="bold")
+            table.add_row("", words, ratio(together.trial), Text(effect(together)))
+        return table
+
+    def _others(self) -> Iterator[RenderableType]:
+        for outcome in _OTHERS:
+            some = [proof for proof in self.prescription.proofs if proof.outcome == outcome]
+            style = "bold yellow" if outcome == "needs your OK" else "bold"
+            for number, proof in enumerate(some):
+                yield _row("" if number else outcome, style, reasons(proof))
+
+    def _whole_run(self) -> Iterator[RenderableType]:
+        given = self.prescription
+        together = given.together or next(iter(given.prescribed), None)
+        if together is None or together.trial is None:
+            return
+        if given.before_s is not None and given.after_s is not None:
+            steps = (
+                "your whole run" if given.run_steps is None else counted(given.run_steps, "step")
+            )
+            change = f"{duration(given.before_s)} → {duration(given.after_s)}"
+            yield Text(f"{steps}: {change}, warm-up included", style="bold")
+            return
+        before, after = (
+            f"{1000 * one:.3g} ms" for one in (together.trial.a_median, together.trial.b_median)
+        )
+        yield Text(
+            f"a step: {before} → {after}; how many your whole run has, nobody knows here",
+            style="bold",
+        )
+
+    def _next(self) -> Iterator[RenderableType]:
+        lines = []
+        if self.recipe is not None:
+            lines.append(f"flatout run --recipe {shlex.quote(str(self.recipe))} {self._what}")
+        edits = [edit for proof in self.prescription.prescribed for edit in proof.edits]
+        edits += [edit for danger in self.verdict.dangers for edit in danger.edits]
+        if edits:
+            places = sorted({f"{short(f'{edit.file}:{edit.line}')}" for edit in edits})
+            lines.append(f"flatout doctor --diff {self._what}   # {', '.join(places)}")
+        if self._widens:
+            lines.append(f"flatout doctor --allow redrawn {self._what}")
+        for number, line in enumerate(lines):
+            yield Text(f"{'     ' if number else 'next '} {line}")
+
+    @property
+    def _what(self) -> str:
+        return shlex.join(self.what)
+
+    @property
+    def _widens(self) -> bool:
+        """Whether there is a cure that only the user's word keeps from being prescribed."""
+        asks = [one for one in self.prescription.proofs if one.outcome == "needs your OK"]
+        return any(one.parity == "redrawn" for one in asks)
+
+
+def ratio(trial: TrialResult | None) -> str:
+    """Time before over time after with its interval; "" where nothing was measured."""
+    return "" if trial is None else f"{trial.ratio:.2f}x [{trial.low:.2f},{trial.high:.2f}]"
+
+
+def effect(proof: Proof) -> str:
+    """What it does to the result, in words."""
+    samples = {True: "same samples", False: "other samples", None: ""}[proof.same_batches]
+    parity = f"{proof.parity}: {proof.loss}" if proof.parity and proof.loss else proof.parity
+    # Of what changes no bit, the samples need no words.
+    told = [samples if proof.parity != "bit-identical" else "", parity or proof.loss]
+    return ", ".join(filter(None, told))
+
+
+def reasons(proof: Proof) -> str:
+    """A cure that is not prescribed, with what was measured and why."""
+    measured = "" if proof.trial is None else f"{proof.trial.ratio:.2f}x"
+    said = [] if proof.reason.startswith(measured) else [measured]
+    why = ", ".join(part for part in (*said, proof.reason) if part)
+    return f"{proof.words}: {why}" if why else proof.words
+
+
+def _refused(prescription: Prescription) -> list[str]:
+    told = [f"{one['what']} ({short(one['where'])})" for one in prescription.refused]
+    return list(dict.fromkeys(told))
+
+
+def _row(label: str, style: str, words: str) -> Table:
+    row = Table.grid(padding=(0, 1))
+    row.add_column(width=_LABEL, style=style, no_wrap=True)
+    row.add_column()
+    row.add_row(label, Text(words))
+    return row

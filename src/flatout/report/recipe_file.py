@@ -1,0 +1,102 @@
+"""The Recipe file that `flatout doctor` writes: what was proven for a script, on this machine."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from flatout.doctor.prescription import Prescription, Proof
+from flatout.errors import FlatoutError
+from flatout.measure import fingerprint
+from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe, Value, dump
+
+DEFAULT = Path("flatout.toml")
+COMMENT = "Written by flatout doctor, which may replace it: keep a Recipe of your own elsewhere."
+
+
+def place(asked: Path | None, *, force: bool = False) -> Path:
+    """Where the file shall lie; to be known before any script runs.
+
+    Args:
+        asked: by the user; None: flatout.toml here, or beside it where that is the user's own.
+        force: whether a file that the user wrote may be replaced.
+
+    Raises:
+        FlatoutError: the file is not the doctor's to replace, or has no folder.
+    """
+    path = asked or DEFAULT
+    if not path.absolute().parent.is_dir():
+        raise FlatoutError(
+            f"cannot write {path}: there is no such folder", do="make it, or name another"
+        )
+    if asked is None and not _is_free(path):
+        path = path.with_name("flatout.doctor.toml")
+    if not (force or _is_free(path)):
+        raise FlatoutError(
+            f"{path} is there already, and was not written by the doctor",
+            do="name another with --recipe FILE, or replace it with --force",
+        )
+    return path
+
+
+def _is_free(path: Path) -> bool:
+    if not path.exists():
+        return True
+    with path.open("rb") as file:
+        return file.readline().decode(errors="replace").strip() == f"# {COMMENT}"
+
+
+def write(path: Path, prescription: Prescription, what: Sequence[str]) -> bool:
+    """Write what was prescribed; returns whether a Recipe can say any of it.
+
+    Raises:
+        FlatoutError: the file cannot be written.
+    """
+    recipe = as_recipe(prescription, what)
+    if recipe is not None:
+        dump(recipe, path, comment=COMMENT)
+    return recipe is not None
+
+
+def as_recipe(prescription: Prescription, what: Sequence[str]) -> ResolvedRecipe | None:
+    """What was prescribed, field by field, with its proof; None where a Recipe can say none of it.
+
+    Args:
+        prescription: of a script on this machine.
+        what: the script and its arguments.
+    """
+    proofs = prescription.prescribed
+    alone = {field: proof for proof in proofs for field in proof.recipe}
+    together = prescription.together
+    fields = dict(together.recipe) if together else {f: p.recipe[f] for f, p in alone.items()}
+    if not fields:
+        return None
+    concrete = Recipe().replace(fields)
+    choices = {
+        field: _choice(concrete.get(field), alone.get(field) or together, prescription.floor)
+        for field in fields
+    }
+    return ResolvedRecipe(
+        **dict(concrete),
+        choices=choices,
+        machine=fingerprint().as_dict(),
+        proven_for=shlex.join(what),
+    )
+
+
+def _choice(value: Value, proof: Proof | None, floor: float) -> Choice:
+    assert proof is not None  # each field comes from one of them
+    trial = proof.trial
+    parity = Parity.from_words(proof.parity) if proof.parity else Parity.EXACT
+    if trial is None:
+        return Choice(value=value, reason=proof.words, parity=parity)
+    return Choice(
+        value=value,
+        reason=proof.words,
+        parity=parity,
+        ratio=trial.ratio,
+        low=trial.low,
+        high=trial.high,
+        floor=max(trial.floor, floor),
+    )

@@ -1,0 +1,72 @@
+"""Trials as a page shows them, from a Prescription as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_ORDER = ("prescribed", "left alone", "needs your OK", "not tried")
+
+
+def tried(prescription: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a verdict (see `flatout.report.page`) that trials have to say.
+
+    Args:
+        prescription: `Prescription.as_dict()`.
+
+    Returns:
+        `trials`: each cure, what is prescribed first and then all of it together; `floor`,
+        `before_s`, `after_s`, `run_steps`, `stopped` and `refused`; `step_ratio`, of all that is
+        prescribed.
+    """
+    proofs, together = prescription["proofs"], prescription.get("together")
+    trials = list(_trials(proofs, together))
+    whole = [one for one in trials if one["group"] == "together"] or [
+        one for one in trials if one["group"] == "prescribed"
+    ]
+    kept = ("floor", "before_s", "after_s", "run_steps", "stopped", "refused")
+    return {
+        "trials": trials,
+        "step_ratio": whole[0]["ratio"] if len(whole) == 1 else None,
+        **{name: prescription.get(name) for name in kept},
+    }
+
+
+def with_proofs(
+    findings: Sequence[Mapping[str, Any]], prescription: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Findings as plain data, with the measured ratio of their cure where it was tried."""
+    ratios = {
+        name: (one["trial"]["low"], one["trial"]["ratio"], one["trial"]["high"])
+        for one in prescription["proofs"]
+        if one.get("trial")
+        for name in one["names"]
+    }
+    return [{**one, "proven": ratios.get(one["name"], one.get("proven"))} for one in findings]
+
+
+def _trials(
+    proofs: list[Mapping[str, Any]], together: Mapping[str, Any] | None
+) -> Iterator[dict[str, Any]]:
+    of_group = {name: [one for one in proofs if one["outcome"] == name] for name in _ORDER}
+    for group, some in of_group.items():
+        yield from (_trial(one, group) for one in some)
+        if group == "prescribed" and together is not None and len(some) > 1:
+            yield {**_trial(together, "together"), "name": f"all {len(some)} together"}
+
+
+def _trial(proof: Mapping[str, Any], group: str) -> dict[str, Any]:
+    found = proof.get("trial")
+    samples = {True: "same samples", False: "other samples", None: ""}[proof.get("same_batches")]
+    reason = proof.get("reason") or ""
+    # The heading says that it is prescribed or was not tried, and the ratio the rest.
+    verdict = {"left alone": "left alone", "needs your OK": "needs your OK"}.get(group, "")
+    return {
+        "name": proof["words"],
+        "group": group,
+        "ratio": [found["low"], found["ratio"], found["high"]] if found else None,
+        "floor": found["floor"] if found else None,
+        "parity": proof.get("parity") or "",
+        "loss": ", ".join(part for part in (proof.get("loss"), samples) if part) or None,
+        "verdict": ": ".join(part for part in (verdict, reason) if part) or None,
+    }

@@ -1,0 +1,203 @@
+"""A script's visit to the doctor: looked at, and with consent tried cures on, in trials."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from flatout.devices.inventory import inventory
+from flatout.doctor.first_look import FirstLook, first_look
+from flatout.doctor.judge import Verdict, judge
+from flatout.doctor.prescription import Prescription
+from flatout.doctor.prove import prove
+from flatout.doctor.proving.cure import Cure
+from flatout.doctor.proving.obstacles import obstacle
+from flatout.errors import FlatoutError
+from flatout.lifetimes import asked_to_end
+from flatout.recipe import Parity
+from flatout.report import recipe_file
+from flatout.report.baseline import Compared
+from flatout.report.consent import agreed, has_terminal, provable, terms
+from flatout.report.ended import told
+from flatout.report.files import Files
+from flatout.report.first_look import FirstLookReport, what_next
+from flatout.report.proven import ProvenReport
+
+FAILED, DANGER = 1, 3
+"""Exit codes, beside 0 for nothing dangerous and 2 for wrong usage."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asks for.
+
+    Attributes:
+        what: the script and its arguments; a module after "-m"; or torchrun's command line.
+        recipe: where what is proven shall lie.
+        seconds, steps: how long its steps are watched in the first look.
+        verbose: whether its output is shown then.
+        in_place: whether it writes then what it writes.
+        proves: whether trials are made; None: if the user agrees.
+        budget_s: seconds for all trials.
+        allow: the worst parity of a cure that is tried.
+        as_json: one JSON object instead of words, and no question.
+        files: what is written and compared beside.
+    """
+
+    what: list[str]
+    recipe: Path
+    seconds: float = 20.0
+    steps: int | None = None
+    verbose: bool = False
+    in_place: bool = False
+    proves: bool | None = None
+    budget_s: float = 120.0
+    allow: Parity = Parity.TOLERANT
+    as_json: bool = False
+    files: Files = field(default_factory=Files)
+
+
+def visit(asked: Asked) -> int:
+    """Look at a script, prove its cures if that is agreed, and tell; returns the exit code.
+
+    Raises:
+        FlatoutError: torchrun's command line cannot be read; a file cannot be written.
+    """
+    if sys.stderr.isatty():
+        for_how_long = f"for {asked.seconds:g} s from its first step; Ctrl-C ends it"
+        print(f"watching {shlex.join(asked.what)} {for_how_long}", file=sys.stderr)
+    look = first_look(
+        asked.what,
+        seconds=asked.seconds,
+        steps=asked.steps,
+        verbose=asked.verbose,
+        in_place=asked.in_place,
+    )
+    machine = inventory()
+    verdict = judge(look.observations, machine) if look.observations else None
+    console = Console(highlight=False, markup=False, quiet=asked.as_json)
+    runs = not look.failed and look.interrupted_by is None
+    cures = provable(verdict, asked.allow) if verdict is not None and runs else []
+    proves = bool(cures) and (asked.proves or (asked.proves is None and _can_ask(asked)))
+    if verdict is not None:
+        report = FirstLookReport(
+            verdict,
+            machine,
+            look.seconds,
+            asked.what,
+            is_last=not proves,
+            cures=len(cures),
+            held=look.held,
+            uncontained=look.uncontained,
+        )
+        console.print(report)
+        if runs and asked.proves and obstacle(verdict):
+            console.print(f"no trial can be made: {obstacle(verdict)}")
+    for line in told(look, verdict):
+        console.print(line)
+    prescription, met = None, look.interrupted_by
+    if proves and verdict is not None:
+        if _agreed(asked, look, cures, console):
+            prescription, met = _proven(asked, verdict, console)
+            _tell(asked, look, verdict, prescription, console)
+        else:
+            console.print(*what_next(verdict.findings, asked.what, len(cures)), sep="\n")
+    compared = None if verdict is None else asked.files.write(verdict, prescription)
+    for line in compared.words() if compared else []:
+        console.print(line)
+    if asked.as_json:
+        _print_json(asked, look, verdict, prescription, compared)
+    return _code(look, verdict, compared, met)
+
+
+def _can_ask(asked: Asked) -> bool:
+    return has_terminal() and not asked.as_json
+
+
+def _agreed(asked: Asked, look: FirstLook, cures: list[Cure], console: Console) -> bool:
+    console.print()
+    for line in terms(asked.what, look, cures, asked.budget_s):
+        console.print(line)
+    return bool(asked.proves) or agreed(len(cures))
+
+
+def _proven(asked: Asked, verdict: Verdict, console: Console) -> tuple[Prescription, int | None]:
+    """What the trials gave, and the signal that ended them early."""
+    with _signals_end_trials() as met:
+        try:
+            given = prove(
+                verdict,
+                asked.what,
+                budget_s=asked.budget_s,
+                allow=asked.allow,
+                told=lambda line: console.print(line, style="dim"),
+            )
+        except (FlatoutError, KeyboardInterrupt) as error:
+            why = error.what if isinstance(error, FlatoutError) else "by a signal"
+            given = Prescription(stopped=why)
+    return given, met[0] if met else None
+
+
+@contextmanager
+def _signals_end_trials() -> Iterator[list[int]]:
+    """The first signal that would end this process ends the trials; later ones change nothing."""
+    met: list[int] = []
+
+    def meet(number: int, _: FrameType | None) -> None:
+        met.append(number)
+        if len(met) == 1:
+            raise KeyboardInterrupt
+
+    with asked_to_end(meet):
+        yield met
+
+
+def _tell(
+    asked: Asked, look: FirstLook, verdict: Verdict, given: Prescription, console: Console
+) -> None:
+    is_written = recipe_file.write(asked.recipe, given, asked.what)
+    seconds = look.seconds + given.seconds
+    file = asked.recipe if is_written else None
+    console.print(ProvenReport(given, verdict, seconds, asked.what, file))
+
+
+def _code(
+    look: FirstLook, verdict: Verdict | None, compared: Compared | None, met: int | None
+) -> int:
+    if met is not None:
+        return 128 + met
+    if look.failed:
+        return FAILED
+    if compared is not None:
+        return compared.exit_code
+    return DANGER if verdict and verdict.dangers else 0
+
+
+def _print_json(
+    asked: Asked,
+    look: FirstLook,
+    verdict: Verdict | None,
+    prescription: Prescription | None,
+    compared: Compared | None,
+) -> None:
+    ended = "failed" if look.failed else "no steps"
+    nothing = {"command": asked.what, "ended": ended, "findings": []}
+    told_of = {
+        "exit_code": look.exit_code,
+        "interrupted_by": look.interrupted_by,
+        "output": look.output,
+        "seconds": round(look.seconds, 1),
+        "held": look.held,
+        "refused": look.refused,
+        "prescription": prescription.as_dict() if prescription else None,
+        "compared": compared.as_dict() if compared else None,
+    }
+    print(json.dumps((verdict.as_dict() if verdict else nothing) | told_of, indent=2))

@@ -1,0 +1,151 @@
+"""What a terminal shows of trials, and the Recipe file that they leave."""
+
+import dataclasses
+import io
+import json
+import os
+
+import pytest
+from report_prescriptions import CODE, DECODE, ITEM, WORKERS, prescription
+from report_verdicts import verdict as plain_verdict
+from rich.console import Console
+
+from flatout.doctor.finding import Edit, Finding
+from flatout.doctor.judge import Verdict
+from flatout.doctor.prescription import Prescription
+from flatout.errors import FlatoutError
+from flatout.observe import Observation
+from flatout.recipe import Parity, effective, load
+from flatout.report import recipe_file
+from flatout.report.page import page, sentence
+from flatout.report.proven import ProvenReport
+
+DANGER = Finding("eval_missing", "danger", "validates without eval()", "do", where="train.py:120")
+
+
+def shown(given, dangers=(DANGER,), width=80, recipe="flatout.toml"):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    seen = Verdict([Observation(["train.py"])], {}, None, list(dangers), [], [])
+    what = ["train.py", "--name", "a b"]
+    console.print(ProvenReport(given, seen, 151.0, what, recipe))
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def test_what_was_proven_comes_first_and_what_to_do_last():
+    text = shown(prescription(), width=100)
+    begins = (
+        "[2:31] PROVEN  (A/A noise ±0.9%)\n",
+        " 1 workers 0 to 6      2.31x [2.26,2.36] same samples, redrawn\n",
+        " 2 bf16, channels_last 1.19x [1.17,1.21] same samples, rounding: 0.1% apart on average",
+        "   1+2 together        3.40x [3.33,3.47]",
+        "left alone    numbers read when they are used: 1.01x, noise\n",
+        "              torch.compile: 1.08x, 41 s of set-up repay after 4,600 steps; you run 1,950",
+        "needs your OK DCT-scaled decode",
+        "not tried     samples cached in memory: no time was left\n",
+        "DANGER        train.py:120 validates without eval()\n",
+        "refused       sends to example.org (save.py:9)\n",
+        "1,950 steps: 13m23s → 4m01s, warm-up included\n",
+        "next  flatout run --recipe flatout.toml train.py --name 'a b'\n",
+        "      flatout doctor --allow redrawn train.py",
+    )
+    places = [text.find(begin) for begin in begins]
+    assert -1 not in places, text
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_figure_is_cut(width):
+    text = shown(prescription(), width=width)
+    for figure in ("2.31x [2.26,2.36]", "1.19x [1.17,1.21]", "3.40x [3.33,3.47]"):
+        assert figure in text
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+
+
+def test_changes_of_code_are_a_diff_and_no_recipe():
+    given = prescription(proofs=[CODE], together=None, before_s=None)
+    danger = dataclasses.replace(DANGER, edits=(Edit("train.py", 120, "", "model.eval()"),))
+    text = shown(given, [danger], recipe=None)
+    assert "flatout run --recipe" not in text
+    assert "flatout doctor --diff train.py --name 'a b'   # train.py:120, train.py:88" in text
+    assert "a step: 412 ms → 317 ms" in text
+    assert recipe_file.as_recipe(given, ["train.py"]) is None
+
+
+def test_nothing_to_prescribe_is_a_verdict_too():
+    text = shown(
+        prescription(proofs=[ITEM], together=None, before_s=None, refused=[]), [], recipe=None
+    )
+    assert "NOTHING TO PRESCRIBE: leave it as it is" in text
+    assert "next" not in text
+    text = shown(Prescription(stopped="the script failed: no memory"), [])
+    assert "NOTHING PROVEN" in text
+    assert "stopped       the script failed: no memory" in text
+
+
+def test_the_recipe_holds_what_was_proven_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = recipe_file.place(None)
+    assert recipe_file.write(path, prescription(), ["train.py", "--name", "a b"])
+    found = load("flatout.toml")
+    assert found.proven_for == "train.py --name 'a b'"
+    assert found.request().named() == {
+        "compute.precision": "bf16",
+        "compute.memory_format": "channels_last",
+        "input.workers": 6,
+    }
+    workers = found.choices["input.workers"]
+    assert (workers.reason, workers.parity) == ("workers 0 to 6", Parity.REDRAWN)
+    assert (workers.ratio, workers.floor) == (2.31, 0.009)
+    assert workers.low == pytest.approx(2.2638)
+    assert found.machine["cpus"]
+    monkeypatch.setenv("FLATOUT_RECIPE", "flatout.toml")
+    assert effective().named() == found.request().named()
+
+
+def test_a_file_of_the_users_own_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = prescription(proofs=[WORKERS], together=None)
+    recipe_file.write(recipe_file.place(None), given, ["train.py"])
+    assert recipe_file.place(None).name == "flatout.toml"  # its own may be replaced
+    own = "[input]\nworkers = 3\n"
+    with open("flatout.toml", "w") as file:
+        file.write(own)
+    with pytest.raises(FlatoutError, match="not written by the doctor"):
+        recipe_file.place(recipe_file.DEFAULT)
+    assert recipe_file.place(recipe_file.DEFAULT, force=True) == recipe_file.DEFAULT
+    path = recipe_file.place(None)
+    assert path.name == "flatout.doctor.toml"
+    recipe_file.write(path, given, ["train.py"])
+    assert (tmp_path / "flatout.toml").read_text() == own
+    os.unlink("flatout.doctor.toml")
+    with open("flatout.doctor.toml", "w") as file:
+        file.write(own)
+    with pytest.raises(FlatoutError, match=r"flatout\.doctor\.toml"):
+        recipe_file.place(None)
+
+
+def test_a_page_shows_the_trials_of_a_prescription():
+    known = plain_verdict()
+    for name in ("trials", "floor", "before_s", "after_s"):
+        del known[name]
+    known["findings"].append(Finding("item_each_step", "slow", "w", "d").as_dict())
+    data = json.loads(json.dumps({**known, "prescription": prescription().as_dict()}))
+    text = " ".join(page(data).split())
+    for said in (
+        "as it is: <b>13m23s</b>",
+        "with what was proven: <b>4m01s</b>",
+        "all 2 together",
+        "3.40x [3.33, 3.47]",
+        "left alone: 41 s of set-up repay after 4,600 steps",
+        "needs your OK",
+        'DCT-scaled decode</b> <span class="ratio neither">not measured',
+        "<span>measured 1.01x [0.99, 1.03]</span>",
+        "Refused in the trials: sends to example.org (save.py:9).",
+    ):
+        assert said in text, said
+    assert sentence(data).startswith("With what was proven your whole run takes 4m01s instead of")
+    short = prescription(before_s=None, after_s=None).as_dict()
+    assert "a step is 3.40 times as fast" in sentence({**known, "prescription": short})
+    unmeasured = prescription(proofs=[DECODE], together=None, before_s=None).as_dict()
+    assert "nothing is proven" in sentence({"prescription": unmeasured})
