@@ -33,18 +33,21 @@ class Stepping(Watch):
         self.between = 0
         self.record = Record(self.lanes)
         self.more: Callable[[], dict[str, Any]] = dict
+        self._done = 0
         self._first_s = 0.0
+        self.lanes.due = 0
 
-    def close(self, *, merge: bool = False) -> None:
+    def attend(self) -> None:
         """A step has ended; returns when the next may begin."""
+        super().attend()
         lanes = self.lanes
-        spent = lanes.spent
-        super().close(merge=merge)
-        self.between += spent[EVALUATION] + spent[SAVING]
-        if merge:  # a part of the step before
+        lanes.due = 0  # each step is
+        self.between = lanes.spent[EVALUATION] + lanes.spent[SAVING]
+        if lanes.steps == self._done:  # a part of the step before
             return
+        self._done = lanes.steps
         if lanes.steps == 1:
-            self._first_s = (sum(spent) - spent[EVALUATION] - spent[SAVING]) / 1e9
+            self._first_s = lanes.step_ms()[0] / 1e3
         self.record.end_step()
         at_step()
 

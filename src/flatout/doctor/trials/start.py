@@ -81,7 +81,7 @@ def _watch(watch: Stepping) -> None:
     steps = Steps(watch)
 
     def hook_torch(torch: Any) -> None:
-        watch_optimizers(sys.modules["torch.optim.optimizer"], watch, steps)
+        watch_optimizers(torch, watch, steps)
         watch_backward(torch, watch, steps)
         watch_torch(torch, watch)
         watch.record.watch_losses(torch)
@@ -95,9 +95,7 @@ def _watch(watch: Stepping) -> None:
     when_imported("torch", hook_torch)
     when_imported("torch.utils.data.dataloader", hook_loaders)
     when_imported("torch._dynamo.eval_frame", skip_our_frames)
-    when_imported(
-        "keras.src.optimizers.base_optimizer", lambda module: watch_keras(module, watch, steps)
-    )
+    when_imported("keras.src.optimizers.base_optimizer", lambda module: watch_keras(module, steps))
     os.register_at_fork(after_in_child=lambda: _leave(watch))
 
 
