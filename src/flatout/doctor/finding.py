@@ -7,6 +7,13 @@ from typing import Any, Literal
 
 Kind = Literal["danger", "slow", "note"]
 
+_DOCS = "https://flatout.readthedocs.io"
+
+
+def docs_page(check: str) -> str:
+    """Where the documentation tells of what this check of a script finds."""
+    return f"{_DOCS}/checks/{check}/"
+
 
 @dataclass(frozen=True)
 class Edit:

@@ -11,7 +11,7 @@ from flatout.devices.words import rows
 from flatout.doctor.checks import CHECKS, RANK_CHECKS, NoSignal
 from flatout.doctor.critical import Critical, critical
 from flatout.doctor.edits.proposals import with_edits
-from flatout.doctor.finding import Finding
+from flatout.doctor.finding import Finding, docs_page
 from flatout.doctor.here import on_this_machine
 from flatout.measure import available_bytes
 from flatout.observe import Observation
@@ -77,7 +77,9 @@ class Verdict:
             "steps": self.steps,
             "added_us_per_step": self.added_us_per_step,
             "critical": self.critical.as_dict() if self.critical else None,
-            "findings": [finding.as_dict() for finding in self.findings],
+            "findings": [
+                finding.as_dict() | {"docs": docs_page(finding.name)} for finding in self.findings
+            ],
             "passed": self.passed,
             "unknown": [list(one) for one in self.unknown],
             "observations": [rank.as_dict() for rank in self.observations],

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from flatout.doctor.finding import Finding
+from flatout.doctor.finding import Finding, docs_page
 from flatout.observe import Observation
 from flatout.report.observed import observed
 from flatout.report.pictures import (
@@ -279,6 +279,7 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters.update(ms=milliseconds, plain=plain, counted=counted, percent=_percent)
+    environment.filters["docs"] = _docs
     return environment.get_template("page.html.jinja")
 
 
@@ -302,6 +303,11 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "unknown" if value is None else str(value)
+
+
+def _docs(name: str) -> str:
+    # As words: the page has no links, since what it shows comes from the script.
+    return docs_page(name).removeprefix("https://")
 
 
 def _percent(share: float) -> str:

@@ -1,0 +1,103 @@
+"""Renders the list of checks from the checks and from the page of each.
+
+python docs/checks_index.py > docs/checks/index.md
+python docs/checks_index.py --check      # exit 1 when docs/checks/index.md is out of date
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from flatout.doctor.checks import CHECKS, RANK_CHECKS
+
+PAGE = Path(__file__).with_name("checks") / "index.md"
+
+HEAD = """\
+# Checks
+
+<!-- Made from the checks and their pages by docs/checks_index.py. -->
+
+What `flatout doctor train.py` looks for: a page for each finding, under its name in `--json`. Every
+check sees each rank of your script; one that lacks its signal says so and does not guess.
+
+- **danger**: the job may fail or learn something wrong. It is told whatever it costs.
+- **slow**: it costs time. The bound that the finding names is the most that its cure can return.
+- **note**: good to know. What is slow elsewhere but takes less than 2% of a step here is a note
+  too, and left alone.
+
+The result of a cure has four wordings: *bit-identical*, *rounding*, *redrawn* (the same
+distribution, other random draws), *changes learning*. The last is never applied unasked.
+
+"""
+
+TABLE = """\
+| check | what it finds | kind | pitfall | cure by Recipe | result of the cure |
+|---|---|---|---|---|---|
+"""
+
+FOOT = """
+The pitfall's number is the one in `bench/corpus/index.toml`, where most of them have a script that
+shows them and a twin that does not. Factors of CPU time on these pages come from such pairs: one
+thread, on a busy machine with AMX, so they are rough.
+
+## The code on these pages
+
+It runs as it stands, behind these lines:
+
+```python title="before all"
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+x, y = torch.randn(256, 16), torch.randint(0, 4, (256,))
+data = TensorDataset(x, y)
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+cross_entropy = nn.functional.cross_entropy
+
+
+def step(x, y):
+    optimizer.zero_grad()
+    loss = cross_entropy(model(x.to(device)), y.to(device))
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+```
+
+Where a page says bit-identical, both versions of its code train the model to the same bits. That is
+tested, as is that the others run.
+"""
+
+
+def page() -> str:
+    """Return the whole list as Markdown."""
+    rows = [row(check.name) for check in (*CHECKS, *RANK_CHECKS)]
+    return HEAD + TABLE + "".join(rows) + FOOT
+
+
+def row(name: str) -> str:
+    """Return a check's line: the first sentence of its page, and the page's row of facts."""
+    _, text, table, *_ = PAGE.with_name(f"{name}.md").read_text(encoding="utf-8").split("\n\n")
+    sentence = text.replace("\n", " ").partition(". ")[0].removesuffix(".")
+    return f"| [{name}]({name}.md) | {sentence} {table.splitlines()[2]}\n"
+
+
+def main() -> int:
+    """Print the page, or compare it with the file."""
+    if "--check" not in sys.argv[1:]:
+        sys.stdout.write(page())
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():
+        return 0
+    print(
+        "docs/checks/index.md is out of date: python docs/checks_index.py > docs/checks/index.md",
+        file=sys.stderr,
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
