@@ -103,11 +103,12 @@ def _leaf_of_tensor(value: torch.Tensor, at: int) -> Leaf | None:
     is_plain = value.layout is torch.strided and value.device.type == "cpu"
     if not is_plain or value.requires_grad or value.is_quantized or value.is_conj():
         return None
-    order = sorted(range(value.dim()), key=lambda axis: -value.stride(axis))
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda axis: -strides[axis])
     if not value.permute(order).is_contiguous():
         return None
     size = value.numel() * value.element_size()
-    return Leaf(torch.Tensor, value.dtype, tuple(value.shape), value.stride(), at, size)
+    return Leaf(torch.Tensor, value.dtype, tuple(value.shape), strides, at, size)
 
 
 def _leaf_of_array(value: Any, at: int) -> Leaf | None:
