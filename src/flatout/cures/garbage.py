@@ -23,7 +23,8 @@ _EVERY_S = 1.0
 class Garbage:
     """Stops automatic collections at the first step, and collects between epochs.
 
-    A collection that the script asks for in each step is left out; others are made.
+    What is there by then is looked at again only where memory has grown. A collection that the
+    script asks for in each step is left out; others are made.
     """
 
     def __init__(self, torch: Any, steps: Steps) -> None:
@@ -32,6 +33,7 @@ class Garbage:
         self._resident = 0
         self._due = 0.0
         self._collected_at = 0
+        self._is_frozen = False
         steps.after.append(self._after_step)
         self._hook_collect()
         self._hook_epochs(sys.modules["torch.utils.data.dataloader"].DataLoader)
@@ -39,13 +41,21 @@ class Garbage:
     def _after_step(self) -> None:
         if self._steps.count == 1 and gc.isenabled():
             gc.disable()
-            self._tidy()
+            self._tidy_all()
             took(FIELD, "garbage is collected between epochs")
         if monotonic() < self._due:
             return
         self._due = monotonic() + _EVERY_S
         if resident_bytes() > self._resident * (1 + _GROWTH) + _GROWTH_BYTES:
-            self._tidy()
+            self._tidy_all()
+
+    def _tidy_all(self) -> None:
+        if self._is_frozen:
+            gc.unfreeze()
+        self._tidy()
+        if self._is_frozen or not gc.get_freeze_count():  # else the script does so itself
+            gc.freeze()
+            self._is_frozen = True
 
     def _tidy(self) -> None:
         self._collect()

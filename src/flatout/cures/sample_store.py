@@ -108,7 +108,7 @@ def _leaf_of_tensor(value: torch.Tensor, at: int) -> Leaf | None:
     if not value.permute(order).is_contiguous():
         return None
     size = value.numel() * value.element_size()
-    return Leaf(torch.Tensor, value.dtype, tuple(value.shape), value.stride(), at, size)
+    return Leaf(torch.Tensor, value.dtype, tuple(value.shape), strides, at, size)
 
 
 def _leaf_of_array(value: Any, at: int) -> Leaf | None:
