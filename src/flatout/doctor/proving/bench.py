@@ -64,7 +64,8 @@ class Bench:
     @property
     def needed_s(self) -> float:
         """What one trial takes at least."""
-        return _SLOWER_START * self.start_s + _BLOCKS * self._block_s
+        starts = 1 if self._most_steps is None else 3  # short scripts are started again and again
+        return starts * _SLOWER_START * self.start_s + _BLOCKS * self._block_s
 
     def against(self, cure: Cure) -> closing[Against]:
         """The side that others are measured against, to be used in `with`.

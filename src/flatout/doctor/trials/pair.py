@@ -233,6 +233,8 @@ class Against:
         steps = terms.steps(slowest, left, pair.dropped, a.most_steps)
         # One quadruple proves nothing: two are made, unless all the time there is ends before.
         two = 8 * (pair.dropped + steps) * slowest * _SLACK
+        if a.most_steps:  # both may have to be started anew meanwhile
+            two += 2 * (a.showed.started_s + b.showed.started_s)
         left = max(left, min(two, self._until - time.monotonic()))
 
         def measured(side: Side) -> Callable[[], float]:

@@ -1,0 +1,237 @@
+"""What is tried, how long, and what losses say: as plain data, without a trial."""
+
+import math
+
+import numpy as np
+import pytest
+
+from flatout.doctor.finding import Edit, Finding
+from flatout.doctor.judge import Verdict
+from flatout.doctor.proving.bench import why_left
+from flatout.doctor.proving.cure import cures_of, together
+from flatout.doctor.proving.losses import compare
+from flatout.doctor.proving.obstacles import obstacle
+from flatout.doctor.proving.whole_run import epoch_steps, run_steps, setup_s, whole_s
+from flatout.doctor.trials.pair import Terms
+from flatout.doctor.trials.process import Ended
+from flatout.doctor.trials.side import Showed
+from flatout.observe import Loader, Observation, Optimizer
+from flatout.recipe import Parity
+
+RNG = np.random.default_rng(0)
+CURVE = (2.0 * np.exp(-np.arange(200) / 60) + 0.1 * RNG.random(200)).tolist()
+
+
+def seen(**others) -> Observation:
+    loader = Loader("torch.DataLoader", length=320, batch_size=32, num_workers=0, epochs=2)
+    loader.batches = 15
+    facts = {"loaders": [loader], "optimizers": [Optimizer("SGD")], "usable_cpus": 4, "threads": 4}
+    return Observation(**{"command": ["t.py"], "steps": 15, "ended": "stopped", **facts, **others})
+
+
+def verdict(*findings: Finding, **others) -> Verdict:
+    return Verdict([seen(**others)], {}, None, list(findings), [], [])
+
+
+def slow(name: str, **others) -> Finding:
+    return Finding(name, "slow", "", "", **others)
+
+
+# -- which cures ---------------------------------------------------------------------------------
+
+
+def test_cures_come_in_the_order_of_their_findings_compiling_last():
+    edit = Edit("t.py", 3, "a", "b")
+    found = cures_of(
+        verdict(
+            slow("compile", recipe={"compute.compile": "on"}),
+            slow("workers_zero", recipe={"input.workers": 3}, parity="redrawn"),
+            slow("fp32_slow", recipe={"compute.precision": "bf16"}, parity="rounding"),
+            slow("log_each_step", edits=(edit,)),
+            slow("starvation"),
+            Finding("eval_missing", "danger", "", "", edits=(edit,)),
+        ),
+        Parity.TOLERANT,
+    )
+    assert [cure.names for cure in found] == [
+        ("fp32_slow",),
+        ("log_each_step",),
+        ("workers_zero",),
+        ("compile",),
+    ]
+    assert [cure.parity for cure in found] == [
+        Parity.TOLERANT,
+        Parity.EXACT,
+        Parity.REDRAWN,
+        Parity.TOLERANT,
+    ]
+    assert found[1].own_edits == (edit,)
+
+
+def test_numbers_of_workers_and_threads_are_tried_in_several_values():
+    found = cures_of(
+        verdict(
+            slow("workers_zero", recipe={"input.workers": 3}),
+            slow("threads_too_many", recipe={"process.threads": 2}),
+        ),
+        Parity.REDRAWN,
+    )
+    workers, threads = found
+    assert workers.words == "workers 0 to 3"
+    assert [other.recipe["input.workers"] for other in workers.others] == [1, 2, 4]
+    assert [other.recipe["process.threads"] for other in threads.others] == [1]  # 4 is as written
+
+
+def test_two_findings_with_one_cure_are_one_cure():
+    found = cures_of(
+        verdict(
+            slow("workers_zero", recipe={"input.workers": 3}),
+            slow("small_files", recipe={"input.workers": 8}),
+        ),
+        Parity.REDRAWN,
+    )
+    assert [cure.names for cure in found] == [("workers_zero", "small_files")]
+    assert 8 in [other.recipe["input.workers"] for other in found[0].others]
+
+
+def test_the_farther_of_rule_and_finding_is_the_parity():
+    dropout = {"recipe": {"compute.fused_optimizer": "on"}, "parity": "changes learning"}
+    found = cures_of(verdict(slow("one", **dropout)), Parity.TOLERANT)
+    assert found[0].parity is Parity.LEARNING
+
+
+def test_cures_together_have_all_changes_and_the_farthest_parity():
+    edit = Edit("t.py", 3, "a", "b")
+    cures = cures_of(
+        verdict(
+            slow("fp32_slow", recipe={"compute.precision": "bf16"}), slow("log", edits=(edit,))
+        ),
+        Parity.TOLERANT,
+    )
+    both = together(cures)
+    assert both.names == ("fp32_slow", "log")
+    assert both.recipe == {"compute.precision": "bf16"}
+    assert both.own_edits == (edit,)
+    assert both.parity is Parity.TOLERANT
+    assert together([cures[1]]) == cures[1]
+
+
+def test_a_cure_that_found_no_hold_is_told_with_why():
+    cure = cures_of(verdict(slow("w", recipe={"input.workers": 3})), Parity.REDRAWN)[0]
+    assert why_left(cure, Showed(applied=["input.workers"])) == ""
+    assert "IterableDataset" in why_left(cure, Showed(left={"input.workers": "an IterableDataset"}))
+
+
+# -- what losses say -----------------------------------------------------------------------------
+
+
+def losses(values, **others) -> Showed:
+    return Showed(losses=list(values), **others)
+
+
+@pytest.mark.parametrize("parity", list(Parity)[:3])
+def test_equal_losses_hold_for_every_parity(parity):
+    found = compare(losses(CURVE), losses(CURVE[:120]), parity, is_repeatable=True)
+    assert found.holds
+    assert found.is_equal
+    assert found.words == "the same in all 120 steps"
+    # Nothing was drawn anew, as these losses show.
+    assert found.parity is (Parity.EXACT if parity is Parity.REDRAWN else parity)
+
+
+def test_one_other_bit_is_not_bit_identical():
+    other = [*CURVE[:-1], math.nextafter(CURVE[-1], 9)]
+    assert not compare(losses(CURVE), losses(other), Parity.EXACT, is_repeatable=True).holds
+    assert compare(losses(CURVE), losses(other), Parity.TOLERANT, is_repeatable=True).holds
+    # A script that does not repeat its own losses cannot be asked for more.
+    assert compare(losses(CURVE), losses(other), Parity.EXACT, is_repeatable=False).holds
+
+
+def test_rounding_holds_and_another_loss_does_not():
+    rounded = [loss * (1 + 4e-3 * RNG.standard_normal()) for loss in CURVE]
+    assert compare(losses(CURVE), losses(rounded), Parity.TOLERANT, is_repeatable=True).holds
+    scaled = [1.12 * loss for loss in CURVE]
+    found = compare(losses(CURVE), losses(scaled), Parity.TOLERANT, is_repeatable=True)
+    assert not found.holds
+    assert found.words == "12% apart on average over 200 steps"
+
+
+def test_redrawn_holds_for_the_same_level_and_not_for_another():
+    def drawn(level):
+        return losses([level * loss * RNG.uniform(0.7, 1.3) for loss in CURVE])
+
+    def judged(level):
+        return compare(drawn(1), drawn(level), Parity.REDRAWN, is_repeatable=True)
+
+    assert sum(judged(1.0).holds for _ in range(50)) >= 48
+    assert not any(judged(1.3).holds for _ in range(50))
+
+
+def test_a_loss_that_is_no_number_on_one_side_never_holds():
+    broken = [*CURVE[:50], *[math.nan] * 150]
+    found = compare(losses(CURVE), losses(broken), Parity.REDRAWN, is_repeatable=False)
+    assert not found.holds
+    assert found.words == "finite on one side only from step 51 on"
+    assert compare(losses(broken), losses(broken), Parity.EXACT, is_repeatable=True).holds
+
+
+def test_batches_are_compared_as_far_as_both_went():
+    a = Showed(CURVE, {"0": [1, 2, 3], "1": [4]})
+    same, other = Showed(CURVE, {"0": [1, 2, 3, 5]}), Showed(CURVE, {"0": [1, 3, 2]})
+    assert compare(a, same, Parity.EXACT, is_repeatable=True).same_batches is True
+    assert compare(a, other, Parity.EXACT, is_repeatable=True).same_batches is False
+    assert compare(a, Showed(CURVE), Parity.EXACT, is_repeatable=True).same_batches is None
+
+
+# -- how long ------------------------------------------------------------------------------------
+
+
+def test_blocks_are_longer_than_the_queue_and_whole_epochs_where_they_can_be():
+    plain = Terms(max_pairs=4, block_s=1.0)
+    assert plain.steps(0.01, 100, dropped=2, most=None) == 98
+    assert plain.steps(1.0, 100, dropped=14, most=None) == 13
+    assert Terms(block_s=1.0, epoch_steps=30).steps(0.01, 1e3, 2, None) == 90
+    assert Terms(block_s=1.0, epoch_steps=300).steps(0.01, 1e3, 2, None) == 98
+    assert Terms(block_s=1.0, epoch_steps=300, in_epochs=True).steps(0.01, 1e3, 2, None) == 300
+
+
+def test_blocks_fit_into_short_scripts_or_are_refused():
+    terms = Terms(max_pairs=4, block_s=1.0)
+    steps = terms.steps(0.01, 1000, dropped=2, most=90)
+    assert 4 * (steps + 2) + 2 + 3 + 1 <= 90
+    with pytest.raises(Ended, match="takes 8 steps only"):
+        terms.steps(0.01, 1000, dropped=2, most=8)
+
+
+def test_steps_of_an_epoch_are_known_where_one_loader_gives_them():
+    assert epoch_steps(seen()) == 10
+    assert epoch_steps(seen(optimizers=[Optimizer("SGD", backwards=2.0)])) == 5
+    assert epoch_steps(seen(loaders=[])) is None
+    broken_off = seen()
+    broken_off.loaders[0].batches = 8  # in two epochs: the loop breaks off early
+    assert epoch_steps(broken_off) is None
+
+
+def test_steps_of_the_run_are_known_from_its_end_or_its_options(tmp_path):
+    assert run_steps(verdict(ended="done"), ["t.py"]) == 15
+    assert run_steps(verdict(), ["t.py", "--epochs", "7"]) == 70
+    assert run_steps(verdict(), ["t.py", "--max_steps=123"]) == 123
+    assert run_steps(verdict(), ["t.py"]) is None
+    script = tmp_path / "t.py"
+    script.write_text("p.add_argument('-e', '--epochs', type=int, default=4)\n")
+    assert run_steps(verdict(), [str(script)]) == 40
+
+
+def test_what_a_cure_takes_once_counts_in_the_whole_run():
+    a = Showed(started_s=5.0, first_s=1.0, warm_s=0.9, warm_steps=9)
+    b = Showed(started_s=35.0, first_s=30.0, warm_s=0.45, warm_steps=9)
+    assert setup_s(a, b, 0.1, 0.05) == pytest.approx(29.95 - 0.9, abs=0.01)
+    assert whole_s(a, a, 1000, 0.1, 0.0) == pytest.approx(4 + 0.9 + 100)
+    assert whole_s(a, b, 1000, 0.05, 0.01) == pytest.approx(4 + 29.95 + 60)
+
+
+def test_why_no_trial_can_be_made():
+    assert "no optimiser step" in obstacle(verdict(steps=0))
+    assert "failed by itself" in obstacle(verdict(ended="failed"))
+    assert "two copies of the script" in obstacle(verdict(memory_mb=[1e9]))
+    assert obstacle(verdict(memory_mb=[10.0])) == ""
