@@ -1,10 +1,10 @@
 """Edits in whole scripts: what they train, what stays of the file, and the scripts of the bench."""
 
 import ast
+import multiprocessing
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.doctor.edits import dump, propose
+from flatout.doctor.edits import install, propose
 from flatout.doctor.edits.source import Source
 from flatout.doctor.finding import Finding
 from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
+from flatout.observe.running import run
 
 CORPUS = Path(__file__).parents[2] / "bench" / "corpus"
 
@@ -218,34 +219,31 @@ def test_each_pitfall_with_an_edit_has_one_that_is_python(name):
     assert changed == list(edits)
 
 
-RUN = """
-import os, sys
-from pathlib import Path
-from flatout.doctor.edits import install, load
-from flatout.observe.running import run
-import torch
-torch.set_num_threads(1)
-install(load(Path(os.environ["FLATOUT_EDITS"])))
-run(sys.argv[1:])
-"""
-
-
 def trained(script, folder, edits=()):
-    """The files of weights that a script leaves after a few steps."""
+    """The weights that a script leaves after a few steps, in a process of its own."""
+    import torch  # noqa: F401 - once, for all processes
+
     folder.mkdir()
-    dump(folder / "edits.json", edits)
-    env = {**os.environ, "FLATOUT_EDITS": str(folder / "edits.json"), "OMP_NUM_THREADS": "1"}
-    few = ["--epochs", "2", "--steps", "3"]
-    ran = subprocess.run(
-        [sys.executable, "-c", RUN, str(script), *few],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    process = multiprocessing.get_context("fork").Process(
+        target=_train, args=(str(script), folder, edits)
     )
-    assert ran.returncode == 0, ran.stderr
+    process.start()
+    process.join(timeout=120)
+    process.kill()
+    assert process.exitcode == 0, (folder / "output").read_text()
     return {path.name: _weights(path) for path in folder.glob("*.pt")}
+
+
+def _train(script, folder, edits):
+    import torch
+
+    os.chdir(folder)
+    output = os.open("output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    install(edits)
+    run([script, "--epochs", "2", "--steps", "3"])
 
 
 @pytest.mark.slow
