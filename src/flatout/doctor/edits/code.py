@@ -88,12 +88,18 @@ class Code:
         """A node as it is written."""
         return self.source.text[self.begin(node) : self.end(node)]
 
-    def outer_end(self, node: ast.AST) -> int:
-        """Where a node ends with the parentheses around it; of an argument or operand."""
+    def outer_end(self, node: ast.AST, within: ast.AST | None = None) -> int:
+        """Where a node ends with the parentheses around it.
+
+        Args:
+            node: an argument or operand.
+            within: the call that it is an argument of, whose own parenthesis is none of these.
+        """
         end = self.end(node)
+        last = self.end(within) - 1 if within is not None else len(self.source.text)
         for begin, after, words in self._tokens:
             if begin >= end:
-                if words != ")":
+                if words != ")" or begin >= last:
                     break
                 end = after
         return end
@@ -289,7 +295,7 @@ class Code:
             at = self.end(call) - 1
             return [(at, at, f"{name}={value}")]
         last = max(given, key=self.begin)
-        at = self.outer_end_in(last, call)
+        at = self.outer_end(last, call)
         line = self.lines[last.lineno - 1]
         space = line[: len(line) - len(line.lstrip(" \t"))]
         if self.begin(last) - self.starts[last.lineno - 1] != len(space):
@@ -306,7 +312,7 @@ class Code:
         given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
         given.sort(key=self.begin)
         number = given.index(keyword)
-        end = self.outer_end_in(keyword, call)
+        end = self.outer_end(keyword, call)
         if len(given) == 1:
             comma, words = self.next_token(end)
             return [(self.begin(keyword), comma + 1 if words == "," else end, "")]
@@ -316,15 +322,11 @@ class Code:
         if whole.strip() == alone:
             return [(self.starts[first - 1], self.starts[last], "")]
         if number:
-            begin = self.outer_end_in(given[number - 1], call)
+            begin = self.outer_end(given[number - 1], call)
             if "#" in self.source.text[begin : self.begin(keyword)]:
                 raise Unsure("a comment would go too")
             return [(begin, end, "")]
         return [(self.begin(keyword), self.begin(given[1]), "")]
-
-    def outer_end_in(self, node: ast.AST, call: ast.Call) -> int:
-        """Where an argument of a call ends, with the parentheses around it."""
-        return min(self.outer_end(node), self.end(call) - 1)
 
 
 def parts(statement: ast.stmt) -> Iterator[ast.AST]:
