@@ -48,7 +48,7 @@ def terms(
     reruns = 2 + sum(1 + len(cure.others) for cure in cures) + 1
     lines = [
         f"{counted(len(cures), 'cure')} to prove: about {reruns} short reruns in a scratch copy, "
-        f"{budget_s / 60:.2g} min at most."
+        f"{_time(budget_s)} at most."
     ]
     file = script_file(what)
     sends = find_sends(file) if file is not None else []
@@ -64,6 +64,10 @@ def terms(
     if ahead:
         lines.append(f"Not reached so far, and refused if it is: {_places(ahead)}.")
     return lines
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds < 60 else f"{seconds / 60:.2g} min"
 
 
 def _places(sends: Sequence[Sends]) -> str:
