@@ -20,6 +20,7 @@ from flatout.doctor.prescription import Prescription
 from flatout.doctor.prove import prove
 from flatout.doctor.proving.cure import Cure
 from flatout.doctor.proving.obstacles import obstacle
+from flatout.doctor.search import widened
 from flatout.errors import FlatoutError
 from flatout.lifetimes import asked_to_end
 from flatout.recipe import Parity
@@ -47,7 +48,8 @@ class Asked:
         in_place: whether it writes then what it writes.
         proves: whether trials are made; None: if the user agrees.
         budget_s: seconds for all trials.
-        allow: the worst parity of a cure that is tried.
+        allow: the worst parity of a cure that is prescribed.
+        searches: whether settings are tried, too, that no check found wanting.
         as_json: one JSON object instead of words, and no question.
         files: what is written and compared beside.
     """
@@ -61,6 +63,7 @@ class Asked:
     proves: bool | None = None
     budget_s: float = 120.0
     allow: Parity = Parity.TOLERANT
+    searches: bool = False
     as_json: bool = False
     files: Files = field(default_factory=Files)
 
@@ -85,7 +88,8 @@ def visit(asked: Asked) -> int:
     verdict = judge(look.observations, machine) if look.observations else None
     console = Console(highlight=False, markup=False, quiet=asked.as_json)
     runs = not look.failed and look.interrupted_by is None
-    cures = provable(verdict, asked.allow) if verdict is not None and runs else []
+    to_prove = None if verdict is None or not runs else _to_prove(asked, verdict)
+    cures = provable(to_prove, asked.allow) if to_prove is not None else []
     proves = bool(cures) and (asked.proves or (asked.proves is None and _can_ask(asked)))
     if verdict is not None:
         report = FirstLookReport(
@@ -104,9 +108,9 @@ def visit(asked: Asked) -> int:
     for line in told(look, verdict):
         console.print(line)
     prescription, met = None, look.interrupted_by
-    if proves and verdict is not None:
+    if proves and verdict is not None and to_prove is not None:
         if _agreed(asked, look, cures, console):
-            prescription, met = _proven(asked, verdict, console)
+            prescription, met = _proven(asked, to_prove, console)
             _tell(asked, look, verdict, prescription, console)
         else:
             console.print(*what_next(verdict.findings, asked.what, len(cures)), sep="\n")
@@ -116,6 +120,10 @@ def visit(asked: Asked) -> int:
     if asked.as_json:
         _print_json(asked, look, verdict, prescription, compared)
     return _code(look, verdict, compared, met)
+
+
+def _to_prove(asked: Asked, verdict: Verdict) -> Verdict:
+    return widened(verdict) if asked.searches and verdict.steps else verdict
 
 
 def _can_ask(asked: Asked) -> bool:
