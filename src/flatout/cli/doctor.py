@@ -47,6 +47,17 @@ def doctor(
             "--search", help="Look for the best Recipe: try settings, too, that no check found."
         ),
     ] = False,
+    verify_full: Annotated[
+        bool,
+        typer.Option(
+            "--verify-full",
+            help="Then run the script to its end, as it is and with what was proven, and compare "
+            "the final losses.",
+        ),
+    ] = False,
+    seeds: Annotated[
+        int, typer.Option(min=2, max=10, help="How many times --verify-full does so.")
+    ] = 3,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -129,6 +140,7 @@ def doctor(
         budget_s=budget_s,
         allow=Parity.from_name(allow),
         searches=search,
+        seeds=seeds if verify_full else 0,
         as_json=as_json,
         files=Files(page, trace, None if ci is None else Baseline.read(ci), write_baseline),
     )
