@@ -133,7 +133,7 @@ def test_a_terminal_is_asked_and_no_is_an_answer(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["--no-trials"], ["--json"], []])
+@pytest.mark.parametrize("more", [["--json"], []])
 def test_nobody_is_asked_without_a_terminal_or_a_wish(folder, more):
     done = subprocess.run(
         command(*more, "--steps", "20", "train.py"),
@@ -153,7 +153,8 @@ def test_nobody_is_asked_without_a_terminal_or_a_wish(folder, more):
 
 @pytest.mark.slow
 def test_yes_is_proven_written_down_and_run_by(folder):
-    seen = Terminal(folder, "--steps", "48", "--page", "page.html", "train.py", "--epochs", "40")
+    own = ["--steps", "24", "--budget", "40s", "--page", "page.html"]
+    seen = Terminal(folder, *own, "train.py", "--epochs", "40")
     assert seen.until("[Y/n]").types("\n").ends() == 0
     _, proven = seen.text.split("PROVEN  (A/A noise")
     assert "workers 0 to " in proven
@@ -165,9 +166,18 @@ def test_yes_is_proven_written_down_and_run_by(folder):
     assert recipe.proven_for == "train.py --epochs 40"
     assert recipe.choices["input.workers"].low > 1
     assert "With what was proven your whole run takes" in (folder / "page.html").read_text()
-    run = [sys.executable, "-c", FLATOUT.replace("'flatout'", "'flatout'"), "run"]
     ran = subprocess.run(
-        [*run, "--recipe", "flatout.toml", "train.py", "--epochs", "1"],
+        [
+            sys.executable,
+            "-c",
+            FLATOUT,
+            "run",
+            "--recipe",
+            "flatout.toml",
+            "train.py",
+            "--epochs",
+            "1",
+        ],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -180,7 +190,7 @@ def test_yes_is_proven_written_down_and_run_by(folder):
 
 @pytest.mark.slow
 def test_ctrl_c_in_the_trials_tells_what_was_proven_until_then(folder):
-    seen = Terminal(folder, "--steps", "48", "--yes", "train.py").until("trying ")
+    seen = Terminal(folder, "--steps", "24", "--yes", "train.py").until("for the noise ...")
     seen.process.send_signal(signal.SIGINT)
     assert seen.ends() == 130
     assert "stopped       stopped by Ctrl-C" in seen.text

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from report_prescriptions import prescription
 from report_verdicts import LANES, finding, observation, verdict
 
 from flatout.errors import FlatoutError
@@ -218,3 +219,17 @@ def test_a_baseline_that_is_none_is_named(tmp_path):
         assert told.value.where == str(file)
     with pytest.raises(FlatoutError, match="cannot write"):
         kept(np.full(100, 100.0)).write(tmp_path / "absent" / "baseline.json")
+
+
+def test_what_was_proven_is_remembered_until_it_is_in_use(tmp_path):
+    times = steps(np.random.default_rng(11))
+    proven = {**measured(times), "prescription": prescription().as_dict()}
+    Baseline.of(proven, HERE).write(tmp_path / "b.json")
+    before = Baseline.read(tmp_path / "b.json")
+    low, middle, high = before.proven
+    assert low < middle == 3.4 < high
+    assert before.also(measured(times), HERE).proven == before.proven
+    as_before = compare(before, measured(times), HERE).words()
+    assert as_before[-1].startswith("not in use")
+    assert "3.40 times as fast" in as_before[-1]
+    assert "not in use" not in " ".join(compare(before, measured(times / 3), HERE).words())

@@ -46,6 +46,7 @@ def test_what_was_proven_comes_first_and_what_to_do_last():
         "refused       sends to example.org (save.py:9)\n",
         "1,950 steps: 13m23s → 4m01s, warm-up included\n",
         "next  flatout run --recipe flatout.toml train.py --name 'a b'\n",
+        "      flatout doctor --budget 5m train.py --name 'a b'   # for what had no time\n",
         "      flatout doctor --allow redrawn train.py",
     )
     places = [text.find(begin) for begin in begins]

@@ -41,9 +41,31 @@ def doctor(
         bool, typer.Option("--yes", "-y", help="Prove cures in trials without asking.")
     ] = False,
     no_trials: Annotated[bool, typer.Option("--no-trials", help="Watch only.")] = False,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search", help="Look for the best Recipe: try settings, too, that no check found."
+        ),
+    ] = False,
+    verify_full: Annotated[
+        bool,
+        typer.Option(
+            "--verify-full",
+            help="Then run the script to its end, as it is and with what was proven, and compare "
+            "the final losses.",
+        ),
+    ] = False,
+    seeds: Annotated[
+        int, typer.Option(min=2, max=10, help="How many times --verify-full does so.")
+    ] = 3,
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="For all trials, such as 90s or 2m.")
-    ] = "2m",
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="For all trials, such as 90s or 2m. [default: 2m; 10m to search]",
+            show_default=False,
+        ),
+    ] = None,
     allow: Annotated[
         str,
         typer.Option(
@@ -100,7 +122,7 @@ def doctor(
         raise typer.BadParameter("--yes asks for trials, --no-trials for none: give one of them")
     if allow not in ("exact", "tolerant", "redrawn"):
         raise typer.BadParameter(f"--allow: expected exact, tolerant or redrawn; found {allow!r}")
-    budget_s = _seconds(budget)
+    budget_s = _seconds(budget or ("10m" if search else "2m"))
     from flatout.recipe import Parity
     from flatout.report import recipe_file
     from flatout.report.baseline import Baseline
@@ -117,6 +139,8 @@ def doctor(
         proves=True if yes else False if no_trials else None,
         budget_s=budget_s,
         allow=Parity.from_name(allow),
+        searches=search,
+        seeds=seeds if verify_full else 0,
         as_json=as_json,
         files=Files(page, trace, None if ci is None else Baseline.read(ci), write_baseline),
     )

@@ -34,7 +34,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist, mean
 from typing import Any
@@ -49,6 +49,7 @@ from flatout.measure.trial import Interval
 from flatout.observe import Observation
 from flatout.report.observed import observed
 from flatout.report.pictures import milliseconds
+from flatout.report.tried import tried
 
 FLOOR = 0.06
 FEWEST_STEPS = 30
@@ -91,6 +92,8 @@ class Baseline:
         machine: its fingerprint, as plain data.
         dangers: each danger that was known, as (name of the check, file name).
         runs: at least one.
+        proven: [low, mid, high], how many times as fast a step is with what was proven for the
+            job; None where nothing was.
     """
 
     command: str
@@ -98,6 +101,7 @@ class Baseline:
     dangers: list[tuple[str, str]]
     runs: list[Run]
     version: int = 1
+    proven: tuple[float, float, float] | None = None
 
     @classmethod
     def of(cls, verdict: Mapping[str, Any], machine: Mapping[str, Any]) -> Baseline:
@@ -119,6 +123,7 @@ class Baseline:
             machine=dict(machine),
             dangers=sorted(_dangers(verdict).elements()),
             runs=[_run(ranks)],
+            proven=_proven(verdict),
         )
 
     def also(self, verdict: Mapping[str, Any], machine: Mapping[str, Any]) -> Baseline:
@@ -134,8 +139,11 @@ class Baseline:
         if other:
             raise FlatoutError(f"the baseline is of another machine ({'; '.join(other)})")
         dangers = Counter(self.dangers) | Counter(more.dangers)
-        return Baseline(
-            self.command, self.machine, sorted(dangers.elements()), [*self.runs, *more.runs]
+        return replace(
+            self,
+            dangers=sorted(dangers.elements()),
+            runs=[*self.runs, *more.runs],
+            proven=more.proven or self.proven,
         )
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -187,6 +195,7 @@ class Compared:
         broken: why the new run is no run to speak of; "" where it is one.
         grew: by lane (milliseconds per step before, now), the largest growth first.
         software: what differs of the software, if anything.
+        proven: as in the baseline.
     """
 
     new_dangers: list[str]
@@ -196,6 +205,7 @@ class Compared:
     broken: str = ""
     grew: dict[str, tuple[float, float]] = field(default_factory=dict)
     software: list[str] = field(default_factory=list)
+    proven: tuple[float, float, float] | None = None
 
     @property
     def slower(self) -> bool:
@@ -228,6 +238,9 @@ class Compared:
                 lines.append(f"faster: a step takes {figures}; consider a new baseline")
             else:
                 lines.append(f"as fast as before, as far as noise lets one see: {figures}")
+            if self.proven is not None and not self.faster:
+                proven = f"{self.proven[1]:.2f} times as fast"
+                lines.append(f"not in use: what was proven for the baseline makes a step {proven}")
         if self.slower:
             lines += [
                 f"  {lane} grew from {milliseconds(before)} to {milliseconds(now)} ms per step"
@@ -273,6 +286,7 @@ def compare(
         floor,
         grew=_growth(baseline.runs, new),
         software=_differences(baseline.machine, machine, hardware=False),
+        proven=baseline.proven,
     )
 
 
@@ -365,6 +379,12 @@ def _reach(correlation: _Array, count: int) -> int:
         if small[lag : lag + _CALM_LAGS].all():
             return lag
     return int(np.flatnonzero(~small)[-1]) + 1
+
+
+def _proven(verdict: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    """The ratio of all that was prescribed at once."""
+    ratio = tried(verdict["prescription"])["step_ratio"] if verdict.get("prescription") else None
+    return tuple(ratio) if ratio else None
 
 
 def _run(ranks: Sequence[Observation]) -> Run:

@@ -34,7 +34,11 @@ def provable(verdict: Verdict, allow: Parity) -> list[Cure]:
 
 
 def terms(
-    what: Sequence[str], look: FirstLook, cures: Sequence[Cure], budget_s: float
+    what: Sequence[str],
+    look: FirstLook,
+    cures: Sequence[Cure],
+    budget_s: float,
+    whole_runs: int = 0,
 ) -> list[str]:
     """What trials of this script would be, and what it cannot do in them, a line each.
 
@@ -43,12 +47,13 @@ def terms(
         look: the first look at it.
         cures: those that would be tried.
         budget_s: seconds for all of them.
+        whole_runs: to the script's end, that follow.
     """
     # The script as it is and itself, each cure with its other values, and all of them together.
     reruns = 2 + sum(1 + len(cure.others) for cure in cures) + 1
     lines = [
         f"{counted(len(cures), 'cure')} to prove: about {reruns} short reruns in a scratch copy, "
-        f"{budget_s / 60:.2g} min at most."
+        f"{_time(budget_s)} at most" + _then(whole_runs)
     ]
     file = script_file(what)
     sends = find_sends(file) if file is not None else []
@@ -64,6 +69,16 @@ def terms(
     if ahead:
         lines.append(f"Not reached so far, and refused if it is: {_places(ahead)}.")
     return lines
+
+
+def _then(whole_runs: int) -> str:
+    if not whole_runs:
+        return "."
+    return f"; then {counted(whole_runs, 'whole run')}, where one is proven."
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds < 60 else f"{seconds / 60:.2g} min"
 
 
 def _places(sends: Sequence[Sends]) -> str:

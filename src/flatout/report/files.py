@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Prescription
+from flatout.doctor.verify import Verified
 from flatout.errors import FlatoutError
 from flatout.measure import fingerprint
 from flatout.report.baseline import Baseline, Compared, compare
@@ -41,18 +42,25 @@ class Files:
                     f"cannot write {path}: there is no such folder", do="make it, or name another"
                 )
 
-    def write(self, verdict: Verdict, prescription: Prescription | None = None) -> Compared | None:
+    def write(
+        self,
+        verdict: Verdict,
+        prescription: Prescription | None = None,
+        verified: Verified | None = None,
+    ) -> Compared | None:
         """Writes what was asked for; returns how the verdict compares with the baseline.
 
         Args:
             verdict: on the script as it is.
             prescription: what was proven; None where nothing was tried.
+            verified: what whole runs have shown; None without.
 
         Raises:
             FlatoutError: a file cannot be written.
         """
         data = verdict.as_dict()
         data["prescription"] = prescription.as_dict() if prescription else None
+        data["verified"] = verified.as_dict() if verified else None
         if self.page is not None:
             _write(self.page, page(data))
         if self.trace is not None:

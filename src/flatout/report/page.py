@@ -71,7 +71,7 @@ def page(verdict: Mapping[str, Any]) -> str:
             before / time after, and if known `floor`, `parity`, `loss`, `verdict`), `floor` (of all
             trials that have none of their own: 0.01 is 1%), `before_s` and `after_s` (seconds of
             the user's whole run); or in place of the last four `prescription`
-            (`Prescription.as_dict()`).
+            (`Prescription.as_dict()`); and `verified` (`Verified.as_dict()`).
 
     Raises:
         pydantic.ValidationError: an observation or a finding is not what its room writes.
@@ -105,6 +105,7 @@ def page(verdict: Mapping[str, Any]) -> str:
         trials=trials,
         forest=_forest(trials),
         whole_run=_whole_run(verdict),
+        verified=[str(line) for line in (verdict.get("verified") or {}).get("words", [])],
         stopped=str(verdict.get("stopped") or ""),
         refused=[f"{one['what']} ({one['where']})" for one in verdict.get("refused") or []],
         parity_words=PARITY_WORDS,

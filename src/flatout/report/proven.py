@@ -5,6 +5,7 @@ console.print(ProvenReport(prescription, verdict, 151.0, ["train.py"], Path("fla
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,11 @@ class ProvenReport:
         if edits:
             places = sorted({f"{short(f'{edit.file}:{edit.line}')}" for edit in edits})
             lines.append(f"flatout doctor --diff {self._what}   # {', '.join(places)}")
+        if self._needs_time:
+            minutes = math.ceil(2 * self.prescription.seconds / 60)
+            lines.append(
+                f"flatout doctor --budget {minutes}m {self._what}   # for what had no time"
+            )
         if self._widens:
             lines.append(f"flatout doctor --allow redrawn {self._what}")
         for number, line in enumerate(lines):
@@ -134,6 +140,12 @@ class ProvenReport:
     @property
     def _what(self) -> str:
         return shlex.join(self.what)
+
+    @property
+    def _needs_time(self) -> bool:
+        given = self.prescription
+        untried = any(one.outcome == "not tried" for one in given.proofs)
+        return untried and not given.stopped and given.seconds > 0
 
     @property
     def _widens(self) -> bool:

@@ -20,6 +20,8 @@ from flatout.doctor.prescription import Prescription
 from flatout.doctor.prove import prove
 from flatout.doctor.proving.cure import Cure
 from flatout.doctor.proving.obstacles import obstacle
+from flatout.doctor.search import widened
+from flatout.doctor.verify import Verified, verify
 from flatout.errors import FlatoutError
 from flatout.lifetimes import asked_to_end
 from flatout.recipe import Parity
@@ -47,7 +49,9 @@ class Asked:
         in_place: whether it writes then what it writes.
         proves: whether trials are made; None: if the user agrees.
         budget_s: seconds for all trials.
-        allow: the worst parity of a cure that is tried.
+        allow: the worst parity of a cure that is prescribed.
+        seeds: of whole runs, with what was prescribed and without; 0 for none.
+        searches: whether settings are tried, too, that no check found wanting.
         as_json: one JSON object instead of words, and no question.
         files: what is written and compared beside.
     """
@@ -61,8 +65,19 @@ class Asked:
     proves: bool | None = None
     budget_s: float = 120.0
     allow: Parity = Parity.TOLERANT
+    searches: bool = False
+    seeds: int = 0
     as_json: bool = False
     files: Files = field(default_factory=Files)
+
+
+@dataclass(frozen=True)
+class _Treated:
+    """What came of trials and whole runs, and the signal that ended them early."""
+
+    prescription: Prescription | None = None
+    verified: Verified | None = None
+    met: int | None = None
 
 
 def visit(asked: Asked) -> int:
@@ -85,7 +100,8 @@ def visit(asked: Asked) -> int:
     verdict = judge(look.observations, machine) if look.observations else None
     console = Console(highlight=False, markup=False, quiet=asked.as_json)
     runs = not look.failed and look.interrupted_by is None
-    cures = provable(verdict, asked.allow) if verdict is not None and runs else []
+    to_prove = None if verdict is None or not runs else _to_prove(asked, verdict)
+    cures = provable(to_prove, asked.allow) if to_prove is not None else []
     proves = bool(cures) and (asked.proves or (asked.proves is None and _can_ask(asked)))
     if verdict is not None:
         report = FirstLookReport(
@@ -103,19 +119,36 @@ def visit(asked: Asked) -> int:
             console.print(f"no trial can be made: {obstacle(verdict)}")
     for line in told(look, verdict):
         console.print(line)
-    prescription, met = None, look.interrupted_by
-    if proves and verdict is not None:
-        if _agreed(asked, look, cures, console):
-            prescription, met = _proven(asked, verdict, console)
-            _tell(asked, look, verdict, prescription, console)
-        else:
-            console.print(*what_next(verdict.findings, asked.what, len(cures)), sep="\n")
-    compared = None if verdict is None else asked.files.write(verdict, prescription)
+    treated = _Treated(met=look.interrupted_by)
+    if proves and to_prove is not None:
+        treated = _treated(asked, look, to_prove, cures, console)
+    compared = None
+    if verdict is not None:
+        compared = asked.files.write(verdict, treated.prescription, treated.verified)
     for line in compared.words() if compared else []:
         console.print(line)
     if asked.as_json:
-        _print_json(asked, look, verdict, prescription, compared)
-    return _code(look, verdict, compared, met)
+        _print_json(asked, look, verdict, treated, compared)
+    return _code(look, verdict, compared, treated.met)
+
+
+def _treated(
+    asked: Asked, look: FirstLook, verdict: Verdict, cures: list[Cure], console: Console
+) -> _Treated:
+    """Trials and what came of them, where the user agrees."""
+    if not _agreed(asked, look, cures, console):
+        console.print(*what_next(verdict.findings, asked.what, len(cures)), sep="\n")
+        return _Treated()
+    prescription, met = _proven(asked, verdict, console)
+    _tell(asked, look, verdict, prescription, console)
+    if not asked.seeds or not prescription.prescribed or met is not None:
+        return _Treated(prescription, met=met)
+    verified, met = _verified(asked, prescription, console)
+    return _Treated(prescription, verified, met)
+
+
+def _to_prove(asked: Asked, verdict: Verdict) -> Verdict:
+    return widened(verdict) if asked.searches and verdict.steps else verdict
 
 
 def _can_ask(asked: Asked) -> bool:
@@ -124,7 +157,7 @@ def _can_ask(asked: Asked) -> bool:
 
 def _agreed(asked: Asked, look: FirstLook, cures: list[Cure], console: Console) -> bool:
     console.print()
-    for line in terms(asked.what, look, cures, asked.budget_s):
+    for line in terms(asked.what, look, cures, asked.budget_s, 2 * asked.seeds):
         console.print(line)
     return bool(asked.proves) or agreed(len(cures))
 
@@ -144,6 +177,23 @@ def _proven(asked: Asked, verdict: Verdict, console: Console) -> tuple[Prescript
             why = error.what if isinstance(error, FlatoutError) else "by a signal"
             given = Prescription(stopped=why)
     return given, met[0] if met else None
+
+
+def _verified(
+    asked: Asked, prescription: Prescription, console: Console
+) -> tuple[Verified, int | None]:
+    """What whole runs have shown, and the signal that ended them early."""
+    console.print()
+    with _signals_end_trials() as met:
+        verified = verify(
+            asked.what,
+            prescription,
+            seeds=asked.seeds,
+            told=lambda line: console.print(line, style="dim"),
+        )
+    for line in verified.words():
+        console.print(line)
+    return verified, met[0] if met else None
 
 
 @contextmanager
@@ -185,7 +235,7 @@ def _print_json(
     asked: Asked,
     look: FirstLook,
     verdict: Verdict | None,
-    prescription: Prescription | None,
+    treated: _Treated,
     compared: Compared | None,
 ) -> None:
     ended = "failed" if look.failed else "no steps"
@@ -197,7 +247,8 @@ def _print_json(
         "seconds": round(look.seconds, 1),
         "held": look.held,
         "refused": look.refused,
-        "prescription": prescription.as_dict() if prescription else None,
+        "prescription": treated.prescription.as_dict() if treated.prescription else None,
+        "verified": treated.verified.as_dict() if treated.verified else None,
         "compared": compared.as_dict() if compared else None,
     }
     print(json.dumps((verdict.as_dict() if verdict else nothing) | told_of, indent=2))

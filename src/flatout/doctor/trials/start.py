@@ -2,7 +2,8 @@
 
 The environment says how: FLATOUT_SEED what random numbers begin with, before the script's own
 seeding, which wins; FLATOUT_SET (and FLATOUT_RECIPE) the cures, as `flatout run` takes them;
-FLATOUT_EDITS a file of changes of its code, a JSON list of Edits.
+FLATOUT_EDITS a file of changes of its code, a JSON list of Edits; FLATOUT_LOSSES a file for all
+losses of a run that is no trial.
 
 Steps are counted as observing counts them, and `baton.at_step` is called after each. Evaluation
 and saving are not stopped, since the script may need what comes of them: what they write goes to
@@ -20,6 +21,7 @@ from typing import Any
 
 from flatout.doctor.trials import baton
 from flatout.doctor.trials.recording import Stepping
+from flatout.doctor.trials.whole import Whole
 from flatout.observe.backward import watch_backward
 from flatout.observe.compiling import skip_our_frames
 from flatout.observe.importing import when_imported
@@ -30,7 +32,7 @@ from flatout.observe.optimizers import Steps, watch_optimizers
 from flatout.observe.outputs import watch_torch
 from flatout.observe.running import run, show_as_python_does
 
-SEED, EDITS = "FLATOUT_SEED", "FLATOUT_EDITS"
+SEED, EDITS, LOSSES = "FLATOUT_SEED", "FLATOUT_EDITS", "FLATOUT_LOSSES"
 
 
 def main(command: list[str]) -> None:
@@ -42,13 +44,19 @@ def main(command: list[str]) -> None:
     show_as_python_does()
     if SEED in os.environ:
         _seed(int(os.environ[SEED]))
-    watch = Stepping()
+    watch = _stepping()
     _install_cures(watch)
     if EDITS in os.environ:
         _install_edits(Path(os.environ[EDITS]))
     # Behind the cures, so that what is recorded is the script's own.
     _watch(watch)
     run(command)
+
+
+def _stepping() -> Stepping:
+    if LOSSES not in os.environ or os.environ.get("RANK", "0") != "0":
+        return Stepping()
+    return Whole(Path(os.environ[LOSSES]))
 
 
 def _seed(seed: int) -> None:

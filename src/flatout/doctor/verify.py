@@ -1,0 +1,192 @@
+"""Whether whole runs learn the same with what was prescribed: several seeds, final losses in pairs.
+
+    verified = verify(["train.py"], prescription, seeds=3, told=print)
+
+Each seed runs the script twice to its end, contained as in a trial: as it is, and with all that
+was prescribed. What is compared is the mean loss over the last 5% of the steps, since what a
+script prints nobody can know. The seeds begin the random generators; a script that seeds itself
+runs the same each time, which is seen and said.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from flatout.doctor.prescription import Prescription
+from flatout.doctor.proving.cure import NOTHING, Cure
+from flatout.doctor.proving.jobs import job
+from flatout.doctor.trials.process import Ended, Job, Process
+from flatout.doctor.trials.scratch import scratch, temporary_of
+from flatout.doctor.trials.start import LOSSES, SEED
+from flatout.errors import FlatoutError
+
+LAST = 0.05
+"""Share of the steps whose losses stand for a run's result."""
+
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""By number of seeds, how many standard errors a 95% interval reaches (Student's t)."""
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """One run of the script to its end.
+
+    Attributes:
+        loss: the mean over its last steps.
+        steps: it took.
+        seconds: from its start to its end.
+    """
+
+    loss: float
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What whole runs have shown.
+
+    Attributes:
+        pairs: for each seed the script as it is, and with what was prescribed.
+        stopped: why not all seeds were run; "" where they were.
+    """
+
+    pairs: list[tuple[WholeRun, WholeRun]] = field(default_factory=list)
+    stopped: str = ""
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether all seeds gave the same run: the script seeds itself."""
+        return len({(plain.loss, plain.steps) for plain, _ in self.pairs}) < len(self.pairs)
+
+    @property
+    def difference(self) -> tuple[float, float, float] | None:
+        """Of the final losses, with minus without: [low, mean, high] at 95%; None from one seed."""
+        count = len(self.pairs)
+        if count < 2 or self.draws_alike:
+            return None
+        apart = [cured.loss - plain.loss for plain, cured in self.pairs]
+        reach = STUDENT[count] * stdev(apart) / math.sqrt(count)
+        return fmean(apart) - reach, fmean(apart), fmean(apart) + reach
+
+    def words(self) -> list[str]:
+        """What to tell, a line each."""
+        stopped = [f"whole runs ended early: {self.stopped}"] if self.stopped else []
+        if not self.pairs:
+            return stopped
+        before, after = (fmean(pair[side].loss for pair in self.pairs) for side in (0, 1))
+        taken = [fmean(pair[side].seconds for pair in self.pairs) for side in (0, 1)]
+        count = len(self.pairs)
+        seeds = f"{count} seed{'' if count == 1 else 's'}"
+        return [
+            f"whole runs, {seeds}: final loss {before:.4g} → {after:.4g}, {self._judgement(seeds)}",
+            f"  measured from start to end: {taken[0]:.3g} s → {taken[1]:.3g} s, "
+            f"{taken[0] / taken[1]:.2f}x",
+            *stopped,
+        ]
+
+    def _judgement(self, seeds: str) -> str:
+        if all(plain.loss == cured.loss for plain, cured in self.pairs):
+            return "the same in each"
+        if self.draws_alike:
+            return "one comparison only, since the script seeds itself"
+        if self.difference is None:
+            return "one comparison only"
+        low, middle, high = self.difference
+        figures = f"{middle:+.2g} [{low:+.2g}, {high:+.2g}]"
+        if low <= 0 <= high:
+            return f"{figures}: no difference that {seeds} can show"
+        return f"{figures}: it {'grows' if middle > 0 else 'falls'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        seen = {"difference": self.difference, "draws_alike": self.draws_alike}
+        return {**asdict(self), **seen, "words": self.words()}
+
+
+def verify(
+    what: Sequence[str],
+    prescription: Prescription,
+    *,
+    seeds: int = 3,
+    told: Callable[[str], None] = lambda line: None,
+) -> Verified:
+    """Run the script to its end, as it is and with what was prescribed, once for each seed.
+
+    Ctrl-C ends it early, with what was seen until then.
+
+    Args:
+        what: the script and its arguments; a module after "-m"; or torchrun's command line.
+        prescription: of this script, with something prescribed.
+        seeds: from 0 up to one less than this; 2 to 10.
+        told: is given a line at the end of each run.
+    """
+    verified = Verified()
+    cure = _prescribed(prescription)
+    try:
+        for seed in range(seeds):
+            # In turn first and second, so that a machine that warms up favours neither.
+            order = [NOTHING, cure] if seed % 2 == 0 else [cure, NOTHING]
+            runs = {}
+            for one in order:
+                runs[one is cure] = _whole_run(what, one, seed)
+                words = "with what was prescribed" if one is cure else "as it is"
+                seconds = f"{runs[one is cure].seconds:.3g} s"
+                told(f"seed {seed}, {words}: loss {runs[one is cure].loss:.4g} after {seconds}")
+            verified = replace(verified, pairs=[*verified.pairs, (runs[False], runs[True])])
+    except KeyboardInterrupt:
+        return replace(verified, stopped="by Ctrl-C")
+    except FlatoutError as error:
+        return replace(verified, stopped=error.what)
+    return verified
+
+
+def _prescribed(prescription: Prescription) -> Cure:
+    """All of it at once."""
+    proofs = prescription.prescribed
+    together = prescription.together
+    fields = together.recipe if together else {f: v for p in proofs for f, v in p.recipe.items()}
+    own_edits = tuple(edit for proof in proofs if not proof.recipe for edit in proof.edits)
+    return Cure(("prescribed",), "what was prescribed", recipe=dict(fields), own_edits=own_edits)
+
+
+def _whole_run(what: Sequence[str], cure: Cure, seed: int) -> WholeRun:
+    """Raises FlatoutError where the script fails, or shows no loss."""
+    with scratch() as folder:
+        results = temporary_of(folder) / "results"
+        results.mkdir()
+        losses = results / "losses"
+        made = job(what, cure, results)
+        variables = {**made.variables, SEED: str(seed), LOSSES: str(losses)}
+        began = time.monotonic()
+        process = Process(
+            Job(made.command, variables),
+            folder / "run",
+            temporary_of(folder) / "run",
+            passes=[results],
+        )
+        try:
+            process.hear()
+        except Ended as ended:
+            if process.exit != 0:
+                raise FlatoutError(f"{cure.words}, seed {seed}: {ended.what}") from None
+        finally:
+            process.end()
+        return _result(losses, time.monotonic() - began, f"{cure.words}, seed {seed}")
+
+
+def _result(file: Path, seconds: float, who: str) -> WholeRun:
+    losses = array("d")
+    if file.exists():
+        losses.frombytes(file.read_bytes())
+    last = [loss for loss in losses[-max(1, math.ceil(LAST * len(losses))) :] if loss == loss]
+    if not last:
+        raise FlatoutError(f"{who}: no loss was seen at the end")
+    return WholeRun(fmean(last), len(losses), seconds)
