@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 
 def say(*lines: str) -> None:
-    """Print lines on stderr, at once and in one piece, as other processes may print too."""
-    print("\n".join(f"flatout: {line}" for line in lines), file=sys.stderr, flush=True)
+    """Print lines on stderr, at once and in one piece, as other processes may print too.
+
+    Where stderr was closed nobody is told, and nothing fails for that.
+    """
+    with suppress(OSError, ValueError):
+        print("\n".join(f"flatout: {line}" for line in lines), file=sys.stderr, flush=True)
 
 
 def counted(count: int, noun: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from test_docs_blocks import DOCS, ROOT, blocks
 
+from flatout.cures.install import CURES
 from flatout.doctor.checks import CHECKS, RANK_CHECKS
 from flatout.doctor.finding import docs_page
 from flatout.recipe import Recipe
@@ -61,6 +62,8 @@ def test_what_a_page_sets_is_what_its_row_says(name):
     apply(Recipe(), settings)  # refuses what is no field, or no value of it
     named = {field for field, _, _ in (setting.partition("=") for setting in settings)}
     assert named == set(re.findall(r"`([^`]+)`", facts(PAGES[name])[2]))
+    # What a Recipe says where a Trainer or Loop trains, a page has to say so.
+    assert named <= {*CURES} or "flatout.Trainer" in PAGES[name].read_text(encoding="utf-8")
 
 
 def test_a_finding_names_its_page_where_the_documentation_lies():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -60,8 +61,12 @@ def _flatout(
 def main() -> None:
     """Runs the command line. Errors for people exit with 1, wrong usage with 2.
 
-    FLATOUT_DEBUG=1 shows the traceback of an error for people as well.
+    FLATOUT_DEBUG=1 shows the traceback of an error for people as well. What an output cannot say,
+    such as the odd bytes of a file's name, it shows as "?".
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
     try:
         app()
     except FlatoutError as error:

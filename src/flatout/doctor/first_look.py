@@ -157,7 +157,10 @@ def _ended(rank: Observation, code: int | None) -> Observation:
     """Says how a rank ended that could not say so itself, or was told to end from here."""
     if code is None and rank.ended in ("running", "failed"):
         return replace(rank, ended="stopped" if rank.steps else "no steps", error="")
-    return replace(rank, ended="failed") if rank.ended == "running" else rank
+    if rank.ended == "running":  # it had no time to say how it ends
+        well = "done" if rank.steps else "no steps"
+        return replace(rank, ended="failed" if code else well)
+    return rank
 
 
 def _last_lines(path: Path) -> list[str]:

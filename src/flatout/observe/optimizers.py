@@ -19,6 +19,7 @@ from flatout.observe.watch import Watch
 
 # An optimiser that steps so often before the last one of its round has a round of its own.
 _LONGEST_ROUND = 20
+_ELSEWHERE = "an optimiser stepped in a thread beside the main one: those steps were not watched"
 # Lines that zero gradients are noted in so many steps.
 _NOTED_STEPS = 50
 
@@ -110,7 +111,11 @@ class Steps:
             Enough: the script shall end here.
         """
         lanes = self._lanes
-        if self._is_traced() or self._is_counted or get_ident() != lanes.thread:
+        if self._is_traced() or self._is_counted:
+            return
+        if get_ident() != lanes.thread:
+            if lanes.thread:
+                self._watch.notes[_ELSEWHERE] = None
             return
         self._is_counted = True
         seen = self._seen.get(id(optimizer))

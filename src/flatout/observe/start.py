@@ -23,6 +23,7 @@ from flatout.observe.compiling import skip_our_frames
 from flatout.observe.cost import added_us_per_step
 from flatout.observe.importing import when_imported
 from flatout.observe.keras import watch_keras
+from flatout.observe.leaving import watch_leaving
 from flatout.observe.loaders import watch_loaders
 from flatout.observe.meters import Meters
 from flatout.observe.models import Models
@@ -41,6 +42,7 @@ from flatout.world.place import place
 
 # What is left of a script that was ended has so long to go, then the process ends.
 _GRACE_S = 5.0
+_BECAME = "the script has become another program"
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Observer:
         self._asked = asked
         self._place = place()
         self._pid = os.getpid()
+        self._is_finished = False
         self._path = asked.folder.absolute() / f"rank-{self._place.rank}.json"
         self.watch = Watch(asked.steps, asked.seconds)
         self.watch.on_enough_again = self._leave
@@ -114,6 +117,7 @@ class Observer:
         )
         watch_outputs(watch)
         watch_garbage(watch)
+        watch_leaving(self._ends, self._becomes)
         os.register_at_fork(after_in_child=self._in_child)
 
     def _hook_torch(self, torch: object) -> None:
@@ -143,10 +147,26 @@ class Observer:
             is_live=is_live,
         )
 
+    def _ends(self, is_well: bool) -> None:
+        self.finish("done" if is_well else "failed")
+
+    def _becomes(self, program: str) -> None:
+        """Writes the state before the script becomes another program; "" when it has failed to."""
+        if os.getpid() != self._pid or self._is_finished:
+            return
+        notes = self.watch.notes
+        if program:
+            notes[f"{_BECAME} ({program}), and what that does is not watched"] = None
+            write(self._path, self._seen(is_live=True))
+        else:
+            for note in [note for note in notes if note.startswith(_BECAME)]:
+                del notes[note]
+
     def finish(self, ended: str, error: str = "") -> None:
         """Writes the last state: how the script ended, and with which error of its own."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._is_finished:
             return
+        self._is_finished = True
         self._writer.stop()
         lanes = self.watch.lanes
         lanes.end()

@@ -72,6 +72,7 @@ class Files:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        # A file may have a name that UTF-8 cannot say.
+        path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise FlatoutError(f"cannot write {path}: {error.strerror}") from error
