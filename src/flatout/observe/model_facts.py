@@ -45,12 +45,29 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
 
 
 def not_finite(module: Any) -> list[str]:
-    """Names of its parameters and buffers that hold NaN or infinity; reads all of them."""
+    """Names of parameters that hold NaN or infinity, and of buffers with NaN; reads all of them.
+
+    What is not trained may hold an infinity on purpose, as a mask does, but no NaN.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
     return [
-        name
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-        if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all())
+        name for name, tensor in named if _is_broken(local(tensor), also_inf=tensor.requires_grad)
     ]
+
+
+def _is_broken(tensor: Any, *, also_inf: bool) -> bool:
+    if not tensor.is_floating_point() or tensor.is_meta:
+        return False
+    tensor = tensor.detach()
+    try:
+        return not bool(tensor.isfinite().all()) if also_inf else bool(tensor.isnan().any())
+    except RuntimeError:  # a format for which torch has no such operator
+        return False
+
+
+def local(tensor: Any) -> Any:
+    """What this rank has of a tensor that is shared out: asking for more would wait for others."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _ddp_options(module: Any) -> dict[str, Any]:

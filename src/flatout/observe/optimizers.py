@@ -99,9 +99,7 @@ class Steps:
         lanes.current = OPTIMISER
         self._is_counted = False
         if lanes.steps < 2:
-            for look in self._watch.with_gradients:
-                look()
-            lanes.skip()
+            self._watch.aside(*self._watch.with_gradients)
 
     def end(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """It has stepped. One that hands its step on to another, as wrappers do, is not counted.

@@ -51,6 +51,8 @@ def _saving(original: Any, watch: Watch) -> Any:
 
     @wraps(original)
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if get_ident() == watch.lanes.thread and watch.lanes.steps:
+            watch.aside(*watch.before_saving)
         original(obj, f, *args, **kwargs)
         if get_ident() == watch.lanes.thread and len(watch.saved) < _SAVED:
             path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else ""

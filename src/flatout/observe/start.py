@@ -157,9 +157,7 @@ class Observer:
         seen.ended = "no steps" if ended == "done" and not seen.steps else ended
         seen.error = error
         if seen.steps:
-            seen.added_us_per_step = added_us_per_step(
-                self.watch, self._meters.looked_ns, self._writer.cpu_seconds
-            )
+            seen.added_us_per_step = added_us_per_step(self.watch, self._writer.cpu_seconds)
         write(self._path, seen)
         shutil.rmtree(self._workers, ignore_errors=True)
         if seen.added_us_per_step is not None:
