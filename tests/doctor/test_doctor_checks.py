@@ -150,10 +150,10 @@ ROWS = {
         cost=2.0,
     ),
     "retained_graph": Row(
-        job(memory_mb=[500.0 + 10 * at for at in range(20)]),
+        job(memory_mb=[500.0 + 10 * at for at in range(20)], graph_nodes=[(24, 200), (96, 900)],
+            graph_site=HERE),
         job(memory_mb=[500.0] * 5 + [700.0] * 15),
-        job(memory_mb=[500.0], memory_at=[0]),
-        where="",
+        job(memory_mb=[500.0 + 10 * at for at in range(20)]),
     ),
     "item_each_step": Row(
         job(calls=[call("item", 1.0)]), job(calls=[call("item", 1.0, steps=3)]), job(**NO_STEPS),

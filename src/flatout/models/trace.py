@@ -16,6 +16,7 @@ import inspect
 import math
 import operator
 import pickle
+import re
 import textwrap
 from collections import ChainMap
 from collections.abc import Iterator
@@ -63,8 +64,13 @@ class Traced:
     inlined: list[nn.Module]
 
 
-def trace(module: nn.Module) -> Traced | None:
-    """The graph of `module.forward`, or None where a graph might not be the same program."""
+def trace(module: nn.Module, *, with_lines: bool = False) -> Traced | None:
+    """The graph of `module.forward`, or None where a graph might not be the same program.
+
+    Args:
+        module: whose forward is run on stand-ins; its weights and random streams stay as they are.
+        with_lines: also notes at each node which line it stands for; see `line_of`.
+    """
     forward = type(module).forward
     if "forward" in vars(module) or not isinstance(forward, FunctionType):
         return None
@@ -72,6 +78,7 @@ def trace(module: nn.Module) -> Traced | None:
         return None
     attributes, before = set(vars(module)), random_state()
     tracer = _Tracer()
+    tracer.record_stack_traces = with_lines
     try:
         constants = _read(forward, module)
         graph = tracer.trace(module)
@@ -83,6 +90,14 @@ def trace(module: nn.Module) -> Traced | None:
         drew = not _same(random_state(), before)
         set_random_state(before)
     return None if met or drew else Traced(graph, constants, tracer.inlined)
+
+
+def line_of(node: fx.Node, module: nn.Module) -> tuple[str, int]:
+    """File and line of the module's `forward` in which a node was made; "" and 0 elsewhere."""
+    file = inspect.getsourcefile(type(module)) if type(module) is not nn.Sequential else None
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
+    found = [(name, int(line)) for name, line in lines if file and name == file]
+    return found[-1] if found else ("", 0)
 
 
 def is_watched(module: nn.Module) -> bool:

@@ -52,6 +52,11 @@ class Meters:
             self._faults = self._faults[::2]
         self._watch.at(step + self._stride, self._look)
 
+    def grown_mb(self) -> float:
+        """By how much memory has grown since the first steps, in which it fills."""
+        memory = self._memory[len(self._memory) // 4 :]
+        return memory[-1][1] - memory[0][1] if memory else 0.0
+
     def look_at_threads(self) -> None:
         """Counts the threads of this process and its children that run or could; not in a step."""
         if len(self._runnable) < _RUNNABLE_LOOKS and self._watch.lanes.steps:

@@ -26,6 +26,7 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
     """Fills in what is seen by looking at it; with `whole` also whether its numbers are finite."""
     parameters = list(module.parameters())
     facts.elements = sum(tensor.numel() for tensor in parameters)
+    facts.device_type = parameters[0].device.type if parameters else "cpu"
     modules = list(module.modules())
     kinds = Counter(type(inner).__name__ for inner in modules)
     facts.layers = dict(kinds)
@@ -40,6 +41,9 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
     images = [tensor for tensor in parameters if tensor.dim() == 4 and tensor.shape[2:].numel() > 1]
     facts.has_convolutions = any(name.startswith(("Conv", "LazyConv")) for name in kinds)
     facts.is_channels_last = bool(images) and all(_is_channels_last(tensor) for tensor in images)
+    # Keras casts in its layers.
+    casts = {getattr(inner, "compute_dtype", None) for inner in modules} & {"bfloat16", "float16"}
+    facts.autocast = facts.autocast or str(next(iter(casts), ""))
     if whole:
         facts.not_finite = sorted({*facts.not_finite, *not_finite(module)})[:_NAMED]
 

@@ -11,11 +11,13 @@ from time import perf_counter_ns
 from typing import Any
 from weakref import ref
 
+from flatout.observe.inside import Inside
 from flatout.observe.lanes import AFTER, FORWARD, HOST, INPUT
 from flatout.observe.model_facts import describe, unwrapped
 from flatout.observe.numbers import Numbers
 from flatout.observe.observation import Model, Site
 from flatout.observe.padding import Padding
+from flatout.observe.pools import look_at_pools
 from flatout.observe.replicas import look_at_replica
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
@@ -38,7 +40,7 @@ class SeenModel:
         self.ref = ref(module)
         self.has_parameters = next(module.parameters(), None) is not None
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
-        self.is_stepped = False
+        self.is_stepped = self.was_described = False
         self.calls = 0
         self.due = self.padding_due = 1
         self.padding = Padding()
@@ -103,6 +105,7 @@ class Models:
         self._torch = torch
         self._watch = watch
         self._numbers = Numbers(torch, watch)
+        Inside(torch, watch)
         self._known: dict[int, SeenModel] = {}
         self._original = torch.nn.Module.__call__
         self._everywhere = self.watched(self._original)
@@ -245,4 +248,7 @@ class Models:
             module = seen.ref()
             if module is not None and seen.has_parameters:
                 describe(module, seen.facts, whole=whole)
+                if not seen.was_described:
+                    seen.was_described = True
+                    look_at_pools(module, seen.facts)
                 seen.is_stepped |= any(id(tensor) in stepped for tensor in module.parameters())

@@ -37,7 +37,7 @@ class Call:
     Attributes:
         kind: what was called: "item", "tolist", "cpu", "numpy", "print", "log", "save",
             "empty_cache", "zero_grad", "backward", "gc", "index" (a batch by advanced indexing),
-            "metric", "device_count", "data_parallel", "set_epoch", "no_sync".
+            "metric", "device_count", "data_parallel", "ddp", "set_epoch", "no_sync", "threads".
         site: the user's line that led to it.
         count: how often, from the first observed step to the last.
         seconds: spent in them, all together; None where that is not timed.
@@ -122,6 +122,7 @@ class Optimizer:
     Attributes:
         kind: the class, as module.Name.
         site: where the user calls step().
+        backward_site: where the user calls backward().
         steps: how often it stepped.
         backwards: how many backward passes went into a step, at the median.
         fused, foreach: as asked for; None where it takes no such option.
@@ -135,6 +136,7 @@ class Optimizer:
     site: Site | None = None
     steps: int = 0
     backwards: float = 1.0
+    backward_site: Site | None = None
     fused: bool | None = None
     foreach: bool | None = None
     parameters: int = 0
@@ -176,6 +178,8 @@ class Model:
             its parameters, buffers or gradients on a CPU that computes with them.
         frozen_share: share of the forward time in leading modules without trainable parameters.
         pool_after: names of (activation, pooling) pairs that could change places.
+        pool_site: the line of the first of them.
+        device_type: where its parameters are: "cpu", "cuda".
     """
 
     kind: str
@@ -201,6 +205,8 @@ class Model:
     subnormal_share: float | None = None
     frozen_share: float | None = None
     pool_after: list[tuple[str, str]] = field(default_factory=list)
+    pool_site: Site | None = None
+    device_type: str = "cpu"
 
 
 @dataclass
@@ -218,6 +224,8 @@ class Observation:
         step_ms: durations of those steps in order, evaluation and saving between them left out.
         lanes_ms: per step, by the names of measure.LANES; None where a lane could not be seen.
         memory_mb: resident memory at each of `memory_at` steps.
+        graph_nodes: [step, nodes of the graphs that were alive], where memory had grown.
+        graph_site: the line that keeps them.
         page_faults: minor faults per step.
         major_faults: per step.
         runnable: processes and threads of this job that could run, per usable CPU.
@@ -247,6 +255,8 @@ class Observation:
     lanes_ms: dict[str, float | None] = field(default_factory=dict)
     memory_mb: list[float] = field(default_factory=list)
     memory_at: list[int] = field(default_factory=list)
+    graph_nodes: list[tuple[int, int]] = field(default_factory=list)
+    graph_site: Site | None = None
     page_faults: float | None = None
     major_faults: float | None = None
     runnable: float | None = None

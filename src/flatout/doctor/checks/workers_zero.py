@@ -20,7 +20,7 @@ def look(seen: Observation) -> list[Finding]:
     # What one core loads, all of them can share; a device of its own leaves them all free. Where
     # the model computes on the same cores, sharing the work is all that can be won.
     hidden = wait if is_gpu(seen) else wait * (1 - 1 / seen.usable_cpus)
-    if share(seen, hidden) < HUNGRY:
+    if share(seen, wait) < HUNGRY or share(seen, hidden) < HUNGRY / 2:
         return []
     return [_found(loader, wait, hidden, seen.usable_cpus) for loader in alone]
 
