@@ -110,6 +110,7 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
         pin_memory=loader.pin_memory,
         drop_last=loader.drop_last,
         prefetch_factor=loader.prefetch_factor,
+        is_iterable=isinstance(dataset, IterableDataset),
         gives_batches=loader.batch_sampler is None or _gives_batches(dataset),
     )
     if isinstance(dataset, IterableDataset):

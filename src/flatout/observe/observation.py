@@ -74,10 +74,11 @@ class Loader:
         hashes: of the indices of the first batches of each epoch, one number per epoch; None
             where the sampler is out of sight.
         worker_hashes: a number for each worker: equal ones began with the same random state and
-            have drawn from it; of the generator in which the workers differ least. None where
-            that was not seen.
+            have drawn from it; of the generator in which the workers differ least. Empty where
+            they drew nothing, None where that was not seen.
         worker_draws: the name of that generator: "torch", "random", "numpy", or where the dataset
             holds it, such as "dataset.rng"; "" where the workers drew nothing.
+        is_iterable: whether it is an IterableDataset, whose samples have no numbers.
         gives_batches: whether the dataset gives whole batches, and not sample by sample.
         lanes_ms: per batch, within the loader: "read", "decode", "transform", "collate"; of the
             worker where there are workers.
@@ -108,6 +109,7 @@ class Loader:
     hashes: list[int] | None = None
     worker_hashes: list[int] | None = None
     worker_draws: str = ""
+    is_iterable: bool | None = None
     gives_batches: bool | None = None
     lanes_ms: dict[str, float] = field(default_factory=dict)
     hot: list[tuple[Site, float]] = field(default_factory=list)

@@ -30,6 +30,7 @@ def look(seen: Observation) -> list[Finding]:
             where=at(accumulating[0].backward_site or wrapped[0].site),
             cost_ms=cost,
             parity="rounding",
+            recipe={"script.gradient_sync": "last_backward"},
         )
     ]
 

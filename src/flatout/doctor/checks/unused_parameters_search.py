@@ -29,6 +29,7 @@ def look(seen: Observation) -> list[Finding]:
                 number=30,
                 where=at(made[0] if made else model.site),
                 parity="bit-identical",
+                recipe={"script.unused_parameters": "no_search"},
             )
         )
     return found
