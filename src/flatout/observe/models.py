@@ -24,6 +24,8 @@ from flatout.observe.watch import Watch
 
 # Shapes of inputs that are told apart, and how often they are looked at after the first calls.
 _SHAPES, _FIRST_CALLS, _EVERY = 64, 256, 16
+# A model that is called no oftener may be a part of another one that is being built.
+_BUILDING = 2
 # After so many steps only the classes of the outermost modules are watched.
 _SEARCH_STEPS = 3
 
@@ -41,6 +43,7 @@ class SeenModel:
         self.has_parameters = next(module.parameters(), None) is not None
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
         self.is_stepped = self.was_described = False
+        self.tensors: set[int] = set()
         self.calls = 0
         self.due = self.padding_due = 1
         self.padding = Padding()
@@ -67,6 +70,10 @@ class SeenModel:
         """A backward pass has followed the open calls."""
         self._trained = self._open | self._trained
         self._open = {}
+
+    def is_part_of(self, other: SeenModel) -> bool:
+        """Whether it was called on the way only, as Keras does while it builds the other."""
+        return self.calls <= _BUILDING < other.calls and self.tensors <= other.tensors
 
     def result(self, steps: int) -> Model:
         """What was seen of it in so many steps."""
@@ -251,4 +258,5 @@ class Models:
                 if not seen.was_described:
                     seen.was_described = True
                     look_at_pools(module, seen.facts)
-                seen.is_stepped |= any(id(tensor) in stepped for tensor in module.parameters())
+                seen.tensors = {id(tensor) for tensor in module.parameters()}
+                seen.is_stepped |= not seen.tensors.isdisjoint(stepped)
