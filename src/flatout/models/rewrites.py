@@ -132,7 +132,7 @@ def find_pairs(model: nn.Module) -> list[Pair]:
         if traced is None:
             continue
         pairs = [
-            Pair(_words(name, node.args[0]), _words(name, node), *line_of(node, module))
+            Pair(_words(name, node.args[0]), _words(name, node), *line_of(node))
             for node in traced.graph.nodes
             if _is_pool(node, module)
             and isinstance(node.args[0], fx.Node)

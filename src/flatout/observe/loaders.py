@@ -98,6 +98,7 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
 
     dataset = loader.dataset
     sampler = loader.sampler
+    keras_workers = _keras_workers(dataset)
     facts = Loader(
         f"{type(loader).__module__}.{type(loader).__qualname__}",
         site,
@@ -105,8 +106,8 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
         dataset_site=_site_of_dataset(dataset),
         length=None if isinstance(dataset, IterableDataset) else _length(dataset),
         batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        num_workers=loader.num_workers,
-        persistent_workers=loader.persistent_workers,
+        num_workers=loader.num_workers or keras_workers or 0,
+        persistent_workers=None if keras_workers else loader.persistent_workers,
         pin_memory=loader.pin_memory,
         drop_last=loader.drop_last,
         prefetch_factor=loader.prefetch_factor,
@@ -137,6 +138,14 @@ def _site_of_dataset(dataset: Any) -> Site | None:
         if dataset is None:
             return None
     return None
+
+
+def _keras_workers(dataset: Any) -> int:
+    """How many threads or processes of Keras' own make the batches of its PyDataset."""
+    # It hands a generator to torch, which knows the adapter that has them.
+    frame = getattr(getattr(dataset, "iterable", None), "gi_frame", None)
+    adapter = None if frame is None else frame.f_locals.get("self")
+    return int(getattr(getattr(adapter, "enqueuer", None), "workers", 0))
 
 
 def _gives_batches(dataset: Any) -> bool:

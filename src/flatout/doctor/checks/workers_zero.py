@@ -33,12 +33,15 @@ def _found(loader: Loader, wait: float, hidden: float, cpus: int) -> Finding:
         if loader.is_iterable
         else "same samples in the same order, random augmentation is drawn anew"
     )
+    do = f"DataLoader(..., num_workers={workers}, persistent_workers=True); {then}"
+    if loader.dataset.startswith("keras."):
+        do = f"give the PyDataset workers={max(2, workers)} when it is made; with 1 there are none"
     return Finding(
         name="workers_zero",
         kind="slow",
         what=f"num_workers=0: each batch is loaded between two steps, {ms(wait)} per step, while "
         f"{cpus - 1} other CPU{'s' if cpus > 2 else ''} could do it beside them",
-        do=f"DataLoader(..., num_workers={workers}, persistent_workers=True); {then}",
+        do=do,
         number=2,
         where=at(loader.site),
         cost_ms=hidden,
