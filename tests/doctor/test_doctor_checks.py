@@ -52,6 +52,7 @@ def healthy(**changes):
             Model(
                 "__main__.Net", HERE, layers={"Linear": 2}, unused_parameters=False,
                 inputs=[("[64, 32] float32", STEPS)], frozen_share=0.0,
+                subnormal_share=0.0,
             )
         ],
     )  # fmt: skip
@@ -149,10 +150,10 @@ ROWS = {
         cost=2.0,
     ),
     "retained_graph": Row(
-        job(memory_mb=[500.0 + 10 * at for at in range(20)]),
+        job(memory_mb=[500.0 + 10 * at for at in range(20)], graph_nodes=[(24, 200), (96, 900)],
+            graph_site=HERE),
         job(memory_mb=[500.0] * 5 + [700.0] * 15),
-        job(memory_mb=[500.0], memory_at=[0]),
-        where="",
+        job(memory_mb=[500.0 + 10 * at for at in range(20)]),
     ),
     "item_each_step": Row(
         job(calls=[call("item", 1.0)]), job(calls=[call("item", 1.0, steps=3)]), job(**NO_STEPS),
@@ -310,6 +311,18 @@ ROWS = {
         job(calls=[call("metric", 3.0, name="roc_auc_score")]), job(calls=[call("metric", 0.1)]),
         job(**NO_STEPS), cost=3.0,
     ),
+    "denormals": Row(
+        job(model={"subnormal_share": 0.15}),
+        gpu_job(model={"subnormal_share": 0.15}),
+        job(model={"subnormal_share": None}),
+        cost=9.8,
+    ),
+    "padding_waste": Row(
+        job(model={"padding_share": 0.6, "lengths": 9}),
+        job(model={"padding_share": 0.1, "lengths": 9}),
+        job(model={"inputs": []}),
+        cost=9.5 * 0.6,
+    ),
     "frozen_recomputed": Row(
         job(model={"frozen_share": 0.75}), job(), job(model={"frozen_share": None}), cost=3.0
     ),
@@ -322,11 +335,25 @@ def ranks(count, *changes, **same):
     return [job(rank=at, world_size=count, loader=own[at], **same) for at in range(count)]
 
 
+def replicas(*numbers):
+    """Ranks with these numbers for first weights and gradients."""
+    found = ranks(len(numbers))
+    for rank, (weights, gradients) in zip(found, numbers, strict=True):
+        rank.models[0].first_weights, rank.models[0].first_gradients = weights, gradients
+    return found
+
+
 RANK_ROWS = {
     "sampler_missing": Row(
         ranks(2, {"hashes": [1, 2]}, {"hashes": [1, 2]}),
         ranks(2, {"hashes": [1, 2]}, {"hashes": [3, 4]}),
         ranks(2, {"hashes": None}, {"hashes": None}),
+        kind="danger",
+    ),
+    "replicas_differ": Row(
+        replicas((1, 5), (2, 5)),
+        replicas((1, 5), (2, 6)),  # of two jobs, or averaged later
+        ranks(2),
         kind="danger",
     ),
     "threads_too_many": Row(ranks(2), ranks(2, threads=1), ranks(2, threads=None), where=""),

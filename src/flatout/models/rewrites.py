@@ -31,7 +31,7 @@ from torch.nn.modules.conv import _ConvNd
 from flatout.models.keras_model import is_keras
 from flatout.models.keras_rewrites import keras_calls, put_on
 from flatout.models.relu_pool import relu_pool
-from flatout.models.trace import Traced, is_watched, trace
+from flatout.models.trace import Traced, is_watched, line_of, trace
 
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -102,6 +102,52 @@ def find_rewrites(model: nn.Module) -> list[Rewrite]:
             done.update(traced.inlined)
             found.append(_rewrite(name, module, traced, pairs))
     return found
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An activation that could run after max-pooling.
+
+    Attributes:
+        activation, pooling: the modules' names in the model, or the functions'.
+        file, line: of the written `forward` in which the pooling stands; "" and 0 in a Sequential.
+    """
+
+    activation: str
+    pooling: str
+    file: str
+    line: int
+
+
+def find_pairs(model: nn.Module) -> list[Pair]:
+    """What `find_rewrites` would exchange in a torch module, one by one, with its place."""
+    if is_keras(model):
+        return []
+    found: list[Pair] = []
+    done: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in done or not module.training or not _may_pool(module):
+            continue
+        traced = trace(module, with_lines=True)
+        if traced is None:
+            continue
+        pairs = [
+            Pair(_words(name, node.args[0]), _words(name, node), *line_of(node))
+            for node in traced.graph.nodes
+            if _is_pool(node, module)
+            and isinstance(node.args[0], fx.Node)
+            and _is_movable(node.args[0], module)
+        ]
+        if pairs:
+            done.update(traced.inlined)
+        found += pairs
+    return found
+
+
+def _words(prefix: str, node: fx.Node) -> str:
+    if node.op == "call_module":
+        return f"{prefix}.{node.target}".removeprefix(".")
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _may_pool(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ import inspect
 import math
 import operator
 import pickle
+import sys
 import textwrap
 from collections import ChainMap
 from collections.abc import Iterator
@@ -48,6 +49,9 @@ _LIBRARIES = (torch, F, torch.special, torch.linalg, torch.fft, math, operator)
 _PURE = (range, len, zip, enumerate, reversed, int, float, tuple, list, min, max, sum)
 
 
+_LINE = "flatout_line"
+
+
 @dataclass(frozen=True)
 class Traced:
     """A module's forward as a graph.
@@ -63,15 +67,20 @@ class Traced:
     inlined: list[nn.Module]
 
 
-def trace(module: nn.Module) -> Traced | None:
-    """The graph of `module.forward`, or None where a graph might not be the same program."""
+def trace(module: nn.Module, *, with_lines: bool = False) -> Traced | None:
+    """The graph of `module.forward`, or None where a graph might not be the same program.
+
+    Args:
+        module: whose forward is run on stand-ins; its weights and random streams stay as they are.
+        with_lines: also notes at each node which line it stands for; see `line_of`.
+    """
     forward = type(module).forward
     if "forward" in vars(module) or not isinstance(forward, FunctionType):
         return None
     if not _takes_all(forward):
         return None
     attributes, before = set(vars(module)), random_state()
-    tracer = _Tracer()
+    tracer = _Tracer(forward.__code__ if with_lines else None)
     try:
         constants = _read(forward, module)
         graph = tracer.trace(module)
@@ -83,6 +92,12 @@ def trace(module: nn.Module) -> Traced | None:
         drew = not _same(random_state(), before)
         set_random_state(before)
     return None if met or drew else Traced(graph, constants, tracer.inlined)
+
+
+def line_of(node: fx.Node) -> tuple[str, int]:
+    """File and line of the written `forward` in which a node was made; "" and 0 in a Sequential."""
+    file, line = node.meta.get(_LINE, ("", 0))
+    return str(file), int(line)
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -99,11 +114,22 @@ def is_watched(module: nn.Module) -> bool:
 class _Tracer(fx.Tracer):
     """Looks into plain Sequentials; every other module stays a module."""
 
-    def __init__(self) -> None:
+    def __init__(self, lines_of: CodeType | None) -> None:
         super().__init__()
+        self._lines_of = lines_of if lines_of is not nn.Sequential.forward.__code__ else None
         # Otherwise forward would write into the buffers themselves.
         self.proxy_buffer_attributes = True
         self.inlined: list[nn.Module] = []
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Notes the line of forward that is being run, if that is asked for."""
+        node = super().create_node(*args, **kwargs)
+        frame = sys._getframe() if self._lines_of else None
+        while frame is not None and frame.f_code is not self._lines_of:
+            frame = frame.f_back
+        if frame is not None:
+            node.meta[_LINE] = (frame.f_code.co_filename, frame.f_lineno)
+        return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether the graph calls `m` as a whole."""

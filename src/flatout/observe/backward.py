@@ -9,6 +9,7 @@ from typing import Any
 
 from flatout.observe.lanes import AFTER, BACKWARD, OPTIMISER
 from flatout.observe.optimizers import Steps
+from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
 
@@ -36,6 +37,8 @@ def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
             now = perf_counter_ns()
             spent[lanes.current] += now - lanes.last
             lanes.last = now
+            if steps.backward_site is None:
+                steps.backward_site = here(1)
             # LBFGS calls it within its step.
             lanes.current = OPTIMISER if before == OPTIMISER else AFTER
         if kwargs.get("retain_graph") or (len(args) > 1 and args[1]):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from flatout.observe.lanes import Lanes
 from flatout.observe.observation import Call, Site
-from flatout.observe.sites import site_of
+from flatout.observe.sites import is_users, site_of, users_frame
 
 # What belongs to the set-up, and counts although no step has begun.
-_OF_SETUP = ("data_parallel", "device_count", "no_sync", "set_epoch")
+_OF_SETUP = ("data_parallel", "ddp", "device_count", "no_sync", "set_epoch", "threads")
+
+
+# What is told by the loop's own line.
+_OF_LOOP = ("print", "log", "metric")
 
 
 class _Entry:
@@ -42,6 +46,8 @@ class Calls:
         self._of_lines: dict[tuple[str, Site | None], _Entry] = {}
         self._codes: list[CodeType] = []
         self._windows: dict[str, int] = {}
+        # Functions that call an optimiser's step.
+        self.loops: set[CodeType] = set()
         self.noted = self.passed = 0
 
     def note(
@@ -49,12 +55,13 @@ class Calls:
     ) -> None:
         """Counts a call of `ns` that the frame `depth` above this one has made."""
         frame = sys._getframe(depth)
-        code = frame.f_code
-        key = (kind, id(code), frame.f_lasti)
+        key = (kind, id(frame.f_code), frame.f_lasti)
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = self._entry(kind, site_of(frame), detail or {})
-            self._codes.append(code)  # held, so that its id stays its own
+            entry = self._entry_of(kind, frame, detail or {})
+            if is_users(frame.f_code.co_filename) and kind not in _OF_LOOP:
+                self._entries[key] = entry
+                self._codes.append(frame.f_code)  # held, so that its id stays its own
         entry.count += 1
         entry.ns += ns
         step = self._lanes.steps
@@ -63,9 +70,22 @@ class Calls:
             entry.steps += 1
         self.noted += 1
 
-    def _entry(self, kind: str, site: Site | None, detail: dict[str, Any]) -> _Entry:
-        """The one of a line, which may have several instructions that call."""
-        entry = self._of_lines.setdefault((kind, site), _Entry(kind, site, detail))
+    def _entry_of(self, kind: str, frame: FrameType | None, detail: dict[str, Any]) -> _Entry:
+        """The one of a line, which may have several instructions that call.
+
+        What is told in a function of the user's that the loop calls is told by the loop's line.
+        """
+        frame = users_frame(frame)
+        outer = frame if kind in _OF_LOOP else None
+        while outer is not None and is_users(outer.f_code.co_filename):
+            if outer.f_code in self.loops:
+                frame = outer
+                break
+            outer = outer.f_back
+        site = site_of(frame)
+        entry = self._of_lines.get((kind, site))
+        if entry is None:
+            entry = self._of_lines[kind, site] = _Entry(kind, site, detail)
         entry.detail.update(detail)
         return entry
 

@@ -3,7 +3,7 @@
 The hooks themselves are timed, on a Watch of their own and around functions that do nothing, and
 multiplied by how often each of them ran. Between two calls lies some training work: in a step a
 hook finds the processor's caches full of other things, and takes several times as long as in a
-tight loop. To that comes what looking at the process, and the writing thread, have taken. A
+tight loop. To that comes what the looks at some steps, and the writing thread, have taken. A
 comparison of runs with and without could not resolve it.
 
 What is done once, in the first steps, is not counted: it is no part of each step.
@@ -30,12 +30,11 @@ from flatout.observe.within_loader import probed
 _ROUNDS = 60
 
 
-def added_us_per_step(watch: Watch, looked_ns: int, writer_seconds: float) -> float:
+def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
     """Microseconds that each step of this Watch was longer by, to be called in a quiet moment.
 
     Args:
         watch: what the hooks have filled in.
-        looked_ns: that looking at the process has taken.
         writer_seconds: of a CPU, that writing has taken.
     """
     steps = max(1, watch.lanes.steps)
@@ -53,7 +52,7 @@ def added_us_per_step(watch: Watch, looked_ns: int, writer_seconds: float) -> fl
         _copy_ns: watch.calls.passed,
     }
     ns = sum(count * cost() for cost, count in ran.items() if count)
-    return float((ns + looked_ns + writer_seconds * 1e9) / 1e3 / steps)
+    return float((ns + watch.looking_ns + writer_seconds * 1e9) / 1e3 / steps)
 
 
 def _extra_ns(hooked: Callable[[], Any], plain: Callable[[], Any]) -> float:

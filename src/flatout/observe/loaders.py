@@ -9,7 +9,7 @@ from functools import wraps
 from statistics import median
 from threading import get_ident
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 from flatout.observe.lanes import FORWARD, HOST, INPUT
@@ -20,6 +20,8 @@ from flatout.observe.within_loader import LOADER, Looker, Probe, size_of, watch_
 
 # Waits that are kept of each loader, and epochs.
 _WAITS, _EPOCHS = 20_000, 1000
+# Facts by which a loader that is made anew in each epoch is known again.
+_SET_UP = ("kind", "dataset", "length", "batch_size", "num_workers", "shuffles", "drop_last")
 
 
 class SeenLoader:
@@ -39,6 +41,11 @@ class SeenLoader:
         self.began: int | None = None
         self.is_hashed = True
         self.looker: Looker | None = None
+
+    def is_like(self, loader: Any) -> bool:
+        """Whether a loader is set up as this one is."""
+        facts = facts_of(loader, self.facts.site)
+        return all(getattr(facts, name) == getattr(self.facts, name) for name in _SET_UP)
 
     def begin_epoch(self, began: int) -> None:
         """An iteration over it begins."""
@@ -91,6 +98,7 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
 
     dataset = loader.dataset
     sampler = loader.sampler
+    keras_workers = _keras_workers(dataset)
     facts = Loader(
         f"{type(loader).__module__}.{type(loader).__qualname__}",
         site,
@@ -98,11 +106,13 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
         dataset_site=_site_of_dataset(dataset),
         length=None if isinstance(dataset, IterableDataset) else _length(dataset),
         batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        num_workers=loader.num_workers,
-        persistent_workers=loader.persistent_workers,
+        num_workers=loader.num_workers or keras_workers or 0,
+        persistent_workers=None if keras_workers else loader.persistent_workers,
         pin_memory=loader.pin_memory,
         drop_last=loader.drop_last,
         prefetch_factor=loader.prefetch_factor,
+        is_iterable=isinstance(dataset, IterableDataset),
+        gives_batches=loader.batch_sampler is None or _gives_batches(dataset),
     )
     if isinstance(dataset, IterableDataset):
         return facts
@@ -130,6 +140,25 @@ def _site_of_dataset(dataset: Any) -> Site | None:
     return None
 
 
+def _keras_workers(dataset: Any) -> int:
+    """How many threads or processes of Keras' own make the batches of its PyDataset."""
+    # It hands a generator to torch, which knows the adapter that has them.
+    frame = getattr(getattr(dataset, "iterable", None), "gi_frame", None)
+    adapter = None if frame is None else frame.f_locals.get("self")
+    return int(getattr(getattr(adapter, "enqueuer", None), "workers", 0))
+
+
+def _gives_batches(dataset: Any) -> bool:
+    """Whether the dataset behind Subset and its like has code for whole batches."""
+    for _ in range(8):
+        if not callable(getattr(dataset, "__getitems__", None)):
+            return False
+        if not type(dataset).__module__.startswith("torch.utils.data"):
+            return True
+        dataset = getattr(dataset, "dataset", None)
+    return False
+
+
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
@@ -148,10 +177,22 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
     def seen_of(loader: Any, site: Site | None) -> SeenLoader:
         seen = known.get(id(loader))
         if seen is None or seen.ref() is not loader:
-            seen = known[id(loader)] = SeenLoader(loader, site, len(watch.loaders))
-            watch.loaders.append(seen)
+            seen = known[id(loader)] = _made_anew(loader, site) or _met(loader, site)
         seen.facts.site = seen.facts.site or site
         return seen
+
+    def _met(loader: Any, site: Site | None) -> SeenLoader:
+        seen = SeenLoader(loader, site, len(watch.loaders))
+        watch.loaders.append(seen)
+        return seen
+
+    def _made_anew(loader: Any, site: Site | None) -> SeenLoader | None:
+        """One of which this loader is the successor, as where each epoch makes its own."""
+        for seen in watch.loaders if site is not None else ():
+            if seen.ref() is None and seen.facts.site == site and seen.is_like(loader):
+                seen.ref = ref(loader)
+                return cast(SeenLoader, seen)
+        return None
 
     _watch_iterations(module.DataLoader, watch, seen_of)
     watch_batches(module._BaseDataLoaderIter, watch, seen_of)

@@ -22,11 +22,7 @@ _RUNNABLE_LOOKS = 30
 
 
 class Meters:
-    """Looks at the process now and then: in some steps, and once a second.
-
-    Attributes:
-        looked_ns: how long the steps have waited for that.
-    """
+    """Looks at the process now and then: in some steps, and once a second."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -35,7 +31,7 @@ class Meters:
         self._memory: list[tuple[int, float]] = []
         self._faults: list[tuple[int, int, int]] = []
         self._runnable: list[float] = []
-        self.looked_ns = 0
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self.usable_cpus = usable_cpus()
         watch.at(1, self._look)
 
@@ -46,7 +42,7 @@ class Meters:
             took_s = (now - self._looked_at) / 1e9 / max(1, step - self._memory[-1][0])
             self._stride = max(self._stride, ceil(_APART_S / took_s))
         self._looked_at = now
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(os.pread(self._statm, 100, 0).split()[1])
         self._memory.append((step, pages * _PAGE / 2**20))
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self._faults.append((step, usage.ru_minflt, usage.ru_majflt))
@@ -55,7 +51,11 @@ class Meters:
             self._memory = self._memory[::2]
             self._faults = self._faults[::2]
         self._watch.at(step + self._stride, self._look)
-        self.looked_ns += perf_counter_ns() - now
+
+    def grown_mb(self) -> float:
+        """By how much memory has grown since the first steps, in which it fills."""
+        memory = self._memory[len(self._memory) // 4 :]
+        return memory[-1][1] - memory[0][1] if memory else 0.0
 
     def look_at_threads(self) -> None:
         """Counts the threads of this process and its children that run or could; not in a step."""

@@ -26,6 +26,7 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
     """Fills in what is seen by looking at it; with `whole` also whether its numbers are finite."""
     parameters = list(module.parameters())
     facts.elements = sum(tensor.numel() for tensor in parameters)
+    facts.device_type = parameters[0].device.type if parameters else "cpu"
     modules = list(module.modules())
     kinds = Counter(type(inner).__name__ for inner in modules)
     facts.layers = dict(kinds)
@@ -40,17 +41,39 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
     images = [tensor for tensor in parameters if tensor.dim() == 4 and tensor.shape[2:].numel() > 1]
     facts.has_convolutions = any(name.startswith(("Conv", "LazyConv")) for name in kinds)
     facts.is_channels_last = bool(images) and all(_is_channels_last(tensor) for tensor in images)
+    # Keras casts in its layers.
+    casts = {getattr(inner, "compute_dtype", None) for inner in modules} & {"bfloat16", "float16"}
+    facts.autocast = facts.autocast or str(next(iter(casts), ""))
     if whole:
         facts.not_finite = sorted({*facts.not_finite, *not_finite(module)})[:_NAMED]
 
 
 def not_finite(module: Any) -> list[str]:
-    """Names of its parameters and buffers that hold NaN or infinity; reads all of them."""
+    """Names of parameters that hold NaN or infinity, and of buffers with NaN; reads all of them.
+
+    What is not trained may hold an infinity on purpose, as a mask does, but no NaN.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
     return [
-        name
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-        if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all())
+        name for name, tensor in named if _is_broken(local(tensor), also_inf=tensor.requires_grad)
     ]
+
+
+def _is_broken(tensor: Any, *, also_inf: bool) -> bool:
+    if not tensor.is_floating_point() or tensor.is_meta:
+        return False
+    tensor = tensor.detach()
+    try:
+        if bool(tensor.sum().isfinite()):
+            return False  # one number that is none would be left in the sum
+        return not bool(tensor.isfinite().all()) if also_inf else bool(tensor.isnan().any())
+    except RuntimeError:  # a format for which torch has no such operator
+        return False
+
+
+def local(tensor: Any) -> Any:
+    """What this rank has of a tensor that is shared out: asking for more would wait for others."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _ddp_options(module: Any) -> dict[str, Any]:

@@ -11,14 +11,21 @@ from time import perf_counter_ns
 from typing import Any
 from weakref import ref
 
+from flatout.observe.inside import Inside
 from flatout.observe.lanes import AFTER, FORWARD, HOST, INPUT
 from flatout.observe.model_facts import describe, unwrapped
+from flatout.observe.numbers import Numbers
 from flatout.observe.observation import Model, Site
+from flatout.observe.padding import Padding
+from flatout.observe.pools import look_at_pools
+from flatout.observe.replicas import look_at_replica
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
 # Shapes of inputs that are told apart, and how often they are looked at after the first calls.
 _SHAPES, _FIRST_CALLS, _EVERY = 64, 256, 16
+# A model that is called no oftener may be a part of another one that is being built.
+_BUILDING = 2
 # After so many steps only the classes of the outermost modules are watched.
 _SEARCH_STEPS = 3
 
@@ -35,9 +42,11 @@ class SeenModel:
         self.ref = ref(module)
         self.has_parameters = next(module.parameters(), None) is not None
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
-        self.is_stepped = False
+        self.is_stepped = self.was_described = False
+        self.tensors: set[int] = set()
         self.calls = 0
-        self.due = 1
+        self.due = self.padding_due = 1
+        self.padding = Padding()
         self.inner = 0
         self.shapes: Counter[tuple[Any, Any]] = Counter()
         self.site: Site | None = None
@@ -62,6 +71,10 @@ class SeenModel:
         self._trained = self._open | self._trained
         self._open = {}
 
+    def is_part_of(self, other: SeenModel) -> bool:
+        """Whether it was called on the way only, as Keras does while it builds the other."""
+        return self.calls <= _BUILDING < other.calls and self.tensors <= other.tensors
+
     def result(self, steps: int) -> Model:
         """What was seen of it in so many steps."""
         facts = self.facts
@@ -70,6 +83,8 @@ class SeenModel:
             (f"{list(shape)}, {dtype}".replace("torch.", ""), count)
             for (shape, dtype), count in self.shapes.most_common(_SHAPES)
         ]
+        facts.padding_share = self.padding.share
+        facts.lengths = len(self.padding.lengths)
         # What is called so in most steps is a part of the step, such as a target network.
         if len(self._evaluated_in) <= max(1, steps // 2):
             facts.evaluated_in_train_mode = self._evaluated.get((True, False))
@@ -96,6 +111,8 @@ class Models:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
+        self._numbers = Numbers(torch, watch)
+        Inside(torch, watch)
         self._known: dict[int, SeenModel] = {}
         self._original = torch.nn.Module.__call__
         self._everywhere = self.watched(self._original)
@@ -148,7 +165,7 @@ class Models:
                     seen.calls += 1
                     is_trained = module.training and is_grad_enabled()
                     if lanes.evaluations or not is_trained or seen.calls >= seen.due:
-                        self._look(seen, module, args)
+                        self._look(seen, module, args, kwargs)
                     if current in _BEFORE_FORWARD:
                         now = perf_counter_ns()
                         spent[current] += now - lanes.last
@@ -167,7 +184,7 @@ class Models:
         self._watch.models.append(seen)
         return seen
 
-    def _look(self, seen: SeenModel, module: Any, args: tuple[Any, ...]) -> None:
+    def _look(self, seen: SeenModel, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """What it is called for, and now and then with what."""
         lanes = self._watch.lanes
         has_grad = self._torch.is_grad_enabled()
@@ -178,10 +195,12 @@ class Models:
             if lanes.evaluations and seen in lanes.evaluations and not self._trains_on_loader():
                 lanes.judge()
         else:
+            if not lanes.evaluations:
+                self._numbers.before_evaluation()
             seen.evaluates(mode)
             lanes.evaluations.append(seen)
         if has_grad and seen.calls >= seen.due and not self._torch.compiler.is_compiling():
-            self._look_at_input(seen, args)
+            self._look_at_input(seen, args[0] if args else next(iter(kwargs.values()), None))
             seen.due = seen.calls + (1 if seen.calls < _FIRST_CALLS else _EVERY)
 
     def _trains_on_loader(self) -> bool:
@@ -190,9 +209,13 @@ class Models:
             return False
         return lanes.loader.in_training or not lanes.steps
 
-    def _look_at_input(self, seen: SeenModel, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], self._torch.Tensor) and len(seen.shapes) < _SHAPES:
-            seen.shapes[args[0].shape, args[0].dtype] += 1
+    def _look_at_input(self, seen: SeenModel, batch: Any) -> None:
+        if isinstance(batch, self._torch.Tensor):
+            if len(seen.shapes) < _SHAPES:
+                seen.shapes[batch.shape, batch.dtype] += 1
+            if seen.calls >= seen.padding_due:
+                self._watch.aside(lambda: seen.padding.look(batch))
+                seen.padding_due = seen.calls + max(1, seen.calls // 2)
         if seen.calls == 1 or seen.calls >= _FIRST_CALLS:
             for device in ("cuda", "cpu"):
                 if self._torch.is_autocast_enabled(device):
@@ -205,6 +228,8 @@ class Models:
             module = seen.ref()
             if module is None or not seen.has_parameters or not self._is_trained_here(module):
                 continue
+            if not self._watch.lanes.steps:
+                look_at_replica(module, seen.facts)
             trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
             unused = any(tensor.grad is None for tensor in trained)
             seen.facts.unused_parameters = bool(seen.facts.unused_parameters) or unused
@@ -230,4 +255,8 @@ class Models:
             module = seen.ref()
             if module is not None and seen.has_parameters:
                 describe(module, seen.facts, whole=whole)
-                seen.is_stepped |= any(id(tensor) in stepped for tensor in module.parameters())
+                if not seen.was_described:
+                    seen.was_described = True
+                    look_at_pools(module, seen.facts)
+                seen.tensors = {id(tensor) for tensor in module.parameters()}
+                seen.is_stepped |= not seen.tensors.isdisjoint(stepped)

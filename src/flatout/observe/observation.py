@@ -37,7 +37,7 @@ class Call:
     Attributes:
         kind: what was called: "item", "tolist", "cpu", "numpy", "print", "log", "save",
             "empty_cache", "zero_grad", "backward", "gc", "index" (a batch by advanced indexing),
-            "metric", "device_count", "data_parallel", "set_epoch", "no_sync".
+            "metric", "device_count", "data_parallel", "ddp", "set_epoch", "no_sync", "threads".
         site: the user's line that led to it.
         count: how often, from the first observed step to the last.
         seconds: spent in them, all together; None where that is not timed.
@@ -73,7 +73,13 @@ class Loader:
         sample_bytes: of one sample as the dataset returns it.
         hashes: of the indices of the first batches of each epoch, one number per epoch; None
             where the sampler is out of sight.
-        worker_hashes: of each worker's random state at the first sample of its first epoch.
+        worker_hashes: a number for each worker: equal ones began with the same random state and
+            have drawn from it; of the generator in which the workers differ least. Empty where
+            they drew nothing, None where that was not seen.
+        worker_draws: the name of that generator: "torch", "random", "numpy", or where the dataset
+            holds it, such as "dataset.rng"; "" where the workers drew nothing.
+        is_iterable: whether it is an IterableDataset, whose samples have no numbers.
+        gives_batches: whether the dataset gives whole batches, and not sample by sample.
         lanes_ms: per batch, within the loader: "read", "decode", "transform", "collate"; of the
             worker where there are workers.
         hot: the user's lines in which the loader's time goes, with their share, largest first.
@@ -102,6 +108,9 @@ class Loader:
     sample_bytes: int | None = None
     hashes: list[int] | None = None
     worker_hashes: list[int] | None = None
+    worker_draws: str = ""
+    is_iterable: bool | None = None
+    gives_batches: bool | None = None
     lanes_ms: dict[str, float] = field(default_factory=dict)
     hot: list[tuple[Site, float]] = field(default_factory=list)
     opens_per_sample: float | None = None
@@ -115,6 +124,7 @@ class Optimizer:
     Attributes:
         kind: the class, as module.Name.
         site: where the user calls step().
+        backward_site: where the user calls backward().
         steps: how often it stepped.
         backwards: how many backward passes went into a step, at the median.
         fused, foreach: as asked for; None where it takes no such option.
@@ -128,6 +138,7 @@ class Optimizer:
     site: Site | None = None
     steps: int = 0
     backwards: float = 1.0
+    backward_site: Site | None = None
     fused: bool | None = None
     foreach: bool | None = None
     parameters: int = 0
@@ -152,15 +163,25 @@ class Model:
         unused_parameters: any parameter of it that had no gradient in some step; None if unknown.
         autocast: dtype of autocast in its training forward, "" without.
         inputs: shapes and dtypes of its inputs, as seen: [[shape, dtype], count].
+        padding_share: of the places in its inputs, where those are sequences; None where they are
+            not.
+        lengths: how many lengths these sequences had, padding included.
         evaluated_in_train_mode: where it was called without gradients, in train mode, although
             that changes what it computes (dropout, BatchNorm).
         trained_in_eval_mode: where it was called with gradients, then stepped, in eval mode.
         evaluated_with_grad: where it was called in eval mode with gradients enabled, and no
             backward came.
+        first_weights, first_gradients: a number for the weights before the first step, and for the
+            gradients that it was made with; equal ones are equal. None with a single rank, where
+            ranks hold parts of the tensors, and where all gradients were zero.
         not_finite: names of parameters and buffers with NaN or infinity at the end of what was
             seen, or before an evaluation or a save.
+        subnormal_share: the largest share that numbers too small for full precision had in one of
+            its parameters, buffers or gradients on a CPU that computes with them.
         frozen_share: share of the forward time in leading modules without trainable parameters.
         pool_after: names of (activation, pooling) pairs that could change places.
+        pool_site: the line of the first of them.
+        device_type: where its parameters are: "cpu", "cuda".
     """
 
     kind: str
@@ -175,12 +196,19 @@ class Model:
     unused_parameters: bool | None = None
     autocast: str = ""
     inputs: list[tuple[str, int]] = field(default_factory=list)
+    padding_share: float | None = None
+    lengths: int = 0
     evaluated_in_train_mode: Site | None = None
     trained_in_eval_mode: Site | None = None
     evaluated_with_grad: Site | None = None
+    first_weights: int | None = None
+    first_gradients: int | None = None
     not_finite: list[str] = field(default_factory=list)
+    subnormal_share: float | None = None
     frozen_share: float | None = None
     pool_after: list[tuple[str, str]] = field(default_factory=list)
+    pool_site: Site | None = None
+    device_type: str = "cpu"
 
 
 @dataclass
@@ -198,6 +226,8 @@ class Observation:
         step_ms: durations of those steps in order, evaluation and saving between them left out.
         lanes_ms: per step, by the names of measure.LANES; None where a lane could not be seen.
         memory_mb: resident memory at each of `memory_at` steps.
+        graph_nodes: [step, nodes of the graphs that were alive], where memory had grown.
+        graph_site: the line that keeps them.
         page_faults: minor faults per step.
         major_faults: per step.
         runnable: processes and threads of this job that could run, per usable CPU.
@@ -227,6 +257,8 @@ class Observation:
     lanes_ms: dict[str, float | None] = field(default_factory=dict)
     memory_mb: list[float] = field(default_factory=list)
     memory_at: list[int] = field(default_factory=list)
+    graph_nodes: list[tuple[int, int]] = field(default_factory=list)
+    graph_site: Site | None = None
     page_faults: float | None = None
     major_faults: float | None = None
     runnable: float | None = None

@@ -14,7 +14,7 @@ from weakref import ref
 
 from flatout.observe.lanes import HOST, OPTIMISER
 from flatout.observe.observation import Optimizer, Site
-from flatout.observe.sites import here, packages_above
+from flatout.observe.sites import here, packages_above, users_frame
 from flatout.observe.watch import Watch
 
 # An optimiser that steps so often before the last one of its round has a round of its own.
@@ -70,10 +70,19 @@ class Steps:
 
     Attributes:
         backwards: backward passes since an optimiser has stepped.
+        backward_site: the user's line of the first one.
         count: how often one has.
     """
 
-    __slots__ = ("_is_counted", "_is_traced", "_lanes", "_seen", "_watch", "backwards")
+    __slots__ = (
+        "_is_counted",
+        "_is_traced",
+        "_lanes",
+        "_seen",
+        "_watch",
+        "backward_site",
+        "backwards",
+    )
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -82,6 +91,7 @@ class Steps:
         self._is_counted = False
         self._is_traced: Callable[[], bool] = lambda: False
         self.backwards = 0
+        self.backward_site: Site | None = None
 
     def hook_into(self, torch: Any, module: Any) -> None:
         """Hooks into torch.optim.optimizer."""
@@ -100,9 +110,7 @@ class Steps:
         lanes.current = OPTIMISER
         self._is_counted = False
         if lanes.steps < 2:
-            for look in self._watch.with_gradients:
-                look()
-            lanes.skip()
+            self._watch.aside(*self._watch.with_gradients)
 
     def end(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """It has stepped. One that hands its step on to another, as wrappers do, is not counted.
@@ -143,6 +151,10 @@ class Steps:
         for other in self._seen.values():
             other.ends_round = False
         seen = SeenOptimizer(optimizer, facts_of(optimizer, here(3)))
+        loop = users_frame(sys._getframe(3))
+        if loop is not None:
+            self._watch.calls.loops.add(loop.f_code)
+        seen.facts.backward_site = self.backward_site
         self._seen[id(optimizer)] = seen
         self._watch.optimizers.append(seen)
         self._watch.frameworks |= packages_above()

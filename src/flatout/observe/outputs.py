@@ -10,6 +10,7 @@ from functools import wraps
 from threading import get_ident
 from typing import Any
 
+from flatout.observe.importing import when_imported
 from flatout.observe.lanes import GC, HOST, SAVING
 from flatout.observe.watch import Watch
 
@@ -20,6 +21,8 @@ def watch_outputs(watch: Watch) -> None:
     """Hooks into print and logging."""
     builtins.print = _timed(builtins.print, "print", HOST, watch)
     logging.Logger._log = _timed(logging.Logger._log, "log", HOST, watch)  # type: ignore[method-assign]
+    os.fsync = _timed(os.fsync, "log", HOST, watch)  # a line that is to survive a crash
+    when_imported("torch.utils.tensorboard.writer", lambda module: _watch_writer(module, watch))
 
 
 def watch_torch(torch: Any, watch: Watch) -> None:
@@ -28,12 +31,19 @@ def watch_torch(torch: Any, watch: Watch) -> None:
     torch.cuda.empty_cache = _timed(torch.cuda.empty_cache, "empty_cache", HOST, watch)
 
 
+def _watch_writer(module: Any, watch: Watch) -> None:
+    """Hooks into TensorBoard's writer."""
+    owner = module.SummaryWriter
+    for name in [name for name in vars(owner) if name.startswith("add_")]:
+        setattr(owner, name, _timed(getattr(owner, name), "log", HOST, watch))
+
+
 def _timed(original: Any, kind: str, lane: int, watch: Watch, depth: int = 2) -> Any:
     lanes, calls = watch.lanes, watch.calls
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if get_ident() != lanes.thread or lanes.current == lane != HOST:
+        if get_ident() != lanes.thread or lanes.current == SAVING:
             return original(*args, **kwargs)
         before = lanes.switch(lane)
         began = lanes.last
@@ -51,6 +61,8 @@ def _saving(original: Any, watch: Watch) -> Any:
 
     @wraps(original)
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if get_ident() == watch.lanes.thread and watch.lanes.steps:
+            watch.aside(*watch.before_saving)
         original(obj, f, *args, **kwargs)
         if get_ident() == watch.lanes.thread and len(watch.saved) < _SAVED:
             path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else ""

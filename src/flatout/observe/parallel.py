@@ -16,6 +16,8 @@ def watch_parallel(torch: Any, watch: Watch) -> None:
     sampler = torch.utils.data.distributed.DistributedSampler
     for owner, name, kind in (
         (parallel.DataParallel, "__init__", "data_parallel"),
+        (parallel.DistributedDataParallel, "__init__", "ddp"),
+        (torch, "set_num_threads", "threads"),
         (parallel.DistributedDataParallel, "no_sync", "no_sync"),
         (sampler, "set_epoch", "set_epoch"),
         (torch.cuda, "device_count", "device_count"),

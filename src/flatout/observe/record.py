@@ -9,6 +9,7 @@ from typing import Any
 
 from flatout.observe.loaders import SeenLoader
 from flatout.observe.meters import Meters
+from flatout.observe.models import SeenModel
 from flatout.observe.observation import Loader, Observation, Site
 from flatout.observe.sites import read
 from flatout.observe.watch import Watch
@@ -44,7 +45,7 @@ def observation(
         step_ms=step_ms[-_LIVE_STEPS:] if is_live else step_ms,
         calls=watch.calls.all(),
         optimizers=[optimizer.result() for optimizer in list(watch.optimizers)],
-        models=[m.result(steps) for m in list(watch.models) if m.is_stepped],
+        models=[model.result(steps) for model in _stepped(list(watch.models))],
         loaders=[
             _with_inside(loader, None if is_live else folder)
             for loader in list(watch.loaders)
@@ -66,6 +67,11 @@ def observation(
             if isinstance(value, Site):
                 setattr(part, name, read(value))
     return seen
+
+
+def _stepped(models: list[SeenModel]) -> list[SeenModel]:
+    stepped = [model for model in models if model.is_stepped]
+    return [one for one in stepped if not any(one.is_part_of(other) for other in stepped)]
 
 
 def _with_inside(seen: SeenLoader, folder: Path | None) -> Loader:

@@ -58,6 +58,13 @@ def site_of(frame: FrameType | None, outermost: str = "") -> Site | None:
     return None if frame is None else Site(frame.f_code.co_filename, frame.f_lineno)
 
 
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """This frame, or the next above it that runs code of the user's."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def site_of_code(code: CodeType | None) -> Site | None:
     """The line in which a function of the user's begins; None for anybody else's."""
     if code is None or not is_users(code.co_filename):

@@ -21,11 +21,13 @@ from pathlib import Path
 from flatout.observe.backward import watch_backward
 from flatout.observe.compiling import skip_our_frames
 from flatout.observe.cost import added_us_per_step
+from flatout.observe.graphs import Graphs
 from flatout.observe.importing import when_imported
 from flatout.observe.keras import watch_keras
 from flatout.observe.leaving import watch_leaving
 from flatout.observe.loaders import watch_loaders
 from flatout.observe.meters import Meters
+from flatout.observe.metrics import MetricHooks
 from flatout.observe.models import Models
 from flatout.observe.observation import Observation
 from flatout.observe.optimizers import Steps, watch_optimizers
@@ -33,6 +35,7 @@ from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
 from flatout.observe.parallel import watch_parallel
 from flatout.observe.record import observation
 from flatout.observe.running import run, show_as_python_does, told
+from flatout.observe.sites import read
 from flatout.observe.tensors import IndexWindow, watch_tensors
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import watch_workers
@@ -95,6 +98,7 @@ class Observer:
         self.watch.on_enough_again = self._leave
         self._steps = Steps(self.watch)
         self._models: Models | None = None
+        self._graphs: Graphs | None = None
         self._meters = Meters(self.watch)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._workers = self._path.with_name(f".workers-{self._place.rank}")
@@ -116,6 +120,7 @@ class Observer:
             lambda module: watch_keras(module, steps),
         )
         watch_outputs(watch)
+        MetricHooks(watch)
         watch_garbage(watch)
         watch_leaving(self._ends, self._becomes)
         os.register_at_fork(after_in_child=self._in_child)
@@ -127,6 +132,7 @@ class Observer:
         watch_torch(torch, self.watch)
         watch_parallel(torch, self.watch)
         IndexWindow(torch, self.watch)
+        self._graphs = Graphs(torch, self.watch, self._meters)
         self._models = Models(torch, self.watch)
         self._models.search()
 
@@ -138,7 +144,7 @@ class Observer:
         return self._seen(is_live=True)
 
     def _seen(self, *, is_live: bool) -> Observation:
-        return observation(
+        seen = observation(
             self.watch,
             self._meters,
             self._asked.command,
@@ -146,6 +152,10 @@ class Observer:
             self._workers,
             is_live=is_live,
         )
+        if self._graphs is not None:
+            seen.graph_nodes = list(self._graphs.nodes)
+            seen.graph_site = self._graphs.site and read(self._graphs.site)
+        return seen
 
     def _ends(self, is_well: bool) -> None:
         self.finish("done" if is_well else "failed")
@@ -177,9 +187,7 @@ class Observer:
         seen.ended = "no steps" if ended == "done" and not seen.steps else ended
         seen.error = error
         if seen.steps:
-            seen.added_us_per_step = added_us_per_step(
-                self.watch, self._meters.looked_ns, self._writer.cpu_seconds
-            )
+            seen.added_us_per_step = added_us_per_step(self.watch, self._writer.cpu_seconds)
         write(self._path, seen)
         shutil.rmtree(self._workers, ignore_errors=True)
         if seen.added_us_per_step is not None:

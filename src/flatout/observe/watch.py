@@ -13,6 +13,9 @@ from typing import Any
 from flatout.observe.calls import Calls
 from flatout.observe.lanes import Lanes
 
+# What is looked at once, in these steps, is no part of what each step takes longer.
+_FIRST_STEPS = 10
+
 
 class Enough(BaseException):
     """Raised into the script at the end of a step, when enough was seen."""
@@ -38,6 +41,8 @@ class Watch:
         self.is_enough = False
         self.with_gradients: list[Callable[[], None]] = []
         self.on_new_optimizer: list[Callable[[], None]] = []
+        self.before_saving: list[Callable[[], None]] = []
+        self.looking_ns = 0
         self.on_enough_again: Callable[[], None] = lambda: None
         self._most = sys.maxsize if steps is None else steps
         self._seconds = seconds
@@ -63,11 +68,26 @@ class Watch:
             if self._seconds is not None:
                 lanes.until = perf_counter_ns() + int(self._seconds * 1e9)
         while self._looks and self._looks[0][0] <= lanes.steps:
-            heapq.heappop(self._looks)[2]()
+            self.aside(heapq.heappop(self._looks)[2])
         lanes.due = min(self._looks[0][0] if self._looks else self._most, self._most)
         lanes.skip()  # looking was no part of a step
         if lanes.steps >= self._most or lanes.last >= lanes.until:
             self._end()
+
+    def aside(self, *looks: Callable[[], None]) -> None:
+        """Calls `looks`: what they do is no part of a step, and none of the script's calls."""
+        lanes = self.lanes
+        thread, lanes.thread = lanes.thread, 0
+        began = perf_counter_ns()
+        try:
+            for look in looks:
+                look()
+        finally:
+            lanes.thread = thread
+            took = perf_counter_ns() - began
+            lanes.last += took
+            if lanes.steps > _FIRST_STEPS:
+                self.looking_ns += took
 
     def _end(self) -> None:
         if self.is_enough or threading.current_thread() is not threading.main_thread():

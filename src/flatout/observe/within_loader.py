@@ -1,8 +1,9 @@
 """What a loader's time goes to, looked at within its first batches, in the process that makes them.
 
-A thread looks at the stack of the one that makes batches, every two milliseconds. Its innermost
-line of the user's and the packages above it say what was being done: reading, decoding,
-transforming or collating. Workers leave what they saw as a file in the observer's folder.
+A thread looks at the stack of the one that makes batches, every two milliseconds. The packages in
+it say what was being done: reading, decoding, transforming or collating. Since such looks favour
+lines that let other threads run, the lines themselves are timed while one batch is made. Workers
+leave what they saw as a file in the observer's folder.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ import builtins
 import io
 import json
 import os
-import random
 import re
 import sys
 import threading
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
@@ -24,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from flatout.observe.generators import Draws, drawn_alike
+from flatout.observe.line_clock import LineClock
 from flatout.observe.observation import Loader, Site
 from flatout.observe.sites import read, site_of
 
@@ -31,8 +32,10 @@ FOLDER, LOADER = "FLATOUT_OBSERVE_FOLDER", "FLATOUT_OBSERVE_LOADER"
 # Enough was seen after so many looks or batches.
 _LOOKS, _BATCHES, _EVERY_S = 300, 48, 0.002
 # A worker tells after so many batches, and when it is enough.
-_TOLD = (1, 4, 16)
+_TOLD = (1, 2, 3, 4, 16)
 _LINES = 10
+# This batch is made under a clock for lines.
+_TIMED_BATCH = 2
 _DECODES = re.compile(r"imread|imdecode|decode|Image\.open|\.convert\(|soundfile|torchaudio\.load")
 _READS = re.compile(r"open\(|\.read|np\.load|np\.fromfile|loadtxt|torch\.load|read_file|h5py")
 _DECODERS = ("PIL.Image", "PIL.ImageFile", "PIL.JpegImagePlugin", "torchvision.io", "imageio")
@@ -50,7 +53,15 @@ class Probe:
         self.lanes: Counter[str] = Counter()
         self.lines: Counter[tuple[str, int]] = Counter()
         self.looks = 0
+        self.timed: LineClock | None = None
         self.is_collating = False
+
+    def clock(self) -> LineClock | None:
+        """What times the lines of the batch that is made next, if that is to be done."""
+        if self.batches != _TIMED_BATCH or sys.gettrace() is not None:
+            return None
+        self.timed = LineClock()
+        return self.timed
 
     @property
     def is_done(self) -> bool:
@@ -75,6 +86,9 @@ class Probe:
         lanes = {lane: made * count / looks for lane, count in self.lanes.items()}
         if not lanes:
             lanes = {"transform": made}
+        lines, whole = self.lines, looks
+        if self.timed is not None and self.timed.ns:
+            lines, whole = self.timed.ns, self.timed.whole_ns
         return {
             "batches": self.batches,
             "lanes_ms": {
@@ -86,8 +100,7 @@ class Probe:
             "opens": self.opens,
             "samples": self.samples,
             "sample_bytes": self.sample_bytes,
-            "lines": [[file, line, count] for (file, line), count in self.lines.items()],
-            "looks": looks,
+            "lines": [[file, line, part / whole] for (file, line), part in lines.items()],
         }
 
 
@@ -149,11 +162,16 @@ def probed(original: Any, probe_of: Any) -> Any:
         opened = builtins.open
         self.collate_fn = _timed_collate(collate, probe)
         builtins.open = io.open = _counted(opened, probe)
+        clock = probe.clock()
         looker.is_making.set()
         began = time.perf_counter_ns()
+        if clock is not None:
+            clock.start()
         try:
             return original(self, index)
         finally:
+            if clock is not None:
+                clock.stop()
             probe.fetch_ns += time.perf_counter_ns() - began
             probe.batches += 1
             looker.is_making.clear()
@@ -213,11 +231,12 @@ def _probe_worker(module: Any, path: Path) -> None:
 
     def probe_of(fetcher: Any) -> tuple[Probe, Looker] | None:
         if not found:
-            random_states = states()
+            draws = Draws(fetcher.dataset)
 
             def tell() -> None:
+                draws.look()
                 if probe.is_done or probe.batches in _TOLD:
-                    told = {**probe.as_dict(), "random": random_states}
+                    told = {**probe.as_dict(), "random": draws.states}
                     path.write_text(json.dumps(told), encoding="utf-8")
 
             probe = Probe(tell)
@@ -227,19 +246,6 @@ def _probe_worker(module: Any, path: Path) -> None:
 
     for owner in (module._MapDatasetFetcher, module._IterableDatasetFetcher):
         owner.fetch = probed(getattr(owner.fetch, "__wrapped__", owner.fetch), probe_of)
-
-
-def states() -> dict[str, int]:
-    """A number for the state of each random generator of this process; draws nothing."""
-    torch: Any = sys.modules["torch"]
-    found = {
-        "torch": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
-        "random": zlib.crc32(repr(random.getstate()).encode()),
-    }
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        found["numpy"] = zlib.crc32(numpy.random.get_state()[1].tobytes())
-    return found
 
 
 def gather(folder: Path, loader: int) -> list[dict[str, Any]]:
@@ -268,17 +274,16 @@ def fill(facts: Loader, told: list[dict[str, Any]]) -> None:
     if samples:
         facts.opens_per_sample = sum(part["opens"] for part in told) / samples
     facts.sample_bytes = next((p["sample_bytes"] for p in told if p["sample_bytes"]), None)
-    looks = sum(part["looks"] for part in told)
-    lines: Counter[Site] = Counter()
+    lines: dict[Site, float] = {}
     for part in told:
-        for file, line, count in part["lines"]:
-            lines[read(Site(file, line))] += count
-    facts.hot = [(site, count / looks) for site, count in lines.most_common(_LINES)]
+        for file, line, share in part["lines"]:
+            site = read(Site(file, line))
+            lines[site] = lines.get(site, 0.0) + share * part["batches"] / batches
+    facts.hot = sorted(lines.items(), key=lambda one: -one[1])[:_LINES]
     of_workers = [part["random"] for part in told if "random" in part][: facts.num_workers]
-    if of_workers:
-        # The generator in which they differ least is the one that may give equal augmentations.
-        kinds = [[states[kind] for states in of_workers] for kind in of_workers[0]]
-        facts.worker_hashes = min(kinds, key=lambda numbers: len(set(numbers)))
+    have_drawn = [states for states in of_workers if len(states) > 1]
+    if have_drawn and len(have_drawn) == facts.num_workers:
+        facts.worker_draws, facts.worker_hashes = drawn_alike(of_workers)
 
 
 def size_of(batch: Any, depth: int = 0) -> int | None:

@@ -12,6 +12,7 @@ from flatout.doctor.checks import (
     cudnn_benchmark,
     data_parallel,
     decode_each_epoch,
+    denormals,
     empty_cache,
     eval_missing,
     evaluate_with_grad,
@@ -29,6 +30,8 @@ from flatout.doctor.checks import (
     nan_in_buffers,
     no_sync_missing,
     optimiser_unfused,
+    padding_waste,
+    replicas_differ,
     retained_graph,
     sampler_missing,
     saved_wrapped,
@@ -74,6 +77,8 @@ CHECKS: tuple[Check, ...] = (
     frozen_recomputed.CHECK,
     activation_before_pool.CHECK,
     memory_returned.CHECK,
+    denormals.CHECK,
+    padding_waste.CHECK,
     optimiser_unfused.CHECK,
     table_dense.CHECK,
     zero_grad_zeros.CHECK,
@@ -93,6 +98,7 @@ CHECKS: tuple[Check, ...] = (
 
 RANK_CHECKS: tuple[RankCheck, ...] = (
     sampler_missing.CHECK,
+    replicas_differ.CHECK,
     threads_too_many.CHECK,
     threads_too_few.CHECK,
 )

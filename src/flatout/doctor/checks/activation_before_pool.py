@@ -29,7 +29,7 @@ def _found(model: Model, cost: float) -> Finding:
         "result is the same",
         do="pool first, then activate",
         number=46,
-        where=at(model.site),
+        where=at(model.pool_site or model.site),
         cost_ms=cost,
         parity="bit-identical",
         recipe={"compute.rewrites": "on"},

@@ -32,6 +32,7 @@ def look(seen: Observation) -> list[Finding]:
             where=at(model.site),
             cost_ms=cost,
             parity="rounding",
+            recipe={"script.cudnn_benchmark": "on"},
         )
         for model in convolutional
         if _share_of_one(model) >= _OF_ONE_SHAPE

@@ -59,6 +59,7 @@ def _found(loader: Loader, cost: float, size: float, free: float) -> Finding:
         where=at(hot(loader)),
         cost_ms=cost,
         parity="bit-identical",
+        recipe={} if loader.is_iterable else {"script.cache": "memory"},
     )
 
 

@@ -26,6 +26,7 @@ def _found(model: Model, evaluation: float | None) -> Finding:
         where=str(model.evaluated_with_grad),
         cost_ms=evaluation,
         parity="bit-identical",
+        recipe={"script.evaluation": "no_grad"},
     )
 
 

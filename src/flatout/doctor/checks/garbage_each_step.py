@@ -47,6 +47,7 @@ def _found(what: str, do: str, where: str, cost: float | None) -> Finding:
         where=where,
         cost_ms=cost,
         parity="bit-identical",
+        recipe={"script.garbage": "scheduled"},
     )
 
 

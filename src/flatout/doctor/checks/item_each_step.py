@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Check
-from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, kind_of, ms
+from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, is_gpu, kind_of, ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
 
@@ -33,6 +33,7 @@ def _found(seen: Observation, call: Call, cost: float | None) -> Finding:
         where=str(call.site),
         cost_ms=cost,
         parity="bit-identical",
+        recipe={"script.host_syncs": "deferred"} if is_gpu(seen) else {},
     )
 
 

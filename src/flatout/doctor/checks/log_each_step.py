@@ -7,6 +7,8 @@ from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, kind_of,
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
+_EVERY_STEPS = 50
+
 
 def look(seen: Observation) -> list[Finding]:
     """Which lines print or log in most steps."""
@@ -21,11 +23,12 @@ def look(seen: Observation) -> list[Finding]:
                 name="log_each_step",
                 kind=kind_of(seen, cost),
                 what=f"each step {'prints' if call.kind == 'print' else 'logs'}{takes}",
-                do="do it every N steps: if step % 50 == 0",
+                do=f"do it every N steps: if step % {_EVERY_STEPS} == 0",
                 number=15,
                 where=str(call.site),
                 cost_ms=cost,
                 parity="bit-identical",
+                recipe={"script.log_every": _EVERY_STEPS},
             )
         )
     return found

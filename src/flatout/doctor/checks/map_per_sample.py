@@ -24,7 +24,7 @@ def look(seen: Observation) -> list[Finding]:
     """Whether transforms take much of a loader's time, and the step waits for it."""
     found = []
     for loader in training_loaders(seen):
-        if share(seen, lane(seen, "input")) < HUNGRY:
+        if loader.gives_batches or share(seen, lane(seen, "input")) < HUNGRY:
             continue
         cost = loader_ms(seen, loader, "transform")
         if _share(loader) >= _MUCH and share(seen, cost) >= HUNGRY:

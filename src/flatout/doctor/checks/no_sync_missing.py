@@ -15,6 +15,7 @@ def look(seen: Observation) -> list[Finding]:
     if not wrapped or backwards < 2 or calls(seen, "no_sync"):
         return []
     sync = seen.lanes_ms.get("sync")
+    accumulating = [found for found in seen.optimizers if found.backwards == backwards]
     cost = None if sync is None else sync * (1 - 1 / backwards)
     if not is_worth(seen, cost):
         return []
@@ -26,9 +27,10 @@ def look(seen: Observation) -> list[Finding]:
             "gradients up over all ranks; once would do",
             do="with model.no_sync(): around forward and backward of all micro-steps but the last",
             number=31,
-            where=at(wrapped[0].site),
+            where=at(accumulating[0].backward_site or wrapped[0].site),
             cost_ms=cost,
             parity="rounding",
+            recipe={"script.gradient_sync": "last_backward"},
         )
     ]
 

@@ -21,6 +21,9 @@ _STRAIGHT = 0.9
 _LEAST_MB = 8.0
 """Less growth than this is the allocator's own."""
 
+_NODES = 0.5
+"""Nodes by which the graphs have to grow with each step: even a small one has several."""
+
 
 def look(seen: Observation) -> list[Finding]:
     """Whether memory rises in a line until the end."""
@@ -32,6 +35,11 @@ def look(seen: Observation) -> list[Finding]:
     grown = slope * (steps[-1] - steps[0])
     if grown < _LEAST_MB or _straightness(steps, memory, slope, start) < _STRAIGHT:
         return []
+    if len(seen.graph_nodes) < 2:
+        raise NoSignal("memory grows, but what holds it was not looked at")
+    (before, nodes_before), (after, nodes) = seen.graph_nodes[0], seen.graph_nodes[-1]
+    if nodes - nodes_before < _NODES * (after - before):
+        return []  # something else grows
     slower = _slower(seen.step_ms)
     longer = f", and steps take {ms(slower)} longer at the end" if slower else ""
     return [
@@ -39,7 +47,8 @@ def look(seen: Observation) -> list[Finding]:
             name="retained_graph",
             kind="slow",
             what=f"memory grows by {slope:.2g} MB with each step, {grown:,.0f} MB in "
-            f"{steps[-1] - steps[0]} steps{longer}: something keeps the graphs of past steps",
+            f"{steps[-1] - steps[0]} steps{longer}: something keeps the graphs of past steps, "
+            f"{nodes:,} nodes after {after} steps",
             do="add up numbers, not tensors with a graph: total += loss.detach(); look for lists "
             "of losses or outputs, and for retain_graph=True",
             number=13,
@@ -66,6 +75,8 @@ def _slower(steps: list[float]) -> float | None:
 
 
 def _where(seen: Observation) -> str:
+    if seen.graph_site is not None:
+        return str(seen.graph_site)
     retained = [c for c in seen.calls if c.kind == "backward" and c.detail.get("retain_graph")]
     return str(retained[0].site) if retained else ""
 

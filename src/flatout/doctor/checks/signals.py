@@ -86,6 +86,11 @@ def training_loaders(seen: Observation) -> list[Loader]:
     return found
 
 
+def parity_of_workers(loader: Loader) -> str:
+    """Of workers that stay, or are others: those that draw nothing give the same samples."""
+    return "bit-identical" if loader.worker_hashes == [] else "redrawn"
+
+
 def models(seen: Observation) -> list[Model]:
     """Those that were trained."""
     if not seen.models:

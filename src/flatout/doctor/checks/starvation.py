@@ -5,7 +5,10 @@ from __future__ import annotations
 from flatout.doctor.checks.check import Check
 from flatout.doctor.checks.signals import HUNGRY, at, hot, is_gpu, lane, ms, share, step_ms
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Loader, Observation
+
+_FIRST_WORKERS = 4
+"""To begin with, where there are none: each costs memory and a copy of the dataset."""
 
 
 def look(seen: Observation) -> list[Finding]:
@@ -18,6 +21,7 @@ def look(seen: Observation) -> list[Finding]:
         key=lambda loader: loader.batches,
         default=None,
     )
+    workers = 0 if loader is None else _more_workers(seen, loader)
     return [
         Finding(
             name="starvation",
@@ -28,9 +32,22 @@ def look(seen: Observation) -> list[Finding]:
             number=1,
             where="" if loader is None else at(hot(loader)),
             cost_ms=wait,
-            parity="bit-identical",
+            parity="redrawn" if workers else "bit-identical",
+            recipe={"input.workers": workers} if workers else {},
         )
     ]
+
+
+def _more_workers(seen: Observation, loader: Loader) -> int:
+    """How many workers would find a core that is free; 0 where no more than there are."""
+    now = loader.num_workers
+    if loader.is_iterable or now is None or not seen.usable_cpus:
+        return 0
+    free = seen.usable_cpus - 1
+    if now and seen.runnable is not None:
+        free = int(seen.usable_cpus * (1 - seen.runnable)) + now
+    wanted = min(max(1, free), 2 * now if now else _FIRST_WORKERS)
+    return wanted if wanted > now and seen.usable_cpus > 1 else 0
 
 
 CHECK = Check("starvation", (1,), look)

@@ -46,6 +46,7 @@ def _found(loader: Loader, parsing: list[tuple[Site, float]], wait: float) -> Fi
         where=str(parsing[0][0]),
         cost_ms=part * wait,
         parity="bit-identical",
+        recipe={} if loader.is_iterable else {"script.cache": "memory"},
     )
 
 

@@ -25,10 +25,17 @@ def look(seen: Sequence[Observation]) -> list[Finding]:
             do=f"OMP_NUM_THREADS={wanted}; flatout run --devices auto finds how many ranks are "
             "fastest",
             number=33,
+            where=_where(seen),
             parity="rounding",
             recipe={"process.threads": wanted},
         )
     ]
+
+
+def _where(seen: Sequence[Observation]) -> str:
+    """Where the script asks for them, if it does."""
+    asked = [call.site for rank in seen for call in rank.calls if call.kind == "threads"]
+    return str(asked[-1]) if asked else ""
 
 
 CHECK = RankCheck("threads_too_many", (33, 57), look)

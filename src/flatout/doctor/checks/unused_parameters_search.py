@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Check, NoSignal
-from flatout.doctor.checks.signals import at, models
+from flatout.doctor.checks.signals import at, calls, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
@@ -11,6 +11,7 @@ from flatout.observe import Observation
 def look(seen: Observation) -> list[Finding]:
     """Whether DDP searches the graph in each step for what is not there."""
     found = []
+    made = [call.site for call in calls(seen, "ddp")]
     for model in models(seen):
         if not model.wrapper_options.get("find_unused_parameters"):
             continue
@@ -26,8 +27,9 @@ def look(seen: Observation) -> list[Finding]:
                 f"parameter used in all {seen.steps} steps",
                 do="leave it away; if some steps do skip parameters, they fail at once and say so",
                 number=30,
-                where=at(model.site),
+                where=at(made[0] if made else model.site),
                 parity="bit-identical",
+                recipe={"script.unused_parameters": "no_search"},
             )
         )
     return found

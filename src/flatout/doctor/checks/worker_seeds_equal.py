@@ -5,7 +5,7 @@ from __future__ import annotations
 from flatout.doctor.checks.check import Check, NoSignal
 from flatout.doctor.checks.signals import at, training_loaders
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Loader, Observation
 
 
 def look(seen: Observation) -> list[Finding]:
@@ -15,24 +15,34 @@ def look(seen: Observation) -> list[Finding]:
         if (loader.num_workers or 0) < 2:
             continue
         states = loader.worker_hashes
-        if states is None or len(states) < 2:
+        if states is None:
             raise NoSignal("the random state of the workers was not seen")
-        if len(set(states)) == len(states):
-            continue
-        found.append(
-            Finding(
-                name="worker_seeds_equal",
-                kind="danger",
-                what=f"{len(states)} loader workers began with {len(set(states))} random "
-                f"state{'s' if len(set(states)) > 1 else ''}: different samples get the same "
-                "augmentation",
-                do="seed from torch.initial_seed() in worker_init_fn; it differs in each worker",
-                number=41,
-                where=at(loader.dataset_site or loader.site),
-                parity="changes learning",
-            )
-        )
+        if len(set(states)) < len(states):
+            found.append(_found(loader, states))
     return found
+
+
+def _found(loader: Loader, states: list[int]) -> Finding:
+    is_own = loader.worker_draws not in ("", "torch", "random", "numpy")
+    cure = (
+        "give each worker's copy a seed of its own in worker_init_fn: "
+        "torch.utils.data.get_worker_info() has its dataset and its seed"
+        if is_own
+        else "seed from torch.initial_seed() in worker_init_fn; it differs in each worker"
+    )
+    generator = f" of {loader.worker_draws}" if loader.worker_draws else ""
+    different = len(set(states))
+    return Finding(
+        name="worker_seeds_equal",
+        kind="danger",
+        what=f"{len(states)} loader workers drew from {different} random "
+        f"state{'s' if different > 1 else ''}{generator}: different samples get the same "
+        "augmentation",
+        do=cure,
+        number=41,
+        where=at(loader.site or loader.dataset_site),
+        parity="changes learning",
+    )
 
 
 CHECK = Check("worker_seeds_equal", (41,), look)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Check, NoSignal
-from flatout.doctor.checks.signals import at, is_worth, ms, training_loaders
+from flatout.doctor.checks.signals import at, is_worth, ms, parity_of_workers, training_loaders
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
@@ -41,7 +41,8 @@ def _found(loader: Loader, slow: float, cost: float) -> Finding:
         number=11,
         where=at(loader.site),
         cost_ms=cost,
-        parity="redrawn",
+        parity=parity_of_workers(loader),
+        recipe={"script.persistent_workers": "on"},
     )
 
 

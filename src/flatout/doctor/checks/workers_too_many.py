@@ -31,7 +31,7 @@ def look(seen: Observation) -> list[Finding]:
             number=3,
             where=at(loader.site),
             parity="redrawn",
-            recipe={"input.workers": max(1, cpus // 2)},
+            recipe={} if loader.is_iterable else {"input.workers": max(1, cpus // 2)},
         )
         for loader in crowds
         if (loader.num_workers or 0) > cpus

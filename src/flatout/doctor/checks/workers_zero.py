@@ -20,25 +20,33 @@ def look(seen: Observation) -> list[Finding]:
     # What one core loads, all of them can share; a device of its own leaves them all free. Where
     # the model computes on the same cores, sharing the work is all that can be won.
     hidden = wait if is_gpu(seen) else wait * (1 - 1 / seen.usable_cpus)
-    if share(seen, hidden) < HUNGRY:
+    if share(seen, wait) < HUNGRY or share(seen, hidden) < HUNGRY / 2:
         return []
     return [_found(loader, wait, hidden, seen.usable_cpus) for loader in alone]
 
 
 def _found(loader: Loader, wait: float, hidden: float, cpus: int) -> Finding:
     workers = max(1, min(_MANY, cpus - 1))
+    # Each worker of an IterableDataset would give all of its samples.
+    then = (
+        "where each worker takes a part of its own (torch.utils.data.get_worker_info)"
+        if loader.is_iterable
+        else "same samples in the same order, random augmentation is drawn anew"
+    )
+    do = f"DataLoader(..., num_workers={workers}, persistent_workers=True); {then}"
+    if loader.dataset.startswith("keras."):
+        do = f"give the PyDataset workers={max(2, workers)} when it is made; with 1 there are none"
     return Finding(
         name="workers_zero",
         kind="slow",
         what=f"num_workers=0: each batch is loaded between two steps, {ms(wait)} per step, while "
         f"{cpus - 1} other CPU{'s' if cpus > 2 else ''} could do it beside them",
-        do=f"DataLoader(..., num_workers={workers}, persistent_workers=True); same samples in the "
-        "same order, random augmentation is drawn anew",
+        do=do,
         number=2,
         where=at(loader.site),
         cost_ms=hidden,
         parity="redrawn",
-        recipe={"input.workers": workers},
+        recipe={} if loader.is_iterable else {"input.workers": workers},
     )
 
 

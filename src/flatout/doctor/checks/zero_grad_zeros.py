@@ -34,6 +34,7 @@ def look(seen: Observation) -> list[Finding]:
                 where=str(call.site),
                 cost_ms=cost,
                 parity="bit-identical",
+                recipe={"script.zero_grad": "set_to_none"},
             )
         )
     return found

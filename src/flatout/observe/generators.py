@@ -1,0 +1,153 @@
+"""Random generators of a loader's worker: those of the process, and those that its dataset holds.
+
+Two workers that draw from equal states give different samples the same augmentation. So their
+states are looked at before the first batch and after the first two. Nothing is drawn.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import zlib
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+# Before the first batch, and after so many.
+_BATCHES = 2
+# Of what a dataset holds, so much is looked through.
+_DEPTH, _MEMBERS, _OBJECTS = 4, 64, 1000
+_OF_PROCESS = ("torch", "random", "numpy")
+
+
+class Draws:
+    """The states of one worker's generators.
+
+    Attributes:
+        states: a number for each generator, by name: before the first batch, after it, and so on.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._own = dict(generators_of(dataset))
+        self.states = [self._now()]
+
+    def look(self) -> None:
+        """A batch was made."""
+        if len(self.states) <= _BATCHES:
+            self.states.append(self._now())
+
+    def _now(self) -> dict[str, int]:
+        own = {name: _number(_state(generator)) for name, generator in self._own.items()}
+        return states_of_process() | own
+
+
+def states_of_process() -> dict[str, int]:
+    """A number for the state of each random generator of this process."""
+    torch: Any = sys.modules["torch"]
+    found = {
+        "torch": _number(torch.get_rng_state().numpy().tobytes()),
+        "random": _number(random.getstate()),
+    }
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        found["numpy"] = _number(numpy.random.get_state(legacy=False))
+    return found
+
+
+def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
+    """The generator, of those that were drawn from, in which the workers differ least.
+
+    One of the dataset's own counts only where two workers drew alike twice: it may be seeded anew
+    for each sample.
+
+    Args:
+        workers: `Draws.states` of each.
+
+    Returns:
+        Its name, "" where nothing was drawn, and a number for each worker: equal ones drew alike.
+    """
+    found: list[tuple[str, list[int]]] = []
+    for name in workers[0][0]:
+        states = [[at[name] for at in worker if name in at] for worker in workers]
+        if all(len(set(of_worker)) < 2 for of_worker in states):
+            continue
+        if name in _OF_PROCESS:
+            found.append((name, [of_worker[0] for of_worker in states]))
+            continue
+        # Whoever has drawn less than twice is told apart from the others.
+        alike = [
+            _number(of_worker) if len(set(of_worker)) > _BATCHES else -at
+            for at, of_worker in enumerate(states, 1)
+        ]
+        found.append((name, alike))
+    return min(found, key=lambda one: len(set(one[1])), default=("", []))
+
+
+def generators_of(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """The generators within a dataset, its transforms and the functions that it calls, by name."""
+    todo: list[tuple[str, Any, int]] = [("dataset", dataset, 0)]
+    method = getattr(type(dataset), "__getitem__", None) or getattr(type(dataset), "__iter__", None)
+    if isinstance(method, FunctionType):
+        todo += [(name, value, 1) for name, value in _seen_by(method)]
+    known: set[int] = set()
+    while todo and len(known) < _OBJECTS:
+        name, value, depth = todo.pop(0)
+        if id(value) in known:
+            continue
+        known.add(id(value))
+        if _is_generator(value):
+            yield name, value
+        elif depth < _DEPTH:
+            todo += [(name + part, inner, depth + 1) for part, inner in _parts(value)]
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        inside = list(enumerate(value)) if len(value) <= _MEMBERS else []
+        return [(f"[{at}]", inner) for at, inner in inside]
+    if isinstance(value, dict):
+        inside = list(value.items()) if len(value) <= _MEMBERS else []
+        return [(f"[{key!r}]", inner) for key, inner in inside]
+    if isinstance(value, MethodType):
+        return [("", value.__self__)]
+    if isinstance(value, FunctionType):
+        return [(f".{name}", inner) for name, inner in _seen_by(value)]
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return []
+    named = [(f".{name}", inner) for name, inner in vars(value).items()]
+    return named[:_MEMBERS]
+
+
+def _seen_by(function: FunctionType) -> list[tuple[str, Any]]:
+    """What a function reads from its module and from around it."""
+    names = function.__code__.co_names
+    found = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    for name, cell in cells:
+        try:
+            found.append((name, cell.cell_contents))
+        except ValueError:  # not yet assigned
+            continue
+    return [(name, value) for name, value in found if not isinstance(value, type(sys))]
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, sys.modules["torch"].Generator):
+        return bool(value.device.type == "cpu")
+    numpy: Any = sys.modules.get("numpy")
+    numpys = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (random.Random, *numpys))
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    state = generator.get_state()
+    return state.numpy().tobytes() if hasattr(state, "numpy") else state
+
+
+def _number(state: Any) -> int:
+    return zlib.crc32(pickle.dumps(state))

@@ -1,0 +1,106 @@
+"""Whether something keeps the graphs of past steps, and what: looked at only where memory grows."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from flatout.observe.meters import Meters
+from flatout.observe.observation import Site
+from flatout.observe.sites import is_users
+from flatout.observe.watch import Watch
+
+# In these steps, where memory has grown by so much.
+_LOOKS = (24, 96, 384)
+_GROWN_MB = 2.0
+_NODES = 50_000
+# So many of the tensors are asked who holds them.
+_ASKED = 4
+
+
+class Graphs:
+    """Counts the nodes of the graphs that are alive.
+
+    Attributes:
+        nodes: [step, how many], of each look.
+        site: the user's line that keeps them, where it is known.
+    """
+
+    def __init__(self, torch: Any, watch: Watch, meters: Meters) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._meters = meters
+        self.nodes: list[tuple[int, int]] = []
+        self.site: Site | None = None
+        for step in _LOOKS:
+            watch.at(step, self._look)
+
+    def _look(self) -> None:
+        if self._meters.grown_mb() < _GROWN_MB:
+            return
+        tensor = self._torch.Tensor
+        kept = [one for one in gc.get_objects() if type(one) is tensor and one.grad_fn is not None]
+        self.nodes.append((self._watch.lanes.steps, nodes_of(kept)))
+        if len(self.nodes) > 1 and self.site is None and self.nodes[-1][1] > self.nodes[0][1]:
+            self.site = self._keeper(kept)
+
+    def _keeper(self, kept: list[Any]) -> Site | None:
+        frames = list(_users_frames(sys._getframe()))
+        for one in kept[:_ASKED]:
+            holders = [h for h in gc.get_referrers(one) if isinstance(h, (list, dict, set))]
+            found = {id(holder) for holder in holders if holder is not kept}
+            for frame in frames:
+                for name, value in frame.f_locals.items():
+                    inside = getattr(value, "__dict__", {}).values()
+                    if id(value) in found or any(id(v) in found for v in inside):
+                        return _line_that_fills(frame, name)
+        # No container: a sum that goes on from step to step.
+        tensor = self._torch.Tensor
+        sums = [
+            (nodes_of([value]), name, frame)
+            for frame in frames
+            for name, value in frame.f_locals.items()
+            if type(value) is tensor and value.grad_fn is not None
+        ]
+        most = max(sums, key=lambda one: one[0], default=None)
+        return _line_that_fills(most[2], most[1]) if most else None
+
+
+def nodes_of(tensors: Iterable[Any]) -> int:
+    """How many nodes hang on these tensors, up to a limit."""
+    known: set[Any] = set()
+    todo = [tensor.grad_fn for tensor in tensors]
+    while todo and len(known) < _NODES:
+        node = todo.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        todo += [parent for parent, _ in node.next_functions]
+    return len(known)
+
+
+def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+def _line_that_fills(frame: FrameType, name: str) -> Site | None:
+    """The first line of a function that adds to what it calls so."""
+    adds = re.compile(
+        rf"\b{re.escape(name)}\b[\w.]*(\.(append|extend|add|insert)\(|\[.*\]\s*=[^=]|\s*\+=)"
+        rf"|\b{re.escape(name)}\s*=.*\b{re.escape(name)}\b"
+    )
+    try:
+        lines, first = inspect.getsourcelines(frame.f_code)
+    except OSError:
+        return None
+    first = max(first, 1)  # of a module it is 0
+    found = [at for at, line in enumerate(lines, first) if adds.search(line)]
+    return Site(frame.f_code.co_filename, found[0]) if found else None

@@ -1,0 +1,130 @@
+"""What is seen within a model only: autocast in its forward, and the time of its frozen parts.
+
+Looked at by hooks on some of its modules, for a few steps alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from time import perf_counter_ns
+from typing import Any
+
+from flatout.observe.model_facts import unwrapped
+from flatout.observe.watch import Watch
+
+_FROM, _STEPS = 4, 3
+
+
+class Inside:
+    """Looks into the models that are trained."""
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._looks: list[_Look] = []
+        watch.at(_FROM, self._open)
+
+    def _open(self) -> None:
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is not None and dynamo.counters:
+            return  # something is compiled, and would be compiled anew
+        for seen in self._watch.models:
+            module = seen.ref()
+            if module is None or not seen.is_stepped:
+                continue
+            if not isinstance(module, self._torch.jit.ScriptModule):
+                self._looks.append(_Look(self._torch, module, seen.facts))
+        self._watch.at(_FROM + _STEPS, self._close)
+
+    def _close(self) -> None:
+        for look in self._looks:
+            look.end()
+        self._looks.clear()
+
+
+class _Look:
+    """Hooks on one model's modules."""
+
+    def __init__(self, torch: Any, module: Any, facts: Any) -> None:
+        self._torch = torch
+        self._facts = facts
+        self._parts = list(frozen_parts(module))
+        self._versions = self._versions_now()
+        self._whole_ns = self._frozen_ns = 0
+        self._began: dict[int, int] = {}
+        self._handles = []
+        inner = next((m for m in module.modules() if is_leaf(m)), None)
+        if inner is not None:
+            self._handles.append(inner.register_forward_pre_hook(self._look_at_autocast))
+        if self._parts:
+            for part in (module, *self._parts):
+                self._handles.append(part.register_forward_pre_hook(self._begins))
+            self._handles.append(module.register_forward_hook(self._whole))
+            for part in self._parts:
+                self._handles.append(part.register_forward_hook(self._frozen))
+
+    def _look_at_autocast(self, module: Any, args: Any) -> None:
+        for device in ("cuda", "cpu"):
+            if self._torch.is_autocast_enabled(device) and self._torch.is_grad_enabled():
+                name = str(self._torch.get_autocast_dtype(device))
+                self._facts.autocast = name.removeprefix("torch.")
+
+    def _begins(self, module: Any, args: Any) -> None:
+        self._began[id(module)] = perf_counter_ns()
+
+    def _whole(self, module: Any, args: Any, output: Any) -> None:
+        self._whole_ns += perf_counter_ns() - self._began.pop(id(module))
+
+    def _frozen(self, module: Any, args: Any, output: Any) -> None:
+        took = perf_counter_ns() - self._began.pop(id(module))
+        # Behind something that is trained it would not be leading.
+        if not any(getattr(arg, "requires_grad", False) for arg in args):
+            self._frozen_ns += took
+
+    def _versions_now(self) -> list[int] | None:
+        try:
+            return [tensor._version for part in self._parts for tensor in part.parameters()]
+        except RuntimeError:  # tensors made in inference mode do not count
+            return None
+
+    def end(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        if not self._parts:
+            self._facts.frozen_share = 0.0
+        elif self._whole_ns and self._facts.device_type == "cpu":
+            # What is written to without a gradient, such as a moving average, is not frozen.
+            is_still = self._versions is not None and self._versions == self._versions_now()
+            self._facts.frozen_share = self._frozen_ns / self._whole_ns if is_still else 0.0
+
+
+def frozen_parts(module: Any) -> Iterator[Any]:
+    """The outermost modules in it that have weights of which none is trained.
+
+    Those that draw or count in train mode, as dropout and BatchNorm do, are left out.
+    """
+    for root in unwrapped(module)[-1:]:
+        yield from _frozen_in(root)
+
+
+def _frozen_in(module: Any) -> Iterator[Any]:
+    for child in module.children():
+        weights = list(child.parameters())
+        if not weights:
+            continue
+        if any(tensor.requires_grad for tensor in weights):
+            yield from _frozen_in(child)
+        elif not any(_acts_in_training(inner) for inner in child.modules()):
+            yield child
+
+
+def _acts_in_training(module: Any) -> bool:
+    name = type(module).__name__
+    return bool(module.training) and any(k in name for k in ("Dropout", "BatchNorm", "DropPath"))
+
+
+def is_leaf(module: Any) -> bool:
+    """Whether it has weights of its own and no modules."""
+    return bool(module._parameters) and not module._modules

@@ -1,0 +1,72 @@
+"""Metrics: sklearn's functions, torchmetrics' objects, those of a compiled Keras model."""
+
+from __future__ import annotations
+
+from functools import wraps
+from threading import get_ident
+from time import perf_counter_ns
+from types import FunctionType
+from typing import Any
+
+from flatout.observe.importing import when_imported
+from flatout.observe.watch import Watch
+
+# What sklearn.metrics has beside metrics.
+_NO_METRIC = ("make_", "get_", "check_", "pairwise_", "distance", "kernel")
+
+
+class MetricHooks:
+    """Times metrics, the outermost call of each."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._is_inside = False
+        when_imported("sklearn.metrics", self._hook_sklearn)
+        when_imported("torchmetrics.metric", self._hook_torchmetrics)
+        when_imported("keras.src.trainers.compile_utils", self._hook_keras)
+
+    def _hook_sklearn(self, module: Any) -> None:
+        for name in module.__all__:
+            function = getattr(module, name, None)
+            if isinstance(function, FunctionType) and not any(part in name for part in _NO_METRIC):
+                hooked = self._timed(function, name)
+                hooked.__module__ = module.__name__  # where pickle finds it
+                setattr(module, name, hooked)
+
+    def _hook_torchmetrics(self, module: Any) -> None:
+        owner = module.Metric
+        for name in ("_wrap_update", "_wrap_compute"):
+            setattr(owner, name, self._wrapping(getattr(owner, name)))
+
+    def _hook_keras(self, module: Any) -> None:
+        owner = module.CompileMetrics
+        for name in ("update_state", "result"):
+            setattr(owner, name, self._timed(getattr(owner, name), None))
+
+    def _wrapping(self, original: Any) -> Any:
+        """torchmetrics wraps the methods of each object: so do we, around that."""
+
+        @wraps(original)
+        def wrap(metric: Any, method: Any) -> Any:
+            return self._timed(original(metric, method), type(metric).__name__)
+
+        return wrap
+
+    def _timed(self, original: Any, name: str | None) -> Any:
+        lanes, calls = self._watch.lanes, self._watch.calls
+
+        @wraps(original)
+        def metric(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside or get_ident() != lanes.thread:
+                return original(*args, **kwargs)
+            self._is_inside = True
+            began = perf_counter_ns()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._is_inside = False
+                told = name or ", ".join(type(one).__name__ for one in args[0].metrics)
+                if told:
+                    calls.note("metric", perf_counter_ns() - began, detail={"name": told})
+
+        return metric

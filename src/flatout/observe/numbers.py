@@ -1,0 +1,92 @@
+"""Numbers that are none, and those too small to be quick: models are read now and then.
+
+Reading all numbers of a model takes time, so the next look waits until it is a small share of it.
+Before a save all are read anyway, and an evaluation of a broken model is what the look is for.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any
+
+from flatout.observe.model_facts import local, not_finite
+from flatout.observe.watch import Watch
+
+# Of the time, and of that in evaluation.
+_SHARE, _SHARE_EVALUATING = 0.002, 0.02
+_FIRST_LOOK = 3
+_NAMED = 20
+# Of each tensor so many numbers are looked at for those that are too small.
+_SAMPLE = 2**16
+_LEAST_NUMBERS = 256
+
+
+class Numbers:
+    """Looks at the numbers of the models that are trained."""
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._began = self._due = self._took = 0
+        watch.at(1, self._begin)
+        watch.at(_FIRST_LOOK, self._look_and_plan)
+        watch.before_saving.append(self.look)
+
+    def before_evaluation(self) -> None:
+        """A model is called, perhaps to be evaluated: looks where the last look is long ago."""
+        if self._watch.lanes.steps and perf_counter_ns() >= self._due:
+            self._watch.aside(self.look)
+
+    def _begin(self) -> None:
+        self._began = perf_counter_ns()
+
+    def _look_and_plan(self) -> None:
+        steps = self._watch.lanes.steps
+        step_ns = (perf_counter_ns() - self._began) / (steps - 1)
+        self.look()
+        self._watch.at(steps + 1 + int(self._took / _SHARE / step_ns), self._look_and_plan)
+
+    def look(self) -> None:
+        """Reads all numbers of the models."""
+        began = perf_counter_ns()
+        is_flushed = flushes_subnormals(self._torch)
+        for seen in self._watch.models:
+            module = seen.ref()
+            if module is None or not seen.is_stepped:
+                continue
+            found = {*seen.facts.not_finite, *not_finite(module)}
+            seen.facts.not_finite = sorted(found)[:_NAMED]
+            share = 0.0 if is_flushed else subnormal_share(module)
+            seen.facts.subnormal_share = max(seen.facts.subnormal_share or 0.0, share)
+        now = perf_counter_ns()
+        self._took = now - began
+        self._due = now + int(self._took / _SHARE_EVALUATING)
+
+
+def flushes_subnormals(torch: Any) -> bool:
+    """Whether this thread computes zero where a result is too small for full precision."""
+    smallest = torch.full((1,), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
+    return float((smallest * 0.5).item()) == 0.0
+
+
+def subnormal_share(module: Any) -> float:
+    """The largest share that subnormal numbers have of a parameter, buffer or gradient on a CPU.
+
+    Small tensors are left out: what they take is nothing.
+    """
+    import torch
+
+    largest = 0.0
+    for owner in [*module.parameters(), *module.buffers()]:
+        tensor = local(owner)
+        for numbers in (tensor, tensor.grad if tensor.is_leaf else None):
+            if numbers is None or numbers.device.type != "cpu" or numbers.dtype != torch.float32:
+                continue
+            if numbers.numel() < _LEAST_NUMBERS or numbers.layout != torch.strided:
+                continue
+            # As bits: where the units for floats flush subnormals, they compare as zeros too.
+            every = max(1, numbers.numel() // _SAMPLE)
+            bits = numbers.detach().reshape(-1)[::every].view(torch.int32) & 0x7FFFFFFF
+            is_subnormal = (bits > 0) & (bits < 0x00800000)
+            largest = max(largest, int(is_subnormal.sum()) / bits.numel())
+    return largest

@@ -1,0 +1,28 @@
+"""Activations that run before max-pooling, and might as well run after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.observe.model_facts import unwrapped
+from flatout.observe.observation import Model, Site
+
+
+def look_at_pools(module: Any, facts: Model) -> None:
+    """Fills in the pairs that could change places, and the line of the first one."""
+    root = unwrapped(module)[-1]
+    if facts.is_compiled or not any(_may_pool(inner) for inner in root.modules()):
+        return
+    from flatout.models.rewrites import find_pairs  # not for models without pooling
+
+    pairs = find_pairs(root)
+    facts.pool_after = [(pair.activation, pair.pooling) for pair in pairs]
+    sites = [Site(pair.file, pair.line) for pair in pairs if pair.file]
+    facts.pool_site = sites[0] if sites else None
+
+
+def _may_pool(module: Any) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    if code is not None and any("max_pool" in name for name in code.co_names):
+        return True
+    return type(module).__name__.startswith("MaxPool")

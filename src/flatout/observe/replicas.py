@@ -1,0 +1,43 @@
+"""Whether ranks that share their gradients began with the same weights: a number for both.
+
+Looked at once, before the first step, and only where there are several ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from typing import Any
+
+from flatout.observe.model_facts import local
+from flatout.observe.observation import Model
+
+# Of each tensor so many numbers are looked at, evenly spread.
+_SAMPLE = 1024
+
+
+def look_at_replica(module: Any, facts: Model) -> None:
+    """Fills in the numbers of the weights and of the gradients that this rank steps with."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    if distributed.get_world_size() < 2:
+        return
+    stepped = [tensor for tensor in module.parameters() if tensor.grad is not None]
+    parts = [tensor for tensor in stepped if local(tensor) is not tensor]
+    gradients = [tensor.grad for tensor in stepped]
+    # Parts of tensors differ on purpose, and zeros are equal without having been shared.
+    if parts or not any(bool(gradient.any()) for gradient in gradients if not gradient.is_sparse):
+        return
+    facts.first_weights = _number(stepped)
+    facts.first_gradients = _number(gradients)
+
+
+def _number(tensors: list[Any]) -> int:
+    number = 0
+    for tensor in tensors:
+        values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        every = max(1, values.numel() // _SAMPLE)
+        sample = values.reshape(-1)[::every].double().cpu()
+        number = zlib.crc32(sample.numpy().tobytes(), number)
+    return number

@@ -1,0 +1,264 @@
+"""What single signals are taken from: batches, generators, lines, numbers, modules, graphs."""
+
+import random
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flatout.models.rewrites import find_pairs
+from flatout.observe.generators import Draws, drawn_alike, generators_of
+from flatout.observe.graphs import nodes_of
+from flatout.observe.inside import Inside, frozen_parts
+from flatout.observe.line_clock import LineClock
+from flatout.observe.metrics import MetricHooks
+from flatout.observe.model_facts import not_finite
+from flatout.observe.models import SeenModel
+from flatout.observe.numbers import flushes_subnormals, subnormal_share
+from flatout.observe.padding import Padding
+from flatout.observe.watch import Watch
+
+
+def sequences(lengths, width, *, left=False):
+    rows = torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in zip(rows, lengths, strict=True):
+        place = slice(width - length, None) if left else slice(length)
+        row[place] = torch.arange(1, length + 1)
+    return rows
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_is_what_fills_the_rows(left):
+    padding = Padding()
+    padding.look(sequences([10, 40, 30, 40], 40, left=left))
+    assert padding.share == 1 - 120 / 160
+    padding.look(sequences([8, 16], 16, left=left))
+    assert padding.share == 1 - 144 / 192
+    assert padding.lengths == {16, 40}
+
+
+def test_frames_are_padded_where_all_their_numbers_are_zero():
+    frames = torch.ones(2, 20, 3)
+    frames[0, 5:] = 0
+    frames[1, 3, 0] = 0
+    padding = Padding()
+    padding.look(frames)
+    assert padding.share == 15 / 40
+
+
+def test_what_means_something_is_no_padding():
+    padding = Padding()
+    counts = torch.zeros(4, 50, dtype=torch.long)
+    counts[torch.arange(4), torch.tensor([3, 20, 30, 49])] = 1  # words of a bag
+    padding.look(counts)
+    padding.look(torch.ones(4, 16, dtype=torch.long))  # a column
+    assert padding.share == 0.0
+
+
+def test_pictures_and_flags_are_no_sequences():
+    padding = Padding()
+    for batch in (torch.zeros(2, 3, 9, 9), torch.zeros(2, 9), torch.zeros(2, 9).bool()):
+        padding.look(batch)
+    assert padding.share is None
+
+
+class Noisy:
+    """A dataset that draws; where from is said by `draw`."""
+
+    def __init__(self, draw):
+        self.rng = np.random.default_rng(0)
+        self.inner = types.SimpleNamespace(dice=[random.Random(1)], seeded=random.Random(2))
+        self.draw = draw
+
+    def __getitem__(self, i):
+        return self.draw(self, i)
+
+
+def worker(draw, first):
+    """The states of a worker that makes two batches of four samples."""
+    dataset = Noisy(draw)
+    draws = Draws(dataset)
+    for batch in range(2):
+        for i in range(first + 4 * batch, first + 4 * batch + 4):
+            dataset[i]
+        draws.look()
+    draws.look()
+    assert len(draws.states) == 3
+    return draws.states
+
+
+def test_generators_of_a_dataset_are_found_by_name():
+    found = dict(generators_of(Noisy(lambda self, i: SHARED.random())))
+    assert set(found) == {
+        "dataset.rng",
+        "dataset.inner.dice[0]",
+        "dataset.inner.seeded",
+        "dataset.draw.SHARED",
+    }
+
+
+SHARED = random.Random(7)
+
+
+def test_copied_generators_draw_alike():
+    states = [worker(lambda self, i: self.rng.normal(), first) for first in (0, 100)]
+    name, alike = drawn_alike(states)
+    assert name == "dataset.rng"
+    assert alike[0] == alike[1]
+
+
+def test_generators_that_are_seeded_for_each_sample_do_not():
+    states = [worker(lambda self, i: self.inner.seeded.seed(i), first) for first in (0, 100)]
+    name, alike = drawn_alike(states)
+    assert name == "dataset.inner.seeded"
+    assert alike[0] != alike[1]
+
+
+def test_equal_generators_that_nobody_draws_from_are_no_matter():
+    assert drawn_alike([worker(lambda self, i: i, 0)] * 2) == ("", [])
+
+
+def test_looking_at_generators_draws_nothing():
+    before = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
+    Draws(Noisy(lambda self, i: i)).look()
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tobytes() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_lines_are_timed_with_what_they_call():
+    code = (
+        "def parse(n):\n    total = 0\n    for i in range(n):\n        total += sum(range(200))\n"
+    )
+    names: dict = {}
+    exec(compile(code + "    return total\n", "/of/a/user.py", "exec"), names)
+    outer, clock = sys.gettrace(), LineClock()
+    sys.settrace(None)
+    try:
+        clock.start()
+        names["parse"](300)
+        clock.stop()
+    finally:
+        sys.settrace(outer)
+    assert set(clock.ns) == {("/of/a/user.py", line) for line in (1, 2, 3, 4, 5)}
+    assert clock.ns.most_common(1)[0][0] == ("/of/a/user.py", 4)
+    assert sum(clock.ns.values()) <= clock.whole_ns
+
+
+def test_numbers_that_are_none():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.register_buffer("mask", torch.full((3,), -torch.inf))
+    assert not_finite(model) == []
+    model[1].running_var[0] = torch.nan
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.inf
+    assert not_finite(model) == ["0.weight", "1.running_var"]
+
+
+def test_numbers_that_are_too_small():
+    model = nn.Linear(32, 32)
+    assert subnormal_share(model) == 0.0
+    with torch.no_grad():
+        model.weight[:8] = 1e-40
+    assert subnormal_share(model) == 0.25
+    assert not flushes_subnormals(torch)
+    torch.set_flush_denormal(True)
+    try:
+        assert flushes_subnormals(torch)
+        assert subnormal_share(model) == 0.25
+    finally:
+        torch.set_flush_denormal(False)
+
+
+class Finder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(1, 4, 3), nn.MaxPool2d(2)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.pool(self.act(x))
+
+
+def test_pairs_that_could_change_places_have_names_and_lines():
+    (pair,) = find_pairs(nn.Sequential(Finder(), nn.Flatten()))
+    assert (pair.activation, pair.pooling) == ("0.act", "0.pool")
+    assert pair.file == __file__
+    first = Finder.forward.__code__.co_firstlineno
+    assert pair.line == first + 2
+    (pair,) = find_pairs(nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU(), nn.MaxPool2d(2)))
+    assert (pair.activation, pair.pooling, pair.file) == ("1", "2", "")
+
+
+def test_frozen_parts_are_the_outermost_that_do_nothing_else():
+    body, head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(body, norm, head).requires_grad_(False)
+    head.requires_grad_(True)
+    assert list(frozen_parts(model)) == [body]
+    norm.eval()
+    assert list(frozen_parts(model)) == [body, norm]
+
+
+def test_the_time_of_frozen_parts_and_autocast_within():
+    body = nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]).requires_grad_(False)
+    model = nn.Sequential(body, nn.Linear(64, 2))
+    plain = model.forward
+    model.forward = torch.autocast("cpu", torch.bfloat16)(plain)
+    watch = Watch()
+    Inside(torch, watch)
+    seen = SeenModel(model)
+    seen.is_stepped = True
+    watch.models.append(seen)
+    for step in range(1, 9):
+        model(torch.ones(8, 64))
+        watch.lanes.steps = step
+        watch.attend()
+    assert seen.facts.autocast == "bfloat16"
+    assert 0.5 < seen.facts.frozen_share < 1.0
+    assert not model._forward_hooks
+    assert not body._forward_pre_hooks
+
+
+def test_graphs_are_counted_by_their_nodes():
+    weight = torch.ones(3, requires_grad=True)
+    losses = [(weight * step).sum() for step in range(5)]
+    # A sum and a product each, and the weight's own.
+    assert nodes_of(losses) == 11
+    assert nodes_of([sum(losses)]) == 16
+
+
+def loop(log):
+    for _ in range(3):
+        record(log)
+
+
+def record(log):
+    log()
+
+
+def test_what_is_told_in_a_function_is_told_by_the_loop():
+    watch = Watch()
+    watch.calls.loops.add(loop.__code__)
+    loop(lambda: watch.calls.note("log", 5, depth=1))
+    loop(lambda: watch.calls.note("item", 5, depth=1))
+    log, item = sorted(watch.calls.all(), key=lambda call: call.kind, reverse=True)
+    assert (log.count, log.site.line) == (3, loop.__code__.co_firstlineno + 2)
+    assert item.site.line > log.site.line
+
+
+def test_metrics_are_timed_once_though_they_call_one_another():
+    owner = types.ModuleType("metrics")
+    owner.__all__ = ["f1_score", "make_scorer"]
+    owner.make_scorer = lambda: None
+    exec("def f1_score(inner=None):\n    return inner() if inner else 1.0", vars(owner))
+    watch, plain = Watch(), owner.make_scorer
+    MetricHooks(watch)._hook_sklearn(owner)
+    assert owner.f1_score(owner.f1_score) == 1.0
+    (metric,) = watch.calls.all()
+    assert (metric.kind, metric.count, metric.detail) == ("metric", 1, {"name": "f1_score"})
+    assert owner.make_scorer is plain
