@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import wraps
 from threading import get_ident
 from typing import Any
@@ -39,7 +38,8 @@ class Search:
         steps.before.append(self._look)
 
     def _meet(self, module: Any) -> None:
-        if module.static_graph or module.gradient_as_bucket_view or module.device_mesh is not None:
+        is_own = module.static_graph or module.gradient_as_bucket_view
+        if is_own or module._use_python_reducer or getattr(module, "device_mesh", None) is not None:
             leave(SEARCH, "the gradients lie in a form of their own")
             return
         self._watched[module] = _Used(module)
@@ -142,7 +142,7 @@ class Accumulation:
 
     def _before_forward(self, module: Any) -> None:
         micro = self._seen.setdefault(module, _Micro())
-        if micro.is_left:
+        if micro.is_left or not module.training:
             return
         if not module.require_backward_grad_sync and not micro.is_local:
             micro.is_left = True
@@ -182,14 +182,10 @@ class Accumulation:
         return read
 
     def _flush(self) -> None:
-        distributed = self._torch.distributed
         for module, micro in self._seen.items():
-            if not micro.is_local:
-                continue
-            micro.is_local = False
-            for parameter in _with_gradients(module):
-                distributed.all_reduce(parameter.grad, group=module.process_group)
-                parameter.grad /= distributed.get_world_size(module.process_group)
+            if micro.is_local:
+                micro.is_local = False
+                _add_up(self._torch, module)
 
     def _after_step(self) -> None:
         for module, micro in self._seen.items():
@@ -232,5 +228,19 @@ class _Micro:
         self.is_local = False
 
 
-def _with_gradients(module: Any) -> Iterator[Any]:
-    return (p for p in module.parameters() if p.requires_grad and p.grad is not None)
+def _add_up(torch: Any, module: Any) -> None:
+    """The mean of the ranks' gradients, as DistributedDataParallel makes it after a backward pass.
+
+    A parameter that some ranks have used and others not has a gradient on all afterwards.
+    """
+    distributed, group = torch.distributed, module.process_group
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    used = torch.tensor([int(p.grad is not None) for p in parameters], device=parameters[0].device)
+    distributed.all_reduce(used, distributed.ReduceOp.MAX, group=group)
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if not is_used:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        distributed.all_reduce(parameter.grad, group=group)
+        parameter.grad /= distributed.get_world_size(group)

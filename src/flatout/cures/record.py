@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from flatout.say import say
+from flatout.world.place import place
 
 _PLAIN_WORDS = ("compute.precision", "compute.memory_format")
 
@@ -46,7 +47,7 @@ def leave(field: str, why: str) -> None:
     """A cure is left out, here or everywhere: says so the first time."""
     if (field, why) not in _left:
         _left[field, why] = None
-        if os.getpid() == _process:  # a forked worker has nothing to say
+        if _is_speaker():
             say(f"left as written: {words_of(field, _asked.get(field))} ({why})")
 
 
@@ -55,12 +56,18 @@ def stand_down(why: str) -> None:
     global _stood_down
     if not _stood_down:
         _stood_down = why
-        say(why)
+        if _is_speaker():
+            say(why)
 
 
 def is_on() -> bool:
     """Whether cures may take hold."""
     return not _stood_down
+
+
+def _is_speaker() -> bool:
+    """The first rank speaks for all; a worker that it has forked does not."""
+    return os.getpid() == _process and place().rank == 0
 
 
 def words_of(field: str, value: Any) -> str:
@@ -79,5 +86,5 @@ def tell_unmet() -> None:
     """Names the cures for which nothing in the script was found."""
     met = {*_applied, *(field for field, _ in _left)}
     for field in _asked:
-        if field not in met and is_on() and os.getpid() == _process:
+        if field not in met and is_on():
             leave(field, "nothing in the script that it concerns")
