@@ -145,14 +145,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_are_spawned_share_the_cache(folder, method) -> None:
+def test_workers_that_are_spawned_share_the_cache(folder) -> None:
     Path("train.py").write_text(SPAWNED)
-    plain = done(sys.executable, "train.py", method)
+    plain = done(sys.executable, "train.py", "spawn")
     for path in folder.glob("made-*"):
         path.unlink()
     settings = ["--set", "input.workers=2", "--set", "script.cache=memory"]
-    cured = done(*RUN, *settings, "train.py", method)
+    cured = done(*RUN, *settings, "train.py", "spawn")
     assert cured.returncode == 0, cured.stderr
     assert cured.stdout.split() == ["2", plain.stdout.split()[1]]
     made = sorted(len(path.read_text().split()) for path in folder.glob("made-*"))
