@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import wraps
 from time import monotonic
 from typing import Any
+from weakref import ref
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.sample_store import Form, Store, form_of
@@ -76,7 +77,7 @@ def keep_samples(torch: Any) -> None:
     """Hooks into the iterators of DataLoaders, which hand their dataset on to their workers."""
     owner = sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter
     original = owner.__init__
-    known: dict[int, tuple[Any, Store | None, Attributes | None]] = {}
+    known: dict[int, _Known] = {}
 
     @wraps(original)
     def init(iterator: Any, loader: Any) -> None:
@@ -84,21 +85,36 @@ def keep_samples(torch: Any) -> None:
         if not is_on():
             return
         dataset = loader.dataset
+        for number in [number for number, one in known.items() if one.dataset() is None]:
+            del known[number]
         if id(dataset) not in known:
-            store = _try_out(torch, dataset)
-            known[id(dataset)] = (dataset, store, Attributes(dataset) if store else None)
-        _, store, before = known[id(dataset)]
-        if store is None or before is None:
-            return
-        changed = before.changed(dataset)
-        if changed:
-            leave(FIELD, f"{changed} is another one in each epoch")
-            known[id(dataset)] = (dataset, None, None)
-            return
-        iterator._dataset = Cached(dataset, store)
-        took(FIELD, f"samples of {type(dataset).__name__} in memory")
+            known[id(dataset)] = _Known(torch, dataset)
+        store = known[id(dataset)].store_for_epoch(dataset)
+        if store is not None:
+            iterator._dataset = Cached(dataset, store)
+            took(FIELD, f"samples of {type(dataset).__name__} in memory")
 
     owner.__init__ = init
+
+
+class _Known:
+    """A dataset that loaders were made for, and its samples."""
+
+    def __init__(self, torch: Any, dataset: Any) -> None:
+        try:
+            self.dataset: Any = ref(dataset)
+        except TypeError:  # nothing can look after it
+            self.dataset = lambda: dataset
+        self._store = _try_out(torch, dataset)
+        self._before = None if self._store is None else Attributes(dataset)
+
+    def store_for_epoch(self, dataset: Any) -> Store | None:
+        """Its samples, as long as it makes the same ones."""
+        changed = "" if self._before is None else self._before.changed(dataset)
+        if changed:
+            leave(FIELD, f"{changed} is another one in each epoch")
+            self._store = self._before = None
+        return self._store
 
 
 def _try_out(torch: Any, dataset: Any) -> Store | None:
@@ -108,7 +124,7 @@ def _try_out(torch: Any, dataset: Any) -> Store | None:
     if isinstance(dataset, data.IterableDataset) or not hasattr(dataset, "__getitem__"):
         leave(FIELD, f"{name} has no samples by number")
         return None
-    if isinstance(dataset, data.TensorDataset):
+    if isinstance(dataset, (data.TensorDataset, list, tuple)):
         leave(FIELD, f"{name} is in memory already")
         return None
     owner = next(_generators_in(torch, dataset), "")

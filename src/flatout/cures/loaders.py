@@ -8,11 +8,15 @@ import multiprocessing
 import pickle
 import shutil
 import sys
+from contextlib import suppress
 from functools import wraps
 from typing import Any
+from weakref import WeakValueDictionary
 
 from flatout.cures.record import is_on, leave, took
+from flatout.cures.steps import caller
 from flatout.cures.unchanged import Attributes
+from flatout.observe.sites import is_users
 
 WORKERS, PIN, PERSISTENT = "input.workers", "input.pin_memory", "script.persistent_workers"
 # Batches on their way from workers lie there; containers often have 64 MB, and a batch that finds
@@ -31,6 +35,7 @@ class Loaders:
     def __init__(self, torch: Any, asked: dict[str, Any]) -> None:
         self._torch = torch
         self._asked = asked
+        self._staying: WeakValueDictionary[int, Any] = WeakValueDictionary()
         module = sys.modules["torch.utils.data.dataloader"]
         self._hook_init(module.DataLoader)
         self._hook_start(module.DataLoader)
@@ -54,10 +59,17 @@ class Loaders:
             given.apply_defaults()
             changes = self._changes(given.arguments)
             original(**{**written, **changes})
-            if changes.get("persistent_workers"):
+            if changes.get("persistent_workers") or self._is_remade(given.arguments):
                 loader._flatout_unchanged = None
+                with suppress(TypeError):  # a list, say, which is known by nobody else
+                    self._staying[id(loader.dataset)] = loader.dataset
 
         owner.__init__ = init
+
+    def _is_remade(self, given: dict[str, Any]) -> bool:
+        """Whether a framework makes a loader of its own from one whose workers stay by a cure."""
+        is_known = id(given["dataset"]) in self._staying
+        return is_known and bool(given["persistent_workers"]) and not is_users(caller()[0])
 
     def _changes(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments that are to be others, of those that a loader is made with."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -166,6 +167,7 @@ class Store:
             owner = (os.getpid(), file)
         else:
             file = os.open(f"/proc/{owner[0]}/fd/{owner[1]}", os.O_RDWR | os.O_CLOEXEC)
+        finalize(self, os.close, file)
         self._owner = owner
         bytes_ = np.frombuffer(mmap.mmap(file, size), np.uint8)
         self._rows = bytes_[: count * form.bytes].reshape(count, form.bytes)

@@ -39,7 +39,9 @@ class Attributes:
 def _all_of(objects: tuple[Any, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in objects:
-        _collect(one, type(one).__name__, found, _DEPTH)
+        name = type(one).__name__
+        _collect(one, name, found, _DEPTH)
+        found[name] = (id(one), *found[name][1:])  # nothing here keeps it alive
     return found
 
 
