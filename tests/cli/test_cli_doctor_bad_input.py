@@ -65,7 +65,9 @@ BAD = {
         "allocate memory",
     ),
     "closes its output": Bad(
-        "import os\nos.closerange(0, 256)\n" + SOME_STEPS, 0, "FIRST LOOK at 40 steps"
+        SOME_STEPS + "os.closerange(0, 256)\nfor _ in range(200): step()\n",
+        0,
+        "FIRST LOOK at 240 steps",
     ),
     "prints megabytes": Bad(
         SOME_STEPS + "for _ in range(30): print('x' * 10**6)\nraise ValueError('loud')\n",
