@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from test_cli_doctor_script import TRAIN, command, leftovers
+from typer.testing import CliRunner
 
+from flatout.cli.main import app
 from flatout.doctor.first_look import first_look
 
 SOME_STEPS = TRAIN + "import os, time\nfor _ in range(40): step()\n"
@@ -65,7 +67,9 @@ BAD = {
         "allocate memory",
     ),
     "closes its output": Bad(
-        "import os\nos.closerange(0, 256)\n" + SOME_STEPS, 0, "FIRST LOOK at 40 steps"
+        SOME_STEPS + "os.closerange(0, 256)\nfor _ in range(200): step()\n",
+        0,
+        "FIRST LOOK at 240 steps",
     ),
     "prints megabytes": Bad(
         SOME_STEPS + "for _ in range(30): print('x' * 10**6)\nraise ValueError('loud')\n",
@@ -132,6 +136,22 @@ def test_a_script_that_is_no_python(tmp_path):
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_a_script_that_misbehaves(bad, tmp_path):
     check(bad, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["python3.11", "train.py"], "without python3.11"),
+        (["cells.ipynb"], "a notebook is no script"),
+        (["."], "no such script"),
+    ],
+)
+def test_what_is_no_script_is_refused_before_anything_runs(given, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cells.ipynb").write_text("{}")
+    done = CliRunner().invoke(app, ["doctor", *given])
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
 
 
 def test_a_name_that_is_no_text(tmp_path):

@@ -116,8 +116,8 @@ def doctor(
             raise typer.BadParameter("-m needs the name of a module")
         _check_machine(as_json)
         return
-    if not is_module and script != "torchrun" and not Path(script).is_file():
-        raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
+    if not is_module:
+        _check_script(script)
     if yes and no_trials:
         raise typer.BadParameter("--yes asks for trials, --no-trials for none: give one of them")
     if allow not in ("exact", "tolerant", "redrawn"):
@@ -145,6 +145,18 @@ def doctor(
         files=Files(page, trace, None if ci is None else Baseline.read(ci), write_baseline),
     )
     raise typer.Exit(visit(asked))
+
+
+def _check_script(script: str) -> None:
+    name = Path(script).name
+    if re.fullmatch(r"python[\d.]*", name):
+        raise typer.BadParameter(f"{script}: give the script alone, without {name}")
+    if script != "torchrun" and not Path(script).is_file():
+        raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
+    if name.endswith(".ipynb"):
+        raise typer.BadParameter(
+            f"{script}: a notebook is no script; jupyter nbconvert --to script makes one of it"
+        )
 
 
 def _seconds(text: str) -> float:

@@ -31,7 +31,7 @@ class Meters:
         self._memory: list[tuple[int, float]] = []
         self._faults: list[tuple[int, int, int]] = []
         self._runnable: list[float] = []
-        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._statm = _statm()
         self.usable_cpus = usable_cpus()
         watch.at(1, self._look)
 
@@ -42,8 +42,7 @@ class Meters:
             took_s = (now - self._looked_at) / 1e9 / max(1, step - self._memory[-1][0])
             self._stride = max(self._stride, ceil(_APART_S / took_s))
         self._looked_at = now
-        pages = int(os.pread(self._statm, 100, 0).split()[1])
-        self._memory.append((step, pages * _PAGE / 2**20))
+        self._memory.append((step, self._pages() * _PAGE / 2**20))
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self._faults.append((step, usage.ru_minflt, usage.ru_majflt))
         if len(self._memory) >= 2 * _LOOKS:
@@ -51,6 +50,15 @@ class Meters:
             self._memory = self._memory[::2]
             self._faults = self._faults[::2]
         self._watch.at(step + self._stride, self._look)
+
+    def _pages(self) -> int:
+        """Pages of resident memory."""
+        try:
+            return int(os.pread(self._statm, 100, 0).split()[1])
+        except (OSError, ValueError, IndexError):
+            # The script has closed all files that it knows nothing of, as daemons do.
+            self._statm = _statm()
+            return int(os.pread(self._statm, 100, 0).split()[1])
 
     def grown_mb(self) -> float:
         """By how much memory has grown since the first steps, in which it fills."""
@@ -75,6 +83,10 @@ class Meters:
             (first, minor, major), (last, minor_then, major_then) = settled[0], settled[-1]
             seen.page_faults = (minor_then - minor) / (last - first)
             seen.major_faults = (major_then - major) / (last - first)
+
+
+def _statm() -> int:
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _runnable_threads() -> int:
