@@ -168,10 +168,13 @@ class Ablations:
         spent = self._watch.lanes.spent
         return spent[EVALUATION] + spent[SAVING]
 
-    def put_back(self) -> None:
+    def end(self) -> None:
         """Puts everything back, wherever the script has ended."""
         for blocks in self._blocks:
             blocks.lane.put_back()
+        self._ready[self._place.rank].unlink(missing_ok=True)
+        if self._place.rank == 0:
+            self._plan.unlink(missing_ok=True)
 
     def results(self) -> dict[str, Ablation]:
         """What came of it."""

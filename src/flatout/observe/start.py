@@ -211,7 +211,7 @@ class Observer:
     def _with_ablations(self, seen: Observation, error: str) -> Observation:
         assert self._ablations is not None
         self.watch.lanes.thread = 0
-        self._ablations.put_back()
+        self._ablations.end()
         seen.ablations = self._ablations.results()
         seen.notes += self._ablations.notes
         if error:
