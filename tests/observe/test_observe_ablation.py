@@ -131,6 +131,15 @@ def test_a_script_may_be_too_short(tmp_path):
     assert "ablations: the script ended before anything was taken out" in seen.notes
 
 
+@pytest.mark.slow
+def test_a_script_that_fails_meanwhile_was_observed_all_the_same(tmp_path):
+    source = SLOW.replace("steps += 1", "steps += 1\n        assert steps < 20, 'too many'")
+    ran = _run(tmp_path, source, "0", options=("--steps", "9", "--ablate", "3"))
+    seen = _seen(tmp_path)
+    assert (ran.returncode, seen.ended, seen.error, seen.steps) == (0, "stopped", "", 9)
+    assert any(note.endswith("has failed: AssertionError: too many") for note in seen.notes)
+
+
 def test_blocks_are_longer_than_the_queue_and_steps_may_be_too_long():
     loader = Loader("DataLoader", num_workers=2, prefetch_factor=2)
     long = Observation([], steps=3, step_ms=[900.0] * 3, loaders=[loader])
@@ -162,7 +171,7 @@ def test_blocks_run_in_the_planned_order_and_end_the_script(tmp_path):
     block = 2 + 3  # steps that are not counted, and as few of the others as may be
 
     assert builtins.print is loud
-    assert ablations.notes == []
+    assert ablations.notes == ["ablations: input stays in: its batches come from no DataLoader"]
     assert "".join(silent) == "a" * 8 + "".join(side * block for side in "abbaabba")
     assert ablations.results()["log"].pairs == 2
     ablations.end()

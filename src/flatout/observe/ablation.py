@@ -32,6 +32,8 @@ _SHORTEST_S, _LONGEST_S = 0.1, 1.0
 _PAIRS = 8
 # Shares of a step from which on taking a lane out is worth its time.
 _WORTH = 0.01
+# A rank alone stops after so many times the budget: evaluations between the steps take time too.
+_OVERDUE = 2.0
 # The ranks begin so many steps after the first one has said so; it waits so long for the others.
 _AHEAD, _PATIENCE_S = 4, 20.0
 _LANES: dict[str, Callable[[Watch], Any]] = {
@@ -89,7 +91,7 @@ class Ablations:
         self._plan = folder / ".ablations"
         self._ready = [folder / f".ready-{rank}" for rank in range(place.world_size)]
         self._blocks: list[_Blocks] = []
-        self._until = math.inf
+        self._until = math.inf  # when to wait or try no longer
         self._seen: Observation | None = None
         self.notes: list[str] = []
         if place.rank == 0:
@@ -128,6 +130,8 @@ class Ablations:
         planned = [plan(lane, self._seen, self._budget_s / len(lanes)) for lane in lanes]
         start = self._watch.lanes.steps + _AHEAD
         found = [one for one in planned if one is not None]
+        if not any(loader.in_training for loader in self._seen.loaders):
+            self.notes.append("ablations: input stays in: its batches come from no DataLoader")
         for lane, one in zip(lanes, planned, strict=True):
             if one is None:
                 self.notes.append(f"ablations: steps are too long to try any without {lane}")
@@ -142,6 +146,10 @@ class Ablations:
             self.notes.append("ablations: the ranks do not step together")
             self._watch.enough()
             return
+        if self._place.world_size == 1:
+            self._until = monotonic() + _OVERDUE * self._budget_s
+        else:
+            self._until = math.inf  # the ranks must do the same
         at, step = self._watch.at, start
         for one in planned:
             blocks = _Blocks(one, _LANES[one.lane](self._watch))
@@ -163,6 +171,8 @@ class Ablations:
         finish_device()
         took = perf_counter_ns() - blocks.began - (self._between() - blocks.between)
         blocks.seconds[side].append(took / blocks.planned.steps / 1e9)
+        if monotonic() > self._until:
+            self._watch.enough()
 
     def _between(self) -> int:
         spent = self._watch.lanes.spent
@@ -185,7 +195,7 @@ class Ablations:
             lane = blocks.planned.lane
             result = judged(blocks.seconds["a"], blocks.seconds["b"])
             if result is None:
-                self.notes.append(f"ablations: the script ended before {lane} was tried")
+                self.notes.append(f"ablations: there was no time to try enough without {lane}")
             else:
                 found[lane] = result
         return found

@@ -255,7 +255,7 @@ class Observer:
             is_fine = isinstance(error, SystemExit) and error.code in (None, 0)
             words = "" if is_fine else told(error)
             if self._observed is not None:  # it was observed to the end
-                return self._stopped(words)
+                return self._stopped("" if isinstance(error, KeyboardInterrupt) else words)
             self.finish("done" if is_fine else "failed", words)
             raise
         if self.watch.is_enough:
