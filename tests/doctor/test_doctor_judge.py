@@ -8,7 +8,7 @@ import pytest
 from flatout.devices.inventory import inventory
 from flatout.doctor.critical import critical
 from flatout.doctor.judge import judge
-from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
+from flatout.observe import Ablation, Call, Loader, Model, Observation, Optimizer, Site
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,28 @@ def test_the_critical_lane_has_its_cause_and_the_hot_line(machine):
     gpu = rank(input=250.0, forward=60.0)
     gpu.device = "cuda:0"
     assert critical([gpu]).words.startswith("the GPU waits for input")
+
+
+def test_no_cure_returns_more_than_taking_its_lane_out(machine):
+    seen = rank(input=250.0, forward=60.0, backward=90.0)
+    seen.page_faults = 20_000.0
+    seen.ablations["input"] = Ablation(
+        2.5, 2.4, 2.6, floor=0.01, pairs=4, step_ms=400.0, without_ms=160.0, returns_ms=246.0
+    )
+    verdict = judge([seen], machine)
+    costs = {found.name: found.cost_ms for found in verdict.findings}
+    assert costs["starvation"] == 246.0
+    assert verdict.critical.words.endswith(
+        "; without waiting for input a step would take 160 ms instead of 400 ms"
+    )
+
+    # The workers wait for something else: the model alone is as slow.
+    seen.ablations["input"] = Ablation(1.0, 0.99, 1.01, 0.01, 4, 400.0, 400.0, 4.0)
+    verdict = judge([seen], machine)
+    kinds = {found.name: (found.kind, found.cost_ms) for found in verdict.findings}
+    assert kinds["starvation"] == ("note", 4.0)
+    assert verdict.findings[0].name == "memory_returned"
+    assert "without" not in verdict.critical.words
 
 
 def test_forward_and_backward_are_one_cause():

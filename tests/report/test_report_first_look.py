@@ -12,7 +12,7 @@ from flatout.devices.inventory import inventory
 from flatout.devices.visible import CudaDevice
 from flatout.doctor.finding import Finding
 from flatout.doctor.judge import Verdict, judge
-from flatout.observe import Loader, Model, Observation, Site
+from flatout.observe import Ablation, Loader, Model, Observation, Site
 from flatout.report.first_look import FirstLookReport, header, short
 from flatout.report.page import page
 
@@ -66,6 +66,17 @@ def test_lanes_take_one_line_and_bars_the_room_that_is_left(verdict, width):
     assert len(line.rstrip()) <= width
     wait, forward, backward = (part.count("█") for part in line.split("|")[:3])
     assert wait > backward >= forward >= 1
+
+
+def test_what_was_taken_out_is_one_line():
+    seen = observation()
+    seen.ablations = {
+        "input": Ablation(2.56, 2.5, 2.62, 0.01, 5, 412.0, 161.0, 255.0),
+        "evaluation": Ablation(1.2, 1.2, 1.2),
+    }
+    text = shown(judge([seen], inventory()))
+    assert "taken out in place: input 2.56x [2.50,2.62], evaluation 1.20x\n" in text
+    assert "a step would take 161 ms instead of 412 ms" in " ".join(text.split())
 
 
 def test_each_rank_has_its_line():

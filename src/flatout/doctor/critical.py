@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from flatout.doctor.checks.signals import HUNGRY, is_gpu, ms
+from flatout.doctor.taken_out import without
 from flatout.measure.timeline import LANES
 from flatout.observe import Call, Loader, Observation, Site
 
@@ -34,7 +35,7 @@ class Critical:
         lanes: its names in measure.LANES.
         ms: per step.
         share: of all lanes, those between steps too.
-        words: what that is, in a sentence without figures.
+        words: what that is, and what steps would take without it where that was measured.
         where: file:line of the user's code; "" where none is known.
         rank: the one that the others wait for; None where all are alike.
     """
@@ -62,8 +63,9 @@ def critical(ranks: Sequence[Observation]) -> Critical | None:
         return None
     largest = max(_TOGETHER, key=lambda names: sum(lanes[name] for name in names))
     taken = sum(lanes[name] for name in largest)
-    words, site = _explained(largest, max(ranks, key=lambda rank: _sum(rank, largest)))
-    return Critical(largest, taken, taken / whole, words, str(site or ""))
+    most = max(ranks, key=lambda rank: _sum(rank, largest))
+    words, site = _explained(largest, most)
+    return Critical(largest, taken, taken / whole, words + without(largest, most), str(site or ""))
 
 
 def _straggler(ranks: Sequence[Observation]) -> Observation | None:

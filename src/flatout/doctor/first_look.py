@@ -23,6 +23,9 @@ model. It is ended then, whether it has stepped or not."""
 _INTERRUPTED_WITHIN_S = 5.0
 """How long a script may take to end as by Ctrl-C, so that what was seen is written."""
 
+_ABLATED = 0.4
+"""Share of the time in which its steps are watched, for which lanes are taken out of it then."""
+
 _LAST_LINES = 15
 _LAST_BYTES = 2**16
 _LOOKS_EVERY_S = 0.05
@@ -71,8 +74,10 @@ def first_look(
     """Runs a script as `python` would, with its standard input closed, and observes it.
 
     It is contained as in a trial: what it writes lies in a scratch folder, which is gone
-    afterwards, and it sends nothing elsewhere. To be called from the main thread, which is where
-    signals arrive.
+    afterwards, and it sends nothing elsewhere. Then lanes are taken out of its steps for a while,
+    unless `steps` are given: that shows the most that a cure of each can return.
+
+    To be called from the main thread, which is where signals arrive.
 
     Args:
         what: the script and its arguments; a module after "-m"; or torchrun's command line.
@@ -92,10 +97,17 @@ def first_look(
         seen.mkdir()
         limits = ["--seconds", f"{seconds:g}", *(["--steps", str(steps)] if steps else [])]
         observe = ["-m", "flatout.observe.start", str(seen), *limits]
-        command = under_torchrun(what, observe) or [sys.executable, *observe, *what]
-        subject, uncontained = _begun(command, folder, seen, in_place)
+        ablate_s = 0.0 if steps else _ABLATED * seconds
+
+        def command(*more: str) -> list[str]:
+            start = [*observe, *more]
+            return under_torchrun(what, start) or [sys.executable, *start, *what]
+
+        ablating = command("--ablate", f"{ablate_s:g}") if ablate_s else command()
+        subject, uncontained = _begun(ablating, command(), folder, seen, in_place)
         try:
-            code = _watched(subject, began + seconds + starting_s, met, verbose)
+            until = began + seconds + ablate_s + starting_s
+            code = _watched(subject, until, met, verbose)
         finally:
             subject.end()
         return FirstLook(
@@ -110,12 +122,17 @@ def first_look(
         )
 
 
-def _begun(command: list[str], folder: Path, seen: Path, in_place: bool) -> tuple[Subject, str]:
-    """Starts it; returns with it why it is not contained, where it was to be."""
+def _begun(
+    ablating: list[str], command: list[str], folder: Path, seen: Path, in_place: bool
+) -> tuple[Subject, str]:
+    """Starts it, by the first command where nothing of it is kept.
+
+    Returns with it why it is not contained, where it was to be.
+    """
     reason = ""
     if not in_place:
         try:
-            return Contained(command, folder / "look", temporary_of(folder) / "look", seen), ""
+            return Contained(ablating, folder / "look", temporary_of(folder) / "look", seen), ""
         except FlatoutError as error:
             reason = error.what
     return InPlace(command, folder / "output"), reason

@@ -13,6 +13,7 @@ from flatout.doctor.critical import Critical, critical
 from flatout.doctor.edits.proposals import with_edits
 from flatout.doctor.finding import Finding, docs_page
 from flatout.doctor.here import on_this_machine
+from flatout.doctor.taken_out import bounded
 from flatout.measure import available_bytes
 from flatout.observe import Observation
 
@@ -99,7 +100,7 @@ def judge(ranks: Sequence[Observation], machine: Inventory) -> Verdict:
     passed: list[str] = []
     unknown: list[tuple[str, str]] = []
     for check in CHECKS:
-        of_ranks = {rank.rank: _looked(check.look, rank) for rank in seen}
+        of_ranks = {rank.rank: _bounded(_looked(check.look, rank), rank) for rank in seen}
         _sort(check.name, of_ranks, found, passed, unknown)
     for across in RANK_CHECKS:
         _sort(across.name, {0: _looked(across.look, seen)}, found, passed, unknown)
@@ -120,6 +121,10 @@ def _looked(look: Any, at: Any) -> list[Finding] | str:
     except NoSignal as reason:
         return str(reason)
     return found
+
+
+def _bounded(found: list[Finding] | str, rank: Observation) -> list[Finding] | str:
+    return found if isinstance(found, str) else bounded(found, rank)
 
 
 def _sort(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+import sys
 from pathlib import Path
+from typing import Any
 
 from flatout.measure.cgroup import cgroup_memory_available
 
@@ -40,3 +42,13 @@ def available_bytes(root: Path = Path("/")) -> int:
     machine = int(psutil.virtual_memory().available)
     allowed = cgroup_memory_available(root)
     return machine if allowed is None else min(machine, allowed)
+
+
+def finish_device() -> None:
+    """Waits for what this process has only queued on a device: a block's time is the device's too.
+
+    Does not import torch, nor begin to use a device.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -5,6 +5,7 @@ Observation of each rank in the folder.
 """
 
 from flatout.observe.observation import (
+    Ablation,
     Call,
     Loader,
     Model,
@@ -13,4 +14,4 @@ from flatout.observe.observation import (
     Site,
 )
 
-__all__ = ["Call", "Loader", "Model", "Observation", "Optimizer", "Site"]
+__all__ = ["Ablation", "Call", "Loader", "Model", "Observation", "Optimizer", "Site"]

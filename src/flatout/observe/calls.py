@@ -38,6 +38,7 @@ class Calls:
     Attributes:
         noted: how many calls, of all kinds.
         passed: how many that could have copied to another device, and have not.
+        sought: for how many of those noted the user's line had to be looked for.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -48,7 +49,7 @@ class Calls:
         self._windows: dict[str, int] = {}
         # Functions that call an optimiser's step.
         self.loops: set[CodeType] = set()
-        self.noted = self.passed = 0
+        self.noted = self.passed = self.sought = 0
 
     def note(
         self, kind: str, ns: int, depth: int = 2, detail: dict[str, Any] | None = None
@@ -59,6 +60,7 @@ class Calls:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entry_of(kind, frame, detail or {})
+            self.sought += 1
             if is_users(frame.f_code.co_filename) and kind not in _OF_LOOP:
                 self._entries[key] = entry
                 self._codes.append(frame.f_code)  # held, so that its id stays its own
@@ -94,7 +96,7 @@ class Calls:
         for entry in self._of_lines.values():
             if entry.kind not in _OF_SETUP:
                 entry.forget()
-        self.noted = self.passed = 0
+        self.noted = self.passed = self.sought = 0
 
     def spread(self, kind: str, window: int) -> None:
         """Calls of this kind were watched in so many steps only; they are told as if in all."""

@@ -132,11 +132,11 @@ class Models:
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is not None and dynamo.counters:
             return  # something is compiled, and would be compiled anew
+        self._torch.nn.Module.__call__ = self._original
         classes = {type(m) for seen in self._known.values() for m in unwrapped(seen.ref())}
         for owner in classes - self._narrowed - {self._torch.nn.Module}:
             owner.__call__ = self.watched(owner.__call__)
         self._narrowed |= classes
-        self._torch.nn.Module.__call__ = self._original
         watched = tuple(self._narrowed)
         for seen in self._known.values():
             module = seen.ref()

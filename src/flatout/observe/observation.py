@@ -212,6 +212,28 @@ class Model:
 
 
 @dataclass
+class Ablation:
+    """What a step takes with one lane taken out of it, measured in the running script.
+
+    Attributes:
+        ratio: time as it is over time without the lane, with its 95% interval from low to high.
+        floor: how far from 1 that ratio would lie by noise alone.
+        pairs: quadruples of blocks that were run; 0 where the lane's own time says all.
+        step_ms, without_ms: per step, at the median of the blocks as it is, and without.
+        returns_ms: the most per step that any cure of this lane can return.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    floor: float = 0.0
+    pairs: int = 0
+    step_ms: float = 0.0
+    without_ms: float = 0.0
+    returns_ms: float = 0.0
+
+
+@dataclass
 class Observation:
     """One rank, from its first observed step to its last.
 
@@ -241,6 +263,9 @@ class Observation:
             written meanwhile, and stays of a script that was killed.
         error: the script's own error, as Python prints it.
         added_us_per_step: what observing has cost, counted directly.
+        ablations: what steps would take without a lane: "input", "log" (print, logging,
+            summaries), "item" (waiting for a device to read a number), "sync", "evaluation",
+            "saving". Empty where nothing was taken out.
         notes: what could not be seen, and why.
     """
 
@@ -275,6 +300,7 @@ class Observation:
     ended: str = "done"
     error: str = ""
     added_us_per_step: float | None = None
+    ablations: dict[str, Ablation] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
     --steps N       ends the script after so many steps
     --seconds S     ends it so many seconds after its first step
+    --ablate S      does not end it then, but takes lanes out of it for so many seconds more: what
+                    it learns and tells is its own no longer
 
 The script runs as it is. What was seen of this rank is in FOLDER/rank-R.json, an Observation, which
 is written once a second while it runs ("running") and at its end.
@@ -10,6 +12,7 @@ is written once a second while it runs ("running") and at its end.
 from __future__ import annotations
 
 import argparse
+import copy
 import multiprocessing
 import os
 import shutil
@@ -18,6 +21,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatout.observe.ablation import Ablations
 from flatout.observe.backward import watch_backward
 from flatout.observe.compiling import skip_our_frames
 from flatout.observe.cost import added_us_per_step
@@ -55,6 +59,7 @@ class Asked:
     folder: Path
     steps: int | None
     seconds: float | None
+    ablate: float | None
     command: list[str]
 
 
@@ -64,12 +69,13 @@ def parse(arguments: list[str]) -> Asked:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--ablate", type=float)
     parser.add_argument("-m", dest="is_module", action="store_true")
     parser.add_argument("script")
     own = _up_to_script(arguments)
     asked = parser.parse_args(arguments[:own])
     command = [*(["-m"] if asked.is_module else []), asked.script, *arguments[own:]]
-    return Asked(asked.folder, asked.steps, asked.seconds, command)
+    return Asked(asked.folder, asked.steps, asked.seconds, asked.ablate, command)
 
 
 def _up_to_script(arguments: list[str]) -> int:
@@ -77,7 +83,7 @@ def _up_to_script(arguments: list[str]) -> int:
     names = 0
     at = 0
     while at < len(arguments) and names < 2:
-        if arguments[at] in ("--steps", "--seconds"):
+        if arguments[at] in ("--steps", "--seconds", "--ablate"):
             at += 1
         elif not arguments[at].startswith("-"):
             names += 1
@@ -103,6 +109,11 @@ class Observer:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._workers = self._path.with_name(f".workers-{self._place.rank}")
         self._workers.mkdir(exist_ok=True)
+        self._observed: Observation | None = None
+        self._ablations: Ablations | None = None
+        if asked.ablate:
+            self._ablations = Ablations(self.watch, self._path.parent, self._place, asked.ablate)
+            self.watch.then = self._ablate
         self._hook()
         self._writer = Writer(self._path, self._live)
 
@@ -172,11 +183,44 @@ class Observer:
             for note in [note for note in notes if note.startswith(_BECAME)]:
                 del notes[note]
 
+    def _ablate(self) -> None:
+        """Enough was seen: what comes now is no part of the observation."""
+        assert self._ablations is not None
+        thread = self.watch.lanes.thread
+        self._observed = copy.deepcopy(self._whole("stopped"))
+        self.watch.lanes.thread = thread
+        write(self._path, self._observed)
+        self._ablations.begin(self._observed)
+
     def finish(self, ended: str, error: str = "") -> None:
         """Writes the last state: how the script ended, and with which error of its own."""
         if os.getpid() != self._pid or self._is_finished:
             return
         self._is_finished = True
+        if self._observed is None:
+            seen = self._whole(ended, error)
+            if self._ablations is not None and seen.steps:
+                seen.notes.append("ablations: the script ended before anything was taken out")
+        else:
+            seen = self._with_ablations(self._observed, error)
+        write(self._path, seen)
+        shutil.rmtree(self._workers, ignore_errors=True)
+        if seen.added_us_per_step is not None:
+            say(f"observed {seen.steps} steps; added {seen.added_us_per_step:.1f} us per step")
+
+    def _with_ablations(self, seen: Observation, error: str) -> Observation:
+        assert self._ablations is not None
+        self.watch.lanes.thread = 0
+        self._ablations.end()
+        seen.ablations = self._ablations.results()
+        seen.notes += self._ablations.notes
+        if error:
+            last = error.strip().splitlines()[-1]
+            seen.notes.append(f"ablations: with a lane taken out the script has failed: {last}")
+        return seen
+
+    def _whole(self, ended: str, error: str = "") -> Observation:
+        """All that was seen, looked at for the last time."""
         self._writer.stop()
         lanes = self.watch.lanes
         lanes.end()
@@ -188,10 +232,7 @@ class Observer:
         seen.error = error
         if seen.steps:
             seen.added_us_per_step = added_us_per_step(self.watch, self._writer.cpu_seconds)
-        write(self._path, seen)
-        shutil.rmtree(self._workers, ignore_errors=True)
-        if seen.added_us_per_step is not None:
-            say(f"observed {seen.steps} steps; added {seen.added_us_per_step:.1f} us per step")
+        return seen
 
     def _leave(self) -> None:
         """The script goes on although it was ended: ends the process."""
@@ -212,15 +253,18 @@ class Observer:
             if self.watch.is_enough:
                 return self._stopped()
             is_fine = isinstance(error, SystemExit) and error.code in (None, 0)
-            self.finish("done" if is_fine else "failed", "" if is_fine else told(error))
+            words = "" if is_fine else told(error)
+            if self._observed is not None:  # it was observed to the end
+                return self._stopped("" if isinstance(error, KeyboardInterrupt) else words)
+            self.finish("done" if is_fine else "failed", words)
             raise
         if self.watch.is_enough:
             return self._stopped()
         self.finish("done")
         return 0
 
-    def _stopped(self) -> int:
-        self.finish("stopped")
+    def _stopped(self, error: str = "") -> int:
+        self.finish("stopped", error)
         end_workers()
         _end_anyway()
         return 0

@@ -27,6 +27,9 @@ class Watch:
     Args:
         steps: after how many steps the script is ended; None means never.
         seconds: after how many seconds from the end of its first step; None means never.
+
+    Attributes:
+        then: what is done once enough was seen, in place of ending the script.
     """
 
     def __init__(self, steps: int | None = None, seconds: float | None = None) -> None:
@@ -44,6 +47,7 @@ class Watch:
         self.before_saving: list[Callable[[], None]] = []
         self.looking_ns = 0
         self.on_enough_again: Callable[[], None] = lambda: None
+        self.then: Callable[[], None] | None = None
         self._most = sys.maxsize if steps is None else steps
         self._seconds = seconds
         self._looks: list[tuple[int, int, Callable[[], None]]] = []
@@ -85,11 +89,22 @@ class Watch:
         finally:
             lanes.thread = thread
             took = perf_counter_ns() - began
-            lanes.last += took
+            lanes.leave_out(took)
             if lanes.steps > _FIRST_STEPS:
                 self.looking_ns += took
 
+    def enough(self) -> None:
+        """Ends the script at the end of a step, this one or the next."""
+        self._most = self.lanes.due = 0
+
     def _end(self) -> None:
+        then, self.then = self.then, None
+        if then is not None:
+            lanes = self.lanes
+            lanes.due = self._most = lanes.until = sys.maxsize
+            then()
+            lanes.skip()
+            return
         if self.is_enough or threading.current_thread() is not threading.main_thread():
             # The script has caught the first one and goes on, or this would end a thread alone.
             self.is_enough = True

@@ -19,7 +19,7 @@ from flatout.devices.inventory import Inventory
 from flatout.devices.process import at_start
 from flatout.doctor.finding import Finding
 from flatout.doctor.judge import Verdict
-from flatout.observe import Observation
+from flatout.observe import Ablation, Observation
 from flatout.recipe import Recipe
 
 _STEP = ("input", "copy", "forward", "backward", "sync", "optimiser", "host", "gc", "idle")
@@ -68,6 +68,7 @@ class FirstLookReport:
         found = self.verdict.critical
         if found is not None:
             yield Text(", ".join(part for part in (found.words, short(found.where)) if part))
+        yield from _taken_out(self.verdict.observations)
         yield from self._dangers()
         yield from self._could_be_tried()
         yield from self._checks()
@@ -219,6 +220,20 @@ def _lanes(rank: Observation, of_several: bool, width: int) -> Iterator[Renderab
     }
     line = " | ".join(words).format(*bars.values())
     yield Text(begin + line)
+
+
+def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
+    """One line: what steps gain without each lane, of the rank that gains most."""
+    best: dict[str, Ablation] = {}
+    for rank in ranks:
+        for lane, one in rank.ablations.items():
+            best[lane] = max(best.get(lane, one), one, key=lambda one: one.ratio)
+    words = [
+        f"{lane} {one.ratio:.2f}x" + (f" [{one.low:.2f},{one.high:.2f}]" if one.pairs else "")
+        for lane, one in best.items()
+    ]
+    if words:
+        yield Text(f"taken out in place: {', '.join(words)}")
 
 
 def _bound(finding: Finding) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
+from flatout.measure.meters import finish_device
+
 # Name of the abstract Unix socket on which the trial listens.
 VARIABLE = "FLATOUT_BATON"
 
@@ -41,7 +43,7 @@ class Baton:
         self._done += 1
         if self._done < self._next or os.getpid() != self._pid:
             return
-        _finish_device()
+        finish_device()
         now = perf_counter_ns()
         if self._done == self._first < self._last:
             self._began, self._next, self._between = now, self._last, _between()
@@ -109,13 +111,6 @@ def _join() -> None:
         return
     _baton = Baton(connection)
     _baton.step()
-
-
-def _finish_device() -> None:
-    """Wait for what the host has only queued: a block's time is the device's too."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 def _queued_batches() -> int:

@@ -1,0 +1,62 @@
+"""What ablations say of findings: no cure of a lane returns more than taking the lane out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flatout.doctor.checks.signals import is_worth, ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Ablation, Observation
+
+_FINDINGS = {
+    "input": (
+        "decode_each_epoch",
+        "map_per_sample",
+        "small_files",
+        "starvation",
+        "text_parse",
+        "workers_too_many",
+        "workers_zero",
+    ),
+    "log": ("log_each_step",),
+    "item": ("item_each_step",),
+    "sync": ("no_sync_missing",),
+    "evaluation": ("evaluate_with_grad",),
+}
+"""The findings whose cures work on one lane alone, by that lane."""
+
+_LANE_OF = {name: lane for lane, names in _FINDINGS.items() for name in names}
+
+_WITHOUT = {
+    ("input",): "waiting for input",
+    ("sync",): "the sum of gradients",
+    ("evaluation",): "evaluation",
+    ("saving",): "saving",
+}
+"""Critical lanes that can be taken out, in words."""
+
+
+def bounded(found: Sequence[Finding], seen: Observation) -> list[Finding]:
+    """Returns the findings of one rank with what they cost at most, as far as that was measured."""
+    return [_bounded(finding, seen) for finding in found]
+
+
+def _bounded(finding: Finding, seen: Observation) -> Finding:
+    measured = seen.ablations.get(_LANE_OF.get(finding.name, ""))
+    if measured is None or finding.kind != "slow":
+        return finding
+    own = measured.returns_ms if finding.cost_ms is None else finding.cost_ms
+    most = min(own, measured.returns_ms)
+    return replace(finding, cost_ms=most, kind="slow" if is_worth(seen, most) else "note")
+
+
+def without(lanes: tuple[str, ...], seen: Observation) -> str:
+    """Says what a step takes without the lanes that it waits for most; "" if nobody tried."""
+    measured: Ablation | None = seen.ablations.get(lanes[0]) if len(lanes) == 1 else None
+    if measured is None or lanes not in _WITHOUT or measured.low <= 1 + measured.floor:
+        return ""
+    return (
+        f"; without {_WITHOUT[lanes]} a step would take {ms(measured.without_ms)} "
+        f"instead of {ms(measured.step_ms)}"
+    )

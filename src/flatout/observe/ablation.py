@@ -1,0 +1,285 @@
+"""Ablation in place: what a step of a running script takes once a lane is taken out of it.
+
+After the ordinary observation, blocks of steps run in the order A B B A, B without the lane. The
+ratio of their times is the most that a cure of this lane can give. Blocks begin and end by the
+number of steps, not by the clock, so that all ranks change at the same step; those of one machine
+agree on it through files in the observer's folder. The first steps of a block are not counted: as
+many as loaders make ahead, and two more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import monotonic, perf_counter_ns
+from typing import Any
+
+from flatout.measure.meters import finish_device
+from flatout.observe.lanes import EVALUATION, SAVING
+from flatout.observe.observation import Ablation, Observation
+from flatout.observe.taken_out import Input, Items, Log, Sync, summing
+from flatout.observe.watch import Watch
+from flatout.world.place import Place
+
+_WARM_STEPS, _FEWEST_STEPS = 2, 3
+_SHORTEST_S, _LONGEST_S = 0.1, 1.0
+_PAIRS = 8
+# Shares of a step from which on taking a lane out is worth its time.
+_WORTH = 0.01
+# A rank alone stops after so many times the budget: evaluations between the steps take time too.
+_OVERDUE = 2.0
+# The ranks begin so many steps after the first one has said so; it waits so long for the others.
+_AHEAD, _PATIENCE_S = 4, 20.0
+_LANES: dict[str, Callable[[Watch], Any]] = {
+    "input": Input,
+    "log": Log,
+    "item": Items,
+    "sync": Sync,
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Blocks without one lane.
+
+    Attributes:
+        lane: which.
+        dropped, steps: of each block, not counted and counted.
+        pairs: quadruples of blocks.
+    """
+
+    lane: str
+    dropped: int
+    steps: int
+    pairs: int
+
+
+@dataclass
+class _Blocks:
+    """What the blocks without one lane took, as far as they have run."""
+
+    planned: Planned
+    lane: Any
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"a": [], "b": []})
+    began: int = 0
+    between: int = 0
+
+
+class Ablations:
+    """What is tried in this process, once its ordinary observation is over.
+
+    Args:
+        watch: that of the observation, which goes on.
+        folder: of all ranks.
+        place: of this rank.
+        budget_s: for all lanes together.
+
+    Attributes:
+        notes: what was not tried, and why.
+    """
+
+    def __init__(self, watch: Watch, folder: Path, place: Place, budget_s: float) -> None:
+        self._watch = watch
+        self._place = place
+        self._budget_s = budget_s
+        self._plan = folder / ".ablations"
+        self._ready = [folder / f".ready-{rank}" for rank in range(place.world_size)]
+        self._blocks: list[_Blocks] = []
+        self._until = math.inf  # when to wait or try no longer
+        self._seen: Observation | None = None
+        self.notes: list[str] = []
+        if place.rank == 0:
+            self._plan.unlink(missing_ok=True)
+        self._ready[place.rank].unlink(missing_ok=True)
+
+    def begin(self, seen: Observation) -> None:
+        """The ordinary observation has ended with this; to be called at the end of a step."""
+        self._seen = seen
+        if self._place.world_size > self._place.local_world_size:
+            self.notes.append("ablations: none where the ranks lie on several machines")
+            self._watch.enough()
+            return
+        self._until = monotonic() + _PATIENCE_S
+        self._ready[self._place.rank].touch()
+        self._wait()
+
+    def _wait(self) -> None:
+        """The first rank waits for all, the others for what it plans: at the end of each step."""
+        planned = None
+        if self._place.rank:
+            planned = _read(self._plan)
+        elif all(path.exists() for path in self._ready):
+            planned = self._planned()
+        if planned is not None:
+            self._schedule(*planned)
+        elif monotonic() > self._until:
+            self.notes.append("ablations: the ranks do not step together")
+            self._watch.enough()
+        else:
+            self._watch.at(self._watch.lanes.steps + 1, self._wait)
+
+    def _planned(self) -> tuple[int, list[Planned]]:
+        assert self._seen is not None
+        lanes = worth_trying(self._seen, self._watch)
+        planned = [plan(lane, self._seen, self._budget_s / len(lanes)) for lane in lanes]
+        start = self._watch.lanes.steps + _AHEAD
+        found = [one for one in planned if one is not None]
+        if not any(loader.in_training for loader in self._seen.loaders):
+            self.notes.append("ablations: input stays in: its batches come from no DataLoader")
+        for lane, one in zip(lanes, planned, strict=True):
+            if one is None:
+                self.notes.append(f"ablations: steps are too long to try any without {lane}")
+        beside = self._plan.with_name(".ablations-")
+        beside.write_text(json.dumps([start, [asdict(one) for one in found]]), encoding="utf-8")
+        os.replace(beside, self._plan)
+        return start, found
+
+    def _schedule(self, start: int, planned: Sequence[Planned]) -> None:
+        """Notes at which steps what happens."""
+        if start < self._watch.lanes.steps:
+            self.notes.append("ablations: the ranks do not step together")
+            self._watch.enough()
+            return
+        if self._place.world_size == 1:
+            self._until = monotonic() + _OVERDUE * self._budget_s
+        else:
+            self._until = math.inf  # the ranks must do the same
+        at, step = self._watch.at, start
+        for one in planned:
+            blocks = _Blocks(one, _LANES[one.lane](self._watch))
+            self._blocks.append(blocks)
+            for side in one.pairs * "abba":
+                at(step, blocks.lane.take_out if side == "b" else blocks.lane.put_back)
+                at(step + one.dropped, partial(self._count_from, blocks))
+                step += one.dropped + one.steps
+                at(step, partial(self._count_to, blocks, side))
+            at(step, blocks.lane.put_back)
+        at(step, self._watch.enough)
+
+    def _count_from(self, blocks: _Blocks) -> None:
+        finish_device()
+        blocks.between = self._between()
+        blocks.began = perf_counter_ns()
+
+    def _count_to(self, blocks: _Blocks, side: str) -> None:
+        finish_device()
+        took = perf_counter_ns() - blocks.began - (self._between() - blocks.between)
+        blocks.seconds[side].append(took / blocks.planned.steps / 1e9)
+        if monotonic() > self._until:
+            self._watch.enough()
+
+    def _between(self) -> int:
+        spent = self._watch.lanes.spent
+        return spent[EVALUATION] + spent[SAVING]
+
+    def end(self) -> None:
+        """Puts everything back, wherever the script has ended."""
+        for blocks in self._blocks:
+            blocks.lane.put_back()
+        self._ready[self._place.rank].unlink(missing_ok=True)
+        if self._place.rank == 0:
+            self._plan.unlink(missing_ok=True)
+
+    def results(self) -> dict[str, Ablation]:
+        """What came of it."""
+        if self._seen is None:
+            return {}
+        found = from_lanes(self._seen)
+        for blocks in self._blocks:
+            lane = blocks.planned.lane
+            result = judged(blocks.seconds["a"], blocks.seconds["b"])
+            if result is None:
+                self.notes.append(f"ablations: there was no time to try enough without {lane}")
+            else:
+                found[lane] = result
+        return found
+
+
+def _read(path: Path) -> tuple[int, list[Planned]] | None:
+    """What the first rank plans; None before it does."""
+    try:
+        start, planned = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return start, [Planned(**one) for one in planned]
+
+
+def worth_trying(seen: Observation, watch: Watch) -> list[str]:
+    """The lanes without which steps could be shorter."""
+    trained = [loader for loader in seen.loaders if loader.in_training]
+    step_ms = median(seen.step_ms)
+    told = sum(call.seconds or 0 for call in seen.calls if call.kind in ("print", "log"))
+    found = []
+    waits = (seen.lanes_ms.get("input") or 0.0) >= _WORTH * step_ms
+    if trained and (waits or any(loader.num_workers for loader in trained)):
+        found.append("input")
+    if 1e3 * told / seen.steps >= _WORTH * step_ms or Log(watch).has_summaries:
+        found.append("log")
+    reads = [call for call in seen.calls if call.kind == "item"]
+    if seen.device.startswith("cuda") and any(2 * call.steps > seen.steps for call in reads):
+        found.append("item")
+    if seen.world_size > 1 and summing(watch):
+        found.append("sync")
+    return found
+
+
+def plan(lane: str, seen: Observation, budget_s: float) -> Planned | None:
+    """How many steps to try without a lane, in so many seconds; None where they are too long."""
+    step_s = max(median(seen.step_ms) / 1e3, 1e-6)
+    queue = 0
+    if lane == "input":
+        queue = max(
+            (one.num_workers or 0) * (one.prefetch_factor or 1)
+            for one in seen.loaders
+            if one.in_training
+        )
+    dropped = queue + _WARM_STEPS
+    wanted_s = min(max(budget_s / (4 * _PAIRS), _SHORTEST_S), _LONGEST_S)
+    steps = max(math.ceil(wanted_s / step_s) - dropped, queue + 1, _FEWEST_STEPS)
+    pairs = min(_PAIRS, int(budget_s / (4 * (dropped + steps) * step_s)))
+    if pairs < 2:
+        steps = max(queue + 1, _FEWEST_STEPS)
+        pairs = min(2, int(budget_s / (4 * (dropped + steps) * step_s)))
+    return Planned(lane, dropped, steps, pairs) if pairs >= 2 else None
+
+
+def judged(a: Sequence[float], b: Sequence[float]) -> Ablation | None:
+    """What blocks in the order A B B A say, in seconds per step; None below two quadruples."""
+    from flatout.measure.trial import run_trial
+
+    whole = min(len(a), len(b)) // 2
+    if whole < 2:
+        return None
+    of_a, of_b = iter(a), iter(b)
+    trial = run_trial(lambda: next(of_a), lambda: next(of_b), max_pairs=whole, min_pairs=whole)
+    most = max(trial.high, 1 + trial.floor)
+    return Ablation(
+        ratio=trial.ratio,
+        low=trial.low,
+        high=trial.high,
+        floor=trial.floor,
+        pairs=trial.pairs,
+        step_ms=1e3 * trial.a_median,
+        without_ms=1e3 * trial.b_median,
+        returns_ms=1e3 * trial.a_median * (1 - 1 / most),
+    )
+
+
+def from_lanes(seen: Observation) -> dict[str, Ablation]:
+    """Evaluation and saving lie between the steps: what falls away without them is known."""
+    whole = sum(ms or 0.0 for ms in seen.lanes_ms.values())
+    found = {}
+    for lane in ("evaluation", "saving"):
+        ms = seen.lanes_ms.get(lane) or 0.0
+        if whole > ms > _WORTH * whole:
+            ratio = whole / (whole - ms)
+            found[lane] = Ablation(
+                ratio, ratio, ratio, step_ms=whole, without_ms=whole - ms, returns_ms=ms
+            )
+    return found

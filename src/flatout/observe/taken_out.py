@@ -1,0 +1,256 @@
+"""Lanes that can be taken out of a running script, and put back, between two of its steps.
+
+Each has `take_out()` and `put_back()`. What the script then learns is not what it would have
+learned: only where nothing of it is kept.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident
+from types import CodeType
+from typing import Any
+
+from flatout.observe.lanes import FORWARD, HOST, INPUT
+from flatout.observe.watch import Watch
+
+
+class Input:
+    """Batches to train on: the loader hands out the same one again, and nobody waits.
+
+    An epoch has as many batches as ever, since scripts count them; only a data set without a
+    length goes on longer. Workers may fill their queue meanwhile.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._lanes = watch.lanes
+        self._is_out = False
+        self._kept: dict[int, Kept] = {}
+        module = sys.modules.get("torch.utils.data.dataloader")
+        if module is not None:
+            self._hook(module._BaseDataLoaderIter)
+
+    def take_out(self) -> None:
+        """From now on."""
+        self._is_out = True
+
+    def put_back(self) -> None:
+        """Until now."""
+        self._is_out = False
+        self._kept.clear()
+
+    def _hook(self, owner: Any) -> None:
+        lanes, original = self._lanes, owner.__next__
+
+        def take(iterator: Any) -> Any:
+            seen = iterator.__dict__.get("_flatout_seen")
+            if get_ident() != lanes.thread or lanes.current == INPUT:
+                return original(iterator)
+            if seen is None or not seen.in_training:
+                return original(iterator)
+            left = _length(iterator) - iterator._num_yielded
+            if left <= 0:  # it has some left, in place of those that were handed out again
+                lanes.begin_batch()
+                lanes.switch(HOST)
+                raise StopIteration
+            kept = self._kept.get(seen.number) if self._is_out else None
+            if kept is None:
+                batch = original(iterator)
+                if self._is_out and left > 1:  # the last one may be smaller
+                    self._kept[seen.number] = Kept(batch)
+                return batch
+            lanes.begin_batch()
+            lanes.loader = seen
+            iterator._num_yielded += 1
+            batch = kept.again()
+            lanes.switch(FORWARD)
+            return batch
+
+        owner.__next__ = take
+
+
+def _length(iterator: Any) -> float:
+    """How many batches an iterator gives; infinity where nobody knows."""
+    known = iterator.__dict__.get("_flatout_length")
+    if known is None:
+        has_length = iterator._dataset_kind == 0 and hasattr(iterator._index_sampler, "__len__")
+        known = len(iterator._index_sampler) if has_length else float("inf")
+        iterator._flatout_length = known
+    return float(known)
+
+
+class Kept:
+    """A batch that is handed out several times, each time as it was at first."""
+
+    def __init__(self, batch: Any) -> None:
+        self._out = batch
+        self._versions = _versions(batch)
+        self._as_it_was = _deeply(batch)
+
+    def again(self) -> Any:
+        """The batch; a copy where a step has changed it in place."""
+        if _versions(self._out) != self._versions:
+            self._out = _deeply(self._as_it_was)
+            self._versions = _versions(self._out)
+        return _around(self._out)
+
+
+def _deeply(batch: Any) -> Any:
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # of a class of the user's, which cannot be copied
+        return batch
+
+
+def _versions(batch: Any) -> list[int]:
+    """Torch counts the changes of each tensor."""
+    return [tensor._version for tensor in _tensors(batch)]
+
+
+def _tensors(part: Any, depth: int = 0) -> Iterator[Any]:
+    if hasattr(part, "_version"):
+        yield part
+    elif depth < 5:
+        if isinstance(part, Mapping):
+            parts: Any = part.values()
+        else:
+            parts = part if isinstance(part, (list, tuple)) else getattr(part, "__dict__", {})
+            parts = parts.values() if isinstance(parts, dict) else parts
+        for inner in parts:
+            yield from _tensors(inner, depth + 1)
+
+
+def _around(part: Any) -> Any:
+    """The same tensors in containers of their own, from which a step may take them."""
+    if type(part) is dict:
+        return {key: _around(value) for key, value in part.items()}
+    if type(part) in (list, tuple):
+        return type(part)(_around(inner) for inner in part)
+    return part if hasattr(part, "_version") else copy.copy(part)
+
+
+class Sync:
+    """The sum of gradients over the ranks: each rank steps with its own, as under no_sync."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def take_out(self) -> None:
+        """From now on."""
+        self._set(False)
+
+    def put_back(self) -> None:
+        """Until now."""
+        self._set(True)
+
+    def _set(self, is_on: bool) -> None:
+        for wrapper in summing(self._watch):
+            wrapper.require_backward_grad_sync = is_on
+
+
+def summing(watch: Watch) -> list[Any]:
+    """The models that sum their gradients over the ranks, and can do without."""
+    torch: Any = sys.modules.get("torch")
+    kind = torch.nn.parallel.DistributedDataParallel
+    found = [seen.ref() for seen in watch.models]
+    return [one for one in found if isinstance(one, kind) and not one.static_graph]
+
+
+# Functions that tell, by module.
+_TELLING = {"wandb": ("log",), "mlflow": ("log_metric", "log_metrics")}
+_SUMMARIES = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
+
+
+class Log:
+    """What the script tells while it trains: print, logging, summaries for TensorBoard."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._lanes = watch.lanes
+        self._out: list[tuple[Any, str, Any, Any]] = []
+
+    @property
+    def has_summaries(self) -> bool:
+        """Whether something beside print and logging is there to tell, whose time nobody took."""
+        return bool(_summaries())
+
+    def take_out(self) -> None:
+        """From now on."""
+        if not self._out:
+            for owner, name in [(builtins, "print"), (logging.Logger, "_log"), *_summaries()]:
+                self._silence(owner, name)
+
+    def put_back(self) -> None:
+        """Until now."""
+        for owner, name, before, silent in self._out:
+            if getattr(owner, name) is silent:  # nobody has put something else there
+                setattr(owner, name, before)
+        self._out.clear()
+
+    def _silence(self, owner: Any, name: str) -> None:
+        lanes, before = self._lanes, getattr(owner, name)
+
+        def silent(*args: Any, **kwargs: Any) -> Any:
+            return None if get_ident() == lanes.thread else before(*args, **kwargs)
+
+        setattr(owner, name, silent)
+        self._out.append((owner, name, before, silent))
+
+
+def _summaries() -> list[tuple[Any, str]]:
+    places: list[tuple[Any, str]] = []
+    for name in _SUMMARIES:
+        owner = getattr(sys.modules.get(name), "SummaryWriter", None)
+        places += [(owner, adding) for adding in vars(owner or object) if adding[:4] == "add_"]
+    for name, functions in _TELLING.items():
+        module = sys.modules.get(name)
+        places += [(module, function) for function in functions if hasattr(module, function)]
+    return places
+
+
+class Items:
+    """Waiting for a device in order to read a number: its line gets the number that it got last.
+
+    Args:
+        watch: whose thread it is.
+        device: type of the device.
+    """
+
+    def __init__(self, watch: Watch, device: str = "cuda") -> None:
+        self._lanes = watch.lanes
+        self._device = device
+        self._values: dict[tuple[int, int], tuple[CodeType, Any]] = {}
+        self._plain: dict[str, Any] = {}
+
+    def take_out(self) -> None:
+        """From now on."""
+        tensor: Any = sys.modules["torch"].Tensor
+        if not self._plain:
+            self._plain = {name: getattr(tensor, name) for name in ("item", "__float__")}
+            for name, original in self._plain.items():
+                setattr(tensor, name, self._held(original))
+
+    def put_back(self) -> None:
+        """Until now."""
+        tensor: Any = sys.modules["torch"].Tensor
+        for name, original in self._plain.items():
+            setattr(tensor, name, original)
+        self._plain = {}
+        self._values.clear()
+
+    def _held(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        lanes, values, device = self._lanes, self._values, self._device
+
+        def held(tensor: Any) -> Any:
+            if tensor.device.type != device or get_ident() != lanes.thread:
+                return original(tensor)
+            frame = sys._getframe(1)
+            key = (id(frame.f_code), frame.f_lasti)
+            if key not in values:
+                values[key] = (frame.f_code, original(tensor))
+            return values[key][1]
+
+        return held
