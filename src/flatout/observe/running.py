@@ -14,7 +14,9 @@ from flatout.observe.sites import set_home
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Rooms that run scripts: their frames lie above a script's.
-_OURS = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("observe", "cures", "world", "doctor"))
+_OURS = tuple(
+    os.path.join(_PACKAGE, room) + os.sep for room in ("observe", "cures", "world", "doctor")
+)
 
 
 def run(arguments: list[str]) -> None:
