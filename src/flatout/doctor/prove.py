@@ -155,12 +155,13 @@ class _Proving:
             return
         share = spare / (remaining + len(cure.others))
         tried = [self._try(plain, cure, max(share, self._bench.needed_s))]
+        self._tried[cure.names] = tried[0]
         for other in cure.others:
             # The other cures come before the other values of this one.
             spare = self._bench.left_s - max(self._kept_s, remaining * self._bench.needed_s)
             if spare > self._bench.needed_s:
                 tried.append(self._try(plain, other, max(share, self._bench.needed_s)))
-        self._tried[cure.names] = _best(tried)
+                self._tried[cure.names] = _best(tried)
 
     def _try(self, against: Against, cure: Cure, budget_s: float) -> _Tried:
         self._told(f"trying {cure.words} ...")
@@ -203,11 +204,7 @@ class _Proving:
             pair = self._bench.measure(base, together([*chosen, cure]), self._spare())
         if pair.result is None or not pair.result.wins or not self._learns(cure, pair):
             return chosen
-        alone = self._tried[cure.names]
-        reason = f"beside {together(chosen).words}: {pair.result.words}"
-        self._tried[cure.names] = replace(
-            alone, proof=replace(alone.proof, outcome="prescribed", reason=reason)
-        )
+        self._keep(cure, f"pays beside {together(chosen).words}: {pair.result.words}")
         return [*chosen, cure]
 
     def _without_idle(self, chosen: list[Cure]) -> list[Cure]:
@@ -238,11 +235,14 @@ class _Proving:
             final = self._confirmed(plain, everything)
             if final.proof.outcome == "prescribed":
                 self._final = final
+                for cure in chosen:
+                    self._keep(cure, f"pays with the others: {everything.words}")
                 return
-            worst = f"{everything.words}: {final.proof.reason or 'not faster'} when measured anew"
+            worst = f"{final.proof.reason} when measured anew"
             if len(chosen) == 1:
                 self._drop(chosen[0], worst)
                 return
+            worst = f"together {worst}"
             best = max(chosen, key=self._ratio)
             for cure in chosen:
                 if cure is not best:
@@ -288,7 +288,9 @@ class _Proving:
         if once >= _LEAST_SETUP_S:
             repays = math.ceil(once / saved) if result.wins else None
             proof = replace(proof, setup_s=once, repays_after=repays)
-        if cure.recipe and not cure.own_edits and not pair.b.applied:
+        # A Trainer or Loop takes a Recipe itself, and tells nobody here.
+        is_foreign = self._verdict.observations[0].framework != "flatout"
+        if is_foreign and cure.recipe and not cure.own_edits and not pair.b.applied:
             reason = f"{LEFT}: nothing was found in the script that it concerns"
             return replace(proof, outcome="left alone", reason=reason)
         if not compared.holds:
@@ -318,6 +320,13 @@ class _Proving:
     def _ratio(self, cure: Cure) -> float:
         trial = self._tried[cure.names].proof.trial
         return 0.0 if trial is None else trial.ratio
+
+    def _keep(self, cure: Cure, reason: str) -> None:
+        """Prescribed although it has not won alone; where it has, that stands."""
+        tried = self._tried[cure.names]
+        if tried.proof.outcome != "prescribed":
+            proof = replace(tried.proof, outcome="prescribed", reason=reason)
+            self._tried[cure.names] = replace(tried, proof=proof)
 
     def _drop(self, cure: Cure, reason: str) -> None:
         tried = self._tried[cure.names]

@@ -46,7 +46,7 @@ class Block:
     @property
     def step_s(self) -> float:
         """Seconds per step, without what lies between steps."""
-        return (self.ended - self.began - self.between) / self.steps / 1e9
+        return max(self.ended - self.began - self.between, 1) / self.steps / 1e9
 
     @property
     def whole_step_s(self) -> float:
