@@ -6,6 +6,7 @@ import gc
 import inspect
 import re
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -16,11 +17,12 @@ from flatout.observe.sites import is_users
 from flatout.observe.watch import Watch
 
 # In these steps, where memory has grown by so much.
-_LOOKS = (24, 96, 384)
-_GROWN_MB = 2.0
+_LOOKS = (24, 48, 192)
+_GROWN_MB = 3.0
 _NODES = 50_000
 # So many of the tensors are asked who holds them.
-_ASKED = 4
+_ASKED = 2
+_CONTAINERS = (list, tuple, dict, set, deque)
 
 
 class Graphs:
@@ -52,8 +54,7 @@ class Graphs:
     def _keeper(self, kept: list[Any]) -> Site | None:
         frames = list(_users_frames(sys._getframe()))
         for one in kept[:_ASKED]:
-            holders = [h for h in gc.get_referrers(one) if isinstance(h, (list, dict, set))]
-            found = {id(holder) for holder in holders if holder is not kept}
+            found = {id(holder) for holder in _holders(one, kept)}
             for frame in frames:
                 for name, value in frame.f_locals.items():
                     inside = getattr(value, "__dict__", {}).values()
@@ -69,6 +70,13 @@ class Graphs:
         ]
         most = max(sums, key=lambda one: one[0], default=None)
         return _line_that_fills(most[2], most[1]) if most else None
+
+
+def _holders(one: Any, ours: list[Any]) -> list[Any]:
+    """The containers that hold it, and those that hold these, as a list of pairs does."""
+    first = [h for h in gc.get_referrers(one) if isinstance(h, _CONTAINERS) and h is not ours]
+    second = [h for h in gc.get_referrers(*first) if isinstance(h, _CONTAINERS)] if first else []
+    return [*first, *(h for h in second if h is not first)]
 
 
 def nodes_of(tensors: Iterable[Any]) -> int:
