@@ -20,8 +20,8 @@ from flatout.observe.watch import Watch
 _LOOKS = (24, 48, 192)
 _GROWN_MB = 3.0
 _NODES = 50_000
-# So many of the tensors are asked who holds them.
-_ASKED = 2
+# So many of the tensors, and of what holds them, are asked who holds them.
+_ASKED = 8
 _CONTAINERS = (list, tuple, dict, set, deque)
 
 
@@ -53,13 +53,12 @@ class Graphs:
 
     def _keeper(self, kept: list[Any]) -> Site | None:
         frames = list(_users_frames(sys._getframe()))
-        for one in kept[:_ASKED]:
-            found = {id(holder) for holder in _holders(one, kept)}
-            for frame in frames:
-                for name, value in frame.f_locals.items():
-                    inside = getattr(value, "__dict__", {}).values()
-                    if id(value) in found or any(id(v) in found for v in inside):
-                        return _line_that_fills(frame, name)
+        found = {id(holder) for holder in _holders(kept)}
+        for frame in frames:
+            for name, value in frame.f_locals.items():
+                inside = getattr(value, "__dict__", {}).values()
+                if id(value) in found or any(id(v) in found for v in inside):
+                    return _line_that_fills(frame, name)
         # No container: a sum that goes on from step to step.
         tensor = self._torch.Tensor
         sums = [
@@ -72,11 +71,19 @@ class Graphs:
         return _line_that_fills(most[2], most[1]) if most else None
 
 
-def _holders(one: Any, ours: list[Any]) -> list[Any]:
-    """The containers that hold it, and those that hold these, as a list of pairs does."""
-    first = [h for h in gc.get_referrers(one) if isinstance(h, _CONTAINERS) and h is not ours]
-    second = [h for h in gc.get_referrers(*first) if isinstance(h, _CONTAINERS)] if first else []
-    return [*first, *(h for h in second if h is not first)]
+def _holders(kept: list[Any]) -> list[Any]:
+    """The containers that hold these, and those that hold the containers, as a list of pairs is."""
+    # Each object that is asked for makes the search longer.
+    asked = kept[:: max(1, len(kept) // _ASKED)]
+    ours = (id(kept), id(asked))
+    first = [
+        holder
+        for holder in gc.get_referrers(*asked)
+        if isinstance(holder, _CONTAINERS) and id(holder) not in ours
+    ]
+    first = sorted(first, key=len, reverse=True)[:_ASKED]
+    second = gc.get_referrers(*first) if first else []
+    return [*first, *(h for h in second if isinstance(h, _CONTAINERS) and h is not first)]
 
 
 def nodes_of(tensors: Iterable[Any]) -> int:
