@@ -6,6 +6,7 @@ import gc
 import inspect
 import re
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -16,11 +17,12 @@ from flatout.observe.sites import is_users
 from flatout.observe.watch import Watch
 
 # In these steps, where memory has grown by so much.
-_LOOKS = (24, 96, 384)
-_GROWN_MB = 2.0
+_LOOKS = (24, 48, 192)
+_GROWN_MB = 3.0
 _NODES = 50_000
-# So many of the tensors are asked who holds them.
-_ASKED = 4
+# So many of the tensors, and of what holds them, are asked who holds them.
+_ASKED = 8
+_CONTAINERS = (list, tuple, dict, set, deque)
 
 
 class Graphs:
@@ -51,14 +53,12 @@ class Graphs:
 
     def _keeper(self, kept: list[Any]) -> Site | None:
         frames = list(_users_frames(sys._getframe()))
-        for one in kept[:_ASKED]:
-            holders = [h for h in gc.get_referrers(one) if isinstance(h, (list, dict, set))]
-            found = {id(holder) for holder in holders if holder is not kept}
-            for frame in frames:
-                for name, value in frame.f_locals.items():
-                    inside = getattr(value, "__dict__", {}).values()
-                    if id(value) in found or any(id(v) in found for v in inside):
-                        return _line_that_fills(frame, name)
+        found = {id(holder) for holder in _holders(kept)}
+        for frame in frames:
+            for name, value in frame.f_locals.items():
+                inside = getattr(value, "__dict__", {}).values()
+                if id(value) in found or any(id(v) in found for v in inside):
+                    return _line_that_fills(frame, name)
         # No container: a sum that goes on from step to step.
         tensor = self._torch.Tensor
         sums = [
@@ -69,6 +69,21 @@ class Graphs:
         ]
         most = max(sums, key=lambda one: one[0], default=None)
         return _line_that_fills(most[2], most[1]) if most else None
+
+
+def _holders(kept: list[Any]) -> list[Any]:
+    """The containers that hold these, and those that hold the containers, as a list of pairs is."""
+    # Each object that is asked for makes the search longer.
+    asked = kept[:: max(1, len(kept) // _ASKED)]
+    ours = (id(kept), id(asked))
+    first = [
+        holder
+        for holder in gc.get_referrers(*asked)
+        if isinstance(holder, _CONTAINERS) and id(holder) not in ours
+    ]
+    first = sorted(first, key=len, reverse=True)[:_ASKED]
+    second = gc.get_referrers(*first) if first else []
+    return [*first, *(h for h in second if isinstance(h, _CONTAINERS) and h is not first)]
 
 
 def nodes_of(tensors: Iterable[Any]) -> int:

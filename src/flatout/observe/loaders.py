@@ -189,7 +189,8 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
     def _made_anew(loader: Any, site: Site | None) -> SeenLoader | None:
         """One of which this loader is the successor, as where each epoch makes its own."""
         for seen in watch.loaders if site is not None else ():
-            if seen.ref() is None and seen.facts.site == site and seen.is_like(loader):
+            # Who tells of a site has read its line too.
+            if seen.ref() is None and str(seen.facts.site) == str(site) and seen.is_like(loader):
                 seen.ref = ref(loader)
                 return cast(SeenLoader, seen)
         return None

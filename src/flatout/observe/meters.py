@@ -61,9 +61,12 @@ class Meters:
             return int(os.pread(self._statm, 100, 0).split()[1])
 
     def grown_mb(self) -> float:
-        """By how much memory has grown since the first steps, in which it fills."""
-        memory = self._memory[len(self._memory) // 4 :]
-        return memory[-1][1] - memory[0][1] if memory else 0.0
+        """By how much memory grows steadily, after the first steps, in which it fills."""
+        memory = [mb for _, mb in self._memory[len(self._memory) // 4 :]]
+        if not memory:
+            return 0.0
+        middle = memory[len(memory) // 2]
+        return 2 * min(middle - memory[0], memory[-1] - middle)
 
     def look_at_threads(self) -> None:
         """Counts the threads of this process and its children that run or could; not in a step."""
