@@ -84,6 +84,8 @@ def test_zero_grad(tmp_path, before, after):
         "a.zero_grad(set_to_none=False); b.zero_grad(set_to_none=False)  #!\n",
         "opt.zero_grad(set_to_none=False)  #!\nprint(model.weight.grad.norm())\n",
         "opt.zero_grad(**options)  #!\n",
+        "opt.zero_grad(set_to_none=False)  #!\nbody.requires_grad_(False)\n",
+        "opt.zero_grad(set_to_none=False)  #!\ndef forward(s, x):\n  return x if x else a(x)\n",
         "def broken(:\n    opt.zero_grad(set_to_none=False)  #!\n",
     ],
 )
@@ -192,6 +194,14 @@ def test_unused_parameters_are_no_longer_searched_for(tmp_path):
     refuse(tmp_path, "unused_parameters_search", code.replace("=True, g", "=search, g"))
     commented = "model = DDP(net,  # bare\n    find_unused_parameters=True)\nmodel(x) #!\n"
     refuse(tmp_path, "unused_parameters_search", commented)
+
+
+def test_threads(tmp_path):
+    recipe = {"process.threads": 2}
+    code = "torch.set_num_threads(32)  #!\n"
+    check(tmp_path, "threads_too_many", code, code.replace("32", "2"), recipe=recipe)
+    refuse(tmp_path, "threads_too_many", code.replace("32", "args.threads"), recipe=recipe)
+    refuse(tmp_path, "threads_too_many", code)
 
 
 # -- what goes -----------------------------------------------------------------------------------
@@ -667,6 +677,8 @@ def test_seeds_of_workers(tmp_path):
     after = code.replace("seed(0)", "seed(torch.initial_seed() % 2**32)")
     check(tmp_path, "worker_seeds_equal", code, after)
     refuse(tmp_path, "worker_seeds_equal", code.replace("seed(0)", "seed(worker)"))
+    own = [Loader("torch.DataLoader", worker_draws="dataset.rng")]
+    refuse(tmp_path, "worker_seeds_equal", code, loaders=own)
 
 
 def test_a_finding_without_a_place_or_file_has_no_edit(tmp_path):

@@ -84,7 +84,7 @@ def observed(path, name, line, places=None):
         optimizers=[Optimizer(kind, Site(str(path), one)) for one in steps[:1]],
         models=[Model("Net", site)],
     )
-    recipe = {"input.workers": 1}
+    recipe = {"input.workers": 1, "process.threads": 1}
     return Finding(name, "slow", "module.", "do", where=str(site), recipe=recipe), seen
 
 
@@ -186,6 +186,7 @@ WITH_EDITS = {
     "sampler_missing": "ranks",
     "saved_wrapped": "ranks",
     "set_epoch_missing": "ranks",
+    "threads_too_many": "other",
     "train_not_restored": "same",
     "unused_parameters_search": "ranks",
     "worker_seeds_equal": "other",

@@ -73,14 +73,17 @@ class Place:
             raise Unsure(f"{len(found)} calls of {names[0]} stand on the line")
         return found[0]
 
+    def codes(self) -> list[Code]:
+        """This file and all others of the user's that were seen at work."""
+        return [self.code, *map(Code.of, sorted(files(self.seen) - {self.file}))]
+
     def only_call(self, *names: str) -> tuple[Code, ast.Call]:
         """The only call of these names in all files of the user's that were seen at work.
 
         Raises:
             Unsure: there are several, or none.
         """
-        codes = [self.code, *map(Code.of, sorted(files(self.seen) - {self.file}))]
-        found = [(code, call) for code in codes for call in calls_of(code, *names)]
+        found = [(code, call) for code in self.codes() for call in calls_of(code, *names)]
         if len(found) != 1:
             raise Unsure(f"there are {len(found)} calls of {names[0]}")
         return found[0]
