@@ -177,6 +177,8 @@ def test_arguments_of_a_loader_are_left_where_it_is_not_sure(tmp_path):
     refuse(tmp_path, "workers_zero", by_place, recipe=recipe)
     from_elsewhere = LOADERS.replace("shuffle=True", "num_workers=args.workers")
     refuse(tmp_path, "workers_zero", from_elsewhere, recipe=recipe)
+    stays = LOADERS.replace("shuffle=True", "num_workers=1, persistent_workers=True")
+    refuse(tmp_path, "workers_too_many", stays, recipe={"input.workers": 0})
     there = LOADERS.replace("shuffle=True", "num_workers=24")
     after = there.replace("24", "2")
     check(tmp_path, "workers_too_many", there, after, recipe=recipe)
@@ -465,6 +467,9 @@ def test_set_epoch(tmp_path):
     check(tmp_path, "set_epoch_missing", inline, after)
     refuse(tmp_path, "set_epoch_missing", code, loaders=[])
     refuse(tmp_path, "set_epoch_missing", code.replace("for epoch in range(9):", "while True:"))
+    anew = code.replace("    # steps", "    loader = DataLoader(data, sampler=sampler)")
+    anew = anew.replace("sampler=sampler)", "sampler=Own(data))")
+    refuse(tmp_path, "set_epoch_missing", anew)
     function = """
         def train(loader, epoch):
             for x in loader:  #!
@@ -679,6 +684,16 @@ def test_seeds_of_workers(tmp_path):
     refuse(tmp_path, "worker_seeds_equal", code.replace("seed(0)", "seed(worker)"))
     own = [Loader("torch.DataLoader", worker_draws="dataset.rng")]
     refuse(tmp_path, "worker_seeds_equal", code, loaders=own)
+
+
+def test_a_line_that_is_no_longer_the_one_that_was_seen_stays(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("opt.zero_grad(set_to_none=False)\n")
+    for code, count in (("opt.zero_grad(set_to_none=False)", 1), ("a.zero_grad()", 0), ("", 1)):
+        site = Site(str(path), 1, code)
+        seen = Observation(["train.py"], calls=[Call("zero_grad", site)])
+        finding = Finding("zero_grad_zeros", "slow", "", "", where=str(site))
+        assert len(propose(finding, seen)) == count
 
 
 def test_a_finding_without_a_place_or_file_has_no_edit(tmp_path):

@@ -95,9 +95,12 @@ def workers(at: Place) -> list[Edit]:
         raise Unsure("how many workers is not known")
     code, call = loader(at)
     given(call, "num_workers")
+    stays = given(call, "persistent_workers")
+    if stays is not None and not count:
+        raise Unsure("without workers none can stay")
     _starts_safely(code, call)
     changes = code.with_argument(call, "num_workers", str(count))
-    if given(call, "persistent_workers") is None and at.finding.name == "workers_zero":
+    if count and stays is None and at.finding.name == "workers_zero":
         changes = _together(changes, code.with_argument(call, "persistent_workers", "True"))
     return [code.edit(*changes)]
 
