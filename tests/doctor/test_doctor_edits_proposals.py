@@ -110,6 +110,10 @@ def test_zero_grad_stays_where_zeros_are_stepped_on(tmp_path):
             "Adam(\n    p,  # all (of them)\n    lr=1,  # slow\n    fused=True,\n)",
         ),
         ("Adam(\n    p,\n    lr=1)", "Adam(\n    p,\n    lr=1,\n    fused=True)"),
+        (
+            "Adam(\n    p,\n    lr=1  # slow\n)",
+            "Adam(\n    p,\n    lr=1,  # slow\n    fused=True\n)",
+        ),
         ("Adam(x for x in p)", None),
         ("Adam(p, foreach=True)", None),
         ("Adam(p, **options)", None),
@@ -166,6 +170,17 @@ LOADERS = """
 def test_arguments_of_the_loader_that_is_iterated(tmp_path, name, more):
     after = LOADERS.replace("shuffle=True", f"shuffle=True{more}")
     check(tmp_path, name, LOADERS, after, recipe={"input.workers": 2})
+
+
+def test_arguments_on_lines_of_their_own(tmp_path):
+    code = LOADERS.replace("a, batch", "\n        a,  # all\n        batch").replace(
+        "shuffle=True", "\n        shuffle=True  # anew\n    "
+    )
+    after = code.replace(
+        "True  # anew\n",
+        "True,  # anew\n        num_workers=2,\n        persistent_workers=True\n",
+    )
+    check(tmp_path, "workers_zero", code, after, recipe={"input.workers": 2})
 
 
 def test_arguments_of_a_loader_are_left_where_it_is_not_sure(tmp_path):

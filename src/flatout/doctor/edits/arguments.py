@@ -6,7 +6,7 @@ import ast
 import multiprocessing
 from contextlib import suppress
 
-from flatout.doctor.edits.code import Change, Code, Unsure, name_of
+from flatout.doctor.edits.code import Code, Unsure, name_of
 from flatout.doctor.edits.names import made_by
 from flatout.doctor.edits.place import Place
 from flatout.doctor.finding import Edit
@@ -67,7 +67,7 @@ def fuse(at: Place) -> list[Edit]:
         code, call = at.only_call(kind)
     if {word.arg for word in call.keywords} & {"foreach", "differentiable"}:
         raise Unsure("it is asked to step in another way")
-    return [code.edit(*code.with_argument(call, "fused", "True"))]
+    return [code.edit(*code.with_arguments(call, fused="True"))]
 
 
 def no_search(at: Place) -> list[Edit]:
@@ -99,10 +99,10 @@ def workers(at: Place) -> list[Edit]:
     if stays is not None and not count:
         raise Unsure("without workers none can stay")
     _starts_safely(code, call)
-    changes = code.with_argument(call, "num_workers", str(count))
+    values = {"num_workers": str(count)}
     if count and stays is None and at.finding.name == "workers_zero":
-        changes = _together(changes, code.with_argument(call, "persistent_workers", "True"))
-    return [code.edit(*changes)]
+        values["persistent_workers"] = "True"
+    return [code.edit(*code.with_arguments(call, **values))]
 
 
 def stay(at: Place) -> list[Edit]:
@@ -157,14 +157,7 @@ def given(call: ast.Call, name: str) -> ast.Constant | None:
 def _set(at: Place, name: str) -> list[Edit]:
     code, call = loader(at)
     given(call, name)
-    return [code.edit(*code.with_argument(call, name, "True"))]
-
-
-def _together(some: list[Change], more: list[Change]) -> list[Change]:
-    """Arguments that may be put in at one place, in this order."""
-    if some[0][0] == some[0][1] == more[0][0]:
-        return [(some[0][0], some[0][1], some[0][2] + more[0][2])]
-    return [*some, *more]
+    return [code.edit(*code.with_arguments(call, **{name: "True"}))]
 
 
 def _starts_safely(code: Code, call: ast.Call) -> None:

@@ -175,7 +175,7 @@ def share_samples(at: Place) -> list[Edit]:
     if word is not None:
         changes = [(code.begin(word), code.end(word), f"sampler={sampler}")]
     else:
-        changes = code.with_argument(call, "sampler", sampler)
+        changes = code.with_arguments(call, sampler=sampler)
     edits = [code.edit(*changes)]
     return [*edits, code.edit(_with_epoch(at, ""))] if not order else edits
 
