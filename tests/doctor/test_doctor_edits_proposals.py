@@ -84,6 +84,8 @@ def test_zero_grad(tmp_path, before, after):
         "a.zero_grad(set_to_none=False); b.zero_grad(set_to_none=False)  #!\n",
         "opt.zero_grad(set_to_none=False)  #!\nprint(model.weight.grad.norm())\n",
         "opt.zero_grad(**options)  #!\n",
+        "opt.zero_grad(set_to_none=False)  #!\nbody.requires_grad_(False)\n",
+        "opt.zero_grad(set_to_none=False)  #!\ndef forward(s, x):\n  return x if x else a(x)\n",
         "def broken(:\n    opt.zero_grad(set_to_none=False)  #!\n",
     ],
 )
@@ -108,6 +110,10 @@ def test_zero_grad_stays_where_zeros_are_stepped_on(tmp_path):
             "Adam(\n    p,  # all (of them)\n    lr=1,  # slow\n    fused=True,\n)",
         ),
         ("Adam(\n    p,\n    lr=1)", "Adam(\n    p,\n    lr=1,\n    fused=True)"),
+        (
+            "Adam(\n    p,\n    lr=1  # slow\n)",
+            "Adam(\n    p,\n    lr=1,  # slow\n    fused=True\n)",
+        ),
         ("Adam(x for x in p)", None),
         ("Adam(p, foreach=True)", None),
         ("Adam(p, **options)", None),
@@ -166,6 +172,17 @@ def test_arguments_of_the_loader_that_is_iterated(tmp_path, name, more):
     check(tmp_path, name, LOADERS, after, recipe={"input.workers": 2})
 
 
+def test_arguments_on_lines_of_their_own(tmp_path):
+    code = LOADERS.replace("a, batch", "\n        a,  # all\n        batch").replace(
+        "shuffle=True", "\n        shuffle=True  # anew\n    "
+    )
+    after = code.replace(
+        "True  # anew\n",
+        "True,  # anew\n        num_workers=2,\n        persistent_workers=True\n",
+    )
+    check(tmp_path, "workers_zero", code, after, recipe={"input.workers": 2})
+
+
 def test_arguments_of_a_loader_are_left_where_it_is_not_sure(tmp_path):
     recipe = {"input.workers": 2}
     other = LOADERS.replace("enumerate(train)", "batches()")
@@ -175,6 +192,8 @@ def test_arguments_of_a_loader_are_left_where_it_is_not_sure(tmp_path):
     refuse(tmp_path, "workers_zero", by_place, recipe=recipe)
     from_elsewhere = LOADERS.replace("shuffle=True", "num_workers=args.workers")
     refuse(tmp_path, "workers_zero", from_elsewhere, recipe=recipe)
+    stays = LOADERS.replace("shuffle=True", "num_workers=1, persistent_workers=True")
+    refuse(tmp_path, "workers_too_many", stays, recipe={"input.workers": 0})
     there = LOADERS.replace("shuffle=True", "num_workers=24")
     after = there.replace("24", "2")
     check(tmp_path, "workers_too_many", there, after, recipe=recipe)
@@ -192,6 +211,14 @@ def test_unused_parameters_are_no_longer_searched_for(tmp_path):
     refuse(tmp_path, "unused_parameters_search", code.replace("=True, g", "=search, g"))
     commented = "model = DDP(net,  # bare\n    find_unused_parameters=True)\nmodel(x) #!\n"
     refuse(tmp_path, "unused_parameters_search", commented)
+
+
+def test_threads(tmp_path):
+    recipe = {"process.threads": 2}
+    code = "torch.set_num_threads(32)  #!\n"
+    check(tmp_path, "threads_too_many", code, code.replace("32", "2"), recipe=recipe)
+    refuse(tmp_path, "threads_too_many", code.replace("32", "args.threads"), recipe=recipe)
+    refuse(tmp_path, "threads_too_many", code)
 
 
 # -- what goes -----------------------------------------------------------------------------------
@@ -455,6 +482,9 @@ def test_set_epoch(tmp_path):
     check(tmp_path, "set_epoch_missing", inline, after)
     refuse(tmp_path, "set_epoch_missing", code, loaders=[])
     refuse(tmp_path, "set_epoch_missing", code.replace("for epoch in range(9):", "while True:"))
+    anew = code.replace("    # steps", "    loader = DataLoader(data, sampler=sampler)")
+    anew = anew.replace("sampler=sampler)", "sampler=Own(data))")
+    refuse(tmp_path, "set_epoch_missing", anew)
     function = """
         def train(loader, epoch):
             for x in loader:  #!
@@ -667,6 +697,18 @@ def test_seeds_of_workers(tmp_path):
     after = code.replace("seed(0)", "seed(torch.initial_seed() % 2**32)")
     check(tmp_path, "worker_seeds_equal", code, after)
     refuse(tmp_path, "worker_seeds_equal", code.replace("seed(0)", "seed(worker)"))
+    own = [Loader("torch.DataLoader", worker_draws="dataset.rng")]
+    refuse(tmp_path, "worker_seeds_equal", code, loaders=own)
+
+
+def test_a_line_that_is_no_longer_the_one_that_was_seen_stays(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("opt.zero_grad(set_to_none=False)\n")
+    for code, count in (("opt.zero_grad(set_to_none=False)", 1), ("a.zero_grad()", 0), ("", 1)):
+        site = Site(str(path), 1, code)
+        seen = Observation(["train.py"], calls=[Call("zero_grad", site)])
+        finding = Finding("zero_grad_zeros", "slow", "", "", where=str(site))
+        assert len(propose(finding, seen)) == count
 
 
 def test_a_finding_without_a_place_or_file_has_no_edit(tmp_path):

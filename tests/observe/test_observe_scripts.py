@@ -376,7 +376,7 @@ torch.save({"model": model.state_dict()}, "model.pt")
     calls = {call.kind: call for call in seen.calls}
     assert calls["index"].site.code == "batch = data[torch.arange(10)]"
     assert (calls["index"].count, calls["index"].steps) == (20, 20)
-    assert calls["index"].detail == {"watched_steps": 6}
+    assert calls["index"].detail == {"rows": [[15, 12, 15, 34]], "watched_steps": 6}
     assert calls["zero_grad"].detail == {"set_to_none": False}
     assert calls["save"].site.line == 19
     assert "model.table.weight" in seen.saved[0]["keys"]
@@ -384,6 +384,30 @@ torch.save({"model": model.state_dict()}, "model.pt")
     assert seen.optimizers[0].sparse_share == pytest.approx(10 / 1000)
     assert seen.models[0].unused_parameters is True
     assert seen.models[0].inputs == [("[10], int64", 20)]
+
+
+@pytest.mark.slow
+def test_only_rows_picked_by_number_are_told_with_their_place(tmp_path):
+    source = (
+        LOOP
+        + """
+x = torch.randn(9, 4)
+for step in range(20):
+    rows = torch.arange(4)
+    \u00e9, b = x[rows], x[x > 0]
+    c, d = x[rows - step % 2], x[[1, 2]]
+    e, f = model.weight[rows[:1]], x[rows, 0]
+    optimizer.zero_grad()
+    model(\u00e9).sum().backward()
+    optimizer.step()
+"""
+    )
+    _, seen = _observe(tmp_path, source)
+    found = {call.site.code: call.detail["rows"] for call in seen.calls if call.kind == "index"}
+    assert found.pop("\u00e9, b = x[rows], x[x > 0]") == [[9, 12, 9, 19]]
+    assert list(found.values()) == [[], []]
+    # Looking at them reads no number in the user's name.
+    assert not [call for call in seen.calls if call.kind == "item"]
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ def clean(
 ) -> None:
     """List what lies in Flatout's cache folder, and remove it when you agree.
 
-    All of it can be made again. What a living process uses stays.
+    All of it can be made again, but for the way back from `flatout doctor --fix`. What a living
+    process uses stays.
     """
     from flatout.cache_folder import cache_folder
     from flatout.doctor.kept import kept, remove

@@ -67,13 +67,20 @@ def doctor(
         ),
     ] = None,
     allow: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="exact|tolerant|redrawn",
             help="What a cure may do to the result: keep its bits, round otherwise, draw random "
-            "numbers anew.",
+            "numbers anew. [default: tolerant; exact for --fix]",
+            show_default=False,
         ),
-    ] = "tolerant",
+    ] = None,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Show cures as changes of your code, for patch -p1.")
+    ] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Make those in your code that --allow allows.")
+    ] = False,
     recipe: Annotated[
         Path | None,
         typer.Option(
@@ -120,8 +127,10 @@ def doctor(
         _check_script(script)
     if yes and no_trials:
         raise typer.BadParameter("--yes asks for trials, --no-trials for none: give one of them")
-    if allow not in ("exact", "tolerant", "redrawn"):
+    if allow not in (None, "exact", "tolerant", "redrawn"):
         raise typer.BadParameter(f"--allow: expected exact, tolerant or redrawn; found {allow!r}")
+    if as_json and (diff or fix):
+        raise typer.BadParameter("--json has the changes in it already: leave --diff or --fix away")
     budget_s = _seconds(budget or ("10m" if search else "2m"))
     from flatout.recipe import Parity
     from flatout.report import recipe_file
@@ -138,11 +147,13 @@ def doctor(
         in_place=in_place,
         proves=True if yes else False if no_trials else None,
         budget_s=budget_s,
-        allow=Parity.from_name(allow),
+        allow=Parity.from_name(allow or "tolerant"),
         searches=search,
         seeds=seeds if verify_full else 0,
         as_json=as_json,
         files=Files(page, trace, None if ci is None else Baseline.read(ci), write_baseline),
+        diff=diff,
+        fix=Parity.from_name(allow or "exact") if fix else None,
     )
     raise typer.Exit(visit(asked))
 

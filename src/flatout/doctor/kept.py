@@ -16,7 +16,7 @@ import psutil
 from flatout.cache_folder import cache_folder
 from flatout.doctor.trials import scratch
 
-# Folders within it, with what a user loses when they go: only time.
+# Folders within it, with what a user loses when they go: time, or what `edits` says.
 KINDS = {
     "auto": "measured settings of models",
     "ranks": "measured numbers of ranks",
@@ -26,6 +26,7 @@ KINDS = {
     "live": "what jobs have shown",
     "trials": "trials that were killed",
     "samples": "measurements that were killed",
+    "edits": "the way back from flatout doctor --fix",
 }
 # Rows that nothing names exactly are of one process, and so is what `flatout top` shows.
 _OF_PROCESS = re.compile(r"(\d+)(-[0-9a-f]{16})?(\.part|\.json)?")

@@ -94,6 +94,7 @@ class IndexWindow:
         self._torch = torch
         self._watch = watch
         self.plain = torch.Tensor.__getitem__
+        self._known: dict[tuple[int, int], list[int | None]] = {}
         self._others: set[tuple[object, ...]] = set()
         self._places: dict[tuple[str, int], list[list[int | None]]] = {}
         watch.at(self._FROM, self._open)
@@ -135,7 +136,10 @@ class IndexWindow:
         """
         line = frame.f_code.co_filename, frame.f_lineno
         found = self._places.setdefault(line, [])
-        place = _place(frame)
+        instruction = id(frame.f_code), frame.f_lasti
+        place = self._known.get(instruction)
+        if place is None:
+            place = self._known[instruction] = _place(frame)
         key = (*line, *place)
         if not self._picks_rows(data, index):
             self._others.add(key)
@@ -150,8 +154,10 @@ class IndexWindow:
         is_list = isinstance(index, torch.Tensor) and index.dim() == 1 and index.numel() > 0
         if not is_list or index.dtype not in (torch.int64, torch.int32) or data.requires_grad:
             return False
-        # On another device, reading it would hold up the host.
-        return data.device.type == index.device.type == "cpu" and int(index.min()) >= 0
+        # On another device, reading it would hold up the host. No number is read by a method that
+        # is watched, as it would be told of the user's line.
+        on_host = data.device.type == index.device.type == "cpu"
+        return on_host and bool(torch.equal(index, index.abs()))
 
 
 def _place(frame: FrameType) -> list[int | None]:

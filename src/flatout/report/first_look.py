@@ -149,6 +149,8 @@ def what_next(findings: Sequence[Finding], what: Sequence[str], cures: int) -> I
     if settings:
         chosen = " ".join(f"--set {field}={value}" for field, value in settings.items())
         lines.append(f"flatout run {chosen} {script}")
+    if any(finding.edits for finding in findings if finding.kind != "note"):
+        lines.append(f"flatout doctor --diff {script}   # cures as changes of your code")
     if any(finding.kind != "note" for finding in findings):
         lines.append(f"flatout doctor {script}   # again, after a change")
     for number, line in enumerate(lines):

@@ -25,7 +25,7 @@ from flatout.doctor.verify import Verified, verify
 from flatout.errors import FlatoutError
 from flatout.lifetimes import asked_to_end
 from flatout.recipe import Parity
-from flatout.report import recipe_file
+from flatout.report import changes, recipe_file
 from flatout.report.baseline import Compared
 from flatout.report.consent import agreed, has_terminal, provable, terms
 from flatout.report.ended import told
@@ -54,6 +54,8 @@ class Asked:
         searches: whether settings are tried, too, that no check found wanting.
         as_json: one JSON object instead of words, and no question.
         files: what is written and compared beside.
+        diff: whether cures are shown as changes of the code.
+        fix: the worst parity of those that are made in it; None: none is.
     """
 
     what: list[str]
@@ -69,6 +71,8 @@ class Asked:
     seeds: int = 0
     as_json: bool = False
     files: Files = field(default_factory=Files)
+    diff: bool = False
+    fix: Parity | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def visit(asked: Asked) -> int:
     )
     machine = inventory()
     verdict = judge(look.observations, machine) if look.observations else None
-    console = Console(highlight=False, markup=False, quiet=asked.as_json)
+    console = _console(asked)
     runs = not look.failed and look.interrupted_by is None
     to_prove = None if verdict is None or not runs else _to_prove(asked, verdict)
     cures = provable(to_prove, asked.allow) if to_prove is not None else []
@@ -124,6 +128,8 @@ def visit(asked: Asked) -> int:
         treated = _treated(asked, look, to_prove, cures, console)
     compared = None
     if verdict is not None:
+        if treated.met is None:
+            _change_code(asked, verdict, treated.prescription, console, runs=runs)
         compared = asked.files.write(verdict, treated.prescription, treated.verified)
     for line in compared.words() if compared else []:
         console.print(line)
@@ -149,6 +155,30 @@ def _treated(
 
 def _to_prove(asked: Asked, verdict: Verdict) -> Verdict:
     return widened(verdict) if asked.searches and verdict.steps else verdict
+
+
+def _console(asked: Asked) -> Console:
+    """Where words go: beside a diff that goes on to another program, to standard error."""
+    goes_on = asked.diff and not sys.stdout.isatty()
+    return Console(highlight=False, markup=False, quiet=asked.as_json, stderr=goes_on)
+
+
+def _change_code(
+    asked: Asked,
+    verdict: Verdict,
+    prescription: Prescription | None,
+    console: Console,
+    *,
+    runs: bool,
+) -> None:
+    if not asked.diff and asked.fix is None:
+        return
+    found = changes.changes_of(verdict, prescription)
+    console.print()
+    if asked.diff:
+        changes.show(found, console)
+    if asked.fix is not None and runs:
+        changes.write(found, asked.fix, console)
 
 
 def _can_ask(asked: Asked) -> bool:

@@ -6,12 +6,13 @@ import ast
 import multiprocessing
 from contextlib import suppress
 
-from flatout.doctor.edits.code import Change, Code, Unsure
+from flatout.doctor.edits.code import Code, Unsure, name_of
 from flatout.doctor.edits.names import made_by
 from flatout.doctor.edits.place import Place
 from flatout.doctor.finding import Edit
 
 _LOADERS = ("DataLoader",)
+_BRANCHES = (ast.If, ast.IfExp, ast.While, ast.Match, ast.Try)
 _WRAPPERS = ("DistributedDataParallel", "DDP")
 _POSITION = {
     "shuffle": 2,
@@ -32,11 +33,25 @@ def forget_gradients(at: Place) -> list[Edit]:
         raise Unsure("zeros are not asked for here alone")
     if any(model.unused_parameters for model in at.seen.models):
         raise Unsure("a parameter without a gradient is stepped by zeros, and would not be without")
-    if any(
-        isinstance(node, ast.Attribute) and node.attr == "grad" for node in ast.walk(at.code.tree)
-    ):
-        raise Unsure("the file reads gradients")
+    for code in at.codes():
+        _must_always_train_all(code)
     return [at.code.edit(*at.code.without_argument(call, keyword))]
+
+
+def _must_always_train_all(code: Code) -> None:
+    """Zeros and no gradient differ where a parameter has none in some steps.
+
+    Raises:
+        Unsure: that may be, or code reads gradients.
+    """
+    for node in ast.walk(code.tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("grad", "requires_grad"):
+            raise Unsure("the code reads gradients, or says who has one")
+        if isinstance(node, ast.FunctionDef) and node.name == "forward":
+            if any(isinstance(part, _BRANCHES) for part in ast.walk(node)):
+                raise Unsure("a part of the model may be left out in some steps")
+        elif isinstance(node, ast.Call) and name_of(node.func) == "requires_grad_":
+            raise Unsure("parameters may be frozen on the way")
 
 
 def fuse(at: Place) -> list[Edit]:
@@ -52,7 +67,7 @@ def fuse(at: Place) -> list[Edit]:
         code, call = at.only_call(kind)
     if {word.arg for word in call.keywords} & {"foreach", "differentiable"}:
         raise Unsure("it is asked to step in another way")
-    return [code.edit(*code.with_argument(call, "fused", "True"))]
+    return [code.edit(*code.with_arguments(call, fused="True"))]
 
 
 def no_search(at: Place) -> list[Edit]:
@@ -64,6 +79,15 @@ def no_search(at: Place) -> list[Edit]:
     return [code.edit(*code.without_argument(call, keyword))]
 
 
+def threads(at: Place) -> list[Edit]:
+    """torch.set_num_threads, with as many as the finding's Recipe says."""
+    call = at.call("set_num_threads")
+    count = at.finding.recipe.get("process.threads")
+    if len(call.args) != 1 or not isinstance(call.args[0], ast.Constant) or not count:
+        raise Unsure("the number of threads comes from elsewhere")
+    return [at.code.edit((at.code.begin(call.args[0]), at.code.end(call.args[0]), str(count)))]
+
+
 def workers(at: Place) -> list[Edit]:
     """num_workers, as the finding's Recipe says, and workers that stay."""
     count = at.finding.recipe.get("input.workers")
@@ -71,11 +95,14 @@ def workers(at: Place) -> list[Edit]:
         raise Unsure("how many workers is not known")
     code, call = loader(at)
     given(call, "num_workers")
+    stays = given(call, "persistent_workers")
+    if stays is not None and not count:
+        raise Unsure("without workers none can stay")
     _starts_safely(code, call)
-    changes = code.with_argument(call, "num_workers", str(count))
-    if given(call, "persistent_workers") is None and at.finding.name == "workers_zero":
-        changes = _together(changes, code.with_argument(call, "persistent_workers", "True"))
-    return [code.edit(*changes)]
+    values = {"num_workers": str(count)}
+    if count and stays is None and at.finding.name == "workers_zero":
+        values["persistent_workers"] = "True"
+    return [code.edit(*code.with_arguments(call, **values))]
 
 
 def stay(at: Place) -> list[Edit]:
@@ -130,14 +157,7 @@ def given(call: ast.Call, name: str) -> ast.Constant | None:
 def _set(at: Place, name: str) -> list[Edit]:
     code, call = loader(at)
     given(call, name)
-    return [code.edit(*code.with_argument(call, name, "True"))]
-
-
-def _together(some: list[Change], more: list[Change]) -> list[Change]:
-    """Arguments that may be put in at one place, in this order."""
-    if some[0][0] == some[0][1] == more[0][0]:
-        return [(some[0][0], some[0][1], some[0][2] + more[0][2])]
-    return [*some, *more]
+    return [code.edit(*code.with_arguments(call, **{name: "True"}))]
 
 
 def _starts_safely(code: Code, call: ast.Call) -> None:

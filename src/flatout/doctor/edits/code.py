@@ -212,8 +212,11 @@ class Code:
     @property
     def newline(self) -> str:
         """How this file ends its lines."""
-        line = self.lines[0]
-        return line[len(line.rstrip("\r\n")) :] or "\n"
+        return self._ending(1) or "\n"
+
+    def _ending(self, line: int) -> str:
+        text = self.lines[line - 1]
+        return text[len(text.rstrip("\r\n")) :]
 
     # -- edits -----------------------------------------------------------------------------------
 
@@ -223,15 +226,14 @@ class Code:
         first = self.line_of(ordered[0][0])
         last = max(self.line_of(end) for _, end, _ in ordered)
         begin, end = self.starts[first - 1], self.starts[last]
-        parts, at = [], begin
-        for start, stop, words in ordered:
-            parts += [self.source.text[at:start], words]
+        words, at = [], begin
+        for start, stop, new in ordered:
+            words += [self.source.text[at:start], new]
             at = stop
-        parts.append(self.source.text[at:end])
-        line = self.lines[last - 1]
-        ending = line[len(line.rstrip("\r\n")) :]
+        words.append(self.source.text[at:end])
+        ending = self._ending(last)
         before = self.source.text[begin:end].removesuffix(ending)
-        return Edit(self.file, first, before, "".join(parts).removesuffix(ending))
+        return Edit(self.file, first, before, "".join(words).removesuffix(ending))
 
     def without(self, statement: ast.stmt) -> Edit:
         """A statement goes; where its block would be empty, `pass` takes its place."""
@@ -240,10 +242,6 @@ class Code:
             words = "".join(self.lines[first - 1 : last])
             return Edit(self.file, first, words.removesuffix(self._ending(last)), "")
         return self.edit((self.begin(statement), self.end(statement), "pass"))
-
-    def _ending(self, line: int) -> str:
-        text = self.lines[line - 1]
-        return text[len(text.rstrip("\r\n")) :]
 
     def before(self, statement: ast.stmt, *words: str) -> Change:
         """Lines put before a statement, its decorators included."""
@@ -283,29 +281,39 @@ class Code:
                 changes.append((at, at, deeper))
         return changes
 
-    def with_argument(self, call: ast.Call, name: str, value: str) -> list[Change]:
-        """An argument of a call given by name, whether it has it already or not."""
-        keyword = next((word for word in call.keywords if word.arg == name), None)
-        if keyword is not None:
-            return [(self.begin(keyword.value), self.end(keyword.value), value)]
+    def with_arguments(self, call: ast.Call, **values: str) -> list[Change]:
+        """Arguments of a call given by name, whether it has them already or not."""
+        named = {word.arg: word.value for word in call.keywords}
+        changes = [
+            (self.begin(named[name]), self.end(named[name]), value)
+            for name, value in values.items()
+            if name in named
+        ]
+        more = [f"{name}={value}" for name, value in values.items() if name not in named]
+        return changes + (self._with_more(call, more) if more else [])
+
+    def _with_more(self, call: ast.Call, words: Sequence[str]) -> list[Change]:
         given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
         if any(isinstance(arg, ast.Starred) for arg in call.args) or not _is_named(call):
             raise Unsure("what is passed by * or ** is not known")
+        closes = self.end(call) - 1
         if not given:
-            at = self.end(call) - 1
-            return [(at, at, f"{name}={value}")]
+            return [(closes, closes, ", ".join(words))]
         last = max(given, key=self.begin)
         at = self.outer_end(last, call)
         line = self.lines[last.lineno - 1]
         space = line[: len(line) - len(line.lstrip(" \t"))]
         if self.begin(last) - self.starts[last.lineno - 1] != len(space):
-            return [(at, at, f", {name}={value}")]
-        # It begins its line, and so shall the new one.
-        comma, words = self.next_token(at)
-        line_ends = self.starts[self.line_of(comma)]
-        if words == "," and self.end(call) > line_ends:
-            return [(line_ends, line_ends, f"{space}{name}={value},{self.newline}")]
-        return [(at, at, f",{self.newline}{space}{name}={value}")]
+            return [(at, at, "".join(f", {each}" for each in words))]
+        # It begins its line, and so shall the new ones; what stands behind it stays with it.
+        comma, found = self.next_token(at)
+        is_comma = found == ","
+        line_ends = self.starts[self.line_of(comma if is_comma else at)]
+        if closes < line_ends:
+            return [(at, at, "".join(f",{self.newline}{space}{each}" for each in words))]
+        lines = f",{self.newline}".join(f"{space}{each}" for each in words)
+        new = (line_ends, line_ends, f"{lines}{',' if is_comma else ''}{self.newline}")
+        return [new] if is_comma else [(at, at, ","), new]
 
     def without_argument(self, call: ast.Call, keyword: ast.keyword) -> list[Change]:
         """An argument goes, with its comma."""

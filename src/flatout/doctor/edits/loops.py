@@ -129,10 +129,18 @@ def _with_epoch(at: Place, sampler: str) -> Change:
     function = code.function(loop)
     outer = code.above(loop, ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef)
     if isinstance(outer, ast.For) and isinstance(outer.target, ast.Name) and _counter(outer):
+        if _is_made_in(outer, sampler):
+            raise Unsure("the sampler is made anew in each epoch")
         return code.before(outer.body[0], f"{sampler}.set_epoch({outer.target.id})")
     if isinstance(function, ast.FunctionDef) and "epoch" in [a.arg for a in function.args.args]:
         return code.before(loop, f"{sampler}.set_epoch(epoch)")
     raise Unsure("which epoch it is cannot be seen")
+
+
+def _is_made_in(loop: ast.For, name: str) -> bool:
+    """Whether a name, or what it is an attribute of, is assigned in a loop."""
+    stores = (n for n in ast.walk(loop) if isinstance(getattr(n, "ctx", None), ast.Store))
+    return any(f"{name}.".startswith(f"{ast.unparse(node)}.") for node in stores)
 
 
 def _iterated(code: Code, loop: ast.For) -> str:
@@ -167,7 +175,7 @@ def share_samples(at: Place) -> list[Edit]:
     if word is not None:
         changes = [(code.begin(word), code.end(word), f"sampler={sampler}")]
     else:
-        changes = code.with_argument(call, "sampler", sampler)
+        changes = code.with_arguments(call, sampler=sampler)
     edits = [code.edit(*changes)]
     return [*edits, code.edit(_with_epoch(at, ""))] if not order else edits
 

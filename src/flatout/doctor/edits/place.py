@@ -11,7 +11,7 @@ from functools import cached_property
 from flatout.doctor.edits.code import Code, Unsure, name_of
 from flatout.doctor.edits.names import calls_of, values
 from flatout.doctor.finding import Finding
-from flatout.observe import Call, Observation
+from flatout.observe import Call, Observation, Site
 
 _LOSSES = ("criterion", "loss_fn", "loss_function", "loss_func", "objective")
 
@@ -47,8 +47,17 @@ class Place:
 
     @cached_property
     def code(self) -> Code:
-        """The file."""
-        return Code.of(self.file)
+        """The file.
+
+        Raises:
+            Unsure: it cannot be read, or its line is no longer the one that was seen.
+        """
+        code = Code.of(self.file)
+        line = "".join(code.lines[self.line - 1 : self.line]).strip()
+        here = [one for one in sites(self.seen) if (one.file, one.line) == (self.file, self.line)]
+        if any(one.code not in ("", line) for one in here):
+            raise Unsure("the file has changed since")
+        return code
 
     @cached_property
     def statement(self) -> ast.stmt:
@@ -73,14 +82,17 @@ class Place:
             raise Unsure(f"{len(found)} calls of {names[0]} stand on the line")
         return found[0]
 
+    def codes(self) -> list[Code]:
+        """This file and all others of the user's that were seen at work."""
+        return [self.code, *map(Code.of, sorted(files(self.seen) - {self.file}))]
+
     def only_call(self, *names: str) -> tuple[Code, ast.Call]:
         """The only call of these names in all files of the user's that were seen at work.
 
         Raises:
             Unsure: there are several, or none.
         """
-        codes = [self.code, *map(Code.of, sorted(files(self.seen) - {self.file}))]
-        found = [(code, call) for code in codes for call in calls_of(code, *names)]
+        found = [(code, call) for code in self.codes() for call in calls_of(code, *names)]
         if len(found) != 1:
             raise Unsure(f"there are {len(found)} calls of {names[0]}")
         return found[0]
@@ -138,12 +150,15 @@ class Place:
         return all(isinstance(v, ast.Call) and name_of(v.func).endswith("Loss") for v in made)
 
 
+def sites(seen: Observation) -> list[Site]:
+    """The places of the user's code that were seen at work."""
+    found = [call.site for call in seen.calls]
+    found += [one for loader in seen.loaders for one in (loader.site, loader.dataset_site) if one]
+    found += [optimizer.site for optimizer in seen.optimizers if optimizer.site]
+    found += [model.site for model in seen.models if model.site]
+    return found
+
+
 def files(seen: Observation) -> set[str]:
     """The files of the user's whose lines were seen at work."""
-    sites = [call.site for call in seen.calls]
-    sites += [
-        site for loader in seen.loaders for site in (loader.site, loader.dataset_site) if site
-    ]
-    sites += [optimizer.site for optimizer in seen.optimizers if optimizer.site]
-    sites += [model.site for model in seen.models if model.site]
-    return {site.file for site in sites if os.path.isfile(site.file)}
+    return {site.file for site in sites(seen) if os.path.isfile(site.file)}

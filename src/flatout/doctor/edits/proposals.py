@@ -30,6 +30,7 @@ _EDITS: dict[str, Callable[[Place], list[Edit]]] = {
     "sampler_missing": loops.share_samples,
     "saved_wrapped": models.save_bare,
     "set_epoch_missing": loops.set_epoch,
+    "threads_too_many": arguments.threads,
     "train_not_restored": loops.train_again,
     "unused_parameters_search": arguments.no_search,
     "worker_seeds_equal": workers.seed_each,

@@ -13,6 +13,9 @@ from flatout.doctor.finding import Edit
 def seed_each(at: Place) -> list[Edit]:
     """Constant seeds in worker_init_fn to torch's, which differs in each worker."""
     code = at.code
+    drawn = {one.worker_draws for one in at.seen.loaders if one.worker_draws}
+    if drawn - {"torch", "random", "numpy"}:
+        raise Unsure("the generator is the dataset's own")
     named = [
         word.value.id
         for call in calls_of(code, "DataLoader")

@@ -1,0 +1,180 @@
+"""A verdict's cures as changes of the user's code: shown as a diff, and written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rich.console import Console
+from rich.text import Text
+
+from flatout.doctor.edits import diff, fix, propose
+from flatout.doctor.edits.patch import folder_of
+from flatout.doctor.edits.source import Source, by_file
+from flatout.doctor.finding import Edit, Finding
+from flatout.doctor.judge import Verdict
+from flatout.doctor.prescription import Prescription, Proof
+from flatout.errors import FlatoutError
+from flatout.recipe import Parity
+from flatout.report.first_look import short
+from flatout.say import counted
+
+_COLOURS = {"---": "bold", "+++": "bold", "@@ ": "cyan", "-": "red", "+": "green"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A finding whose cure can be written down.
+
+    Attributes:
+        finding: with its edits.
+        parity: what they do to the result.
+    """
+
+    finding: Finding
+    parity: Parity
+
+    def __str__(self) -> str:
+        return f"{short(self.finding.where)} {self.finding.name} ({self.parity.words})"
+
+
+@dataclass
+class Changes:
+    """All that can be made together.
+
+    Attributes:
+        made: in the order of the findings.
+        left: those that cannot be made beside these, each with the reason.
+    """
+
+    made: list[Change] = field(default_factory=list)
+    left: list[tuple[Change, str]] = field(default_factory=list)
+
+    @property
+    def edits(self) -> list[Edit]:
+        """Of all that are made."""
+        return [edit for change in self.made for edit in change.finding.edits]
+
+    def add(self, change: Change) -> None:
+        """Makes one more, where it goes together with those before it."""
+        try:
+            for file, some in by_file([*self.edits, *change.finding.edits]).items():
+                Source.read(file).with_edits(some)
+        except FlatoutError as error:
+            self.left.append((change, error.what))
+        else:
+            self.made.append(change)
+
+
+def changes_of(verdict: Verdict, prescription: Prescription | None = None) -> Changes:
+    """The edits of all findings, but of those whose cure brings nothing here.
+
+    Args:
+        verdict: whose findings have their edits.
+        prescription: what trials gave, if they were made.
+    """
+    found = Changes()
+    proofs = {name: one for one in (prescription or Prescription()).proofs for name in one.names}
+    for finding in verdict.findings:
+        # A note with a price is too cheap to mend.
+        if finding.kind == "note" and finding.cost_ms is not None:
+            continue
+        change = _change(finding, verdict, proofs.get(finding.name))
+        if change is not None:
+            found.add(change)
+    return found
+
+
+def _change(finding: Finding, verdict: Verdict, proof: Proof | None) -> Change | None:
+    """What a finding comes to after its trial, if there was one."""
+    parity = finding.parity
+    if proof is not None and finding.kind == "slow":
+        if proof.outcome == "left alone":
+            return None
+        parity = proof.parity or parity
+        if proof.recipe and proof.recipe != finding.recipe:  # another value was better
+            seen = verdict.observations[0]
+            finding = replace(finding, recipe=proof.recipe)
+            finding = replace(finding, edits=propose(finding, seen))
+    if not finding.edits:
+        return None
+    return Change(finding, Parity.from_words(parity) if parity else Parity.EXACT)
+
+
+def show(changes: Changes, console: Console) -> None:
+    """Prints a diff on standard output, bare and to the byte, coloured only in a terminal.
+
+    Args:
+        changes: what is shown.
+        console: where words beside it go.
+
+    Raises:
+        FlatoutError: a file has changed meanwhile.
+    """
+    if not changes.made:
+        console.print("no cure of what was found can be written as a change of your code")
+        return
+    root = folder_of(changes.edits)
+    text = diff(changes.edits, root)
+    for change in changes.made:
+        console.print(f"{change}: {change.finding.do}")
+    if os.path.realpath(os.getcwd()) != str(root):
+        console.print(f"the diff is to be applied in {root}")
+    _tell_left(changes.left, console)
+    if sys.stdout.isatty():
+        Console(highlight=False).print(_coloured(text), soft_wrap=True)
+        return
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+    sys.stdout.buffer.flush()
+
+
+def _coloured(diff: str) -> Text:
+    shown = Text()
+    for line in diff.encode("utf-8", "surrogateescape").decode(errors="replace").splitlines(True):
+        style = next((style for start, style in _COLOURS.items() if line.startswith(start)), "")
+        shown.append(line, style)
+    return shown
+
+
+def write(changes: Changes, allow: Parity, console: Console) -> None:
+    """Makes the changes that cost time and nothing of the result beyond `allow`, and says so.
+
+    What changes learning is never made, and neither is what a note says.
+
+    Raises:
+        FlatoutError: a file has changed, or cannot be written; none has changed then.
+    """
+    made, left = [], list(changes.left)
+    for change in changes.made:
+        reason = _reason_against(change, allow)
+        if reason:
+            left.append((change, reason))
+        else:
+            made.append(change)
+    if not made:
+        console.print("nothing was changed in your code")
+    else:
+        fixed = fix([edit for change in made for edit in change.finding.edits])
+        console.print(f"changed {counted(len(fixed.files), 'file')}:", style="bold")
+        for change in made:
+            console.print(f"  {change}")
+        console.print(f"undo  {fixed.command}", soft_wrap=True)
+    _tell_left(left, console)
+
+
+def _reason_against(change: Change, allow: Parity) -> str:
+    if change.parity is Parity.LEARNING:
+        return "it changes learning, so it is yours to decide"
+    if change.finding.kind != "slow":
+        return "it saves no time, so it is yours to decide"
+    if change.parity > allow:
+        return f"it needs your word: --allow {change.parity.name.lower()}"
+    return ""
+
+
+def _tell_left(left: Sequence[tuple[Change, str]], console: Console) -> None:
+    for change, reason in left:
+        console.print(f"not made: {change}: {reason}")
