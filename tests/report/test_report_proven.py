@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+from pathlib import Path
 
 import pytest
 from report_prescriptions import CODE, DECODE, ITEM, WORKERS, prescription
@@ -18,7 +19,7 @@ from flatout.observe import Observation
 from flatout.recipe import Parity, effective, load
 from flatout.report import recipe_file
 from flatout.report.page import page, sentence
-from flatout.report.proven import ProvenReport
+from flatout.report.proven import ProvenReport, runs_by
 
 DANGER = Finding("eval_missing", "danger", "validates without eval()", "do", where="train.py:120")
 
@@ -150,3 +151,13 @@ def test_a_page_shows_the_trials_of_a_prescription():
     assert "a step is 3.40 times as fast" in sentence({**known, "prescription": short})
     unmeasured = prescription(proofs=[DECODE], together=None, before_s=None).as_dict()
     assert "nothing is proven" in sentence({"prescription": unmeasured})
+
+
+def test_ranks_of_torchrun_take_the_recipe_too():
+    what = ["torchrun", "--nproc-per-node", "2", "train.py", "-x", "a b"]
+    assert runs_by(Path("f.toml"), what) == (
+        "FLATOUT_RECIPE=f.toml torchrun --nproc-per-node 2 -m flatout.cures.start train.py -x 'a b'"
+    )
+    assert runs_by(Path("f.toml"), ["-m", "jobs.train"]) == (
+        "flatout run --recipe f.toml -m jobs.train"
+    )
