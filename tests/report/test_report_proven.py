@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from report_prescriptions import CODE, DECODE, ITEM, WORKERS, prescription
+from report_prescriptions import BF16, CODE, DECODE, ITEM, WORKERS, prescription, trial
 from report_verdicts import verdict as plain_verdict
 from rich.console import Console
 
@@ -83,6 +83,16 @@ def test_nothing_to_prescribe_is_a_verdict_too():
     text = shown(Prescription(stopped="the script failed: no memory"), [])
     assert "NOTHING PROVEN" in text
     assert "stopped       the script failed: no memory" in text
+
+
+def test_what_wins_only_beside_others_says_so():
+    beside = dataclasses.replace(
+        BF16, trial=trial(0.98), loss="", reason="beside workers 0 to 6: 1.40x [1.38,1.42]"
+    )
+    text = shown(prescription(proofs=[WORKERS, beside]), width=120)
+    assert (
+        "2 bf16, channels_last 0.98x [0.96,1.00] same samples, rounding; beside workers 0 to 6"
+    ) in text
 
 
 def test_the_recipe_holds_what_was_proven_and_nothing_else(tmp_path, monkeypatch):

@@ -180,7 +180,9 @@ def effect(proof: Proof) -> str:
     parity = f"{proof.parity}: {proof.loss}" if proof.parity and proof.loss else proof.parity
     # Of what changes no bit, the samples need no words.
     told = [samples if proof.parity != "bit-identical" else "", parity or proof.loss]
-    return ", ".join(filter(None, told))
+    words = ", ".join(filter(None, told))
+    # Why something is prescribed that did not win alone.
+    return "; ".join(filter(None, [words, proof.reason]))
 
 
 def reasons(proof: Proof) -> str:
