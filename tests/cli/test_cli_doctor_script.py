@@ -106,6 +106,7 @@ def test_a_question_is_told_as_such(script):
     done = doctor(folder, "train.py", stdin=subprocess.PIPE)
     assert done.returncode == 1
     assert "asked for input" in done.stdout
+    assert "--in-place" not in done.stdout
 
 
 def test_no_training_script_is_told_plainly_with_its_output_beside(script):
