@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from report_prescriptions import BF16, CODE, DECODE, ITEM, WORKERS, prescription, trial
+from report_prescriptions import BF16, CODE, DECODE, ITEM, UNTRIED, WORKERS, prescription, trial
 from report_verdicts import verdict as plain_verdict
 from rich.console import Console
 
@@ -80,9 +80,14 @@ def test_nothing_to_prescribe_is_a_verdict_too():
     )
     assert "NOTHING TO PRESCRIBE: leave it as it is" in text
     assert "next" not in text
-    text = shown(Prescription(stopped="the script failed: no memory"), [])
+    text = shown(
+        Prescription([UNTRIED], stopped="the script failed", seconds=60.0), [], recipe=None
+    )
     assert "NOTHING PROVEN" in text
-    assert "stopped       the script failed: no memory" in text
+    assert "stopped       the script failed" in text
+    assert "next" not in text
+    late = Prescription([UNTRIED], stopped="no step in the time given", seconds=60.0)
+    assert "next  flatout doctor --budget 2m train.py" in shown(late, [], recipe=None)
 
 
 def test_what_wins_only_beside_others_says_so():

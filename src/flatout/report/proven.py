@@ -151,7 +151,8 @@ class ProvenReport:
     def _needs_time(self) -> bool:
         given = self.prescription
         untried = any(one.outcome == "not tried" for one in given.proofs)
-        return untried and not given.stopped and given.seconds > 0
+        had_none = not given.stopped or "in the time given" in given.stopped
+        return untried and had_none and given.seconds > 0
 
     @property
     def _widens(self) -> bool:
