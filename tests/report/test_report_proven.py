@@ -7,7 +7,17 @@ import os
 from pathlib import Path
 
 import pytest
-from report_prescriptions import BF16, CODE, DECODE, ITEM, UNTRIED, WORKERS, prescription, trial
+from report_prescriptions import (
+    BF16,
+    CODE,
+    COMPILE,
+    DECODE,
+    ITEM,
+    UNTRIED,
+    WORKERS,
+    prescription,
+    trial,
+)
 from report_verdicts import verdict as plain_verdict
 from rich.console import Console
 
@@ -164,6 +174,8 @@ def test_a_page_shows_the_trials_of_a_prescription():
     assert sentence(data).startswith("With what was proven your whole run takes 4m01s instead of")
     short = prescription(before_s=None, after_s=None).as_dict()
     assert "a step is 3.40 times as fast" in sentence({**known, "prescription": short})
+    late = prescription(proofs=[COMPILE], together=None, before_s=None).as_dict()
+    assert "is worth it for this run: leave it" in sentence({"prescription": late})
     unmeasured = prescription(proofs=[DECODE], together=None, before_s=None).as_dict()
     assert "nothing is proven" in sentence({"prescription": unmeasured})
 
