@@ -97,6 +97,7 @@ def test_a_script_that_fails_shows_its_own_last_lines(script):
     assert "error: the script failed (exit code 1)" in done.stdout
     assert "ValueError: no such weather" in done.stdout
     assert "train.py" in done.stdout
+    assert "do: it ran in a scratch copy, offline; --in-place runs it as it is" in done.stdout
     assert "flatout/observe" not in done.stdout
 
 
@@ -105,6 +106,7 @@ def test_a_question_is_told_as_such(script):
     done = doctor(folder, "train.py", stdin=subprocess.PIPE)
     assert done.returncode == 1
     assert "asked for input" in done.stdout
+    assert "--in-place" not in done.stdout
 
 
 def test_no_training_script_is_told_plainly_with_its_output_beside(script):
@@ -213,24 +215,25 @@ Path("made/here").touch()
 """
 
 
-def test_what_the_script_writes_is_gone_afterwards_unless_it_runs_in_place(script):
+@pytest.mark.parametrize(
+    ("where", "log"), [([], "old"), pytest.param(["--in-place"], "new", marks=pytest.mark.slow)]
+)
+def test_what_the_script_writes_is_gone_afterwards_unless_it_runs_in_place(script, where, log):
     folder = script(WRITES)
     (folder / "log").write_text("old")
-    assert doctor(folder, "train.py").returncode == 0
-    assert (folder / "log").read_text() == "old"
-    assert not (folder / "made").exists()
-    assert doctor(folder, "--in-place", "train.py").returncode == 0
-    assert (folder / "log").read_text() == "new"
-    assert (folder / "made/here").exists()
+    assert doctor(folder, *where, "train.py").returncode == 0
+    assert (folder / "log").read_text() == log
+    assert (folder / "made/here").exists() == bool(where)
 
 
+@pytest.mark.slow
 def test_a_script_that_needs_the_network_is_told_how_to_get_it(script):
     folder = script("import socket\nsocket.create_connection(('203.0.113.1', 9), timeout=0.01)\n")
     done = doctor(folder, "train.py")
     assert done.returncode == 1
     assert "203.0.113.1" in done.stdout
     assert "train.py:2" in done.stdout
-    assert "--in-place runs it as it is" in " ".join(done.stdout.split())
+    assert "do: where it needs that; --in-place runs it as it is" in done.stdout
 
 
 @pytest.mark.slow

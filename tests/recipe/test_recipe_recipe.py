@@ -15,7 +15,16 @@ from recipe_strategies import (
 )
 
 from flatout.errors import RecipeError
-from flatout.recipe import FIELDS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe
+from flatout.recipe import (
+    FIELDS,
+    Choice,
+    ModelFacts,
+    Parity,
+    Recipe,
+    ResolvedRecipe,
+    dumps,
+    loads,
+)
 from flatout.recipe.recipe import of_fields
 
 
@@ -222,3 +231,23 @@ def test_ratio_without_an_interval():
 def test_a_choice_takes_only_real_numbers(bad):
     with pytest.raises(RecipeError, match=r"choice\.ratio cannot be"):
         Choice(value=1, reason="", parity=Parity.EXACT, ratio=bad)
+
+
+def test_what_was_proven_for_a_script_names_nothing_else():
+    choices = {
+        "input.workers": Choice(value=2, reason="w", parity=Parity.REDRAWN, ratio=2.3),
+        "script.zero_grad": Choice(value="set_to_none", reason="z", parity=Parity.EXACT),
+    }
+    fields = {"input": {"workers": 2}, "script": {"zero_grad": "set_to_none"}}
+    proven = ResolvedRecipe(**fields, choices=choices, machine={"cpu": "a"}, proven_for="a.py 1")
+    assert proven.request().named() == {"input.workers": 2, "script.zero_grad": "set_to_none"}
+    assert proven.anew().named() == {"script.zero_grad": "set_to_none"}
+    assert [row.field for row in proven.changes()] == ["input.workers", "script.zero_grad"]
+    assert proven.summary() == "2 workers · gradients to None"
+    assert loads(dumps(proven)) == proven
+    with pytest.raises(RecipeError, match=r"choices has no entry for input\.workers"):
+        ResolvedRecipe(**fields, choices={}, machine={}, proven_for="a.py")
+    with pytest.raises(RecipeError, match="is still auto"):
+        ResolvedRecipe(
+            choices={"input.workers": choices["input.workers"]}, machine={}, proven_for="a.py"
+        )

@@ -4,9 +4,20 @@ import dataclasses
 import io
 import json
 import os
+from pathlib import Path
 
 import pytest
-from report_prescriptions import CODE, DECODE, ITEM, WORKERS, prescription
+from report_prescriptions import (
+    BF16,
+    CODE,
+    COMPILE,
+    DECODE,
+    ITEM,
+    UNTRIED,
+    WORKERS,
+    prescription,
+    trial,
+)
 from report_verdicts import verdict as plain_verdict
 from rich.console import Console
 
@@ -18,7 +29,7 @@ from flatout.observe import Observation
 from flatout.recipe import Parity, effective, load
 from flatout.report import recipe_file
 from flatout.report.page import page, sentence
-from flatout.report.proven import ProvenReport
+from flatout.report.proven import ProvenReport, runs_by
 
 DANGER = Finding("eval_missing", "danger", "validates without eval()", "do", where="train.py:120")
 
@@ -79,9 +90,24 @@ def test_nothing_to_prescribe_is_a_verdict_too():
     )
     assert "NOTHING TO PRESCRIBE: leave it as it is" in text
     assert "next" not in text
-    text = shown(Prescription(stopped="the script failed: no memory"), [])
+    text = shown(
+        Prescription([UNTRIED], stopped="the script failed", seconds=60.0), [], recipe=None
+    )
     assert "NOTHING PROVEN" in text
-    assert "stopped       the script failed: no memory" in text
+    assert "stopped       the script failed" in text
+    assert "next" not in text
+    late = Prescription([UNTRIED], stopped="no step in the time given", seconds=60.0)
+    assert "next  flatout doctor --budget 2m train.py" in shown(late, [], recipe=None)
+
+
+def test_what_wins_only_beside_others_says_so():
+    beside = dataclasses.replace(
+        BF16, trial=trial(0.98), loss="", reason="beside workers 0 to 6: 1.40x [1.38,1.42]"
+    )
+    text = shown(prescription(proofs=[WORKERS, beside]), width=120)
+    assert (
+        "2 bf16, channels_last 0.98x [0.96,1.00] same samples, rounding; beside workers 0 to 6"
+    ) in text
 
 
 def test_the_recipe_holds_what_was_proven_and_nothing_else(tmp_path, monkeypatch):
@@ -148,5 +174,17 @@ def test_a_page_shows_the_trials_of_a_prescription():
     assert sentence(data).startswith("With what was proven your whole run takes 4m01s instead of")
     short = prescription(before_s=None, after_s=None).as_dict()
     assert "a step is 3.40 times as fast" in sentence({**known, "prescription": short})
+    late = prescription(proofs=[COMPILE], together=None, before_s=None).as_dict()
+    assert "is worth it for this run: leave it" in sentence({"prescription": late})
     unmeasured = prescription(proofs=[DECODE], together=None, before_s=None).as_dict()
     assert "nothing is proven" in sentence({"prescription": unmeasured})
+
+
+def test_ranks_of_torchrun_take_the_recipe_too():
+    what = ["torchrun", "--nproc-per-node", "2", "train.py", "-x", "a b"]
+    assert runs_by(Path("f.toml"), what) == (
+        "FLATOUT_RECIPE=f.toml torchrun --nproc-per-node 2 -m flatout.cures.start train.py -x 'a b'"
+    )
+    assert runs_by(Path("f.toml"), ["-m", "jobs.train"]) == (
+        "flatout run --recipe f.toml -m jobs.train"
+    )

@@ -19,12 +19,20 @@ from flatout.observe import Observation
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
+_MARK = "search "
+
+
+def is_searched(name: str) -> bool:
+    """Whether a finding of this name is none of a check's."""
+    return name.startswith(_MARK)
+
+
 def widened(verdict: Verdict) -> Verdict:
     """The verdict with a finding for each setting that could matter, behind those of the checks."""
     known = {field for one in verdict.findings if one.kind == "slow" for field in one.recipe}
     more = [
         Finding(
-            name=f"search {field}",
+            name=f"{_MARK}{field}",
             kind="slow",
             what="no check found this",
             do="see what a trial says",

@@ -15,7 +15,11 @@ def told(look: FirstLook, verdict: Verdict | None) -> list[str]:
         name = signal.Signals(look.interrupted_by).name
         return [f"stopped by a signal ({name}), {until}; nothing runs on"]
     if look.failed:
-        return [f"error: {_failure(look, verdict)}", *_last(look, verdict), *_refused(look)]
+        return [
+            f"error: {_failure(look, verdict)}",
+            *_last(look, verdict),
+            *_refused(look, verdict),
+        ]
     if verdict is None or not verdict.steps:
         when = f"in {look.seconds:.0f} s" if look.exit_code is None else "before it ended"
         notes = [note for rank in look.observations for note in rank.notes]
@@ -31,13 +35,16 @@ def told(look: FirstLook, verdict: Verdict | None) -> list[str]:
 
 
 def _failure(look: FirstLook, verdict: Verdict | None) -> str:
-    error = verdict.error if verdict else "\n".join(look.output)
-    if "EOFError" in error:
+    if "EOFError" in _error(look, verdict):
         return "the script asked for input, which it cannot have here: give it arguments instead"
     if look.exit_code is not None and look.exit_code < 0:
         hint = "; out of memory?" if look.exit_code == -signal.SIGKILL else ""
         return f"the script was ended by a signal ({signal.Signals(-look.exit_code).name}{hint})"
     return f"the script failed (exit code {look.exit_code})"
+
+
+def _error(look: FirstLook, verdict: Verdict | None) -> str:
+    return verdict.error if verdict else "\n".join(look.output)
 
 
 def _last(look: FirstLook, verdict: Verdict | None) -> list[str]:
@@ -46,9 +53,11 @@ def _last(look: FirstLook, verdict: Verdict | None) -> list[str]:
     return [f"  {line}" for line in (error[-8:] or look.output)]
 
 
-def _refused(look: FirstLook) -> list[str]:
+def _refused(look: FirstLook, verdict: Verdict | None) -> list[str]:
     """What the script was kept from, which may be why it failed."""
-    if not look.refused:
+    has_other_cause = (look.exit_code or 0) < 0 or "EOFError" in _error(look, verdict)
+    if not look.held or has_other_cause:
         return []
     named = [f"  refused here: {one['what']} ({one['where']})" for one in look.refused[:3]]
-    return [*named, "  do: where it needs that, --in-place runs it as it is"]
+    why = "it ran in a scratch copy, offline" if not named else "where it needs that"
+    return [*named, f"  do: {why}; --in-place runs it as it is"]

@@ -17,6 +17,8 @@ from rich.text import Text
 
 from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Outcome, Prescription, Proof
+from flatout.doctor.search import is_searched
+from flatout.doctor.torchrun import under_torchrun
 from flatout.measure.trial import TrialResult
 from flatout.report.first_look import clock, short
 from flatout.report.page import duration
@@ -121,7 +123,7 @@ class ProvenReport:
     def _next(self) -> Iterator[RenderableType]:
         lines = []
         if self.recipe is not None:
-            lines.append(f"flatout run --recipe {shlex.quote(str(self.recipe))} {self._what}")
+            lines.append(runs_by(self.recipe, self.what))
         edits = [edit for proof in self.prescription.prescribed for edit in proof.edits]
         edits += [edit for danger in self.verdict.dangers for edit in danger.edits]
         if edits:
@@ -142,16 +144,30 @@ class ProvenReport:
         return shlex.join(self.what)
 
     @property
+    def _searched(self) -> bool:
+        return any(is_searched(name) for one in self.prescription.proofs for name in one.names)
+
+    @property
     def _needs_time(self) -> bool:
         given = self.prescription
         untried = any(one.outcome == "not tried" for one in given.proofs)
-        return untried and not given.stopped and given.seconds > 0
+        had_none = not given.stopped or "in the time given" in given.stopped
+        return untried and had_none and given.seconds > 0
 
     @property
     def _widens(self) -> bool:
         """Whether there is a cure that only the user's word keeps from being prescribed."""
         asks = [one for one in self.prescription.proofs if one.outcome == "needs your OK"]
         return any(one.parity == "redrawn" for one in asks)
+
+
+def runs_by(recipe: Path, what: Sequence[str]) -> str:
+    """The command that runs a script by a Recipe; ranks that torchrun starts each take it."""
+    ranks = under_torchrun(what, ["-m", "flatout.cures.start"])
+    if ranks is None:
+        return f"flatout run --recipe {shlex.quote(str(recipe))} {shlex.join(what)}"
+    ours = ranks[ranks.index("torch.distributed.run") + 1 :]
+    return f"FLATOUT_RECIPE={shlex.quote(str(recipe))} torchrun {shlex.join(ours)}"
 
 
 def ratio(trial: TrialResult | None) -> str:
@@ -165,7 +181,9 @@ def effect(proof: Proof) -> str:
     parity = f"{proof.parity}: {proof.loss}" if proof.parity and proof.loss else proof.parity
     # Of what changes no bit, the samples need no words.
     told = [samples if proof.parity != "bit-identical" else "", parity or proof.loss]
-    return ", ".join(filter(None, told))
+    words = ", ".join(filter(None, told))
+    # Why something is prescribed that did not win alone.
+    return "; ".join(filter(None, [words, proof.reason]))
 
 
 def reasons(proof: Proof) -> str:

@@ -91,8 +91,9 @@ def visit(asked: Asked) -> int:
         FlatoutError: torchrun's command line cannot be read; a file cannot be written.
     """
     if sys.stderr.isatty():
-        for_how_long = f"for {asked.seconds:g} s from its first step; Ctrl-C ends it"
-        print(f"watching {shlex.join(asked.what)} {for_how_long}", file=sys.stderr)
+        where = "" if asked.in_place else " in a scratch copy"
+        how_long = f"{asked.seconds:g} s from its first step; Ctrl-C ends it"
+        print(f"watching {shlex.join(asked.what)}{where} for {how_long}", file=sys.stderr)
     look = first_look(
         asked.what,
         seconds=asked.seconds,
