@@ -164,7 +164,13 @@ CONDITIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONDITIONS)
+QUICK = ("no images", "not to be sent", "own choice", "by epoch", "differentiated")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONDITIONS],
+)
 def test_the_script_stays_as_written(scripts, tmp_path, name):
     body, setting, reason = CONDITIONS[name]
     path = tmp_path / "train.py"

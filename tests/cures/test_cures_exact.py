@@ -104,6 +104,7 @@ def result(done):
     return json.loads(done.out.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", EXACT)
 def test_a_cure_leaves_the_result_as_it_is(scripts, training, plain, setting):
     done = scripts.run(training, setting)

@@ -101,3 +101,34 @@ def test_a_compiled_model(scripts, training, plain):
     assert done.applied["compute.compile"] == "compiled Sequential"
     assert found["keys"] == plain["keys"]
     is_near(found, plain, 0.05)
+
+
+COMPILED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.Adam(model.parameters())
+compiled = torch.compile(model, backend="aot_eager")
+x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+for step in range(8):
+    optimizer.zero_grad(set_to_none=False)
+    nn.functional.cross_entropy(compiled(x), y).backward()
+    optimizer.step()
+    print(step)
+from torch._dynamo.utils import counters
+print(counters["stats"]["unique_graphs"], counters["frames"]["total"], counters["frames"]["ok"])
+"""
+
+
+@pytest.mark.slow
+def test_frames_that_the_script_has_compiled_are_kept(scripts, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(COMPILED)
+    plain = scripts.run(path)
+    exact = ["script.zero_grad=set_to_none", "script.garbage=scheduled", "script.log_every=4"]
+    cured = scripts.run(path, *exact, "compute.precision=bf16", "script.evaluation=no_grad")
+    assert plain.code == cured.code == 0, cured.err
+    assert cured.applied["compute.precision"] == "bf16 in OptimizedModule"
+    assert cured.out.splitlines()[-1] == plain.out.splitlines()[-1]

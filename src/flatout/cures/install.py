@@ -113,7 +113,7 @@ def _hook(torch: Any, recipe: Recipe, asked: dict[str, Any]) -> None:
     set_up(torch, recipe, asked)
     steps = Steps()
     steps.watch(torch)
-    atexit.register(lambda: record.tell_unmet() if steps.count else None)
+    atexit.register(record.tell_unmet)
     _hook_models(torch, steps, asked)
     _hook_input(torch, asked)
     _hook_loop(torch, steps, asked)

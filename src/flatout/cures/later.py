@@ -96,6 +96,12 @@ class Later:
     def __neg__(self) -> Any:
         return _combined("mul", self, -1)
 
+    def __abs__(self) -> Any:
+        return abs(self.value)
+
+    def __round__(self, *digits: int) -> Any:
+        return round(self.value, *digits)
+
 
 def _known(value: Any) -> Any:
     return value.value if type(value) is Later else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from flatout.say import say
@@ -83,7 +84,9 @@ def words_of(field: str, value: Any) -> str:
 
 
 def tell_unmet() -> None:
-    """Names the cures for which nothing in the script was found."""
+    """At the script's end: names the cures for which nothing in it was found."""
+    if hasattr(sys, "last_value"):  # it ended before it came to them
+        return
     met = {*_applied, *(field for field, _ in _left)}
     for field in _asked:
         if field not in met and is_on():

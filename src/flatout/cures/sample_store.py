@@ -45,6 +45,9 @@ class Form:
         self.bytes = max((_aligned(leaf.at + leaf.bytes) for leaf in leaves), default=0)
         self.bytes = max(_ALIGNED, self.bytes)
 
+    def __reduce__(self) -> Any:
+        return form_of, (self.unpack(np.zeros(self.bytes, np.uint8)),)  # any sample has it
+
     def packed(self, sample: Any) -> bytes | None:
         """The bytes of a sample; None where it is of another form."""
         row = np.zeros(self.bytes, np.uint8)
