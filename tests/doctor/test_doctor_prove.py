@@ -105,7 +105,6 @@ def test_what_wins_and_learns_the_same_is_prescribed_and_nothing_else(tmp_path):
                 parity="rounding",
             ),
             slow("fails", edits=(edit(script, "zero_grad", "raise RuntimeError('boom')"),)),
-            slow("print", edits=(edit(script, "print(", "pass"),)),
             slow("batch", edits=(edit(script, "print(", "1"),), parity="changes learning"),
         ),
         ["script.py", "--max-steps", "5000"],
@@ -128,7 +127,6 @@ def test_what_wins_and_learns_the_same_is_prescribed_and_nothing_else(tmp_path):
     assert other.trial.ratio > 2
     assert proofs["fails"].outcome == "left alone"
     assert proofs["fails"].reason == "with it the script failed: RuntimeError: boom"
-    assert proofs["print"].outcome != "prescribed"
     assert proofs["batch"].outcome == "needs your OK"
     assert proofs["batch"].trial is None
     assert given.together is not None
@@ -263,10 +261,9 @@ def test_a_side_tells_its_losses_and_batches_and_leaves_evaluation_out(tmp_path)
     assert a[:least] == b[:least]
     assert least > 20
     assert set(told) <= set(a) | set(b)
-    assert {len(found) for found in pair.a.batches.values()} >= {16}
-    first, second, third = (pair.a.batches[name] for name in ("0", "1", "2"))
-    assert first != third  # another order in the next epoch
-    assert second == sorted(second, key=second.index)
+    trained, evaluated = pair.a.batches["0"], pair.a.batches["1"]
+    assert trained[:16] != trained[16:32]  # another order in the next epoch
+    assert evaluated[:16] == evaluated[16:32]
     between = sum(block.between for block in pair.blocks)
     whole = sum(block.ended - block.began for block in pair.blocks)
     assert between > whole / 2  # all but the evaluation is done in no time

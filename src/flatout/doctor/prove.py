@@ -78,7 +78,7 @@ def prove(
         untried = [_untried(cure, reason) for cure in cures]
         return Prescription(proofs=untried, stopped=reason if cures or not verdict.steps else "")
     with scratch() as folder:
-        proving = _Proving(verdict, what, Bench(verdict, what, folder, budget_s), allow, told)
+        proving = Proving(verdict, what, Bench(verdict, what, folder, budget_s), allow, told)
         try:
             proving.run(cures)
         except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def prove(
     return replace(prescription, seconds=time.monotonic() - began)
 
 
-class _Proving:
+class Proving:
     """The trials of one script, as far as they have come."""
 
     def __init__(
@@ -222,7 +222,7 @@ class _Proving:
                 pair = self._bench.measure(base, together(fewer), self._spare())
                 if pair.result is None or pair.result.pairs < 2 or pair.result.loses:
                     continue
-                if pair.result.low < 1 - self._bench.floor:
+                if pair.result.ratio < 1 - self._bench.floor:
                     continue
                 left = fewer
                 self._drop(cure, f"adds nothing beside {together(fewer).words}")

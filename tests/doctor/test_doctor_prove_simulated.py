@@ -1,0 +1,173 @@
+"""What is prescribed of cures whose effects are known: on a simulated machine, with its noise."""
+
+from contextlib import closing
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flatout.doctor.finding import Finding
+from flatout.doctor.judge import Verdict
+from flatout.doctor.prescription import Prescription
+from flatout.doctor.prove import Proving
+from flatout.doctor.proving.cure import cures_of
+from flatout.doctor.trials.pair import Pair
+from flatout.doctor.trials.side import Block, Showed
+from flatout.measure.trial import run_trial
+from flatout.observe import Observation, Optimizer
+from flatout.recipe import Parity
+
+BF16, LAST, FUSED = "compute.precision", "compute.memory_format", "compute.fused_optimizer"
+VALUES = {BF16: "bf16", LAST: "channels_last", FUSED: "on", "script.garbage": "scheduled"}
+LOSSES = np.linspace(2.0, 1.0, 60).tolist()
+
+
+class Machine:
+    """A Bench on which a step takes as long as a function of the cures says, with noise.
+
+    Args:
+        step_ms: by the set of the cures' fields.
+        seed: of the noise: 1% from process to process, 2% from block to block.
+        budget_s: seconds for all trials; a start takes 2, a block half.
+    """
+
+    def __init__(self, step_ms, seed: int = 0, budget_s: float = 300.0) -> None:
+        self.floor, self.start_s, self.held, self.refused = 0.02, 2.0, "overlay", []
+        self.left_s, self.needed_s = budget_s, 7.0
+        self.setup_s = dict[frozenset[str], float]()
+        self._step_ms = step_ms
+        self._rng = np.random.default_rng(seed)
+
+    def against(self, cure):
+        self.left_s -= self.start_s
+        return closing(
+            SimpleNamespace(step_ms=self._process(cure), has_ended=False, close=lambda: None)
+        )
+
+    def _process(self, cure) -> float:
+        return self._step_ms(cure.fields) * np.exp(self._rng.normal(0, 0.01))
+
+    def measure(self, against, cure, budget_s, *, min_pairs=2, max_pairs=4, block_s=0.5) -> Pair:
+        blocks = []
+
+        def block(step_ms):
+            blocks.append(Block("a", 10, 0, 10))
+            return step_ms * np.exp(self._rng.normal(0, 0.02)) / 1e3
+
+        step_ms = self._process(cure)
+        result = run_trial(
+            lambda: block(against.step_ms),
+            lambda: block(step_ms),
+            min_pairs=min_pairs,
+            max_pairs=max_pairs,
+            floor=self.floor,
+        )
+        self.left_s -= self.start_s + block_s * len(blocks)
+        applied = list(cure.recipe)
+        first_s = self.setup_s.get(cure.fields, 0.0)
+        a, b = Showed(LOSSES), Showed(LOSSES, applied=applied, first_s=first_s)
+        return Pair(result=result, blocks=blocks, a=a, b=b, held="overlay")
+
+
+def proven(machine: Machine, *fields: str, what=("train.py",)) -> Prescription:
+    findings = [Finding(f, "slow", "", "", recipe={f: VALUES[f]}) for f in fields]
+    rank = Observation(command=["train.py"], steps=9, ended="stopped", optimizers=[Optimizer("A")])
+    verdict = Verdict([rank], {}, None, findings, [], [])
+    cures = cures_of(verdict, Parity.TOLERANT)
+    proving = Proving(verdict, what, machine, Parity.TOLERANT, lambda line: None)
+    proving.run(cures)
+    return proving.prescription(cures)
+
+
+def outcomes(given: Prescription) -> dict[str, str]:
+    return {proof.names[0]: proof.outcome for proof in given.proofs}
+
+
+def by_set(**times):
+    """Step times by the last words of fields joined by _and_; what is missing is as plain."""
+
+    def step_ms(fields: frozenset[str]) -> float:
+        name = "_and_".join(sorted(field.rpartition(".")[2] for field in fields))
+        return times.get(name, times["plain"])
+
+    return step_ms
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_slower_alone_is_prescribed_where_it_pays_beside_another(seed):
+    times = by_set(plain=10, precision=15, memory_format=7, memory_format_and_precision=3)
+    given = proven(Machine(times, seed), LAST, BF16)
+    assert outcomes(given) == {LAST: "prescribed", BF16: "prescribed"}
+    assert given.proofs[1].reason.startswith("pays beside channels_last: ")
+    assert given.together is not None
+    assert given.together.recipe == {LAST: "channels_last", BF16: "bf16"}
+    assert given.together.trial is not None
+    assert given.together.trial.ratio == pytest.approx(10 / 3, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_pays_only_together_is_found(seed):
+    times = by_set(plain=10, precision=10, memory_format=10, memory_format_and_precision=4)
+    given = proven(Machine(times, seed), LAST, BF16)
+    assert outcomes(given) == {LAST: "prescribed", BF16: "prescribed"}
+    assert given.proofs[0].reason == "pays with the others: channels_last, bf16"
+
+
+def test_what_adds_nothing_to_another_goes():
+    times = by_set(plain=10, precision=3, memory_format=4, memory_format_and_precision=3)
+    dropped = 0
+    for seed in range(20):
+        given = proven(Machine(times, seed), LAST, BF16)
+        assert outcomes(given)[BF16] == "prescribed"
+        if outcomes(given)[LAST] == "left alone":
+            dropped += 1
+            assert given.proofs[0].reason == "adds nothing beside bf16"
+            assert given.together is not None
+            assert given.together.names == (BF16,)
+    assert dropped >= 14  # in the others noise speaks for it
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_alone_is_left_of_cures_that_do_not_bear_one_another(seed):
+    times = by_set(plain=10, precision=6, memory_format=8, memory_format_and_precision=14)
+    given = proven(Machine(times, seed), LAST, BF16)
+    assert given.together is not None
+    assert given.together.names == (BF16,)
+    assert outcomes(given) == {LAST: "left alone", BF16: "prescribed"}
+
+
+def test_a_script_that_lacks_nothing_is_left_as_it_is():
+    wrong = [
+        seed
+        for seed in range(60)
+        if proven(Machine(by_set(plain=10), seed), LAST, BF16, FUSED, "script.garbage").prescribed
+    ]
+    assert len(wrong) <= 1
+
+
+def test_cures_for_which_no_time_is_left_are_not_tried():
+    times = by_set(plain=10, memory_format=5)
+    given = proven(Machine(times, budget_s=30), LAST, BF16, FUSED, "script.garbage")
+    assert given.together is not None
+    assert given.together.names == (LAST,)
+    assert outcomes(given)["script.garbage"] == "not tried"
+    assert given.proofs[-1].reason == "no time was left for it"
+
+
+def test_set_up_that_the_run_does_not_repay_is_not_prescribed():
+    times = by_set(plain=10, precision=5)
+    machine = Machine(times)
+    machine.setup_s[frozenset({BF16})] = 20.0
+    short = proven(machine, BF16, what=("train.py", "--max-steps", "1950"))
+    assert short.together is None
+    assert short.proofs[0].outcome == "left alone"
+    assert short.proofs[0].reason.endswith("; you run 1,950")
+    assert short.proofs[0].repays_after == pytest.approx(4000, rel=0.1)
+    machine = Machine(times)
+    machine.setup_s[frozenset({BF16})] = 20.0
+    long = proven(machine, BF16, what=("train.py", "--max-steps", "100000"))
+    assert long.together is not None
+    assert long.before_s is not None
+    assert long.after_s is not None
+    assert long.after_s == pytest.approx(100_000 * 0.005 + 20, rel=0.05)
+    assert long.before_s == pytest.approx(100_000 * 0.010, rel=0.05)
