@@ -110,5 +110,5 @@ def test_the_value_that_trials_found_is_the_one_that_is_written(path):
 
 def test_where_there_is_nothing_to_change_that_is_said(path):
     nothing = changes.changes_of(verdict())
-    assert "no cure of what was found can be written" in told(changes.show, nothing)
+    assert "there is nothing to change in your code" in told(changes.show, nothing)
     assert told(changes.write, nothing, Parity.EXACT) == "nothing was changed in your code\n"

@@ -114,7 +114,7 @@ def show(changes: Changes, console: Console) -> None:
         FlatoutError: a file has changed meanwhile.
     """
     if not changes.made:
-        console.print("no cure of what was found can be written as a change of your code")
+        console.print("there is nothing to change in your code")
         return
     root = folder_of(changes.edits)
     text = diff(changes.edits, root)

@@ -84,10 +84,6 @@ class Code:
         before = self.lines[line - 1].encode()[:column].decode()
         return self._at(line, len(before))
 
-    def text(self, node: ast.AST) -> str:
-        """A node as it is written."""
-        return self.source.text[self.begin(node) : self.end(node)]
-
     def outer_end(self, node: ast.AST, within: ast.AST | None = None) -> int:
         """Where a node ends with the parentheses around it.
 
