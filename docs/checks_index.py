@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from flatout.doctor.checks import CHECKS, RANK_CHECKS
+from flatout.doctor.edits.proposals import WRITTEN
 
 PAGE = Path(__file__).with_name("checks") / "index.md"
 
@@ -29,11 +30,14 @@ check sees each rank of your script; one that lacks its signal says so and does 
 The result of a cure has four wordings: *bit-identical*, *rounding*, *redrawn* (the same
 distribution, other random draws), *changes learning*. The last is never applied unasked.
 
+A cure by Recipe takes hold in the [script as it is](../cures.md). Where the last column says so,
+`flatout doctor --diff` often writes the [change of code](../doctor_changes.md).
+
 """
 
 TABLE = """\
-| check | what it finds | kind | pitfall | cure by Recipe | result of the cure |
-|---|---|---|---|---|---|
+| check | what it finds | kind | pitfall | cure by Recipe | result of the cure | `--diff` |
+|---|---|---|---|---|---|---|
 """
 
 FOOT = """
@@ -82,7 +86,8 @@ def row(name: str) -> str:
     """Return a check's line: the first sentence of its page, and the page's row of facts."""
     _, text, table, *_ = PAGE.with_name(f"{name}.md").read_text(encoding="utf-8").split("\n\n")
     sentence = text.replace("\n", " ").partition(". ")[0].removesuffix(".")
-    return f"| [{name}]({name}.md) | {sentence} {table.splitlines()[2]}\n"
+    diff = "yes |" if name in WRITTEN else "|"
+    return f"| [{name}]({name}.md) | {sentence} {table.splitlines()[2]} {diff}\n"
 
 
 def main() -> int:

@@ -41,6 +41,9 @@ _EDITS: dict[str, Callable[[Place], list[Edit]]] = {
 }
 """By the name of the finding."""
 
+WRITTEN = frozenset(_EDITS)
+"""Findings whose cure can often be written down as a change of code."""
+
 
 def propose(finding: Finding, seen: Observation) -> tuple[Edit, ...]:
     """Returns the edits that cure a finding; none where one cannot be written with certainty.
