@@ -73,8 +73,9 @@ class Graphs:
 
 def _holders(kept: list[Any]) -> list[Any]:
     """The containers that hold these, and those that hold the containers, as a list of pairs is."""
-    # Each object that is asked for makes the search longer.
-    asked = kept[:: max(1, len(kept) // _ASKED)]
+    # Each object that is asked for makes the search longer. Steps leave the same tensors, often an
+    # even number: an odd stride meets all kinds.
+    asked = kept[:: len(kept) // _ASKED | 1]
     ours = (id(kept), id(asked))
     first = [
         holder
