@@ -24,7 +24,7 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 30
     def __getitem__(self, i):
-        time.sleep(0.02)
+        time.sleep(0.01)
         return {"x": torch.full((4,), float(i))}
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
@@ -38,9 +38,10 @@ for epoch in range(10_000):
         optimizer.zero_grad()
         model(x).sum().backward()
         optimizer.step()
-        time.sleep(0.005)
+        time.sleep(0.0025)
         steps += 1
-        print(steps)
+        if steps % 10 == 0:
+            print(steps)
     print(steps, file=sizes, flush=True)
 """
 
@@ -93,11 +94,11 @@ def test_a_script_that_waits_for_input_steps_several_times_as_fast_without(tmp_p
 
     # What was observed is of the steps before, and of nothing that came then.
     assert (seen.ended, seen.steps, len(seen.step_ms)) == ("stopped", 12, 12)
-    assert max(call.count for call in seen.calls if call.kind == "print") <= 12
+    assert sum(call.count for call in seen.calls if call.kind == "print") == 1
     found = seen.ablations["input"]
     assert found.ratio > 2
     assert found.pairs >= 2
-    assert found.returns_ms > 10
+    assert found.returns_ms > 5
     # An epoch has as many batches as ever.
     sizes = (tmp_path / "sizes").read_text().split()
     assert set(sizes) == {"30"}

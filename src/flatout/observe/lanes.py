@@ -45,10 +45,10 @@ class Lanes:
     """
 
     __slots__ = (
+        "_after",
         "_before",
         "_began",
         "_between",
-        "_closed",
         "_durations",
         "_first",
         "_seen_backwards",
@@ -79,7 +79,10 @@ class Lanes:
         self.until = sys.maxsize
         self._durations = array("q")
         self._between = 0  # of the lanes between steps, when the last step ended
-        self._first = self._before = self._closed = _NOTHING
+        self._after = 0  # of that lane, likewise
+        self._first: list[int] = _NOTHING
+        # Where the lanes stood when a batch was asked for, or a model first called in evaluation.
+        self._before: list[int] | None = None
 
     def switch(self, lane: int) -> int:
         """The time since the last call goes to the lane that ran; returns that one."""
@@ -120,6 +123,11 @@ class Lanes:
         self.spent[:] = _NOTHING
         self._began = self.last
 
+    def begin_evaluation(self) -> None:
+        """A model is called, perhaps to be evaluated."""
+        if self._before is None:
+            self._before = self.spent[:]
+
     def judge(self) -> None:
         """Decides what the calls in evaluation since the last batch was asked for have been.
 
@@ -127,16 +135,18 @@ class Lanes:
         """
         if self.backwards == self._seen_backwards:
             moved = 0
+            before = self._before or self.spent
             for lane in range(_COUNT):
                 if lane not in (EVALUATION, SAVING, GC):
-                    moved += self.spent[lane] - self._before[lane]
-                    self.spent[lane] = self._before[lane]
+                    moved += self.spent[lane] - before[lane]
+                    self.spent[lane] = before[lane]
             self.spent[EVALUATION] += moved
             self.loader = None
             for seen in self.evaluations:
                 seen.was_evaluated(self.steps)
         else:
             self._were_trained()
+        self._before = None
         self.evaluations.clear()
 
     def close(self, merge: bool = False) -> None:
@@ -147,9 +157,10 @@ class Lanes:
         self.last = now
         self.current = HOST
         if self.backwards > 1:
-            after = spent[AFTER] - self._closed[AFTER]
+            after = spent[AFTER] - self._after
             spent[AFTER] -= after
             spent[HOST] += after
+        self._after = spent[AFTER]
         between = spent[EVALUATION] + spent[SAVING]
         took = now - self._began - between + self._between
         self._began = now
@@ -159,13 +170,13 @@ class Lanes:
         else:
             self._durations.append(took)
             self.steps += 1
-        self._before = self._closed = spent[:]
+        self._before = None
         if self.evaluations:
             self._were_trained()
             self.evaluations.clear()
         self.backwards = self._seen_backwards = 0
         if self.steps == 1:
-            self._first = self._closed
+            self._first = spent[:]
         elif len(self._durations) > 2 * _KEPT:
             del self._durations[:_KEPT]
 
@@ -178,9 +189,10 @@ class Lanes:
         self.switch(HOST)
         if self.evaluations:
             self.judge()
-        self._closed = self._closed[:]
-        for lane in _BETWEEN:
-            self._closed[lane] = self.spent[lane]
+        between = self.spent[EVALUATION] + self.spent[SAVING] - self._between
+        # The rest since the last step is no part of any; nearly all of it was the host's.
+        rest = self.last - self._began - between
+        self.spent[HOST] = max(self._first[HOST], self.spent[HOST] - rest)
 
     def step_ms(self) -> list[float]:
         """Durations of the latest steps in ms, oldest first, without what lies between steps."""
@@ -188,10 +200,9 @@ class Lanes:
 
     def lanes_ms(self) -> dict[str, float]:
         """Milliseconds per step by lane. The first of many steps is left out: it sets things up."""
-        steps, totals = self.steps, self._closed
+        steps, totals = self.steps, self.spent[:]
         if steps > 3:
             totals = [whole - first for whole, first in zip(totals, self._first, strict=True)]
             steps -= 1
-        totals = [*totals]
         totals[OPTIMISER] += totals[AFTER]
         return {name: totals[lane] / max(1, steps) / 1e6 for lane, name in enumerate(LANES)}

@@ -197,6 +197,7 @@ class Models:
         else:
             if not lanes.evaluations:
                 self._numbers.before_evaluation()
+            lanes.begin_evaluation()
             seen.evaluates(mode)
             lanes.evaluations.append(seen)
         if has_grad and seen.calls >= seen.due and not self._torch.compiler.is_compiling():
