@@ -189,7 +189,7 @@ def _line(finding: Mapping[str, Any], script: Path) -> int | None:
 def ask(script: Path, ranks: int, asked: Asked) -> Answer:
     """Show the doctor a script, in an empty folder that is gone afterwards."""
     start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    trials = ["--yes", "--budget", f"{asked.budget:g}"] if asked.budget else []
+    trials = ["--yes", "--budget", f"{asked.budget:g}s"] if asked.budget else []
     options = ["doctor", "--json", "--seconds", f"{asked.seconds:g}", *trials, "--"]
     most = asked.seconds + asked.budget + GRACE_S
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:

@@ -119,13 +119,14 @@ class Judged:
 def judged(tool: str, pitfall: Pitfall, said: Said) -> Judged:
     """Looks for the words in what was said first."""
     words = SCRIPTS[pitfall.name]
+    # The script's own name holds some of the words.
+    lines = [line.replace(pitfall.name, "SCRIPT") for line in said.first]
 
     def is_there(pattern: str) -> bool:
-        return any(re.search(pattern, line, re.IGNORECASE) for line in said.first)
+        return any(re.search(pattern, line, re.IGNORECASE) for line in lines)
 
-    file = re.escape(pitfall.script.name)
     marked = "|".join(map(str, sorted(pitfall.marked)))
-    cause = is_there(words.cause) or is_there(rf"{file}(:|\(|, line )({marked})\b")
+    cause = is_there(words.cause) or is_there(rf"\bSCRIPT\.py(:|\(|, line )({marked})\b")
     return Judged(
         tool,
         part=is_there(words.part) or cause,
@@ -141,7 +142,7 @@ def judged(tool: str, pitfall: Pitfall, said: Said) -> Judged:
 
 
 def flatout(pitfall: Pitfall, folder: Path, budget: float) -> Said:
-    trials = ["--yes", "--budget", f"{budget:g}"] if budget else []
+    trials = ["--yes", "--budget", f"{budget:g}s"] if budget else []
     command = [*FLATOUT, "doctor", "--json", *trials, "--", str(pitfall.script)]
     out, err, code = run_to_end(command, folder, TIMEOUT_S + budget)
     try:

@@ -1,4 +1,4 @@
-"""torch.profiler around a script as it is: its table of operators, with the lines that led to them.
+"""torch.profiler around a script's steps: its table of operators, with the lines that led to them.
 
 doctor_torch_profiler.py script.py [its arguments]
 """
@@ -7,19 +7,35 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from torch._C._profiler import _ExperimentalConfig
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 
 def main():
     sys.argv = sys.argv[1:]
     path = Path(sys.argv[0])
-    # The profiler looks up names of functions at the end: what runpy makes would be gone by then.
     code = compile(path.read_bytes(), str(path), "exec")
     script = ModuleType("__main__")
     script.__file__ = str(path)
     sys.modules["__main__"] = script
-    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
-        exec(code, vars(script))
+    profiler = profile(
+        activities=[ProfilerActivity.CPU],
+        with_stack=True,
+        experimental_config=_ExperimentalConfig(verbose=True),  # or the lines are not in the table
+    )
+    begun = []
+
+    def begin(optimizer, args, kwargs):
+        # Not before the first step: of code that is gone by the end, as that of an import, the
+        # profiler cannot tell the name, and fails.
+        if not begun:
+            begun.append(True)
+            profiler.start()
+
+    register_optimizer_step_post_hook(begin)
+    exec(code, vars(script))
+    profiler.stop()
     rows = profiler.key_averages(group_by_stack_n=8)
     print(
         rows.table(

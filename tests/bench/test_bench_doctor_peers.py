@@ -32,6 +32,12 @@ def test_a_marked_line_is_a_cause_however_it_is_written():
         assert not judged("t", ZERO, Said([f"aten::mm 12% {place}"])).cause
 
 
+def test_the_name_of_a_script_is_no_cause():
+    garbage = PITFALLS["garbage_each_step"]
+    row = ["aten::mm 60% a/garbage_each_step.py(7): main"]
+    assert judged("t", garbage, Said(row)).words == "nothing of it"
+
+
 def test_a_cure_counts_with_its_cause_and_a_proof_with_its_cure():
     cure = "do: DataLoader(..., num_workers=1, persistent_workers=True)"
     ratio = "2.00x do: DataLoader(..., num_workers=1)"
