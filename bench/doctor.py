@@ -343,7 +343,8 @@ def words_of(seen: Seen) -> str:
 
 def _words_of_trial(seen: Seen) -> list[str]:
     if seen.predicted is None:
-        return []
+        stopped = [a.prescription["stopped"] for a in seen.script if a.prescription]
+        return sorted({f"no trial: {reason}" for reason in stopped if reason})
     again = seen.remeasured or Remeasured(reason="not asked for")
     then = f"{again.ratio:.2f}x" if again.ratio else f"not measured ({again.reason})"
     return [f"promised {seen.predicted:.2f}x, again {then}"]

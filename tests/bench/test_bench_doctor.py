@@ -132,6 +132,13 @@ def test_what_was_promised_is_held_against_what_whole_runs_say():
     assert "again not measured (exit code 1: no)" in words_of(rows[2])
 
 
+def test_why_there_was_no_trial_is_said():
+    given = {**prescription(), "stopped": "no first step in the time given"}
+    row = seen(SLOW)
+    row.script = [Answer([finding(SLOW)], prescription=given)]
+    assert words_of(row) == "named; no trial: no first step in the time given"
+
+
 def test_what_costs_no_time_may_have_to_be_named_all_the_same():
     row = PITFALLS["retained_graph"]
     assert not row.prescribe
