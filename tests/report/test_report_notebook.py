@@ -16,6 +16,7 @@ BEFORE = """
     import hashlib, torch
     from torch.utils.data import DataLoader, TensorDataset
     x, y = torch.randn(256, 16), torch.randint(0, 4, (256,))
+    torch.set_num_threads(1)
     begun = iter(DataLoader(TensorDataset(x, y), 32))
 """
 MODEL = """
