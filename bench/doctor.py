@@ -1,36 +1,56 @@
 """What `flatout doctor` finds in scripts whose pitfalls are known.
 
-    python bench/doctor.py [--restarts 1] [--seconds 20] [--only NAME ...] [--json [FILE]]
+    python bench/doctor.py [--budget 120] [--restarts 1] [--seconds 20] [--only NAME ...]
+        [--remeasure 8] [--keep FOLDER] [--shard K/N] [--json [FILE]]
 
-Every script of `bench/corpus` is shown to the doctor's first look, and so is its twin, which lacks
-the pitfall and nothing else. A script that shows several times must be named each time. A pitfall
-that costs nothing here (`prescribe = false`) may be named, but not prescribed.
+Every script of `bench/corpus` is shown to the doctor, and so is its twin, which lacks the pitfall
+and nothing else. A script that shows several times must be named each time. With a budget the
+doctor proves cures: for a twin it must prescribe nothing, nor for a pitfall that costs nothing here
+(`prescribe = false`). What it promises for all cures together is then measured again, by whole runs
+(remeasure.py). `--budget 0` asks for the first look only.
+
+All trials take hours: `--keep` leaves each row in a folder and takes it from there the next time,
+and `--shard` does a part of the rows. A last call with `--keep` alone sums up what all have kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from pitfalls import Pitfall, absence, read_index
+from remeasure import FLATOUT, Remeasured, remeasure, run_to_end
 from restarts import end_peers_on_sigterm
 from results import Key, Results, add_arguments, finish, positive
 
-FLATOUT = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
 # The clean script with the smallest steps of all, written as a plain loop.
 RAW_LOOP = "bf16_useless"
-# Beyond the seconds that it watches: imports, data, the end of the ranks.
+# Beyond the seconds that it watches and tries: imports, data, the end of the ranks.
 GRACE_S = 180.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How the doctor is asked.
+
+    Args:
+        restarts: how often for each script.
+        seconds: that a script is watched.
+        budget: seconds for its trials; 0 for none.
+        remeasure: seconds that the longer of two runs takes beyond the shorter; 0 for none.
+    """
+
+    restarts: int = 1
+    seconds: float = 20
+    budget: float = 120
+    remeasure: float = 8
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,7 @@ class Answer:
 
     Args:
         findings: as its JSON has them.
+        prescription: likewise; None where nothing was tried.
         added_us_per_step: that it reports; None where it does not.
         reason: why there is no answer, or the error that the script ended with, or empty.
         is_one: whether the doctor said anything that can be read.
@@ -48,6 +69,32 @@ class Answer:
     added_us_per_step: float | None = None
     reason: str = ""
     is_one: bool = True
+    prescription: Mapping[str, Any] | None = None
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether any cure was."""
+        proofs = self.prescription["proofs"] if self.prescription else ()
+        return any(proof["trial"] for proof in proofs)
+
+    @property
+    def prescribed(self) -> dict[str, int | None]:
+        """What is prescribed: the finding's name, and the number of its pitfall."""
+        if self.prescription is None:
+            return {}
+        proofs = [one for one in self.prescription["proofs"] if one["outcome"] == "prescribed"]
+        together = self.prescription["together"]
+        numbers = {finding["name"]: finding.get("number") for finding in self.findings}
+        names = [
+            name for one in (*proofs, *([together] if together else ())) for name in one["names"]
+        ]
+        return {name: numbers.get(name) for name in names}
+
+    @property
+    def together(self) -> Mapping[str, Any] | None:
+        """All that is prescribed at once, where it was tried so."""
+        together = self.prescription["together"] if self.prescription else None
+        return together if together and together["trial"] else None
 
 
 @dataclass
@@ -63,6 +110,24 @@ class Seen:
     reason: str
     script: Sequence[Answer] = ()
     twin: Sequence[Answer] = ()
+    remeasured: Remeasured | None = None
+
+    @property
+    def predicted(self) -> float | None:
+        """The ratio of all cures together, as the doctor measured it."""
+        together = next((one.together for one in self.script if one.together), None)
+        return float(together["trial"]["ratio"]) if together else None
+
+    @property
+    def trial_error(self) -> float | None:
+        """How far from 1 predicted over measured again is."""
+        again = self.remeasured.ratio if self.remeasured else None
+        return abs(self.predicted / again - 1) if self.predicted and again else None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is an answer each time."""
+        return bool(self.script) and all(one.is_one for one in (*self.script, *self.twin))
 
     @property
     def is_named(self) -> bool:
@@ -91,18 +156,15 @@ class Seen:
         ]
 
     @property
-    def prescribed_wrongly(self) -> list[Mapping[str, Any]]:
-        """What was proven of a clean twin, or of a script whose pitfall costs nothing."""
-        wrong = [
-            one
-            for answer in self.twin
-            for one in proven(answer)
-            if one.get("number") not in self.pitfall.also
+    def prescribed_wrongly(self) -> list[str]:
+        """What is prescribed for a clean twin, or for a script whose pitfall costs nothing."""
+        answers = [*self.twin, *(() if self.pitfall.prescribe else self.script)]
+        return [
+            name
+            for answer in answers
+            for name, number in answer.prescribed.items()
+            if number not in self.pitfall.also
         ]
-        if not self.pitfall.prescribe:
-            numbers = self.pitfall.numbers
-            wrong += [one for a in self.script for one in proven(a) if one.get("number") in numbers]
-        return wrong
 
     def _naming(self, answer: Answer) -> list[Mapping[str, Any]]:
         return [
@@ -111,10 +173,6 @@ class Seen:
             if one.get("number") in self.pitfall.numbers
             and (one["kind"] == "danger" or not self.pitfall.danger)
         ]
-
-
-def proven(answer: Answer) -> list[Mapping[str, Any]]:
-    return [one for one in answer.findings if one.get("proven")]
 
 
 def _line(finding: Mapping[str, Any], script: Path) -> int | None:
@@ -128,30 +186,17 @@ def _line(finding: Mapping[str, Any], script: Path) -> int | None:
 # -- asking the doctor ---------------------------------------------------------------------------
 
 
-def ask(script: Path, ranks: int, seconds: float) -> Answer:
+def ask(script: Path, ranks: int, asked: Asked) -> Answer:
     """Show the doctor a script, in an empty folder that is gone afterwards."""
     start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    options = ["doctor", "--json", "--seconds", str(seconds), "--"]
+    trials = ["--yes", "--budget", f"{asked.budget:g}s"] if asked.budget else []
+    options = ["doctor", "--json", "--seconds", f"{asked.seconds:g}", *trials, "--"]
+    most = asked.seconds + asked.budget + GRACE_S
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
-        doctor = subprocess.Popen(
-            [*FLATOUT, *options, *start, str(script)],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            out, err = doctor.communicate(timeout=seconds + GRACE_S)
-        except subprocess.TimeoutExpired:
-            return Answer(reason=f"no answer in {seconds + GRACE_S:.0f} s", is_one=False)
-        finally:
-            if doctor.poll() is None:
-                os.killpg(doctor.pid, signal.SIGKILL)
-                doctor.wait()
-    return answer_of(out, err, doctor.returncode)
+        out, err, code = run_to_end([*FLATOUT, *options, *start, str(script)], folder, most)
+    if code is None:
+        return Answer(reason=f"no answer in {most:.0f} s", is_one=False)
+    return answer_of(out, err, code)
 
 
 def answer_of(out: str, err: str, code: int) -> Answer:
@@ -165,24 +210,68 @@ def answer_of(out: str, err: str, code: int) -> Answer:
         findings=said["findings"],
         added_us_per_step=said.get("added_us_per_step"),
         reason=said.get("error", "").strip().split("\n")[-1],
+        prescription=said.get("prescription"),
     )
 
 
 def ask_all(
-    pitfalls: Iterable[Pitfall], *, restarts: int, seconds: float, only: Sequence[str]
+    pitfalls: Sequence[Pitfall],
+    asked: Asked,
+    *,
+    only: Sequence[str] = (),
+    shard: tuple[int, int] = (1, 1),
+    keep: Path | None = None,
 ) -> list[Seen]:
+    """Ask about each script and its twin, but for those that are kept already.
+
+    Args:
+        pitfalls: the rows.
+        asked: how.
+        only: names of the rows to ask about; none means all.
+        shard: (k, n) asks about the k-th of every n rows.
+        keep: a folder for what was answered.
+    """
     rows = []
-    for pitfall in pitfalls:
-        left_out = "left out by --only" if only and pitfall.name not in only else ""
-        seen = Seen(pitfall, absence(pitfall) or left_out)
+    for place, pitfall in enumerate(pitfalls):
+        seen = Seen(pitfall, absence(pitfall))
         rows.append(seen)
-        if seen.reason:
+        file = keep / f"{pitfall.name}.json" if keep else None
+        if seen.reason or (file and take_kept(file, seen, asked)):
             continue
-        ranks = pitfall.ranks
-        seen.script = [ask(pitfall.script, ranks, seconds) for _ in range(restarts)]
-        seen.twin = [ask(pitfall.twin, ranks, seconds) for _ in range(restarts)]
-        tell(f"{pitfall.name}: {words_of(seen)}")
+        if only and pitfall.name not in only:
+            seen.reason = "left out by --only"
+        elif place % shard[1] != shard[0] - 1:
+            seen.reason = "left out by --shard"
+        else:
+            ask_one(seen, asked)
+            if file:
+                file.write_text(json.dumps({"asked": asdict(asked), **as_data(seen)}))
+            tell(f"{pitfall.name}: {words_of(seen)}")
     return rows
+
+
+def ask_one(seen: Seen, asked: Asked) -> None:
+    pitfall, times = seen.pitfall, range(asked.restarts)
+    seen.script = [ask(pitfall.script, pitfall.ranks, asked) for _ in times]
+    seen.twin = [ask(pitfall.twin, pitfall.ranks, asked) for _ in times]
+    together = next((one.together for one in seen.script if one.together), None)
+    if together and asked.remeasure:
+        seen.remeasured = remeasure(
+            pitfall.script, pitfall.ranks, together, seconds=asked.remeasure
+        )
+
+
+def take_kept(file: Path, seen: Seen, asked: Asked) -> bool:
+    """Fill a row with what was kept of it, if it was asked for in the same way and answered."""
+    if not file.exists():
+        return False
+    kept = json.loads(file.read_text())
+    if kept["asked"] != asdict(asked):
+        return False
+    seen.script = [Answer(**one) for one in kept["script"]]
+    seen.twin = [Answer(**one) for one in kept["twin"]]
+    seen.remeasured = Remeasured(**kept["remeasured"]) if kept["remeasured"] else None
+    return seen.is_answered
 
 
 # -- the verdict ---------------------------------------------------------------------------------
@@ -194,25 +283,33 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
     dangers = [seen for seen in ran if seen.pitfall.danger]
     named = [seen for seen in to_name if seen.is_named]
     answers = [answer for seen in ran for answer in (*seen.script, *seen.twin)]
-    wrong = [one for seen in ran for one in seen.prescribed_wrongly]
-    any_proof = any(proven(answer) for answer in answers)
+    wrong: float | str = sum(len(seen.prescribed_wrongly) for seen in ran)
+    tried = sum(answer.is_tried for answer in answers)
+    errors = [seen.trial_error for seen in ran if seen.trial_error is not None]
     silent = sum(not answer.is_one for answer in answers)
     false_dangers: float | str = sum(len(seen.false_dangers) for seen in ran)
     if silent or not ran:
         false_dangers = f"{silent} looks without an answer" if silent else "nothing was run"
+    if silent or not tried:
+        wrong = f"{silent} looks without an answer" if silent else "no trial was run"
     raw = [answer for seen in ran if seen.pitfall.name == RAW_LOOP for answer in seen.twin]
     counted = [a.added_us_per_step for a in raw if a.added_us_per_step is not None]
     return [
         Key("recall", _share(seen.is_named for seen in to_name), at_least=0.95),
         Key("danger_recall", _share(seen.is_named for seen in dangers), at_least=1.0),
-        Key("false_prescriptions", len(wrong) if any_proof else "no trial was run", at_most=0),
+        Key("false_prescriptions", wrong, at_most=0, note=f"{tried} of {len(answers)} looks tried"),
         Key("false_dangers", false_dangers, at_most=0),
         Key(
             "added_us_per_step",
             median(counted) if counted else f"nothing counted in {RAW_LOOP}",
             at_most=5,
         ),
-        Key("trial_error", "no trial was run", at_most=0.05),
+        Key(
+            "trial_error",
+            median(errors) if errors else "nothing prescribed was measured again",
+            at_most=0.05,
+            note=f"of {len(errors)} scripts",
+        ),
         Key("located", _share(seen.is_located for seen in named), note="of those named"),
         Key("named_in_twins", sum(seen.is_named_in_twin for seen in ran), note="unproven"),
         Key("pitfalls", len(ran), note=f"{len(rows) - len(ran)} not run"),
@@ -238,9 +335,19 @@ def words_of(seen: Seen) -> str:
     if seen.is_named_in_twin:
         words.append("named in the twin too")
     words += sorted({f"false danger: {one['name']}" for one in seen.false_dangers})
-    words += sorted({f"wrongly prescribed: {one['name']}" for one in seen.prescribed_wrongly})
+    words += sorted({f"wrongly prescribed: {name}" for name in seen.prescribed_wrongly})
+    words += _words_of_trial(seen)
     words += sorted({a.reason for a in (*seen.script, *seen.twin) if a.reason})
     return "; ".join(words)
+
+
+def _words_of_trial(seen: Seen) -> list[str]:
+    if seen.predicted is None:
+        stopped = [a.prescription["stopped"] for a in seen.script if a.prescription]
+        return sorted({f"no trial: {reason}" for reason in stopped if reason})
+    again = seen.remeasured or Remeasured(reason="not asked for")
+    then = f"{again.ratio:.2f}x" if again.ratio else f"not measured ({again.reason})"
+    return [f"promised {seen.predicted:.2f}x, again {then}"]
 
 
 def line_of(seen: Seen) -> list[str]:
@@ -260,8 +367,10 @@ def as_data(seen: Seen) -> dict[str, Any]:
         "named": seen.is_named if seen.script else None,
         "located": seen.is_located if seen.script else None,
         "named_in_twin": seen.is_named_in_twin if seen.twin else None,
-        "script": [vars(answer) for answer in seen.script],
-        "twin": [vars(answer) for answer in seen.twin],
+        "script": [asdict(answer) for answer in seen.script],
+        "twin": [asdict(answer) for answer in seen.twin],
+        "predicted": seen.predicted,
+        "remeasured": asdict(seen.remeasured) if seen.remeasured else None,
     }
 
 
@@ -278,22 +387,37 @@ def read_arguments(names: Sequence[str]) -> argparse.Namespace:
         "--seconds", type=positive, default=20, help="that a script is watched, default 20"
     )
     parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="NAME")
+    parser.add_argument(
+        "--budget", type=float, default=120, help="seconds for trials, default 120; 0 for none"
+    )
+    parser.add_argument(
+        "--remeasure", type=float, default=8, help="seconds of the longer runs, default 8; 0: none"
+    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for answers; made if absent")
+    parser.add_argument("--shard", type=shard_of, default=(1, 1), metavar="K/N")
     return parser.parse_args()
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """Reads K/N: the K-th of N parts, from 1."""
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N")
+    return int(part), int(parts)
 
 
 def main() -> int:
     pitfalls = read_index()
     arguments = read_arguments([pitfall.name for pitfall in pitfalls])
     end_peers_on_sigterm()
-    rows = ask_all(
-        pitfalls,
-        restarts=arguments.restarts,
-        seconds=arguments.seconds,
-        only=arguments.only,
-    )
+    asked = Asked(arguments.restarts, arguments.seconds, arguments.budget, arguments.remeasure)
+    if arguments.keep:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
+    rows = ask_all(pitfalls, asked, only=arguments.only, shard=arguments.shard, keep=arguments.keep)
+    trials = f"trials of {asked.budget:g} s" if asked.budget else "the first look only"
     results = Results(
-        title=f"The doctor's first look at {len(pitfalls)} scripts and their clean twins; "
-        f"{arguments.restarts} of each, watched for {arguments.seconds} s",
+        title=f"The doctor on {len(pitfalls)} scripts and their clean twins; {asked.restarts} of "
+        f"each, watched for {asked.seconds:g} s, {trials}",
         headers=["", "pitfall", "kind", "us added a step", ""],
         lines=[line_of(seen) for seen in rows],
         remarks=[],

@@ -31,6 +31,9 @@ _HOMES = {
     "LrRule": "flatout.optim",
     "Recipe": "flatout.recipe",
     "Trainer": "flatout.train.trainer",
+    # What %load_ext and %unload_ext call.
+    "load_ipython_extension": "flatout.report.notebook",
+    "unload_ipython_extension": "flatout.report.notebook",
 }
 
 _ROOMS = ("callbacks", "data", "optim")

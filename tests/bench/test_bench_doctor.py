@@ -1,13 +1,19 @@
 """What the doctor's answers come to: made-up answers, judged as real ones are."""
 
+import argparse
 import json
 import sys
 
 import pytest
 
 import doctor
-from doctor import Answer, Seen, answer_of, ask, ask_all, keys_of, words_of
+import remeasure
+from doctor import Answer, Asked, Seen, answer_of, ask, ask_all, keys_of, take_kept, words_of
+from flatout.doctor.finding import Edit
+from flatout.doctor.prescription import Prescription, Proof
+from flatout.measure import TrialResult
 from pitfalls import Pitfall, read_index
+from remeasure import Remeasured
 
 PITFALLS = {pitfall.name: pitfall for pitfall in read_index()}
 SLOW = PITFALLS["workers_zero"]
@@ -19,7 +25,27 @@ def finding(pitfall, **changes):
     where = f"{pitfall.script}:{min(pitfall.marked)}"
     kind = "danger" if pitfall.danger else "slow"
     found = {"name": "x", "kind": kind, "number": pitfall.numbers[0], "where": where}
-    return {**found, "proven": None, **changes}
+    return {**found, **changes}
+
+
+def trial(ratio):
+    return TrialResult(ratio, ratio - 0.1, ratio + 0.1, 0.01, 4, 0.2, 0.2 / ratio, 9.0)
+
+
+def prescription(*names, ratio=2.0, left_alone=()):
+    """As the doctor's JSON has it."""
+    proofs = [Proof((n,), n, outcome="prescribed", trial=trial(ratio)) for n in names]
+    proofs += [Proof((n,), n, outcome="left alone", trial=trial(1.0)) for n in left_alone]
+    recipe = {"input.workers": 2}
+    together = Proof(names, "both", recipe, outcome="prescribed", trial=trial(ratio))
+    found = Prescription(proofs, together if names else None, 0.01, 60.0)
+    return json.loads(json.dumps(found.as_dict()))
+
+
+def tried(pitfall, *numbers, **given):
+    """An answer that prescribes a cure for each of these numbers."""
+    found = [finding(pitfall, name=f"n{number}", number=number) for number in numbers]
+    return Answer(found, prescription=prescription(*(one["name"] for one in found), **given))
 
 
 def seen(pitfall, script=(), twin=(), reason=""):
@@ -62,21 +88,55 @@ def test_without_a_trial_prescriptions_are_not_measured():
     found = keys(seen(SLOW, [finding(SLOW)], [finding(SLOW)]))
     assert found["false_prescriptions"].met is False
     assert found["false_prescriptions"].value is None
+    assert found["trial_error"].met is False
     assert found["named_in_twins"].value == 1
 
 
-def test_what_is_proven_of_a_twin_is_wrong_unless_the_twin_has_it():
-    ratio = [1.1, 1.2, 1.3]
+def test_what_is_prescribed_for_a_twin_is_wrong_unless_the_twin_has_it():
     row = seen(PITFALLS["channels_first"])
-    row.twin = [Answer([finding(SLOW, number=n, proven=ratio)]) for n in (18, 47)]
-    assert [one["number"] for one in row.prescribed_wrongly] == [47]
+    row.twin = [tried(SLOW, 18, 47)]
+    assert row.prescribed_wrongly == ["n47"]
     assert keys(row)["false_prescriptions"].value == 1
+    assert "wrongly prescribed: n47" in words_of(row)
+
+
+def test_what_was_tried_and_left_alone_is_not_prescribed():
+    row = seen(SLOW)
+    row.twin = [Answer([finding(SLOW)], prescription=prescription(left_alone=["x"]))]
+    found = keys(row)
+    assert found["false_prescriptions"].met
+    assert found["false_prescriptions"].note == "1 of 1 looks tried"
 
 
 def test_what_costs_nothing_must_not_be_prescribed():
-    row = seen(FREE, [finding(FREE, proven=[1.0, 1.1, 1.2])])
-    assert len(row.prescribed_wrongly) == 1
+    row = seen(FREE)
+    row.script = [tried(FREE, FREE.numbers[0], 33)]
+    assert row.prescribed_wrongly == ["n14", "n33"]
     assert keys(row)["recall"].value is None
+    slow = seen(SLOW)
+    slow.script = [tried(SLOW, SLOW.numbers[0], 33)]
+    assert slow.prescribed_wrongly == []
+
+
+def test_what_was_promised_is_held_against_what_whole_runs_say():
+    rows = [seen(SLOW), seen(SLOW), seen(DANGER)]
+    for row, again in zip(rows, (1.9, 2.2, None), strict=True):
+        row.script = [tried(SLOW, 2, ratio=2.0)]
+        row.remeasured = Remeasured(again, reason="" if again else "exit code 1: no")
+    assert rows[0].trial_error == pytest.approx(2 / 1.9 - 1)
+    error = keys(*rows)["trial_error"]
+    assert error.value == pytest.approx((2 / 1.9 - 1 + 1 - 2 / 2.2) / 2)
+    assert error.met is False
+    assert error.note == "of 2 scripts"
+    assert "promised 2.00x, again 1.90x" in words_of(rows[0])
+    assert "again not measured (exit code 1: no)" in words_of(rows[2])
+
+
+def test_why_there_was_no_trial_is_said():
+    given = {**prescription(), "stopped": "no first step in the time given"}
+    row = seen(SLOW)
+    row.script = [Answer([finding(SLOW)], prescription=given)]
+    assert words_of(row) == "named; no trial: no first step in the time given"
 
 
 def test_what_costs_no_time_may_have_to_be_named_all_the_same():
@@ -125,9 +185,99 @@ def test_a_doctor_that_says_nothing_is_ended(monkeypatch):
     sleep = "import time; print('here', flush=True); time.sleep(100)"
     monkeypatch.setattr(doctor, "FLATOUT", [sys.executable, "-c", sleep])
     monkeypatch.setattr(doctor, "GRACE_S", 0.5)
-    assert ask(SLOW.script, 1, 0).reason == "no answer in 0 s"
+    assert ask(SLOW.script, 1, Asked(seconds=0, budget=0)).reason == "no answer in 0 s"
 
 
 def test_only_what_was_asked_for_is_run():
-    rows = ask_all([SLOW, Pitfall("a", (1,), "b", "c")], restarts=1, seconds=1, only=["other"])
+    rows = ask_all([SLOW, Pitfall("a", (1,), "b", "c")], Asked(), only=["other"])
     assert {row.reason for row in rows} == {"left out by --only"}
+
+
+def test_what_was_answered_is_kept_and_not_asked_again(monkeypatch, tmp_path):
+    shown = []
+
+    def answer(script, ranks, asked):
+        shown.append((script.parent.name, script.stem))
+        return tried(SLOW, SLOW.numbers[0])
+
+    monkeypatch.setattr(doctor, "ask", answer)
+    rows, asked = [SLOW, DANGER, FREE], Asked(remeasure=0)
+    parts = [ask_all(rows, asked, shard=(k, 2), keep=tmp_path) for k in (1, 2)]
+    assert [row.reason for row in parts[0]] == ["", "left out by --shard", ""]
+    assert [row.reason for row in parts[1]] == ["", "", ""]
+    assert sorted(shown) == sorted(
+        (kind, row.name) for row in rows for kind in ("clean", "pitfall")
+    )
+    shown.clear()
+    again = ask_all(rows, asked, keep=tmp_path)
+    assert not shown
+    assert [row.script for row in again] == [row.script for row in parts[1]]
+    # Asked in another way, it is another answer.
+    assert not take_kept(tmp_path / "workers_zero.json", seen(SLOW), Asked(budget=1))
+
+
+def test_a_row_without_an_answer_is_asked_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "ask", lambda *given: Answer(reason="no", is_one=False))
+    ask_all([SLOW], Asked(), keep=tmp_path)
+    assert not take_kept(tmp_path / "workers_zero.json", seen(SLOW), Asked())
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/"])
+def test_a_shard_is_a_part_of_the_rows(text):
+    assert doctor.shard_of("2/2") == (2, 2)
+    with pytest.raises(argparse.ArgumentTypeError, match="is not K/N"):
+        doctor.shard_of(text)
+
+
+# -- whole runs ----------------------------------------------------------------------------------
+
+SCRIPT = """import sys, time
+PAUSE = 0.3
+for _ in range(int(sys.argv[2])):
+    time.sleep(PAUSE)
+"""
+
+
+def test_the_cured_copy_of_a_script_is_changed_as_prescribed(tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text(SCRIPT)
+    edits = [
+        Edit(str(script), 4, "    time.sleep(PAUSE)", ""),
+        Edit(str(script), 2, "PAUSE = 0.3", ""),
+    ]
+    copy = remeasure._copied(script, tmp_path / "a", [vars(edit) for edit in edits])
+    assert copy.read_text() == "import sys, time\nfor _ in range(int(sys.argv[2])):\n"
+    assert script.read_text() == SCRIPT
+    wrong = vars(Edit(str(script), 2, "PAUSE = 3", ""))
+    with pytest.raises(remeasure.NotMeasured, match=r"slow\.py:2 does not fit"):
+        remeasure._copied(script, tmp_path / "b", [wrong])
+
+
+def test_what_is_outside_of_epochs_drops_out():
+    lengths = []
+
+    def run(epochs):
+        lengths.append(epochs)
+        return 5.0 + 0.25 * epochs
+
+    long = remeasure._long(run, seconds=4)
+    assert lengths == [1, 3, 9]  # the first that takes a second more
+    assert long == 17
+    assert remeasure._epoch_s(run, long) == pytest.approx(0.25)
+    with pytest.raises(remeasure.NotMeasured, match="no longer than"):
+        remeasure._long(lambda epochs: 1.0, seconds=4)
+
+
+@pytest.mark.slow
+def test_whole_runs_are_compared(tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text(SCRIPT)
+    edit = vars(Edit(str(script), 2, "PAUSE = 0.3", "PAUSE = 0.15"))
+    cures = {"recipe": {"process.threads": 1}, "edits": [edit]}
+    found = remeasure.remeasure(script, 1, cures, seconds=1.2)
+    assert (found.reason, found.epochs) == ("", 5)
+    assert found.ratio > 0
+    script.write_text("import sys; sys.exit('it is broken')\n")
+    assert remeasure.remeasure(script, 1, {"recipe": {}, "edits": []}, seconds=1) == Remeasured(
+        reason="exit code 1: it is broken"
+    )

@@ -94,7 +94,7 @@ def _top(folder, *arguments):
 
 
 def _check_schema(found, world_size):
-    assert set(found) == {"jobs", "processes", "gpus"}
+    assert set(found) == {"jobs", "processes", "gpus", "pulse"}
     (job,) = found["jobs"]
     assert set(job) == {"job", "run", "command", "world_size", "ranks"}
     assert job["command"] == ["train.py", "runs/one"]
@@ -154,6 +154,51 @@ def _end_a_screen_with_ctrl_c(folder):
     assert screen.wait(timeout=30) == 0
     assert seen.count(b"STARVED: ") >= 2
     assert b"Traceback" not in seen
+
+
+OBSERVED = """
+    import time, torch
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 100_000
+        def __getitem__(self, index):
+            time.sleep(0.005)
+            return torch.ones(4), index % 2
+
+    for inputs, targets in torch.utils.data.DataLoader(Slow(), batch_size=10):
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_an_observed_script_is_shown_while_it_runs(tmp_path):
+    (tmp_path / "plain.py").write_text(textwrap.dedent(OBSERVED))
+    observe = [sys.executable, "-m", "flatout.observe.start", str(tmp_path / "seen"), "plain.py"]
+    env = {**os.environ, "FLATOUT_CACHE": str(tmp_path / "cache")}
+    job = subprocess.Popen(observe, cwd=tmp_path, env=env, stderr=subprocess.PIPE)
+    try:
+        until = time.monotonic() + 60
+        steps = 0
+        while steps < 20 and time.monotonic() < until:
+            assert job.poll() is None, job.stderr.read()
+            found = json.loads(_top(tmp_path, "--json").stdout)["jobs"]
+            steps = found[0]["ranks"][0]["steps"] if found else 0
+        (rank,) = found[0]["ranks"]
+        assert (rank["pid"], rank["command"]) == (job.pid, ["plain.py"])
+        assert rank["lanes_ms"]["input"] >= 50
+        assert rank["is_starved"]
+        assert re.search(r"STARVED: it waited for input", _top(tmp_path, "plain.py").stdout)
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=60)
+        assert not list((tmp_path / "cache" / "live").iterdir())
+    finally:
+        job.kill()
+        job.communicate()
 
 
 def test_any_process_is_shown_from_outside(tmp_path):

@@ -98,6 +98,10 @@ class Calls:
                 entry.forget()
         self.noted = self.passed = self.sought = 0
 
+    def renew(self) -> None:
+        """Begins to count."""
+        Calls.__init__(self, self._lanes)
+
     def spread(self, kind: str, window: int) -> None:
         """Calls of this kind were watched in so many steps only; they are told as if in all."""
         self._windows[kind] = window

@@ -39,8 +39,13 @@ class Graphs:
         self._meters = meters
         self.nodes: list[tuple[int, int]] = []
         self.site: Site | None = None
+        watch.on_renewal.append(self._forget)
         for step in _LOOKS:
             watch.at(step, self._look)
+
+    def _forget(self) -> None:
+        self.nodes.clear()
+        self.site = None
 
     def _look(self) -> None:
         if self._meters.grown_mb() < _GROWN_MB:

@@ -194,6 +194,36 @@ class Lanes:
         rest = self.last - self._began - between
         self.spent[HOST] = max(self._first[HOST], self.spent[HOST] - rest)
 
+    def pause(self, *, keep: bool = True) -> None:
+        """Nobody's time begins: between two cells of a notebook.
+
+        Args:
+            keep: a step that is open belongs to what comes next; not after an error.
+        """
+        self.end()
+        if not (keep and self.backwards):
+            self.backwards = 0
+            self.spent[:] = self._closed
+            self._between = self.spent[EVALUATION] + self.spent[SAVING]
+            self._began = self.last
+        self._before = self.spent[:]
+        self._seen_backwards = self.backwards
+        self.thread = 0
+
+    def resume(self) -> None:
+        """The calling thread steps from now on."""
+        self.skip()
+        self.current = HOST
+        self.is_inside = False
+        self.thread = get_ident()
+
+    def renew(self) -> None:
+        """Begins to count, in the same thread; hooks hold `spent`, which stays the same list."""
+        thread, spent = self.thread, self.spent
+        Lanes.__init__(self)
+        spent[:] = self.spent
+        self.thread, self.spent = thread, spent
+
     def step_ms(self) -> list[float]:
         """Durations of the latest steps in ms, oldest first, without what lies between steps."""
         return [ns / 1e6 for ns in self._durations[-_KEPT:]]

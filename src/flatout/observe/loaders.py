@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from array import array
+from dataclasses import replace
 from functools import wraps
 from statistics import median
 from threading import get_ident
@@ -46,6 +47,13 @@ class SeenLoader:
         """Whether a loader is set up as this one is."""
         facts = facts_of(loader, self.facts.site)
         return all(getattr(facts, name) == getattr(self.facts, name) for name in _SET_UP)
+
+    def renew(self) -> None:
+        """Begins to count anew; what was seen within its batches still holds."""
+        looker = self.looker
+        self.count()
+        self.looker = looker
+        self.facts = replace(self.facts, epochs=0, first_ms=[], hashes=None)
 
     def begin_epoch(self, began: int) -> None:
         """An iteration over it begins."""
@@ -174,6 +182,12 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
     """
     known: dict[int, SeenLoader] = {}
 
+    def renew() -> None:
+        for seen in watch.loaders:
+            seen.renew()
+
+    watch.on_renewal.append(renew)
+
     def seen_of(loader: Any, site: Site | None) -> SeenLoader:
         seen = known.get(id(loader))
         if seen is None or seen.ref() is not loader:
@@ -248,9 +262,12 @@ def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
     def take(self: Any) -> Any:
         if get_ident() != lanes.thread or lanes.current == INPUT:
             return original_next(self)
+        seen = self._flatout_seen
+        if seen is None:
+            return original_next(self)
         lanes.begin_batch()
         began = lanes.last
-        lanes.loader = seen = self._flatout_seen
+        lanes.loader = seen
         try:
             batch = original_next(self)
         except BaseException:
@@ -267,10 +284,11 @@ def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
     def next_index(self: Any) -> Any:
         index = original_index(self)
         seen = self._flatout_seen
-        if not seen.is_hashed:
+        if seen is not None and not seen.is_hashed:
             seen.hash(index)
         return index
 
+    owner._flatout_seen = None  # of one that was begun before anybody looked
     owner._next_index = next_index
     owner.__init__ = init
     owner.__next__ = take

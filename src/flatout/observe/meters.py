@@ -26,14 +26,18 @@ class Meters:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self._begin()
+        self._statm = _statm()
+        self.usable_cpus = usable_cpus()
+        watch.at(1, self._look)
+        watch.on_renewal.append(self._begin)
+
+    def _begin(self) -> None:
         self._stride = 1
         self._looked_at = 0
         self._memory: list[tuple[int, float]] = []
         self._faults: list[tuple[int, int, int]] = []
         self._runnable: list[float] = []
-        self._statm = _statm()
-        self.usable_cpus = usable_cpus()
-        watch.at(1, self._look)
 
     def _look(self) -> None:
         lanes = self._watch.lanes

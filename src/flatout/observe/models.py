@@ -117,6 +117,7 @@ class Models:
         self._original = torch.nn.Module.__call__
         self._everywhere = self.watched(self._original)
         self._narrowed: set[type] = set()
+        watch.on_renewal.append(self._known.clear)
 
     def search(self) -> None:
         """Watches every module for some steps, from now and whenever an optimiser is new."""

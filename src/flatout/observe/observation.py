@@ -17,7 +17,8 @@ class Site:
     """A place in the user's code.
 
     Attributes:
-        file: as Python names it; of the user, not of torch or another installed package.
+        file: as Python names it; of the user, not of torch or another installed package. A cell of
+            a notebook is "cell 3".
         line: from 1.
         code: the line itself, without the space around it; empty where it cannot be read.
     """
@@ -27,7 +28,8 @@ class Site:
     code: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        between = ", line " if self.file.startswith("cell ") else ":"
+        return f"{self.file}{between}{self.line}"
 
 
 @dataclass

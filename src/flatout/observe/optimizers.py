@@ -92,6 +92,13 @@ class Steps:
         self._is_traced: Callable[[], bool] = lambda: False
         self.backwards = 0
         self.backward_site: Site | None = None
+        watch.on_renewal.append(self.renew)
+
+    def renew(self) -> None:
+        """Begins to count: who steps is met anew."""
+        self._seen.clear()
+        self.backwards = 0
+        self.backward_site = None
 
     def hook_into(self, torch: Any, module: Any) -> None:
         """Hooks into torch.optim.optimizer."""
@@ -203,7 +210,12 @@ def timed_zero_grad(original: Any, watch: Watch) -> Any:
         is_noted = False
         calls.spread("zero_grad", _NOTED_STEPS)
 
+    def begin() -> None:
+        nonlocal is_noted
+        is_noted = True
+
     watch.at(_NOTED_STEPS, end)
+    watch.on_renewal.append(begin)
 
     @wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:

@@ -7,6 +7,7 @@ import os
 import site
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -25,6 +26,7 @@ def _installed_folders() -> list[str]:
 
 _INSTALLED = _installed_folders()
 _home = ""
+_named: Callable[[str], str] = str
 
 
 def set_home(folder: str) -> None:
@@ -32,6 +34,12 @@ def set_home(folder: str) -> None:
     global _home
     _home = os.path.realpath(folder) + os.sep
     is_users.cache_clear()
+
+
+def name_files(named: Callable[[str], str]) -> None:
+    """Gives what files are called in Sites, such as a notebook's cells."""
+    global _named
+    _named = named
 
 
 @lru_cache(maxsize=4096)
@@ -74,7 +82,8 @@ def site_of_code(code: CodeType | None) -> Site | None:
 
 def read(site: Site) -> Site:
     """With the line itself. Hooks leave that to whoever tells of it: files are slow."""
-    return replace(site, code=linecache.getline(site.file, site.line).strip())
+    code = linecache.getline(site.file, site.line).strip()
+    return replace(site, file=_named(site.file), code=code)
 
 
 def here(depth: int = 0) -> Site | None:

@@ -115,7 +115,11 @@ class Observer:
             self._ablations = Ablations(self.watch, self._path.parent, self._place, asked.ablate)
             self.watch.then = self._ablate
         self._hook()
-        self._writer = Writer(self._path, self._live)
+        self.begin_writing()
+
+    def begin_writing(self) -> None:
+        """Writes what was seen now and then, from now on."""
+        self._writer = Writer(self._path, self._live, self._place)
 
     def _hook(self) -> None:
         watch, steps = self.watch, self._steps
@@ -183,6 +187,24 @@ class Observer:
             for note in [note for note in notes if note.startswith(_BECAME)]:
                 del notes[note]
 
+    def so_far(self) -> Observation:
+        """All that was seen until now; to be called where nobody steps."""
+        if self._models is not None and self.watch.lanes.steps:
+            self._models.describe(whole=True)
+        seen = self._seen(is_live=False)
+        if seen.steps:
+            seen.added_us_per_step = added_us_per_step(self.watch, self._writer.cpu_seconds)
+        return seen
+
+    def forget(self) -> None:
+        """Begins anew, as if nothing had been seen."""
+        self.watch.renew()
+        self._writer.cpu_seconds = 0.0
+
+    def stop_writing(self) -> None:
+        """Ends that, and takes away what `flatout top` is shown."""
+        self._writer.stop()
+
     def _ablate(self) -> None:
         """Enough was seen: what comes now is no part of the observation."""
         assert self._ablations is not None
@@ -221,17 +243,13 @@ class Observer:
 
     def _whole(self, ended: str, error: str = "") -> Observation:
         """All that was seen, looked at for the last time."""
-        self._writer.stop()
+        self.stop_writing()
         lanes = self.watch.lanes
         lanes.end()
         lanes.thread = 0
-        if self._models is not None and lanes.steps:
-            self._models.describe(whole=True)
-        seen = self._seen(is_live=False)
+        seen = self.so_far()
         seen.ended = "no steps" if ended == "done" and not seen.steps else ended
         seen.error = error
-        if seen.steps:
-            seen.added_us_per_step = added_us_per_step(self.watch, self._writer.cpu_seconds)
         return seen
 
     def _leave(self) -> None:

@@ -98,6 +98,7 @@ class IndexWindow:
         self._others: set[tuple[object, ...]] = set()
         self._places: dict[tuple[str, int], list[list[int | None]]] = {}
         watch.at(self._FROM, self._open)
+        watch.on_renewal.append(self._known.clear)  # the code that it names may be gone by then
 
     def _open(self) -> None:
         dynamo = sys.modules.get("torch._dynamo.utils")

@@ -46,18 +46,37 @@ class Watch:
         self.on_new_optimizer: list[Callable[[], None]] = []
         self.before_saving: list[Callable[[], None]] = []
         self.looking_ns = 0
+        self.on_renewal: list[Callable[[], None]] = []
         self.on_enough_again: Callable[[], None] = lambda: None
         self.then: Callable[[], None] | None = None
         self._most = sys.maxsize if steps is None else steps
         self._seconds = seconds
         self._looks: list[tuple[int, int, Callable[[], None]]] = []
+        self._planned: list[tuple[int, Callable[[], None]]] = []
         self._order = count()
         self._has_begun = False
 
     def at(self, step: int, look: Callable[[], None]) -> None:
         """Calls `look` in the thread that steps, once so many steps have ended."""
+        if not self.optimizers:  # from the beginning, so also when that is renewed
+            self._planned.append((step, look))
         heapq.heappush(self._looks, (step, next(self._order), look))
         self.lanes.due = min(self.lanes.due, step)
+
+    def renew(self) -> None:
+        """Forgets all that was seen; in the thread that steps, between steps."""
+        for kept in (self.optimizers, self.models, self.saved, self.notes, self.frameworks):
+            kept.clear()
+        self.looking_ns = 0
+        self._has_begun = False
+        self.lanes.renew()
+        self.calls.renew()
+        for anew in self.on_renewal:
+            anew()
+        planned, self._planned = self._planned, []
+        self._looks.clear()
+        for step, look in planned:
+            self.at(step, look)
 
     def attend(self) -> None:
         """A step has ended that was due, or the time is over.

@@ -1,4 +1,7 @@
-"""Writes what was seen, whole or not at all: about once a second, and at the end."""
+"""Writes what was seen, whole or not at all: about once a second, and at the end.
+
+While it does, `flatout top` shows this process.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flatout.measure import live
 from flatout.observe.observation import Observation
+from flatout.world.place import Place
 
 # While the script runs, writing waits so long, and longer where it would take more than this share
 # of a CPU.
@@ -30,14 +35,16 @@ class Writer:
     Args:
         path: of the file.
         seen_so_far: gives what to write.
+        place: of this process among the ranks.
 
     Attributes:
         cpu_seconds: what that has taken from the script since its first step.
     """
 
-    def __init__(self, path: Path, seen_so_far: Callable[[], Observation]) -> None:
+    def __init__(self, path: Path, seen_so_far: Callable[[], Observation], place: Place) -> None:
         self._path = path
         self._seen_so_far = seen_so_far
+        self._place = place
         self._end = threading.Event()
         self.cpu_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="flatout-observe", daemon=True)
@@ -48,8 +55,10 @@ class Writer:
         self._end.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
+        live.withdraw()
 
     def _run(self) -> None:
+        live.point_to(self._path, rank=self._place.rank, world_size=self._place.world_size)
         pause = _EVERY_S
         while not self._end.wait(pause):
             began = time.thread_time()

@@ -25,6 +25,7 @@ from flatout.devices.gpu_use import GpuUse, gpu_use
 from flatout.errors import FlatoutError
 from flatout.measure.live import Rank, Ranks
 from flatout.measure.processes import Processes, ProcessUse
+from flatout.measure.pulse import Pulse, Watched
 
 # In the table; what else a step has is "other".
 _LANES = {"input": "input", "forward": "fwd", "backward": "bwd", "sync": "sync", "optimiser": "opt"}
@@ -136,11 +137,13 @@ class Sample:
         jobs: that show themselves, of those that were asked for.
         processes: of the process that was asked for; None where none was.
         gpus: of this machine.
+        pulse: how that process works and stands still; None likewise.
     """
 
     jobs: Sequence[Job]
     processes: Sequence[ProcessUse] | None
     gpus: Sequence[GpuUse]
+    pulse: Pulse | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -149,6 +152,7 @@ class Sample:
             "jobs": [job.as_dict() for job in self.jobs],
             "processes": None if seen is None else [asdict(process) for process in seen],
             "gpus": [asdict(gpu) for gpu in self.gpus],
+            "pulse": None if self.pulse is None else self.pulse.as_dict(),
         }
 
     def __rich_console__(
@@ -192,9 +196,12 @@ class Sample:
         if len(processes) > len(shown):
             yield Text(f"and {len(processes) - len(shown)} more that use less")
         if not self.jobs:
+            if self.pulse is not None:
+                yield from pulse_lines(self.pulse)
             yield Text(
                 "from outside only CPU, memory, threads and what is read can be seen; a step's "
-                "lanes show themselves from within: flatout.Trainer, flatout.callbacks",
+                "lanes (input, forward, backward, sync, optimiser) show themselves from within: "
+                "flatout.Trainer, flatout.callbacks, flatout doctor script.py",
                 style="dim",
             )
 
@@ -213,6 +220,7 @@ class Top:
         self._ranks = Ranks()
         # Each for itself: what a process used is since the last look at it.
         self._tree, self._inside_ranks = Processes(), Processes()
+        self._watched = None if pid is None else Watched(pid)
         self._looked = False
 
     def sample(self) -> Sample:
@@ -224,8 +232,15 @@ class Top:
         if not self._looked:
             self._look()
             self._looked = True
-            time.sleep(_FIRST_S)
+            self.wait(_FIRST_S)
         return self._look()
+
+    def wait(self, seconds: float) -> None:
+        """Let so much time pass, with an eye on the process."""
+        if self._watched is None:
+            time.sleep(seconds)
+        else:
+            self._watched.wait(seconds)
 
     def _look(self) -> Sample:
         processes = None if self._pid is None else self._tree.read(self._pid)
@@ -237,7 +252,11 @@ class Top:
         if self._which is not None:
             jobs = [ranks for ranks in jobs if any(_is_asked_for(r, self._which) for r in ranks)]
         seen = [Job(list(self._now(ranks))) for ranks in jobs]
-        return Sample([job for job in seen if job.ranks], processes, gpu_use())
+        gpus = gpu_use()
+        pulse = None
+        if self._watched is not None and processes is not None:
+            pulse = self._watched.pulse(processes, _busy(gpus, self._pid))
+        return Sample([job for job in seen if job.ranks], processes, gpus, pulse)
 
     def _now(self, ranks: Sequence[Rank]) -> Iterator[RankNow]:
         for rank in ranks:
@@ -273,13 +292,38 @@ def watch(top: Top, console: Console) -> None:
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
             live.update(sample, refresh=True)
-            time.sleep(_EVERY_S)
+            top.wait(_EVERY_S)
             try:
                 sample = top.sample()
                 top.check(sample)
             except FlatoutError:
                 console.print("it has ended")
                 return
+
+
+def pulse_lines(pulse: Pulse) -> Iterator[Text]:
+    """What to say of a process that stands still again and again."""
+    who = "its GPU" if pulse.on_gpu else "it"
+    still = f"{who} stood still {pulse.still_s:.0f} of {pulse.watched_s:.0f} s"
+    if pulse.is_starved:
+        workers = f"{pulse.workers} worker{'s' if pulse.workers > 1 else ''} of it computed"
+        beside = workers if pulse.workers else "it computed" if pulse.on_gpu else "it read a disk"
+        yield Text(
+            f"STARVED: {still} while {beside}: bursts between waits for input, as far as can "
+            "be told from outside",
+            style="bold yellow",
+        )
+    elif pulse.is_still:
+        yield Text(
+            f"{still}, and nothing shows that it waited for input: for other ranks, a network or a "
+            "timer, which cannot be told from outside"
+        )
+
+
+def _busy(gpus: Sequence[GpuUse], pid: int | None) -> float | None:
+    """The share of time in which the GPUs ran that this process computes on; None without."""
+    own = [g.busy_percent for g in gpus if pid in g.pids and g.busy_percent is not None]
+    return sum(own) / len(own) / 100 if own else None
 
 
 def _by_job(ranks: Sequence[Rank]) -> list[Rank]:

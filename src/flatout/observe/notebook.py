@@ -1,0 +1,78 @@
+"""Observes a live kernel: what its cells train, from now on and only while they run."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flatout.observe.observation import Observation
+from flatout.observe.sites import name_files, set_home
+from flatout.observe.start import Asked, Observer
+
+
+class Cells:
+    """The cells of a notebook, observed one after the other.
+
+    What is between two cells counts nowhere. Hooks stay where they are once they are set, and do
+    nothing outside of cells; a process has one Cells.
+
+    Args:
+        named: what a file is called: "cell 3" for a cell, itself for any other.
+    """
+
+    def __init__(self, named: Callable[[str], str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="flatout-observe-")
+        set_home(os.getcwd())
+        name_files(named)
+        self._observer = Observer(Asked(Path(self._folder.name), None, None, None, ["notebook"]))
+        self._began: float | None = time.monotonic()
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        """A cell begins."""
+        if self._began is None:
+            self._began = time.monotonic()
+            self._observer.watch.lanes.resume()
+
+    def end(self, *, failed: bool = False) -> None:
+        """It has ended."""
+        if self._began is not None:
+            self._seconds += time.monotonic() - self._began
+            self._began = None
+            self._observer.watch.lanes.pause(keep=not failed)
+
+    def look(self) -> tuple[Observation, float]:
+        """What was seen since the last look, and in how many seconds; it is forgotten then."""
+        was_running = self._began is not None
+        self.end()
+        seen, seconds = self._observer.so_far(), self._seconds
+        self._forget()
+        if was_running:
+            self.begin()
+        return seen, seconds
+
+    def forget(self) -> None:
+        """Begins anew, as if nothing had been seen."""
+        was_running = self._began is not None
+        self.end()
+        self._forget()
+        if was_running:
+            self.begin()
+
+    def rest(self) -> None:
+        """Observes nothing until `wake`."""
+        self.end()
+        self._forget()
+        self._observer.stop_writing()
+
+    def wake(self) -> None:
+        """Observes again."""
+        self._observer.begin_writing()
+        self.begin()
+
+    def _forget(self) -> None:
+        self._observer.forget()
+        self._seconds = 0.0

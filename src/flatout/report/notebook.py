@@ -1,0 +1,143 @@
+"""`%load_ext flatout`: what holds back the training in a notebook's cells.
+
+%flatout          the verdict on what has run since the last one
+%flatout reset    forgets that
+%%flatout         runs this cell alone under observation, and tells the verdict on it
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import sys
+from functools import cache
+from types import FrameType
+from typing import Any
+
+from flatout.devices.inventory import Inventory, inventory
+from flatout.doctor.judge import judge
+from flatout.observe.notebook import Cells
+from flatout.report.first_look import FirstLookReport
+
+_WIDTH = 100
+_NAME = "flatout"
+_loaded: _Extension | None = None
+_cells: Cells | None = None  # of this process: hooks are set once
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Observes what cells train, from now on.
+
+    Args:
+        ipython: the shell in which `%load_ext flatout` was said.
+    """
+    global _loaded, _cells
+    if _cells is None:
+        _cells = Cells(lambda file: _cell_of(ipython, file))
+        atexit.register(_cells.rest)
+    else:
+        _cells.wake()
+    _loaded = _Extension(ipython, _cells)
+    print("flatout observes what these cells train; %flatout tells what holds it back")
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """Observes nothing any more: hooks do nothing, and the magics are gone."""
+    global _loaded
+    if _loaded is not None:
+        _loaded.unload()
+        _loaded = None
+
+
+class _Extension:
+    """One shell that was told to observe."""
+
+    def __init__(self, ipython: Any, cells: Cells) -> None:
+        self._ipython = ipython
+        self._cells = cells
+        self._depth = 1  # the cell that loads it; some magics run cells within cells
+        ipython.events.register("pre_run_cell", self._begin)
+        ipython.events.register("post_run_cell", self._end)
+        ipython.register_magic_function(self.magic, "line_cell", _NAME)
+
+    def unload(self) -> None:
+        """Leaves the shell as it was found."""
+        self._ipython.events.unregister("pre_run_cell", self._begin)
+        self._ipython.events.unregister("post_run_cell", self._end)
+        for kind in ("line", "cell"):
+            del self._ipython.magics_manager.magics[kind][_NAME]
+        self._cells.rest()
+
+    def _begin(self, info: Any) -> None:
+        self._depth += 1
+        self._cells.begin()
+
+    def _end(self, result: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self._cells.end(failed=not result.success)
+
+    def magic(self, line: str, cell: str | None = None) -> Any:
+        """The verdict on what has run since the last one; `reset` forgets that."""
+        from IPython.core.error import UsageError
+
+        asked = line.strip()
+        if asked not in ("", "reset") or (asked and cell is not None):
+            raise UsageError(f"%flatout takes nothing, or reset; found {asked!r}")
+        if asked:
+            self._cells.forget()
+            return None
+        if cell is None:
+            self._tell()
+            return None
+        self._cells.forget()
+        try:
+            return _run(self._ipython, cell)
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        from rich.console import Console
+
+        seen, seconds = self._cells.look()
+        seen.ended = "done" if seen.steps else "no steps"
+        verdict = judge([seen], _machine())
+        report = FirstLookReport(verdict, _machine(), seconds, [], is_last=False)
+        console = Console(
+            file=sys.stdout, width=_WIDTH, highlight=False, markup=False, force_jupyter=False
+        )
+        console.print(report)
+
+
+@cache
+def _machine() -> Inventory:
+    return inventory()
+
+
+def _cell_of(ipython: Any, file: str) -> str:
+    """A cell's file as "cell 3"; any other as it is."""
+    label = ipython.compile.format_code_name(file)
+    return file if label is None else f"cell {label[1].removeprefix('In[').removesuffix(']')}"
+
+
+def _number_here(ipython: Any) -> int:
+    """Of the cell that runs; the shell itself counts the next one already."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        cell = _cell_of(ipython, frame.f_code.co_filename).removeprefix("cell ")
+        if cell.isdigit():
+            return int(cell)
+        frame = frame.f_back
+    return int(ipython.execution_count)
+
+
+def _run(ipython: Any, body: str) -> Any:
+    """Runs the body of a cell, whose first line was the magic; the value of its last expression."""
+    source = "\n" + ipython.transform_cell(body)
+    name = ipython.compile.cache(source, _number_here(ipython))
+    tree = ipython.transform_ast(ipython.compile.ast_parse(source, filename=name))
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(ipython.compile(tree, name, "exec"), ipython.user_ns)
+    if last is None:
+        return None
+    return eval(ipython.compile(ast.Expression(last.value), name, "eval"), ipython.user_ns)
