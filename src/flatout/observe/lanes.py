@@ -189,10 +189,16 @@ class Lanes:
         self.switch(HOST)
         if self.evaluations:
             self.judge()
-        between = self.spent[EVALUATION] + self.spent[SAVING] - self._between
-        # The rest since the last step is no part of any; nearly all of it was the host's.
-        rest = self.last - self._began - between
+        self._drop_open()
+
+    def _drop_open(self) -> None:
+        """What came since the last step is no part of any, but for what lies between steps."""
+        between = self.spent[EVALUATION] + self.spent[SAVING]
+        # Nearly all of it was the host's.
+        rest = self.last - self._began - between + self._between
         self.spent[HOST] = max(self._first[HOST], self.spent[HOST] - rest)
+        self._between = between
+        self._began = self.last
 
     def pause(self, *, keep: bool = True) -> None:
         """Nobody's time begins: between two cells of a notebook.
@@ -200,12 +206,12 @@ class Lanes:
         Args:
             keep: a step that is open belongs to what comes next; not after an error.
         """
-        self.end()
+        self.switch(HOST)
+        if self.evaluations:
+            self.judge()
         if not (keep and self.backwards):
             self.backwards = 0
-            self.spent[:] = self._closed
-            self._between = self.spent[EVALUATION] + self.spent[SAVING]
-            self._began = self.last
+            self._drop_open()
         self._before = self.spent[:]
         self._seen_backwards = self.backwards
         self.thread = 0
