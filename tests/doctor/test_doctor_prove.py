@@ -17,7 +17,7 @@ from flatout.doctor.prove import prove
 from flatout.doctor.proving.cure import NOTHING
 from flatout.doctor.proving.jobs import job
 from flatout.doctor.trials.pair import run_pair
-from flatout.doctor.trials.scratch import trials_folder
+from flatout.doctor.trials.scratch import remove_left, trials_folder
 from flatout.observe import Loader, Observation, Optimizer
 
 SCRIPT = """
@@ -93,6 +93,7 @@ def assert_nothing_is_left(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_what_wins_and_learns_the_same_is_prescribed_and_nothing_else(tmp_path):
     script = written(tmp_path, SCRIPT)
     told: list[str] = []
@@ -190,7 +191,7 @@ def test_without_cures_nothing_is_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_proof_leaves_no_process(tmp_path):
+def test_a_killed_proof_leaves_no_process_and_the_next_removes_its_folder(tmp_path):
     script = written(tmp_path, SCRIPT)
     code = f"""
     import sys
@@ -214,6 +215,8 @@ def test_a_killed_proof_leaves_no_process(tmp_path):
         controller.stdout.close()
     _, alive = psutil.wait_procs(below, timeout=30)
     assert not alive
+    remove_left()  # as the next trial does
+    assert_nothing_is_left(tmp_path)
 
 
 # -- one side of a trial -------------------------------------------------------------------------
