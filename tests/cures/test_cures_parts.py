@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatout.cures.cache import Cached
 from flatout.cures.install import in_words, is_tested, wanted
 from flatout.cures.later import Later
 from flatout.cures.sample_store import Store, form_of
@@ -213,3 +214,35 @@ def test_numbers_of_a_gpu_are_those_of_the_moment_they_were_asked_for():
         tensor += 1
         found.append(_later(torch, tensor, item))
     assert [float(number) for number in found] == [float(i) for i in range(1, 201)]
+
+
+class Rows:
+    """A dataset that makes many samples at once, and counts them."""
+
+    def __init__(self):
+        self.made = 0
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        self.made += 1
+        return torch.full((2,), float(i))
+
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+def test_a_dataset_that_makes_samples_together_makes_those_that_are_not_there():
+    rows = Rows()
+    cached = Cached(rows, Store(form_of(rows[0]), 4))
+    rows.made = 0
+    for _ in range(2):
+        found = cached.__getitems__([1, np.int64(2), 5, 1])
+        assert [float(sample[0]) for sample in found] == [1, 2, 5, 1]
+    # Row 1 stands twice in the first batch, and row 5 has no place.
+    assert rows.made == 4 + 1
+    assert float(cached[np.int64(2)][0]) == 2
+    assert (len(cached), cached.made, rows.made) == (6, 5, 5)
+    cached.made = 0
+    assert rows.made == 0

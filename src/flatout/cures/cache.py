@@ -21,6 +21,7 @@ FIELD = "script.cache"
 _TRIED, _TRIED_LEAST, _TRIED_S = 16, 4, 2.0
 # Of the memory that is free, what the ranks of a machine may take together.
 _SHARE = 0.5
+_LACKING = object()
 
 
 class Cached:
@@ -35,29 +36,24 @@ class Cached:
 
     def __getitem__(self, index: Any) -> Any:
         dataset, store = self.__dict__["_flatout"]
-        if type(index) is not int:
-            return dataset[index]
-        if store.has(index):
-            return store.get(index)
+        number = _number(index)
+        if store.has(number):
+            return store.get(number)
         sample = dataset[index]
-        store.keep(index, sample)
+        store.keep(number, sample)
         return sample
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         dataset, store = self.__dict__["_flatout"]
         if not hasattr(dataset, "__getitems__"):
             return [self[index] for index in indices]
-        made = [i for i in indices if type(i) is not int or not store.has(i)]
-        fresh = iter(dataset.__getitems__(made) if made else [])
-        found = []
-        for index in indices:
-            if type(index) is int and store.has(index) and index not in made:
-                found.append(store.get(index))
-                continue
-            sample = next(fresh)
-            if type(index) is int:
-                store.keep(index, sample)
-            found.append(sample)
+        numbers = [_number(index) for index in indices]
+        found = [store.get(number) if store.has(number) else _LACKING for number in numbers]
+        lacking = [at for at, sample in enumerate(found) if sample is _LACKING]
+        made = dataset.__getitems__([indices[at] for at in lacking]) if lacking else []
+        for at, sample in zip(lacking, made, strict=True):
+            store.keep(numbers[at], sample)
+            found[at] = sample
         return found
 
     def __len__(self) -> int:
@@ -71,6 +67,13 @@ class Cached:
 
     def __reduce__(self) -> Any:
         return Cached, self.__dict__["_flatout"]
+
+
+def _number(index: Any) -> int:
+    """A sample's number; -1 for what is none, which is never kept."""
+    import numpy as np
+
+    return int(index) if isinstance(index, (int, np.integer)) else -1
 
 
 def keep_samples(torch: Any) -> None:
