@@ -166,7 +166,7 @@ def _check_script(script: str) -> None:
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
     if name.endswith(".ipynb"):
         raise typer.BadParameter(
-            f"{script}: a notebook is no script; jupyter nbconvert --to script makes one of it"
+            f"{script}: a notebook is no script; %load_ext flatout in it observes its cells"
         )
 
 
