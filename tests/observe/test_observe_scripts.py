@@ -318,7 +318,7 @@ class Files(torch.utils.data.Dataset):
         with open(__file__) as file:
             file.read()
         time.sleep(0.01)
-        return torch.ones(4)
+        return torch.ones(4) * numpy.random.rand()
 
 def seed(worker):
     numpy.random.seed(7)
@@ -348,6 +348,7 @@ def test_workers_tell_of_files_lines_and_random_states(tmp_path):
     assert loader.hashes[0] != loader.hashes[1]
     first, second = loader.worker_hashes
     assert first == second
+    assert loader.worker_draws == "numpy"
 
 
 @pytest.mark.slow
