@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flatout.doctor.finding import Finding
+from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Prescription
 from flatout.doctor.prove import Proving
@@ -35,6 +35,7 @@ class Machine:
         self.floor, self.start_s, self.held, self.refused = 0.02, 2.0, "overlay", []
         self.left_s, self.needed_s = budget_s, 7.0
         self.setup_s = dict[frozenset[str], float]()
+        self.out_of_reach = set[str]()
         self._step_ms = step_ms
         self._rng = np.random.default_rng(seed)
 
@@ -45,7 +46,8 @@ class Machine:
         )
 
     def _process(self, cure) -> float:
-        return self._step_ms(cure.fields) * np.exp(self._rng.normal(0, 0.01))
+        fields = cure.fields - self.out_of_reach | ({"edits"} if cure.own_edits else set())
+        return self._step_ms(fields) * np.exp(self._rng.normal(0, 0.01))
 
     def measure(self, against, cure, budget_s, *, min_pairs=2, max_pairs=4, block_s=0.5) -> Pair:
         blocks = []
@@ -63,14 +65,14 @@ class Machine:
             floor=self.floor,
         )
         self.left_s -= self.start_s + block_s * len(blocks)
-        applied = list(cure.recipe)
+        applied = [name for name in cure.recipe if name not in self.out_of_reach]
         first_s = self.setup_s.get(cure.fields, 0.0)
         a, b = Showed(LOSSES), Showed(LOSSES, applied=applied, first_s=first_s)
         return Pair(result=result, blocks=blocks, a=a, b=b, held="overlay")
 
 
-def proven(machine: Machine, *fields: str, what=("train.py",)) -> Prescription:
-    findings = [Finding(f, "slow", "", "", recipe={f: VALUES[f]}) for f in fields]
+def proven(machine: Machine, *fields: str, what=("train.py",), edits=()) -> Prescription:
+    findings = [Finding(f, "slow", "", "", recipe={f: VALUES[f]}, edits=edits) for f in fields]
     rank = Observation(command=["train.py"], steps=9, ended="stopped", optimizers=[Optimizer("A")])
     verdict = Verdict([rank], {}, None, findings, [], [])
     cures = cures_of(verdict, Parity.TOLERANT)
@@ -171,3 +173,18 @@ def test_set_up_that_the_run_does_not_repay_is_not_prescribed():
     assert long.after_s is not None
     assert long.after_s == pytest.approx(100_000 * 0.005 + 20, rel=0.05)
     assert long.before_s == pytest.approx(100_000 * 0.010, rel=0.05)
+
+
+def test_what_a_recipe_does_not_reach_is_tried_as_a_change_of_the_code():
+    machine = Machine(by_set(plain=10, edits=4))
+    machine.out_of_reach = {"script.garbage"}
+    edits = (Edit("train.py", 7, "    gc.collect()", ""),)
+    given = proven(machine, "script.garbage", edits=edits)
+    assert given.together is not None
+    assert given.together.words == "script.garbage (train.py:7)"
+    assert given.together.recipe == {}
+    assert given.together.edits == edits
+    machine = Machine(by_set(plain=10, edits=4))
+    machine.out_of_reach = {"script.garbage"}
+    without = proven(machine, "script.garbage")
+    assert without.proofs[0].reason.startswith("it stays as written")

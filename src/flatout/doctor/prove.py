@@ -155,6 +155,9 @@ class Proving:
             return
         share = spare / (remaining + len(cure.others))
         tried = [self._try(plain, cure, max(share, self._bench.needed_s))]
+        if tried[0].proof.reason.startswith(LEFT) and cure.edits and self._has_time(2):
+            # What cannot reach into the script can still be written into it.
+            tried = [self._try(plain, cure.by_edits, max(share, self._bench.needed_s))]
         self._tried[cure.names] = tried[0]
         for other in cure.others:
             # The other cures come before the other values of this one.

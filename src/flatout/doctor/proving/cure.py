@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,12 @@ class Cure:
         """Of the Recipe."""
         return frozenset(self.recipe)
 
+    @property
+    def by_edits(self) -> Cure:
+        """The same by changes of the code alone."""
+        words = _edit_words(self.names, self.edits)
+        return replace(self, words=words, recipe={}, others=(), own_edits=self.edits)
+
 
 NOTHING = Cure((), "the script as it is")
 
@@ -105,9 +111,12 @@ def cures_of(verdict: Verdict, allow: Parity) -> list[Cure]:
 
 
 def _cure(finding: Finding, seen: Observation) -> Cure:
+    words = _edit_words((finding.name,), finding.edits)
+    if finding.recipe:
+        words = _recipe_words(finding.recipe, seen)
     return Cure(
         names=(finding.name,),
-        words=_recipe_words(finding.recipe, seen) if finding.recipe else _edit_words(finding),
+        words=words,
         recipe=dict(finding.recipe),
         edits=finding.edits,
         parity=_parity(finding, seen),
@@ -185,6 +194,6 @@ def _field_words(name: str, value: Any, seen: Observation) -> str:
     return f"{name}={value}"
 
 
-def _edit_words(finding: Finding) -> str:
-    lines = ", ".join(f"{Path(edit.file).name}:{edit.line}" for edit in finding.edits[:2])
-    return f"{finding.name} ({lines})"
+def _edit_words(names: Sequence[str], edits: Sequence[Edit]) -> str:
+    lines = ", ".join(f"{Path(edit.file).name}:{edit.line}" for edit in edits[:2])
+    return f"{', '.join(names)} ({lines})"
