@@ -109,7 +109,7 @@ def test_the_tour_is_told(told: tuple[Path, dict[str, Any], str]) -> None:
     assert "\nstep " in err
     assert "forward █" in err
     assert "saved here/model.safetensors" in err
-    assert err.rstrip().endswith("now yours: flatout run train.py")
+    assert err.rstrip().endswith("now yours: flatout doctor train.py")
     for name in ("model.safetensors", "log.jsonl", "recipe.toml"):
         assert (folder / "here" / name).is_file()
 
@@ -118,7 +118,7 @@ def test_without_options_it_trains_on_digits_and_makes_its_own_folder(tmp_path: 
     code, out, err = demo(tmp_path, "--epochs", "1")
     assert code == 0, err
     assert "scikit-learn's digits, enlarged: 1,437 images to train on, 360 held out" in out
-    assert out.rstrip().endswith("now yours: flatout run train.py")
+    assert out.rstrip().endswith("now yours: flatout doctor train.py")
     (model,) = tmp_path.glob("runs/demo-*/model.safetensors")
     assert f"saved {model.relative_to(tmp_path)}" in out
 

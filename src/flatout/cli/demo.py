@@ -209,7 +209,7 @@ def _show(out: Console, jobs: list[Job], history: History, saved: Path) -> None:
     out.print()
     out.print(f"saved {saved}", soft_wrap=True, markup=False)
     out.print("  plain safetensors; the log and the recipe lie beside it")
-    out.print("now yours: flatout run train.py")
+    out.print("now yours: flatout doctor train.py")
 
 
 def _as_dict(
