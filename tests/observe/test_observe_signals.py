@@ -204,7 +204,9 @@ def test_frozen_parts_are_the_outermost_that_do_nothing_else():
     assert list(frozen_parts(model)) == [body, norm]
 
 
-def test_the_time_of_frozen_parts_and_autocast_within():
+def test_the_time_of_frozen_parts_and_autocast_within(monkeypatch):
+    # As in a process that has compiled nothing, whatever other tests did.
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
     body = nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]).requires_grad_(False)
     model = nn.Sequential(body, nn.Linear(64, 2))
     plain = model.forward
