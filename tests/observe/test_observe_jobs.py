@@ -42,7 +42,7 @@ def main():
     model = Sums()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
     losses = []
-    for step in range(60):
+    for step in range(110):
         x, y = torch.randn(16, 8), torch.randint(0, 2, (16,))
         score = model(x)
         loss = nn.functional.cross_entropy(score, y)
@@ -132,10 +132,10 @@ def test_looks_at_some_steps_see_much_and_change_nothing(tmp_path):
     assert model.pool_after == [("act", "pool")]
     assert model.pool_site.code == "x = self.pool(self.act(x))"
     calls = {call.kind: call for call in seen.calls}
-    assert (calls["log"].site.code, calls["log"].steps) == ("record(loss)", 60)
+    assert (calls["log"].site.code, calls["log"].steps) == ("record(loss)", 110)
     assert calls["metric"].detail == {"name": "f1_score"}
     assert seen.optimizers[0].backward_site.code == "loss.backward()"
-    assert len(seen.graph_nodes) == 2
+    assert len(seen.graph_nodes) >= 2
     assert seen.graph_nodes[1][1] > seen.graph_nodes[0][1] + 24
     assert seen.graph_site.code.startswith("losses.append(")
 

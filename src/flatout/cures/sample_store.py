@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -46,7 +47,9 @@ class Form:
         self.bytes = max(_ALIGNED, self.bytes)
 
     def __reduce__(self) -> Any:
-        return form_of, (self.unpack(np.zeros(self.bytes, np.uint8)),)  # any sample has it
+        # Any sample has it. As bytes: torch would send a tensor's memory by a descriptor, which is
+        # closed with the tensor before the other process has it.
+        return _form_in, (pickle.dumps(self.unpack(np.zeros(self.bytes, np.uint8))),)
 
     def packed(self, sample: Any) -> bytes | None:
         """The bytes of a sample; None where it is of another form."""
@@ -85,6 +88,10 @@ def form_of(sample: Any) -> Form | None:
         leaves.append(leaf)
         at = _aligned(at + leaf.bytes)
     return Form(spec, leaves)
+
+
+def _form_in(sample: bytes) -> Form | None:
+    return form_of(pickle.loads(sample))
 
 
 def _leaf_of(value: Any, at: int) -> Leaf | None:

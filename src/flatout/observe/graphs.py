@@ -17,7 +17,7 @@ from flatout.observe.sites import is_users
 from flatout.observe.watch import Watch
 
 # In these steps, where memory has grown by so much.
-_LOOKS = (24, 48, 192)
+_LOOKS = (24, 48, 96, 192)
 _GROWN_MB = 3.0
 _NODES = 50_000
 # So many of the tensors, and of what holds them, are asked who holds them.
