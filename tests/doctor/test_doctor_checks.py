@@ -24,6 +24,9 @@ def healthy(**changes):
         bf16_units="",
         available_mb=8000.0,
         cudnn_benchmark=False,
+        openmp=["libgomp.so.1"],
+        gpu_memory_mb={},
+        shm_free_mb=8000.0,
         steps=STEPS,
         step_ms=[10.0] * STEPS,
         lanes_ms={
@@ -102,6 +105,8 @@ class Row:
 
 NO_STEPS = {"steps": 0, "step_ms": []}
 TABLE = {"layers": {"Embedding": 1}}
+SHAPES = {"inputs": [("[64, 31] float32", 40), ("[64, 32] float32", 30), ("[64, 33] float32", 30)]}
+KMP = {"KMP_AFFINITY": "compact", "KMP_INIT_AT_FORK": "FALSE"}
 CONV = {"has_convolutions": True, "layers": {"Conv2d": 2}}
 PARTS = {"read": 1.0, "decode": 8.0, "transform": 1.0, "collate": 1.0}
 
@@ -325,6 +330,30 @@ ROWS = {
     "frozen_recomputed": Row(
         job(model={"frozen_share": 0.75}), job(), job(model={"frozen_share": None}), cost=3.0
     ),
+    "shm_too_small": Row(
+        job(loader={"prefetch_factor": 2, "batch_bytes": 40 * 2**20}, shm_free_mb=64.0),
+        job(loader={"prefetch_factor": 2, "batch_bytes": 10 * 2**20}, shm_free_mb=64.0),
+        job(loader={"prefetch_factor": 2, "batch_bytes": 40 * 2**20}, shm_free_mb=None),
+        kind="danger",
+    ),
+    "shapes_recompile": Row(
+        job(compiles=[(2, 2, 0.5), (100, 8, 1.48)], model=SHAPES),
+        job(compiles=[(2, 1, 0.5), (100, 2, 1.48)], model=SHAPES),
+        job(compiles=[(2, 2, 0.5), (100, 8, 1.48)], models=[]),
+        cost=10.0,
+    ),
+    "openmp_settings_inert": Row(
+        job(openmp_settings=KMP, calls=[call("setenv", 0.0, name="KMP_AFFINITY")]),
+        job(openmp_settings=KMP, openmp=["libgomp.so.1", "libiomp5.so"]),
+        job(openmp_settings=KMP, openmp=None),
+        kind="note",
+    ),
+    "contexts_unused": Row(
+        gpu_job(gpu_memory_mb={"a": 900.0, "b": 0.0}, calls=[call("device_count", 0.1)]),
+        gpu_job(gpu_memory_mb={"a": 900.0}, calls=[call("device_count", 0.1)]),
+        job(gpu_memory_mb=None, calls=[call("device_count", 0.1)]),
+        kind="note",
+    ),
 }  # fmt: skip
 
 
@@ -342,7 +371,53 @@ def replicas(*numbers):
     return found
 
 
+def each(*own):
+    """Ranks with these fields, each its own."""
+    found = ranks(len(own))
+    for rank, fields in zip(found, own, strict=True):
+        rank.lanes_ms |= fields.pop("lanes", {})
+        for name, value in fields.items():
+            setattr(rank, name, value)
+    return found
+
+
+def saves(*files):
+    """Ranks that each wrote such a file in step 9."""
+    common = {"step": 9, "keys": ["0.weight"]}
+    return each(*({"saved": [common | one], "calls": [call("save", 1.0)]} for one in files))
+
+
+def stepping(*sizes):
+    """Ranks whose optimisers step so many MiB."""
+    return each(
+        *({"optimizers": [Optimizer("a.Adam", HERE, local_bytes=mib << 20)]} for mib in sizes)
+    )
+
+
+EVALUATING = {"lanes": {"evaluation": 5.0}, "evaluation_site": HERE}
+STALLED = {"lanes": {"backward": 10.5}}
+
 RANK_ROWS = {
+    "saved_by_all": Row(
+        saves({"path": "/a/m.pt", "contents": 1}, {"path": "/a/m.pt", "contents": 1}),
+        saves({"path": "/a/m-0.pt", "contents": 1}, {"path": "/a/m-1.pt", "contents": 2}),
+        ranks(2),
+        kind="danger",
+    ),
+    "one_rank_works": Row(
+        each(EVALUATING | {}, STALLED | {}),
+        each(EVALUATING | {}, EVALUATING | {}),
+        each({"lanes": {"evaluation": None}}, {}),
+        cost=5.0,
+    ),
+    "shards_uneven": Row(stepping(24, 1), stepping(13, 12), ranks(2), kind="note"),
+    "gpu_memory_uneven": Row(
+        each({"gpu_memory_mb": {"a": 9000.0}}, {"gpu_memory_mb": {"a": 2000.0, "b": 4000.0}}),
+        each({"gpu_memory_mb": {"a": 5000.0}}, {"gpu_memory_mb": {"b": 4000.0}}),
+        ranks(2),
+        kind="note",
+        where="",
+    ),
     "sampler_missing": Row(
         ranks(2, {"hashes": [1, 2]}, {"hashes": [1, 2]}),
         ranks(2, {"hashes": [1, 2]}, {"hashes": [3, 4]}),
@@ -451,3 +526,50 @@ def test_a_shard_of_one_sample_is_seen_though_the_whole_divides():
     shard = {"length": 130, "is_distributed": True}
     assert look(job(loader=shard, model=layers, world_size=2))  # 65 = 64 + 1
     assert look(job(loader=shard, model=layers)) == []
+
+
+def rank_check(name):
+    return next(check.look for check in RANK_CHECKS if check.name == name)
+
+
+def test_files_of_ranks_with_the_same_tensors_are_noted():
+    alike = saves({"path": "/a/0.pt", "contents": 1}, {"path": "/a/1.pt", "contents": 1})
+    (found,) = rank_check("saved_by_all")(alike)
+    assert (found.kind, found.where) == ("note", "train.py:7")
+    # In another step it may be another rank's turn.
+    alike[1].saved[0]["step"] = 10
+    assert rank_check("saved_by_all")(alike) == []
+    unknown = saves({"path": "/a/0.pt", "contents": None}, {"path": "/a/1.pt", "contents": None})
+    assert rank_check("saved_by_all")(unknown) == []
+
+
+def test_a_rank_that_works_longer_is_left_alone_where_nobody_waits_for_it():
+    assert rank_check("one_rank_works")(each(EVALUATING | {}, {})) == []
+
+
+def test_who_waits_at_a_barrier_is_not_the_one_that_works():
+    saving = {"lanes": {"saving": 4.0}, "calls": [call("save", 4.0)]}
+    (found,) = rank_check("one_rank_works")(each(saving, {"lanes": {"host": 4.1}}))
+    assert "rank 0" in found.what
+    assert "saving" in found.what
+    assert found.where == "train.py:7"
+
+
+def test_logging_counts_by_its_calls():
+    logging = {"lanes": {"host": 4.1}, "calls": [call("log", 4.0)]}
+    (found,) = rank_check("one_rank_works")(each({"lanes": {"host": 4.1}}, logging))
+    assert "rank 1" in found.what
+    assert found.cost_ms == pytest.approx(4.0)
+
+
+def test_no_more_batches_are_on_their_way_than_an_epoch_has():
+    look = next(check.look for check in CHECKS if check.name == "shm_too_small")
+    large = {"prefetch_factor": 50, "batch_bytes": 10 * 2**20, "length": 192}  # three batches
+    assert look(job(loader=large, shm_free_mb=64.0)) == []
+    assert look(job(loader=large | {"length": None}, shm_free_mb=64.0))
+    threads = large | {"prefetch_factor": None, "length": None}  # Keras' own workers
+    assert look(job(loader=threads, shm_free_mb=64.0)) == []
+
+
+def test_parts_of_a_small_model_may_be_uneven():
+    assert rank_check("shards_uneven")(stepping(3, 1)) == []

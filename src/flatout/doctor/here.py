@@ -22,7 +22,12 @@ def on_this_machine(seen: Observation, machine: Inventory, available_bytes: int)
         gpus=_gpus(machine) if seen.gpus is None else seen.gpus,
         bf16_units=_bf16_units(seen, machine) if seen.bf16_units is None else seen.bf16_units,
         available_mb=seen.available_mb or available_bytes / 2**20,
+        shm_free_mb=_shm_free_mb(machine) if seen.shm_free_mb is None else seen.shm_free_mb,
     )
+
+
+def _shm_free_mb(machine: Inventory) -> float | None:
+    return None if machine.shm is None else machine.shm.free / 2**20
 
 
 def _gpus(machine: Inventory) -> list[str]:

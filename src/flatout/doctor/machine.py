@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,27 @@ _SMALL_MEMORY = 0.1
 _OLDEST_TORCH = (2, 11)
 # Set by libraries for themselves, and by nobody who wants to be faster.
 _NOT_MEANT = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
+
+# What the checks of a script say as well.
+KMP_DO = "use OMP_PROC_BIND and OMP_PLACES, or preload libiomp5"
+SHM_DO = "start the container with --shm-size=4g or --ipc=host, or use num_workers=0"
+
+
+def of_intel(environ: Mapping[str, str]) -> list[str]:
+    """Names of the variables by which somebody sets up Intel's OpenMP."""
+    return sorted(n for n in environ if n.startswith("KMP_") and n not in _NOT_MEANT)
+
+
+def kmp_words(names: Sequence[str]) -> str:
+    """Says who reads these variables."""
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} read by Intel's OpenMP alone"
+
+
+def shm_words(free: float) -> str:
+    """Says what so many free bytes of /dev/shm are for."""
+    return (
+        f"/dev/shm has {free / 2**20:,.0f} MiB free, through which loader workers hand over batches"
+    )
 
 
 @dataclass(frozen=True)
@@ -154,16 +175,15 @@ def _threads(facts: Facts) -> Finding | None:
 
 
 def _inert_kmp(facts: Facts) -> Finding | None:
-    names = sorted(n for n in facts.environ if n.startswith("KMP_") and n not in _NOT_MEANT)
+    names = of_intel(facts.environ)
     preloaded = facts.environ.get("LD_PRELOAD", "")
     if not names or "libiomp5" in preloaded or facts.machine.torch.version is None:
         return None
     return Finding(
         "KMP",
         "note",
-        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} read by Intel's OpenMP alone; "
-        "torch's wheels bring GNU's, so nothing happens",
-        "use OMP_PROC_BIND and OMP_PLACES, or preload libiomp5",
+        f"{kmp_words(names)}; torch's wheels bring GNU's, so nothing happens",
+        KMP_DO,
     )
 
 
@@ -174,9 +194,8 @@ def _shm(facts: Facts) -> Finding | None:
     return Finding(
         "shm",
         "danger",
-        f"/dev/shm has {shm.free / 2**20:,.0f} MiB free, through which loader workers hand over "
-        "batches: they die with a bus error when it is full",
-        "start the container with --shm-size=4g or --ipc=host, or use num_workers=0",
+        f"{shm_words(shm.free)}: they die with a bus error when it is full",
+        SHM_DO,
     )
 
 

@@ -71,6 +71,11 @@ class SeenModel:
         self._trained = self._open | self._trained
         self._open = {}
 
+    @property
+    def evaluated_at(self) -> Site | None:
+        """Where it was called to evaluate."""
+        return next((site for site in self._evaluated.values() if site is not None), None)
+
     def is_part_of(self, other: SeenModel) -> bool:
         """Whether it was called on the way only, as Keras does while it builds the other."""
         return self.calls <= _BUILDING < other.calls and self.tensors <= other.tensors

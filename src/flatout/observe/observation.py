@@ -39,7 +39,8 @@ class Call:
     Attributes:
         kind: what was called: "item", "tolist", "cpu", "numpy", "print", "log", "save",
             "empty_cache", "zero_grad", "backward", "gc", "index" (a batch by advanced indexing),
-            "metric", "device_count", "data_parallel", "ddp", "set_epoch", "no_sync", "threads".
+            "metric", "device_count" (or torch.cuda.init), "data_parallel", "ddp", "set_epoch",
+            "no_sync", "threads", "setenv" (of an OpenMP library).
         site: the user's line that led to it.
         count: how often, from the first observed step to the last.
         seconds: spent in them, all together; None where that is not timed.
@@ -132,6 +133,7 @@ class Optimizer:
         fused, foreach: as asked for; None where it takes no such option.
         parameters: how many tensors.
         elements: how many numbers.
+        local_bytes: of the parts of them that this rank holds.
         devices, dtypes: of the parameters.
         sparse_share: share of the elements whose gradient is not zero, of tables of embeddings.
     """
@@ -145,6 +147,7 @@ class Optimizer:
     foreach: bool | None = None
     parameters: int = 0
     elements: int = 0
+    local_bytes: int | None = None
     devices: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     sparse_share: float | None = None
@@ -255,7 +258,17 @@ class Observation:
         page_faults: minor faults per step.
         major_faults: per step.
         runnable: processes and threads of this job that could run, per usable CPU.
-        saved: what was written with torch.save and the like: {"site", "keys"} of each state dict.
+        evaluation_site: where a model was called to evaluate.
+        saved: what was written with torch.save: {"path", "step", "keys"} of each; the absolute
+            path, or "" for no file; with "contents", where there are several ranks, a number for
+            its tensors, None without any.
+        compiles: [step, graphs that torch.compile had made by then, seconds that took], from the
+            second step on; empty where it made none.
+        openmp: names of the OpenMP libraries that the process has loaded.
+        openmp_settings: environment variables that are meant for one, at the end.
+        gpu_memory_mb: by the GPU's uuid, the most that torch held on each on which this process
+            has a context; None where torch computes on no GPU.
+        shm_free_mb: free in /dev/shm, through which workers hand over batches.
         machine_cpus: CPUs that all ranks of this machine may use together.
         gpus: names of the GPUs that torch could use here, whether the script does or not.
         bf16_units: what computes in bf16 on the device at hand, such as "AMX-bf16"; "" for nothing.
@@ -293,7 +306,13 @@ class Observation:
     loaders: list[Loader] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     models: list[Model] = field(default_factory=list)
+    evaluation_site: Site | None = None
     saved: list[dict[str, Any]] = field(default_factory=list)
+    compiles: list[tuple[int, int, float]] = field(default_factory=list)
+    openmp: list[str] | None = None
+    openmp_settings: dict[str, str] = field(default_factory=dict)
+    gpu_memory_mb: dict[str, float] | None = None
+    shm_free_mb: float | None = None
     machine_cpus: int | None = None
     gpus: list[str] | None = None
     bf16_units: str | None = None

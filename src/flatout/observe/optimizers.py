@@ -13,6 +13,7 @@ from typing import Any
 from weakref import ref
 
 from flatout.observe.lanes import HOST, OPTIMISER
+from flatout.observe.model_facts import local
 from flatout.observe.observation import Optimizer, Site
 from flatout.observe.sites import here, packages_above, users_frame
 from flatout.observe.watch import Watch
@@ -178,6 +179,7 @@ def facts_of(optimizer: Any, site: Site | None) -> Optimizer:
     tensors = tensors_of(optimizer)
     facts.parameters = len(tensors)
     facts.elements = sum(tensor.numel() for tensor in tensors)
+    facts.local_bytes = sum(local(tensor).nbytes for tensor in tensors)
     facts.devices = sorted({str(tensor.device) for tensor in tensors})
     facts.dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
     return facts

@@ -12,17 +12,35 @@ from typing import Any
 
 from flatout.observe.importing import when_imported
 from flatout.observe.lanes import GC, HOST, SAVING
+from flatout.observe.model_facts import local
+from flatout.observe.openmp import OPENMP
+from flatout.observe.replicas import has_peers, number_of
 from flatout.observe.watch import Watch
 
 _SAVED = 200
+# Of so many of them it is also seen whether ranks save the same.
+_NUMBERED = 8
 
 
 def watch_outputs(watch: Watch) -> None:
     """Hooks into print and logging."""
     builtins.print = _timed(builtins.print, "print", HOST, watch)
     logging.Logger._log = _timed(logging.Logger._log, "log", HOST, watch)  # type: ignore[method-assign]
+    os.putenv = _noting_openmp(os.putenv, watch)
     os.fsync = _timed(os.fsync, "log", HOST, watch)  # a line that is to survive a crash
     when_imported("torch.utils.tensorboard.writer", lambda module: _watch_writer(module, watch))
+
+
+def _noting_openmp(original: Any, watch: Watch) -> Any:
+    """os.environ calls it: notes where an OpenMP library is to be set up."""
+
+    @wraps(original)
+    def putenv(name: Any, value: Any) -> None:
+        original(name, value)
+        if os.fsdecode(name).startswith(OPENMP) and get_ident() == watch.lanes.thread:
+            watch.calls.note("setenv", 0, depth=2, detail={"name": os.fsdecode(name)})
+
+    return putenv
 
 
 def watch_torch(torch: Any, watch: Watch) -> None:
@@ -65,10 +83,30 @@ def _saving(original: Any, watch: Watch) -> Any:
             watch.aside(*watch.before_saving)
         original(obj, f, *args, **kwargs)
         if get_ident() == watch.lanes.thread and len(watch.saved) < _SAVED:
-            path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else ""
-            watch.saved.append({"path": str(path), "step": watch.lanes.steps, "keys": keys_of(obj)})
+            path = os.path.abspath(os.fsdecode(f)) if isinstance(f, (str, os.PathLike)) else ""
+            saved = {"path": path, "step": watch.lanes.steps, "keys": keys_of(obj)}
+            watch.saved.append(saved)
+            if path and len(watch.saved) <= _NUMBERED and has_peers():
+                watch.aside(lambda: saved.update(contents=contents_of(obj)))
 
     return save
+
+
+def contents_of(obj: Any) -> int | None:
+    """A number for the tensors in nested dicts and lists; None where none of them holds floats."""
+    tensors = [local(tensor) for tensor in _tensors_in(obj)]
+    if not any(tensor.is_floating_point() for tensor in tensors):
+        return None
+    return number_of(tensors)
+
+
+def _tensors_in(obj: Any, depth: int = 0) -> list[Any]:
+    if hasattr(obj, "dtype") and hasattr(obj, "is_floating_point"):
+        return [obj]
+    parts = obj.values() if isinstance(obj, dict) else obj
+    if depth > 5 or not isinstance(obj, (dict, list, tuple)):
+        return []
+    return [tensor for part in parts for tensor in _tensors_in(part, depth + 1)]
 
 
 def keys_of(obj: Any, depth: int = 0) -> list[str]:

@@ -21,6 +21,7 @@ def watch_parallel(torch: Any, watch: Watch) -> None:
         (parallel.DistributedDataParallel, "no_sync", "no_sync"),
         (sampler, "set_epoch", "set_epoch"),
         (torch.cuda, "device_count", "device_count"),
+        (torch.cuda, "init", "device_count"),
     ):
         setattr(owner, name, _noted(getattr(owner, name), kind, watch))
 

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flatout.observe.gpus import memory_mb
 from flatout.observe.loaders import SeenLoader
 from flatout.observe.meters import Meters
 from flatout.observe.models import SeenModel
 from flatout.observe.observation import Loader, Observation, Site
+from flatout.observe.openmp import libraries, settings
 from flatout.observe.sites import read
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import fill, gather
@@ -60,6 +62,11 @@ def observation(
     torch: Any = sys.modules.get("torch")
     if steps:
         seen.cudnn_benchmark = bool(torch.backends.cudnn.benchmark)
+    evaluated = [model.evaluated_at for model in list(watch.models) if model.evaluated_at]
+    seen.evaluation_site = read(evaluated[0]) if evaluated else None
+    if steps and not is_live:
+        seen.openmp, seen.openmp_settings = libraries(), settings()
+        seen.gpu_memory_mb = memory_mb(torch)
     meters.fill(seen)
     _fill_lanes(seen, watch)
     for part in [*seen.calls, *seen.loaders, *seen.optimizers, *seen.models]:

@@ -18,10 +18,7 @@ _SAMPLE = 1024
 
 def look_at_replica(module: Any, facts: Model) -> None:
     """Fills in the numbers of the weights and of the gradients that this rank steps with."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
-    if distributed.get_world_size() < 2:
+    if not has_peers():
         return
     stepped = [tensor for tensor in module.parameters() if tensor.grad is not None]
     parts = [tensor for tensor in stepped if local(tensor) is not tensor]
@@ -29,11 +26,20 @@ def look_at_replica(module: Any, facts: Model) -> None:
     # Parts of tensors differ on purpose, and zeros are equal without having been shared.
     if parts or not any(bool(gradient.any()) for gradient in gradients if not gradient.is_sparse):
         return
-    facts.first_weights = _number(stepped)
-    facts.first_gradients = _number(gradients)
+    facts.first_weights = number_of(stepped)
+    facts.first_gradients = number_of(gradients)
 
 
-def _number(tensors: list[Any]) -> int:
+def has_peers() -> bool:
+    """Whether this process has joined a group of several ranks."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return bool(distributed.get_world_size() > 1)
+
+
+def number_of(tensors: list[Any]) -> int:
+    """A number for the values of these tensors, as far as a sample of each tells; reads them."""
     number = 0
     for tensor in tensors:
         values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from flatout.observe.ablation import Ablations
 from flatout.observe.backward import watch_backward
+from flatout.observe.compiles import Compiles
 from flatout.observe.compiling import skip_our_frames
 from flatout.observe.cost import added_us_per_step
 from flatout.observe.graphs import Graphs
@@ -106,6 +107,7 @@ class Observer:
         self._models: Models | None = None
         self._graphs: Graphs | None = None
         self._meters = Meters(self.watch)
+        self._compiles = Compiles(self.watch)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._workers = self._path.with_name(f".workers-{self._place.rank}")
         self._workers.mkdir(exist_ok=True)
@@ -167,6 +169,7 @@ class Observer:
             self._workers,
             is_live=is_live,
         )
+        seen.compiles = self._compiles.so_far()
         if self._graphs is not None:
             seen.graph_nodes = list(self._graphs.nodes)
             seen.graph_site = self._graphs.site and read(self._graphs.site)

@@ -1,0 +1,64 @@
+"""One GPU of the job holds much more memory than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from flatout.doctor.checks.check import NoSignal, RankCheck
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_MUCH_MORE = 1.5
+"""Of what the others hold, from which on the fullest decides how large a batch can be."""
+
+_LEAST_MB = 512
+"""What it must hold beyond them."""
+
+
+def look(seen: Sequence[Observation]) -> list[Finding]:
+    """Whether the peaks of all ranks, added up by GPU, differ much."""
+    held: dict[str, dict[int, float]] = {}
+    for rank in seen:
+        if rank.gpu_memory_mb is None:
+            raise NoSignal("torch computes on no GPU here, so no memory of GPUs was seen")
+        for gpu, mb in rank.gpu_memory_mb.items():
+            if mb:
+                held.setdefault(gpu, {})[rank.rank] = mb
+    if len(held) < 2:
+        raise NoSignal("the job computes on a single GPU")
+    sums = {gpu: sum(of_ranks.values()) for gpu, of_ranks in held.items()}
+    fullest = max(sums, key=lambda gpu: sums[gpu])
+    usual = median(mb for gpu, mb in sums.items() if gpu != fullest)
+    if sums[fullest] < max(_MUCH_MORE * usual, usual + _LEAST_MB):
+        return []
+    ranks = held[fullest]
+    by = f" by ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
+    calls = [call.site for rank in seen for call in rank.calls if call.kind == "data_parallel"]
+    return [
+        Finding(
+            name="gpu_memory_uneven",
+            kind="note",
+            what=f"GPU {fullest} holds up to {sums[fullest]:,.0f} MiB{by}, the others "
+            f"{usual:,.0f} MiB: it decides how large a batch can be",
+            do=_do(len(ranks) > 1),
+            number=53,
+            where=str(calls[0]) if calls else "",
+            parity="rounding",
+        )
+    ]
+
+
+def _do(is_shared: bool) -> str:
+    if is_shared:
+        return (
+            "torch.cuda.set_device(local_rank) before the first tensor, and "
+            'torch.load(..., map_location="cpu"): files remember the GPU that they were saved from'
+        )
+    return (
+        "gather no outputs or losses of all on one device; share out the layers by their memory; "
+        "DistributedDataParallel in place of DataParallel"
+    )
+
+
+CHECK = RankCheck("gpu_memory_uneven", (53,), look)

@@ -1,0 +1,89 @@
+"""One rank evaluates, saves or logs between the steps, while the others wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from flatout.doctor.checks.check import NoSignal, RankCheck
+from flatout.doctor.checks.signals import HUNGRY, at, calls, cost_ms, lane, ms
+from flatout.doctor.finding import Finding
+from flatout.measure.timeline import LANES
+from flatout.observe import Observation
+
+_WORK = {"evaluation": "evaluating", "saving": "saving", "log": "telling and measuring"}
+"""What a rank does that not all need to do, in words."""
+
+_LOGS = ("log", "print", "metric")
+"""Calls between the steps; the host's whole lane may be spent waiting at a barrier as well."""
+
+_STALLED = 0.5
+"""Share of the one rank's work that the others must be seen to wait for."""
+
+
+def look(seen: Sequence[Observation]) -> list[Finding]:
+    """Whether one rank spends far more on that, and the steps of the others last as long."""
+    if seen[0].world_size < 2:
+        return []
+    if len(seen) < 2:
+        raise NoSignal(f"only rank {seen[0].rank} of {seen[0].world_size} was seen")
+    by_rank = [{work: _excess(rank, seen, work) for work in _WORK} for rank in seen]
+    alone = max(range(len(seen)), key=lambda place: sum(by_rank[place].values()))
+    excess, busy = by_rank[alone], seen[alone]
+    cost = sum(excess.values())
+    others = fmean(_whole(rank) for rank in seen if rank is not busy)
+    waited = cost - max(0.0, _whole(busy) - others)
+    if cost < HUNGRY * _whole(busy) or waited < _STALLED * cost:
+        return []
+    most = max(excess, key=lambda name: excess[name])
+    return [
+        Finding(
+            name="one_rank_works",
+            kind="slow",
+            what=f"rank {busy.rank} spends {ms(excess[most])} per step more than the others "
+            f"{_WORK[most]}, and they wait for it",
+            do=_do(most),
+            number=28,
+            where=_where(most, busy),
+            cost_ms=min(cost, waited),
+            parity="bit-identical",
+        )
+    ]
+
+
+def _excess(rank: Observation, seen: Sequence[Observation], work: str) -> float:
+    """How many ms per step a rank spends on this beyond the others."""
+    others = fmean(_spent(other, work) for other in seen if other is not rank)
+    return max(0.0, _spent(rank, work) - others)
+
+
+def _spent(rank: Observation, work: str) -> float:
+    if work != "log":
+        return lane(rank, work)
+    return sum(cost_ms(rank, call) or 0.0 for call in calls(rank, *_LOGS))
+
+
+def _whole(rank: Observation) -> float:
+    """From one step to the next, evaluation and saving included."""
+    return sum(rank.lanes_ms.get(name) or 0.0 for name in LANES)
+
+
+def _do(work: str) -> str:
+    if work == "evaluation":
+        return (
+            "give each rank its part of the validation set, and add up the sums and counts with "
+            "all_reduce; or evaluate less often"
+        )
+    if work == "saving":
+        return "save less often, or copy the weights and write them in a thread"
+    return "do it on all ranks in parts, in a thread, or less often"
+
+
+def _where(work: str, rank: Observation) -> str:
+    if work == "evaluation":
+        return at(rank.evaluation_site)
+    dearest = calls(rank, *(("save",) if work == "saving" else _LOGS))
+    return str(dearest[0].site) if dearest else ""
+
+
+CHECK = RankCheck("one_rank_works", (28,), look)

@@ -1,0 +1,76 @@
+"""Several ranks write the same checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.doctor.checks.check import NoSignal, RankCheck
+from flatout.doctor.finding import Finding, Kind
+from flatout.observe import Observation
+
+
+def look(seen: Sequence[Observation]) -> list[Finding]:
+    """Whether two ranks saved to one file in the same step, or equal tensors to files of their own.
+
+    Shards are told apart by their files and by what is in them.
+    """
+    if seen[0].world_size < 2:
+        return []
+    if len(seen) < 2:
+        raise NoSignal(f"only rank {seen[0].rank} of {seen[0].world_size} was seen")
+    files = {
+        rank.rank: [saved for saved in rank.saved if saved.get("path") and saved.get("keys")]
+        for rank in seen
+    }
+    if not any(files.values()):
+        raise NoSignal("no rank saved a model in the steps that were seen")
+    ranks, path = _shared(files, "path")
+    if ranks:
+        what = (
+            f"ranks {_listed(ranks)} write {path} in the same step: who reads it may find the "
+            "parts of two files in it"
+        )
+        return [_found(seen, ranks, "danger", what)]
+    ranks, path = _shared(files, "contents")
+    if ranks:
+        what = (
+            f"ranks {_listed(ranks)} each write a file with the same tensors, such as {path}: one "
+            "of them would do"
+        )
+        return [_found(seen, ranks, "note", what)]
+    return []
+
+
+def _shared(files: dict[int, list[dict[str, Any]]], key: str) -> tuple[list[int], str]:
+    """The ranks that have this in common in a step, most of them, and the name of their file."""
+    by_value: dict[tuple[Any, Any], dict[int, str]] = {}
+    for rank, saves in files.items():
+        for saved in saves:
+            if saved.get(key) is not None:
+                name = str(saved["path"]).rpartition("/")[2]
+                by_value.setdefault((saved["step"], saved[key]), {})[rank] = name
+    most = max(by_value.values(), key=len, default={})
+    return (sorted(most), max(most.values())) if len(most) > 1 else ([], "")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _found(seen: Sequence[Observation], ranks: Sequence[int], kind: Kind, what: str) -> Finding:
+    last = next(rank for rank in seen if rank.rank == ranks[-1])
+    saves = [call.site for call in last.calls if call.kind == "save"]
+    return Finding(
+        name="saved_by_all",
+        kind=kind,
+        what=what,
+        do="if dist.get_rank() == 0: around the save alone; what all ranks take part in, such as "
+        "gathering shards into a state dict, stays outside of it",
+        number=27,
+        where=str(saves[0]) if saves else "",
+        parity="bit-identical",
+    )
+
+
+CHECK = RankCheck("saved_by_all", (27,), look)

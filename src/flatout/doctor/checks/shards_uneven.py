@@ -1,0 +1,54 @@
+"""Ranks hold different parts of the parameters, and one of them much more than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from flatout.doctor.checks.check import NoSignal, RankCheck
+from flatout.doctor.checks.signals import at
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_UNEVEN = 1.25
+"""Of the mean, from which on a rank has too much: whole layers never divide to the byte."""
+
+_MUCH = 8 * 2**20
+"""Bytes beyond the mean that are worth a word: Adam reads and writes twelve times as many."""
+
+
+def look(seen: Sequence[Observation]) -> list[Finding]:
+    """Whether the optimisers of the ranks step unequal amounts: replicas all step the same."""
+    if seen[0].world_size < 2:
+        return []
+    if len(seen) < 2:
+        raise NoSignal(f"only rank {seen[0].rank} of {seen[0].world_size} was seen")
+    sizes = [_bytes(rank) for rank in seen]
+    mean = fmean(sizes)
+    if max(sizes) < max(_UNEVEN * mean, mean + _MUCH):
+        return []
+    fullest = seen[sizes.index(max(sizes))]
+    return [
+        Finding(
+            name="shards_uneven",
+            kind="note",
+            what=f"rank {fullest.rank} steps {max(sizes) / 2**20:,.1f} MiB of parameters, the "
+            f"ranks {mean / 2**20:,.1f} MiB in the mean: the others wait while it updates them, "
+            "and its memory is full first",
+            do="share out by bytes: the largest parameter first, each to the rank that has least; "
+            "split tables that are larger than a rank's part",
+            number=29,
+            where=at(fullest.optimizers[0].site),
+            parity="rounding",
+        )
+    ]
+
+
+def _bytes(rank: Observation) -> int:
+    known = [optimizer.local_bytes for optimizer in rank.optimizers]
+    if not known or None in known:
+        raise NoSignal(f"what rank {rank.rank} holds of the parameters was not seen")
+    return sum(size or 0 for size in known)
+
+
+CHECK = RankCheck("shards_uneven", (29,), look)

@@ -1,0 +1,53 @@
+"""The batches on their way from the loader's workers do not fit into /dev/shm."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import at
+from flatout.doctor.finding import Finding
+from flatout.doctor.machine import SHM_DO, shm_words
+from flatout.observe import Loader, Observation
+
+_MIB = 2**20
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Which loaders may have more on its way than there is room for."""
+    # Only workers that are processes of torch's have a prefetch factor.
+    sharing = [one for one in seen.loaders if one.num_workers and one.prefetch_factor]
+    if not sharing:
+        return []
+    if seen.shm_free_mb is None:
+        raise NoSignal("how much of /dev/shm is free was not seen")
+    sized = [(loader, _on_its_way(loader)) for loader in sharing if loader.batch_bytes]
+    if not sized:
+        raise NoSignal("the size of the batches was not seen")
+    free = seen.shm_free_mb * _MIB
+    return [_found(loader, needed, free) for loader, needed in sized if needed > free]
+
+
+def _on_its_way(loader: Loader) -> int:
+    """Bytes of all batches that workers may have made at once, with the one that is in use."""
+    batches = (loader.num_workers or 0) * (loader.prefetch_factor or 0) + 1
+    if loader.length is not None and loader.batch_size:
+        batches = min(batches, ceil(loader.length / loader.batch_size))
+    return batches * (loader.batch_bytes or 0)
+
+
+def _found(loader: Loader, needed: int, free: float) -> Finding:
+    return Finding(
+        name="shm_too_small",
+        kind="danger",
+        what=f"{shm_words(free)}, and {loader.num_workers} workers that prefetch "
+        f"{loader.prefetch_factor} batches of {(loader.batch_bytes or 0) / _MIB:,.1f} MiB each "
+        f"need up to {needed / _MIB:,.0f} MiB: they die with a bus error when it is full",
+        do=f"{SHM_DO}; fewer workers, or a smaller prefetch_factor, need less",
+        number=59,
+        where=at(loader.site),
+        parity="bit-identical",
+    )
+
+
+CHECK = Check("shm_too_small", (59,), look)

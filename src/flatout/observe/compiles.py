@@ -1,0 +1,39 @@
+"""How many graphs torch.compile has made: looked at in a few steps, by its own counters."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from flatout.observe.watch import Watch
+
+# In these steps, and at the end.
+_LOOKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_WHOLE = "_compile.compile_inner"
+
+
+class Compiles:
+    """Reads Dynamo's counters, where something is compiled."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._looked: list[tuple[int, int, float]] = []
+        watch.on_renewal.append(self._looked.clear)
+        for step in _LOOKS:
+            watch.at(step, self._look)
+
+    def _look(self) -> None:
+        self._looked += self._now()
+
+    def so_far(self) -> list[tuple[int, int, float]]:
+        """[step, graphs, seconds spent on them], of each look and of now."""
+        return [one for one in [*self._looked, *self._now()] if one[1]]
+
+    def _now(self) -> list[tuple[int, int, float]]:
+        dynamo: Any = sys.modules.get("torch._dynamo.utils")
+        if dynamo is None or self._watch.lanes.steps < _LOOKS[0]:
+            return []
+        # Asking a counter for what it lacks would make it.
+        graphs = dict(dynamo.counters).get("stats", {}).get("unique_graphs", 0)
+        times = dict(getattr(dynamo, "compilation_time_metrics", {})).get(_WHOLE, ())
+        return [(self._watch.lanes.steps, int(graphs), float(sum(times)))]

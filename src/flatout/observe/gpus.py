@@ -1,0 +1,23 @@
+"""On which GPUs a process has contexts, and how much of them torch has held there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def memory_mb(torch: Any) -> dict[str, float] | None:
+    """Returns the peak by the GPU's uuid, 0 for a context without any; None without CUDA.
+
+    It asks only where CUDA is in use, so that asking makes no context.
+    """
+    cuda = torch.cuda
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if not torch.backends.cuda.is_built() or has_context is None:
+        return None
+    if not cuda.is_initialized():
+        return {}
+    return {
+        str(cuda.get_device_properties(at).uuid): cuda.max_memory_allocated(at) / 2**20
+        for at in range(cuda.device_count())
+        if has_context(at)
+    }

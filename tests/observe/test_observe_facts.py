@@ -1,0 +1,89 @@
+"""What is read of a process and of what it saves: OpenMP, compilations, contents of files."""
+
+import os
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+from flatout.observe.compiles import Compiles
+from flatout.observe.gpus import memory_mb
+from flatout.observe.openmp import libraries, settings
+from flatout.observe.outputs import contents_of
+from flatout.observe.watch import Watch
+
+MAPS = """\
+7f0 r-xp 00000000 08:01 1 /usr/lib/libgomp.so.1.0.0
+7f1 r--p 00000000 08:01 1 /usr/lib/libgomp.so.1.0.0
+7f2 r-xp 00000000 08:01 2 /a/torch/lib/libgomp-a34b3233.so.1
+7f3 r-xp 00000000 08:01 3 /a folder/libiomp5.so
+7f4 r-xp 00000000 08:01 4 /usr/lib/libompi.so.40
+7f5 rw-p 00000000 00:00 0 [heap]
+"""
+
+
+def test_openmp_libraries_are_found_by_their_files(tmp_path):
+    maps = tmp_path / "maps"
+    maps.write_text(MAPS)
+    assert libraries(maps) == ["libgomp-a34b3233.so.1", "libgomp.so.1.0.0", "libiomp5.so"]
+    assert libraries(tmp_path / "none") is None
+    assert any(name.startswith(("libgomp", "libiomp5", "libomp")) for name in libraries())
+
+
+def test_settings_of_openmp_are_those_that_it_reads(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("OMP_", "KMP_", "GOMP_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("KMP_BLOCKTIME", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("COMP_NOTHING", "3")
+    assert settings() == {"KMP_BLOCKTIME": "1", "OMP_NUM_THREADS": "2"}
+
+
+def test_contents_are_equal_where_the_tensors_are():
+    torch.manual_seed(0)
+    model = nn.Linear(40, 70)
+    state = {"epoch": 3, "model": model.state_dict(), "more": [torch.arange(3)]}
+    number = contents_of(state)
+    assert number is not None
+    assert contents_of({**state, "epoch": 4}) == number
+    with torch.no_grad():
+        model.weight[0, 0] += 1
+    assert contents_of(state) != number
+    assert contents_of({"epoch": 3, "order": torch.arange(9)}) is None
+    assert contents_of(model) is None  # what holds no tensors in the open
+
+
+def test_memory_of_gpus_is_unknown_without_cuda():
+    if torch.backends.cuda.is_built():
+        pytest.skip("this build of torch has CUDA")
+    assert memory_mb(torch) is None
+
+
+@pytest.mark.slow
+def test_compilations_are_counted_by_step():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.compilation_time_metrics.clear()
+    watch = Watch(steps=100)
+    compiles = Compiles(watch)
+    compiled = torch.compile(nn.Linear(8, 8), backend="eager", dynamic=False)
+    for step in range(8):
+        compiled(torch.randn(2 + min(step, 5), 8))
+        watch.lanes.steps += 1
+        if watch.lanes.steps >= watch.lanes.due:
+            watch.attend()
+    seen = compiles.so_far()
+    assert [(step, graphs) for step, graphs, _ in seen] == [(2, 2), (4, 4), (8, 6), (8, 6)]
+    seconds = [took for *_, took in seen]
+    assert 0 < seconds[0] < seconds[1] < seconds[2] == seconds[3]
+
+
+def test_nothing_is_told_where_nothing_was_compiled():
+    torch._dynamo.utils.counters.clear()
+    watch = Watch(steps=100)
+    compiles = Compiles(watch)
+    watch.lanes.steps = 2
+    watch.attend()
+    assert compiles.so_far() == []
+    assert not torch._dynamo.utils.counters  # others ask whether it is empty
