@@ -330,6 +330,12 @@ ROWS = {
     "frozen_recomputed": Row(
         job(model={"frozen_share": 0.75}), job(), job(model={"frozen_share": None}), cost=3.0
     ),
+    "host_round_trip": Row(
+        gpu_job(calls=[call("round_trip", 2.0)]),
+        gpu_job(calls=[call("cpu", 2.0)]),
+        gpu_job(calls=[call("round_trip", 2.0)], **NO_STEPS),
+        cost=2.0,
+    ),
     "shm_too_small": Row(
         job(loader={"prefetch_factor": 2, "batch_bytes": 40 * 2**20}, shm_free_mb=64.0),
         job(loader={"prefetch_factor": 2, "batch_bytes": 10 * 2**20}, shm_free_mb=64.0),

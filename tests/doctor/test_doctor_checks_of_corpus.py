@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flatout.devices.inventory import inventory
+from flatout.devices.memory import Shm
 from flatout.doctor.judge import judge
 from flatout.observe import Observation
 
@@ -28,9 +30,9 @@ NAMES = {
 }
 
 
-def found_in(script, start, folder):
-    """The findings of a script's first forty steps."""
-    watch = ("-m", "flatout.observe.start", "seen", "--steps", "40", str(script))
+def found_in(script, start, folder, machine=None):
+    """The findings of a script's first steps."""
+    watch = ("-m", "flatout.observe.start", "seen", "--steps", "24", str(script))
     done = subprocess.run(
         [sys.executable, *start, *watch],
         cwd=folder,
@@ -43,7 +45,7 @@ def found_in(script, start, folder):
     files = sorted((folder / "seen").glob("rank-*.json"))
     ranks = [Observation.of(json.loads(file.read_text())) for file in files]
     assert len(ranks) == (2 if start else 1)
-    return judge(ranks, inventory()).findings
+    return judge(ranks, machine or inventory()).findings
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,3 +59,26 @@ def test_the_pitfall_is_named_with_its_line_and_the_twin_has_none(name, tmp_path
     (tmp_path / "clean").mkdir()
     twin = found_in(CORPUS / "clean" / f"{name}.py", NAMES[name], tmp_path / "clean")
     assert not {one.name for one in twin} & {*NAMES, "shm_too_small"}
+
+
+LOADER = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+loader = DataLoader(TensorDataset(torch.randn(320, 4096)), 16, num_workers=2, prefetch_factor=4)
+model = torch.nn.Linear(4096, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for (x,) in loader:
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_batches_of_a_loader_are_held_against_what_is_free(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOADER)
+    # Nine batches of 256 KiB.
+    for free, many in ((2 << 20, 1), (3 << 20, 0)):
+        machine = replace(inventory(), shm=Shm(free, free, too_small_for_workers=True))
+        found = [one for one in found_in(script, (), tmp_path, machine) if one.kind == "danger"]
+        assert [one.name for one in found] == ["shm_too_small"] * many
+        assert all(one.where.endswith("script.py:7") for one in found)

@@ -11,6 +11,8 @@ from flatout.observe.compiles import Compiles
 from flatout.observe.gpus import memory_mb
 from flatout.observe.openmp import libraries, settings
 from flatout.observe.outputs import contents_of
+from flatout.observe.round_trips import RoundTrips
+from flatout.observe.tensors import copying
 from flatout.observe.watch import Watch
 
 MAPS = """\
@@ -87,3 +89,41 @@ def test_nothing_is_told_where_nothing_was_compiled():
     watch.attend()
     assert compiles.so_far() == []
     assert not torch._dynamo.utils.counters  # others ask whether it is empty
+
+
+def step(watch):
+    watch.lanes.steps += 1
+    if watch.lanes.steps >= watch.lanes.due:
+        watch.attend()
+
+
+def test_a_round_trip_is_what_goes_back_from_the_same_memory_in_the_same_step():
+    watch = Watch(steps=100)
+    trips = RoundTrips(watch)
+    to = copying(torch.Tensor.to, watch, trips)
+    for _ in range(12):
+        step(watch)
+        on_host, other = torch.ones(4, 4), torch.ones(4, 4)  # as if one came from a GPU
+        if trips.is_open:
+            trips.went(on_host)
+        to(torch.from_numpy(on_host.numpy())[1:], "meta")
+        to(other, "meta")
+        to(on_host, torch.float64)
+    (found,) = watch.calls.all()
+    assert (found.kind, found.steps, found.count) == ("round_trip", 12, 12)
+    assert found.detail["watched_steps"] == 6
+    assert found.site.file == __file__
+
+
+def test_what_goes_back_in_a_later_step_is_no_round_trip():
+    watch = Watch(steps=100)
+    trips = RoundTrips(watch)
+    to = copying(torch.Tensor.to, watch, trips)
+    on_host = torch.ones(4, 4)
+    for _ in range(3):
+        step(watch)
+    trips.went(on_host)
+    step(watch)
+    to(on_host, "meta")
+    assert trips.is_open
+    assert watch.calls.all() == []

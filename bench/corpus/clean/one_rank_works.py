@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-EVERY = 10
+EVERY = 5
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def main():
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    y = torch.randint(8, (24576,))
+    y = torch.randint(8, (65536,))
     x = torch.randn(len(y), 48) + torch.randn(8, 48).index_select(0, y)
     data = TensorDataset(x[:4096], y[:4096])
     sampler = DistributedSampler(data)

@@ -40,7 +40,7 @@ class Call:
         kind: what was called: "item", "tolist", "cpu", "numpy", "print", "log", "save",
             "empty_cache", "zero_grad", "backward", "gc", "index" (a batch by advanced indexing),
             "metric", "device_count" (or torch.cuda.init), "data_parallel", "ddp", "set_epoch",
-            "no_sync", "threads", "setenv" (of an OpenMP library).
+            "no_sync", "threads", "setenv" (of an OpenMP library), "round_trip" (back to a device).
         site: the user's line that led to it.
         count: how often, from the first observed step to the last.
         seconds: spent in them, all together; None where that is not timed.

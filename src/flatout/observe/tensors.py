@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMISER
+from flatout.observe.round_trips import RoundTrips
 from flatout.observe.watch import Watch
 
 # Optimisers and loaders read numbers of their own.
@@ -29,13 +30,17 @@ _SYNCS = {
 
 def watch_tensors(torch: Any, watch: Watch) -> None:
     """Hooks into the methods of torch.Tensor by which a value comes to the host."""
+    trips = RoundTrips(watch)
     for name, kind in _SYNCS.items():
-        setattr(torch.Tensor, name, timed(getattr(torch.Tensor, name), kind, name, watch))
+        follows = trips if name == "cpu" else None
+        setattr(torch.Tensor, name, timed(getattr(torch.Tensor, name), kind, name, watch, follows))
     for name in ("to", "cuda"):
-        setattr(torch.Tensor, name, copying(getattr(torch.Tensor, name), watch))
+        setattr(torch.Tensor, name, copying(getattr(torch.Tensor, name), watch, trips))
 
 
-def timed(original: Any, kind: str, name: str, watch: Watch) -> Any:
+def timed(
+    original: Any, kind: str, name: str, watch: Watch, trips: RoundTrips | None = None
+) -> Any:
     """A method that brings a value to the host, with its time and the user's line."""
     lanes, spent, calls = watch.lanes, watch.lanes.spent, watch.calls
     detail = {} if kind == name else {"by": name}
@@ -51,12 +56,14 @@ def timed(original: Any, kind: str, name: str, watch: Watch) -> Any:
         spent[HOST] += took
         spent[current] -= took
         calls.note(kind, took, detail=detail)
+        if trips is not None and trips.is_open and value is not self:
+            trips.went(value)
         return value
 
     return to_host
 
 
-def copying(original: Any, watch: Watch) -> Any:
+def copying(original: Any, watch: Watch, trips: RoundTrips | None = None) -> Any:
     """A method that may copy to another device, with its time."""
     lanes, spent, calls = watch.lanes, watch.lanes.spent, watch.calls
 
@@ -76,6 +83,11 @@ def copying(original: Any, watch: Watch) -> Any:
         spent[current] -= took
         if to_host:
             calls.note("cpu", took, detail={"by": "to"})
+        if trips is not None and trips.is_open:
+            if to_host:
+                trips.went(value)
+            else:
+                trips.came(self, took)
         return value
 
     return to

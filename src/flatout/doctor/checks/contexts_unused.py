@@ -11,7 +11,7 @@ from flatout.say import counted
 def look(seen: Observation) -> list[Finding]:
     """Whether there are contexts on GPUs where torch has never held a byte."""
     if seen.gpu_memory_mb is None:
-        raise NoSignal("torch computes on no GPU here, so contexts were not looked for")
+        raise NoSignal("torch computes on no GPU here")
     empty = [gpu for gpu, held in seen.gpu_memory_mb.items() if not held]
     if not empty:
         return []

@@ -21,12 +21,12 @@ def look(seen: Sequence[Observation]) -> list[Finding]:
     held: dict[str, dict[int, float]] = {}
     for rank in seen:
         if rank.gpu_memory_mb is None:
-            raise NoSignal("torch computes on no GPU here, so no memory of GPUs was seen")
+            raise NoSignal("torch computes on no GPU here")
         for gpu, mb in rank.gpu_memory_mb.items():
             if mb:
                 held.setdefault(gpu, {})[rank.rank] = mb
     if len(held) < 2:
-        raise NoSignal("the job computes on a single GPU")
+        raise NoSignal("the job computes on fewer than two GPUs")
     sums = {gpu: sum(of_ranks.values()) for gpu, of_ranks in held.items()}
     fullest = max(sums, key=lambda gpu: sums[gpu])
     usual = median(mb for gpu, mb in sums.items() if gpu != fullest)

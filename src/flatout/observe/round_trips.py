@@ -1,0 +1,49 @@
+"""Tensors that leave a device and come back in the same step: followed in a few steps alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.observe.watch import Watch
+
+_FROM, _STEPS = 3, 6
+
+
+class RoundTrips:
+    """Knows again the memory that a tensor was copied to on the host.
+
+    What was computed from it there lies elsewhere, and is not known again.
+
+    Attributes:
+        is_open: whether tensors are followed now.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._step = -1
+        # Held to the end of the step, so that nothing else can lie at the same place.
+        self._held: dict[int, Any] = {}
+        self.is_open = False
+        watch.at(_FROM, self._open)
+
+    def _open(self) -> None:
+        self.is_open = True
+        self._watch.at(_FROM + _STEPS, self._close)
+
+    def _close(self) -> None:
+        self.is_open = False
+        self._held.clear()
+        self._watch.calls.spread("round_trip", _STEPS)
+
+    def went(self, on_host: Any) -> None:
+        """A tensor was copied to the host, as this one."""
+        if self._step != self._watch.lanes.steps:
+            self._held.clear()
+            self._step = self._watch.lanes.steps
+        self._held[on_host.untyped_storage().data_ptr()] = on_host
+
+    def came(self, on_host: Any, took_ns: int) -> None:
+        """A tensor of the host was copied to a device."""
+        is_this_step = self._step == self._watch.lanes.steps
+        if is_this_step and on_host.untyped_storage().data_ptr() in self._held:
+            self._watch.calls.note("round_trip", took_ns, depth=3)
