@@ -579,3 +579,11 @@ def test_no_more_batches_are_on_their_way_than_an_epoch_has():
 
 def test_parts_of_a_small_model_may_be_uneven():
     assert rank_check("shards_uneven")(stepping(3, 1)) == []
+
+
+def test_shapes_of_another_model_than_the_compiled_one_say_nothing():
+    look = next(check.look for check in CHECKS if check.name == "shapes_recompile")
+    seen = job(compiles=[(2, 2, 0.5), (100, 8, 1.48)], model=SHAPES)
+    assert look(seen)
+    seen.models.append(Model("__main__.Other", HERE, is_compiled=True, inputs=[("[4, 4]", 100)]))
+    assert look(seen) == []

@@ -24,7 +24,9 @@ def look(seen: Observation) -> list[Finding]:
     trained = models(seen)
     if not any(model.inputs for model in trained):
         raise NoSignal("the shapes of what is compiled were not seen")
-    varied: Model = max(trained, key=lambda model: len(model.inputs))
+    # A model within a compiled function does not say that it is compiled.
+    compiled = [model for model in trained if model.is_compiled] or trained
+    varied: Model = max(compiled, key=lambda model: len(model.inputs))
     if len(varied.inputs) < _MANY:
         return []
     cost = 1e3 * (all_seconds - seconds) / (last - first)
