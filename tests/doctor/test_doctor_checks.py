@@ -37,13 +37,16 @@ def healthy(**changes):
         memory_at=list(range(0, STEPS, 5)),
         page_faults=10.0,
         runnable=0.9,
+        job_mb=[500.0 + (at % 2) for at in range(20)],
+        job_at=list(range(0, STEPS, 5)),
+        swapped_mb=0.0,
         loaders=[
             Loader(
                 "torch.utils.data.dataloader.DataLoader", HERE, length=1024, batch_size=64,
                 num_workers=2, persistent_workers=True, pin_memory=False, drop_last=False,
                 shuffles=True, is_distributed=False, epochs=3, first_ms=[80.0, 1.0, 1.0],
                 wait_ms=0.1, batches=STEPS, sample_bytes=1000, hashes=[1, 2, 3],
-                worker_hashes=[4, 5], opens_per_sample=0.0,
+                worker_hashes=[4, 5], opens_per_sample=0.0, open_files=[],
                 lanes_ms={"read": 1.0, "decode": 1.0, "transform": 1.0, "collate": 1.0},
             )
         ],
@@ -52,7 +55,8 @@ def healthy(**changes):
         ],
         models=[
             Model(
-                "__main__.Net", HERE, layers={"Linear": 2}, unused_parameters=False,
+                "__main__.Net", HERE, elements=2_000_000, layers={"Linear": 2},
+                unused_parameters=False,
                 inputs=[("[64, 32] float32", STEPS)], frozen_share=0.0,
                 subnormal_share=0.0,
             )
@@ -110,6 +114,37 @@ KMP = {"KMP_AFFINITY": "compact", "KMP_INIT_AT_FORK": "FALSE"}
 CONV = {"has_convolutions": True, "layers": {"Conv2d": 2}}
 PARTS = {"read": 1.0, "decode": 8.0, "transform": 1.0, "collate": 1.0}
 
+READS_ONE = {
+    "num_workers": 1,
+    "open_files": [("a", 2**24)],
+    "lanes_ms": {"read": 9.0, "decode": 0.0, "transform": 1.0, "collate": 1.0},
+}
+# A sample of 25 KB, and 64 of them a step.
+KEPT = {"sample_bytes": 25_000, "dataset_site": HERE}
+GROWING = {"job_mb": [500.0 + 8 * at for at in range(20)]}
+OF_16384 = {"inputs": [("[16384, 32], float32", STEPS)]}
+
+
+def on_gpu_with(held, peak, failures=0):
+    return gpu_job(
+        device_held_mb=held,
+        device_peak_mb=peak,
+        device_total_mb=24_000.0,
+        device_failures=failures,
+    )
+
+
+def piped(*stages, **changes):
+    return {"is_iterable": True, "stages": list(stages)} | changes
+
+
+def with_rate(words, rates, **optimizer):
+    """A rank of two whose optimiser is made with this rate."""
+    site = Site("train.py", 7, f"optimizer = torch.optim.SGD(net.parameters(), lr={words})")
+    made = Call("optimizer", site, 1, 0.0, 1)
+    return job(world_size=2, calls=[made], optimizer={"rates": rates} | optimizer)
+
+
 ROWS = {
     "starvation": Row(starving(), job(), job(lanes={"input": None}), cost=6.0),
     "workers_zero": Row(
@@ -146,6 +181,48 @@ ROWS = {
         starving(loader={"opens_per_sample": 0.01, "lanes_ms": {"read": 8.0}}),
         starving(loader={"opens_per_sample": None}),
         cost=4.0,
+    ),
+    "pipeline_order": Row(
+        job(loader=piped("IterableWrapper", "Batcher", "Shuffler", "Collator")),
+        job(loader=piped("IterableWrapper", "Shuffler", "Batcher", "Collator")),
+        job(loader={"is_iterable": True}),
+        kind="danger",
+    ),
+    "one_reader": Row(
+        starving(loader=READS_ONE),
+        starving(loader=READS_ONE | {"open_files": [("a", 2**24), ("b", 2**24)]}),
+        starving(loader=READS_ONE | {"open_files": None}),
+        cost=3.0,  # two CPUs can share it
+    ),
+    "cache_too_large": Row(
+        job(loader=KEPT | {"length": 10**6}, **GROWING),
+        job(loader=KEPT, **GROWING),  # all 1024 fit
+        job(loader=KEPT | {"length": 10**6}, job_mb=[500.0], job_at=[1]),
+        kind="danger",
+    ),
+    "batch_memory": Row(
+        on_gpu_with(held=100.0, peak=1100.0),
+        on_gpu_with(held=100.0, peak=21100.0),
+        gpu_job(),
+        kind="note",
+    ),
+    "batch_too_small": Row(
+        job(model={"elements": 1000}),
+        job(model={"elements": 100_000}),
+        job(model={"has_convolutions": True}),
+        kind="note",
+    ),
+    "batch_very_large": Row(
+        job(model=OF_16384, loader={"length": 10**6}),
+        job(model=OF_16384, loader={"length": 10**7}),
+        job(model=OF_16384, loader={"length": None}),
+        kind="note",
+    ),
+    "rate_scaled": Row(
+        with_rate("0.1 * world_size", [(1, 0.2), (20, 0.2)]),
+        with_rate("0.1 * world_size", [(1, 0.1), (20, 0.2)]),
+        with_rate("lr", [(1, 0.2), (20, 0.2)]),
+        kind="note",
     ),
     "memory_not_pinned": Row(
         gpu_job(lanes={"copy": 2.0}),
@@ -377,6 +454,14 @@ def replicas(*numbers):
     return found
 
 
+def of_sizes(*sizes, wrapper="DistributedDataParallel"):
+    """Ranks whose models get so many samples at once."""
+    found = ranks(len(sizes), model={"wrapper": wrapper})
+    for rank, size in zip(found, sizes, strict=True):
+        rank.models[0].inputs = [(f"[{size}, 32], float32", STEPS), ("[1, 32], float32", 2)]
+    return found
+
+
 def each(*own):
     """Ranks with these fields, each its own."""
     found = ranks(len(own))
@@ -424,6 +509,7 @@ RANK_ROWS = {
         kind="note",
         where="",
     ),
+    "batch_uneven": Row(of_sizes(4, 3), of_sizes(4, 4), of_sizes(4, 3, wrapper=""), kind="note"),
     "sampler_missing": Row(
         ranks(2, {"hashes": [1, 2]}, {"hashes": [1, 2]}),
         ranks(2, {"hashes": [1, 2]}, {"hashes": [3, 4]}),
@@ -587,3 +673,150 @@ def test_shapes_of_another_model_than_the_compiled_one_say_nothing():
     assert look(seen)
     seen.models.append(Model("__main__.Other", HERE, is_compiled=True, inputs=[("[4, 4]", 100)]))
     assert look(seen) == []
+
+
+def look_of(name):
+    return next(check.look for check in (*CHECKS, *RANK_CHECKS) if check.name == name)
+
+
+def test_a_line_in_memory_that_is_no_sample_is_no_cache():
+    look = look_of("cache_too_large")
+    many = {"length": 10**6}
+    assert look(job(loader=KEPT | many | {"sample_bytes": 1000}, **GROWING)) == []
+    assert look(job(loader=KEPT | many, job_mb=[500.0] * 5 + [700.0] * 15)) == []
+    # Without workers it is this process alone that keeps them.
+    alone = KEPT | many | {"num_workers": 0}
+    assert look(job(loader=alone, own_mb=GROWING["job_mb"]))
+    assert look(job(loader=alone, own_mb=[500.0] * 20, **GROWING)) == []
+    # 60,000 samples of 25 KB fit once, and not in each of eight workers.
+    workers = KEPT | {"length": 60_000, "num_workers": 8, "persistent_workers": True}
+    assert look(job(loader=workers, **GROWING))
+    assert look(job(loader=workers | {"persistent_workers": False}, **GROWING)) == []
+
+
+def test_memory_that_ran_out_is_a_danger_with_its_line():
+    look = look_of("batch_memory")
+    error = (
+        'Traceback (most recent call last):\n  File "/home/me/net.py", line 5, in forward\n'
+        "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\n"
+    )
+    (found,) = look(job(ended="failed", error=error))
+    assert (found.kind, found.where) == ("danger", "/home/me/net.py:5")
+    assert "tried to allocate 9 bytes" in found.what
+    assert look(job(ended="failed", error="ValueError: no such file\n")) == []
+    (skipped,) = look(on_gpu_with(held=100.0, peak=21100.0, failures=3))
+    assert skipped.kind == "danger"
+
+
+def test_swap_is_beyond_memory_and_no_count_of_it_is_no_zero():
+    look = look_of("batch_memory")
+    (found,) = look(job(swapped_mb=900.0, major_faults=12.0))
+    assert (found.kind, found.parity) == ("slow", "rounding")
+    assert "900 MB" in found.what
+    with pytest.raises(NoSignal, match="swap"):
+        look(job(swapped_mb=None))
+
+
+def epochs_with_last(ms):
+    """Five epochs of 20 steps, the last of each with 20 samples of 64."""
+    steps = ([10.0] * 19 + [ms]) * 5
+    return job(step_ms=steps, loader={"length": 19 * 64 + 20, "epochs": 5})
+
+
+def test_the_last_batch_tells_whether_a_step_depends_on_its_samples():
+    look = look_of("batch_too_small")
+    (found,) = look(epochs_with_last(9.5))
+    assert "20 samples" in found.what
+    assert look(epochs_with_last(4.0)) == []
+    broken_off = epochs_with_last(9.5)
+    broken_off.loaders[0].epochs = 9
+    assert look(broken_off) == []  # steps are not in epochs: told by its FLOP
+
+
+def test_steps_that_wait_for_a_cpu_do_not_make_a_batch_small():
+    look = look_of("batch_too_small")
+    small = {"elements": 2000}  # 81 MFLOP/s at 10 ms
+    assert look(job(model=small))
+    assert look(job(model=small, step_ms=[10.0] * 90 + [1.0] * 10)) == []
+
+
+def test_what_input_takes_grows_with_the_batch():
+    assert look_of("batch_too_small")(starving(model={"elements": 1000})) == []
+
+
+def test_large_batches_are_those_that_nobody_has_tried():
+    from flatout.optim import tried
+
+    look = look_of("batch_very_large")
+    sick = ROWS["batch_very_large"].sick
+    for told in tried.GOYAL[1:]:
+        assert f"{told:,}" in look(sick)[0].what
+    layerwise = copy.deepcopy(sick)
+    layerwise.optimizers[0].kind = "flatout.optim.lars.Lars"
+    assert look(layerwise) == []
+    layerwise.optimizers[0].backwards = 4.0
+    assert f"{tried.LARS.batch:,}" in look(layerwise)[0].what
+    assert tried.LARS[1:] == tried.LAMB[1:]
+
+
+def test_dataparallel_needs_a_batch_for_all_its_gpus():
+    look = look_of("batch_uneven")
+
+    def of(devices, size):
+        wrapped = {"wrapper": "DataParallel", "wrapper_options": {"devices": devices}}
+        return [gpu_job(model=wrapped | {"inputs": [(f"[{size}, 3], float32", STEPS)]})]
+
+    (found,) = look(of(4, 10))
+    assert "3, 3, 3, 1" in found.what
+    (found,) = look(of(4, 2))
+    assert "1, 1, 0, 0" in found.what
+    assert look(of(4, 64)) == []
+    assert look(of(0, 64)) == []
+
+
+@pytest.mark.parametrize(
+    "words", ["dist.get_world_size() * base", "1e-3 * int(os.environ['WORLD_SIZE'])", "a * n_gpus"]
+)
+def test_a_rate_that_is_multiplied_by_the_ranks_is_known_by_its_line(words):
+    look = look_of("rate_scaled")
+    whole = [(1, 0.2), (20, 0.2)]
+    assert look(with_rate(words, whole))
+    assert look(with_rate(words, whole, first_target=0.4)) == []  # a scheduler that begins lower
+    assert look(with_rate(words, whole, first_target=0.2))  # one that only lowers it
+    assert look(with_rate(f"math.sqrt({words})", whole)) == []
+
+
+def test_where_the_rate_comes_from_elsewhere_nothing_is_said_of_it():
+    look = look_of("rate_scaled")
+    whole = [(1, 0.2), (20, 0.2)]
+    assert look(with_rate("0.1", whole)) == []
+    seen = with_rate("0.1 * world_size", whole)
+    seen.calls[0].site = Site("train.py", 7, "optimizer = torch.optim.SGD(")
+    with pytest.raises(NoSignal, match="one line"):
+        look(seen)
+    seen.calls[0].site = Site("train.py", 7, "return SGD(net.parameters(), **options)")
+    with pytest.raises(NoSignal, match="elsewhere"):
+        look(seen)
+    seen.calls[0].site = Site("train.py", 7, "return SGD(net.parameters(), 0.1 * ranks)")
+    assert look(seen)
+    seen.world_size = 1
+    assert look(seen) == []
+
+
+def test_only_an_order_that_is_wrong_for_certain_is_told():
+    look = look_of("pipeline_order")
+    for stages in (
+        ("IterableWrapper", "Shuffler", "Batcher", "Shuffler"),  # of both kinds
+        ("IterableWrapper", "Batcher", "UnBatcher", "Shuffler", "Batcher"),
+        ("IterableWrapper", "Batcher", "Mapper"),
+    ):
+        assert look(job(loader=piped(*stages))) == []
+    late = piped("IterableWrapper", "Mapper", "ShardingFilter", "Batcher")
+    (found,) = look(job(loader=late))
+    assert (found.kind, found.parity) == ("slow", "bit-identical")
+    assert "2 workers" in found.what
+    assert look(job(loader=late | {"num_workers": 0})) == []
+
+
+def test_a_second_reader_needs_a_second_cpu():
+    assert look_of("one_reader")(starving(loader=READS_ONE, usable_cpus=1)) == []

@@ -11,7 +11,16 @@ from flatout.observe.observation import Call, Site
 from flatout.observe.sites import is_users, site_of, users_frame
 
 # What belongs to the set-up, and counts although no step has begun.
-_OF_SETUP = ("data_parallel", "ddp", "device_count", "no_sync", "set_epoch", "setenv", "threads")
+_OF_SETUP = (
+    "data_parallel",
+    "ddp",
+    "device_count",
+    "no_sync",
+    "optimizer",
+    "set_epoch",
+    "setenv",
+    "threads",
+)
 
 
 # What is told by the loop's own line.

@@ -21,6 +21,8 @@ from flatout.observe.within_loader import LOADER, Looker, Probe, size_of, watch_
 
 # Waits that are kept of each loader, and epochs.
 _WAITS, _EPOCHS = 20_000, 1000
+# Datapipes of a chain that are named.
+_STAGES = 64
 # Facts by which a loader that is made anew in each epoch is known again.
 _SET_UP = ("kind", "dataset", "length", "batch_size", "num_workers", "shuffles", "drop_last")
 
@@ -120,6 +122,7 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
         drop_last=loader.drop_last,
         prefetch_factor=loader.prefetch_factor,
         is_iterable=isinstance(dataset, IterableDataset),
+        stages=stages_of(dataset),
         gives_batches=loader.batch_sampler is None or _gives_batches(dataset),
     )
     if isinstance(dataset, IterableDataset):
@@ -146,6 +149,20 @@ def _site_of_dataset(dataset: Any) -> Site | None:
         if dataset is None:
             return None
     return None
+
+
+def stages_of(dataset: Any) -> list[str] | None:
+    """The datapipes of torch's from the source on, up to one that joins several; else None."""
+    from torch.utils.data import IterDataPipe
+
+    found: list[str] = []
+    while isinstance(dataset, IterDataPipe) and len(found) < _STAGES:
+        inside = vars(dataset).get("_datapipe")
+        if inside is None:  # else it is the loader's own, around all of them
+            found.append(type(dataset).__name__.removesuffix("IterDataPipe"))
+            inside = vars(dataset).get("datapipe", vars(dataset).get("source_datapipe"))
+        dataset = inside
+    return found[::-1] or None
 
 
 def _keras_workers(dataset: Any) -> int:

@@ -18,7 +18,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LOOKS = 64
 # After the first looks, so many seconds lie between two of them: short steps should not pay for it.
 _FIRST_LOOKS, _APART_S = 8, 0.05
-_RUNNABLE_LOOKS = 30
+_JOB_LOOKS = 30
 
 
 class Meters:
@@ -35,9 +35,11 @@ class Meters:
     def _begin(self) -> None:
         self._stride = 1
         self._looked_at = 0
-        self._memory: list[tuple[int, float]] = []
+        self._memory: list[tuple[int, float, float]] = []
         self._faults: list[tuple[int, int, int]] = []
         self._runnable: list[float] = []
+        self._job: list[tuple[int, float]] = []
+        self._swapped: list[float] = []
 
     def _look(self) -> None:
         lanes = self._watch.lanes
@@ -46,7 +48,9 @@ class Meters:
             took_s = (now - self._looked_at) / 1e9 / max(1, step - self._memory[-1][0])
             self._stride = max(self._stride, ceil(_APART_S / took_s))
         self._looked_at = now
-        self._memory.append((step, self._pages() * _PAGE / 2**20))
+        resident, of_files = self._pages()
+        own = resident - of_files
+        self._memory.append((step, resident * _PAGE / 2**20, own * _PAGE / 2**20))
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self._faults.append((step, usage.ru_minflt, usage.ru_majflt))
         if len(self._memory) >= 2 * _LOOKS:
@@ -55,35 +59,47 @@ class Meters:
             self._faults = self._faults[::2]
         self._watch.at(step + self._stride, self._look)
 
-    def _pages(self) -> int:
-        """Pages of resident memory."""
+    def _pages(self) -> tuple[int, int]:
+        """Pages of resident memory, and those of them that are of files or shared."""
         try:
-            return int(os.pread(self._statm, 100, 0).split()[1])
+            told = os.pread(self._statm, 100, 0).split()
+            return int(told[1]), int(told[2])
         except (OSError, ValueError, IndexError):
             # The script has closed all files that it knows nothing of, as daemons do.
             self._statm = _statm()
-            return int(os.pread(self._statm, 100, 0).split()[1])
+            told = os.pread(self._statm, 100, 0).split()
+            return int(told[1]), int(told[2])
 
     def grown_mb(self) -> float:
         """By how much memory grows steadily, after the first steps, in which it fills."""
-        memory = [mb for _, mb in self._memory[len(self._memory) // 4 :]]
+        memory = [mb for _, mb, _ in self._memory[len(self._memory) // 4 :]]
         if not memory:
             return 0.0
         middle = memory[len(memory) // 2]
         return 2 * min(middle - memory[0], memory[-1] - middle)
 
-    def look_at_threads(self) -> None:
-        """Counts the threads of this process and its children that run or could; not in a step."""
-        if len(self._runnable) < _RUNNABLE_LOOKS and self._watch.lanes.steps:
+    def look_at_job(self) -> None:
+        """Looks at threads and memory of this process and its children; not in a step."""
+        if len(self._runnable) < _JOB_LOOKS and self._watch.lanes.steps:
+            job = _job()
             # One of them is the thread that asks.
-            self._runnable.append(max(0, _runnable_threads() - 1) / self.usable_cpus)
+            self._runnable.append(max(0, _runnable_threads(job) - 1) / self.usable_cpus)
+            step, held = self._watch.lanes.steps, held_mb(job)
+            if held is not None:
+                self._job.append((step, held[0]))
+                self._swapped.append(held[1])
 
     def fill(self, seen: Observation) -> None:
         """Puts what was seen into an Observation."""
         memory, faults = list(self._memory), list(self._faults)
-        seen.memory_at = [step for step, _ in memory]
-        seen.memory_mb = [round(mb, 2) for _, mb in memory]
+        seen.memory_at = [step for step, _, _ in memory]
+        seen.memory_mb = [round(mb, 2) for _, mb, _ in memory]
+        seen.own_mb = [round(mb, 2) for _, _, mb in memory]
         seen.runnable = median(self._runnable) if self._runnable else None
+        job = list(self._job)
+        seen.job_at = [step for step, _ in job]
+        seen.job_mb = [round(mb, 2) for _, mb in job]
+        seen.swapped_mb = max(self._swapped, default=None)
         # The first steps map memory that later ones find.
         settled = [row for row in faults if row[0] > 2] or faults
         if len(settled) > 1:
@@ -96,13 +112,37 @@ def _statm() -> int:
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _runnable_threads() -> int:
+def _job() -> list[int]:
+    """This process and its children, by pid."""
     import psutil
 
     me = psutil.Process()
+    return [me.pid, *(child.pid for child in me.children(recursive=True))]
+
+
+def held_mb(job: list[int]) -> tuple[float, float] | None:
+    """Memory of no file, and what of it lies in swap; None where the kernel does not say."""
+    held = {"RssAnon": 0, "VmSwap": 0}
+    for pid in job:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            continue  # it has ended
+        told = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        if not held.keys() <= told.keys():
+            if "VmRSS" in told:
+                return None
+            continue  # it has ended, but nobody has asked for its exit code
+        for name in held:
+            held[name] += int(told[name].split()[0])
+    swapped = held["VmSwap"] / 2**10
+    return held["RssAnon"] / 2**10 + swapped, swapped
+
+
+def _runnable_threads(job: list[int]) -> int:
     running = 0
-    for process in [me, *me.children(recursive=True)]:
-        for task in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+    for pid in job:
+        for task in Path(f"/proc/{pid}/task").glob("*/stat"):
             try:
                 state = task.read_text().rpartition(")")[2].split()[0]
             except (OSError, IndexError):

@@ -38,6 +38,8 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
     for outer in unwrapped(module):
         if type(outer).__name__ == "DistributedDataParallel":
             facts.wrapper_options = _ddp_options(outer)
+        elif type(outer).__name__ == "DataParallel":
+            facts.wrapper_options = {"devices": len(outer.device_ids)}
     images = [tensor for tensor in parameters if tensor.dim() == 4 and tensor.shape[2:].numel() > 1]
     facts.has_convolutions = any(name.startswith(("Conv", "LazyConv")) for name in kinds)
     facts.is_channels_last = bool(images) and all(_is_channels_last(tensor) for tensor in images)

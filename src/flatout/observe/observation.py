@@ -40,7 +40,8 @@ class Call:
         kind: what was called: "item", "tolist", "cpu", "numpy", "print", "log", "save",
             "empty_cache", "zero_grad", "backward", "gc", "index" (a batch by advanced indexing),
             "metric", "device_count" (or torch.cuda.init), "data_parallel", "ddp", "set_epoch",
-            "no_sync", "threads", "setenv" (of an OpenMP library), "round_trip" (back to a device).
+            "no_sync", "threads", "setenv" (of an OpenMP library), "round_trip" (back to a device),
+            "optimizer" (one is made).
         site: the user's line that led to it.
         count: how often, from the first observed step to the last.
         seconds: spent in them, all together; None where that is not timed.
@@ -87,6 +88,10 @@ class Loader:
             worker where there are workers.
         hot: the user's lines in which the loader's time goes, with their share, largest first.
         opens_per_sample: files opened for one sample.
+        open_files: files of a MiB or more that stay open for reading between batches, with their
+            bytes; of all workers together.
+        stages: what samples pass through, from the source on, such as ["IterableWrapper",
+            "Shuffler", "Batcher"]; None where the dataset is no chain of torch's datapipes.
         in_training: whether batches of it were trained on, and not only evaluated.
     """
 
@@ -117,6 +122,8 @@ class Loader:
     lanes_ms: dict[str, float] = field(default_factory=dict)
     hot: list[tuple[Site, float]] = field(default_factory=list)
     opens_per_sample: float | None = None
+    open_files: list[tuple[str, int]] | None = None
+    stages: list[str] | None = None
     in_training: bool = True
 
 
@@ -136,6 +143,8 @@ class Optimizer:
         local_bytes: of the parts of them that this rank holds.
         devices, dtypes: of the parameters.
         sparse_share: share of the elements whose gradient is not zero, of tables of embeddings.
+        rates: the learning rate of its first group in some of its first steps: [step, rate].
+        first_target: what a scheduler took for the full rate; None without a scheduler.
     """
 
     kind: str
@@ -151,6 +160,8 @@ class Optimizer:
     devices: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     sparse_share: float | None = None
+    rates: list[tuple[int, float]] = field(default_factory=list)
+    first_target: float | None = None
 
 
 @dataclass
@@ -253,11 +264,18 @@ class Observation:
         step_ms: durations of those steps in order, evaluation and saving between them left out.
         lanes_ms: per step, by the names of measure.LANES; None where a lane could not be seen.
         memory_mb: resident memory at each of `memory_at` steps.
+        own_mb: what of it belongs to no file, at the same steps.
         graph_nodes: [step, nodes of the graphs that were alive], where memory had grown.
         graph_site: the line that keeps them.
         page_faults: minor faults per step.
         major_faults: per step.
         runnable: processes and threads of this job that could run, per usable CPU.
+        job_mb: memory that belongs to no file, of this process and its workers together, looked at
+            now and then, at each of `job_at` steps, once a second at most.
+        swapped_mb: how much of this process and its workers had gone to swap, at the most.
+        device_held_mb, device_peak_mb, device_total_mb: of the GPU: held by tensors between steps,
+            at the most, and there is.
+        device_failures: how often it had no memory left.
         evaluation_site: where a model was called to evaluate.
         saved: what was written with torch.save: {"path", "step", "keys"} of each; the absolute
             path, or "" for no file; with "contents", where there are several ranks, a number for
@@ -296,12 +314,20 @@ class Observation:
     step_ms: list[float] = field(default_factory=list)
     lanes_ms: dict[str, float | None] = field(default_factory=dict)
     memory_mb: list[float] = field(default_factory=list)
+    own_mb: list[float] = field(default_factory=list)
     memory_at: list[int] = field(default_factory=list)
     graph_nodes: list[tuple[int, int]] = field(default_factory=list)
     graph_site: Site | None = None
     page_faults: float | None = None
     major_faults: float | None = None
     runnable: float | None = None
+    job_mb: list[float] = field(default_factory=list)
+    job_at: list[int] = field(default_factory=list)
+    swapped_mb: float | None = None
+    device_held_mb: float | None = None
+    device_peak_mb: float | None = None
+    device_total_mb: float | None = None
+    device_failures: int | None = None
     calls: list[Call] = field(default_factory=list)
     loaders: list[Loader] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)

@@ -21,6 +21,8 @@ from flatout.observe.watch import Watch
 # An optimiser that steps so often before the last one of its round has a round of its own.
 _LONGEST_ROUND = 20
 _ELSEWHERE = "an optimiser stepped in a thread beside the main one: those steps were not watched"
+# Learning rates are looked at after so many of an optimiser's steps.
+_RATE_STEPS = (1, 5, 20, 100)
 # Lines that zero gradients are noted in so many steps.
 _NOTED_STEPS = 50
 
@@ -50,6 +52,15 @@ class SeenOptimizer:
                 touched += _touched_rows(table.grad)
         if rows:
             self.facts.sparse_share = touched / rows
+
+    def look_at_rate(self) -> None:
+        """The learning rate of the step that has just ended."""
+        groups = getattr(self.ref(), "param_groups", None)
+        if groups:
+            step = sum(self.backwards.values())
+            self.facts.rates.append((step, float(groups[0]["lr"])))
+            target = groups[0].get("initial_lr")
+            self.facts.first_target = None if target is None else float(target)
 
     def result(self) -> Optimizer:
         """What was seen of it."""
@@ -166,6 +177,8 @@ class Steps:
         self._seen[id(optimizer)] = seen
         self._watch.optimizers.append(seen)
         self._watch.frameworks |= packages_above()
+        for step in _RATE_STEPS:
+            self._watch.at(self._lanes.steps + step, seen.look_at_rate)
         for look in self._watch.on_new_optimizer:
             look()
         return seen

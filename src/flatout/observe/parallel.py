@@ -17,6 +17,7 @@ def watch_parallel(torch: Any, watch: Watch) -> None:
     for owner, name, kind in (
         (parallel.DataParallel, "__init__", "data_parallel"),
         (parallel.DistributedDataParallel, "__init__", "ddp"),
+        (torch.optim.Optimizer, "__init__", "optimizer"),
         (torch, "set_num_threads", "threads"),
         (parallel.DistributedDataParallel, "no_sync", "no_sync"),
         (sampler, "set_epoch", "set_epoch"),

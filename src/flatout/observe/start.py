@@ -26,6 +26,7 @@ from flatout.observe.backward import watch_backward
 from flatout.observe.compiles import Compiles
 from flatout.observe.compiling import skip_our_frames
 from flatout.observe.cost import added_us_per_step
+from flatout.observe.device_memory import DeviceMemory
 from flatout.observe.graphs import Graphs
 from flatout.observe.importing import when_imported
 from flatout.observe.keras import watch_keras
@@ -106,6 +107,7 @@ class Observer:
         self._steps = Steps(self.watch)
         self._models: Models | None = None
         self._graphs: Graphs | None = None
+        self._device: DeviceMemory | None = None
         self._meters = Meters(self.watch)
         self._compiles = Compiles(self.watch)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,13 +153,14 @@ class Observer:
         IndexWindow(torch, self.watch)
         self._graphs = Graphs(torch, self.watch, self._meters)
         self._models = Models(torch, self.watch)
+        self._device = DeviceMemory(torch, self.watch)
         self._models.search()
 
     def _in_child(self) -> None:
         self.watch.lanes.thread = 0  # of no thread: what a forked process does is not this rank's
 
     def _live(self) -> Observation:
-        self._meters.look_at_threads()
+        self._meters.look_at_job()
         return self._seen(is_live=True)
 
     def _seen(self, *, is_live: bool) -> Observation:
@@ -173,6 +176,8 @@ class Observer:
         if self._graphs is not None:
             seen.graph_nodes = list(self._graphs.nodes)
             seen.graph_site = self._graphs.site and read(self._graphs.site)
+        if self._device is not None:
+            self._device.fill(seen)
         return seen
 
     def _ends(self, is_well: bool) -> None:

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import stat
 import sys
 import threading
 import time
@@ -36,6 +37,8 @@ _TOLD = (1, 2, 3, 4, 16)
 _LINES = 10
 # This batch is made under a clock for lines.
 _TIMED_BATCH = 2
+# After this one the files are looked at that stay open, those of a MiB or more.
+_FILES_BATCH, _LARGE = 2, 2**20
 _DECODES = re.compile(r"imread|imdecode|decode|Image\.open|\.convert\(|soundfile|torchaudio\.load")
 _READS = re.compile(r"open\(|\.read|np\.load|np\.fromfile|loadtxt|torch\.load|read_file|h5py")
 _DECODERS = ("PIL.Image", "PIL.ImageFile", "PIL.JpegImagePlugin", "torchvision.io", "imageio")
@@ -50,6 +53,7 @@ class Probe:
         self.batches = self.samples = self.opens = 0
         self.fetch_ns = self.collate_ns = 0
         self.sample_bytes: int | None = None
+        self.files: list[tuple[str, int]] | None = None
         self.lanes: Counter[str] = Counter()
         self.lines: Counter[tuple[str, int]] = Counter()
         self.looks = 0
@@ -100,6 +104,7 @@ class Probe:
             "opens": self.opens,
             "samples": self.samples,
             "sample_bytes": self.sample_bytes,
+            "files": self.files,
             "lines": [[file, line, part / whole] for (file, line), part in lines.items()],
         }
 
@@ -177,6 +182,8 @@ def probed(original: Any, probe_of: Any) -> Any:
             looker.is_making.clear()
             self.collate_fn = collate
             builtins.open = io.open = opened
+            if probe.batches == _FILES_BATCH:
+                probe.files = files_being_read()
             probe.after_batch()
 
     return fetch
@@ -274,6 +281,9 @@ def fill(facts: Loader, told: list[dict[str, Any]]) -> None:
     if samples:
         facts.opens_per_sample = sum(part["opens"] for part in told) / samples
     facts.sample_bytes = next((p["sample_bytes"] for p in told if p["sample_bytes"]), None)
+    looked = [part["files"] for part in told if part["files"] is not None]
+    if looked:
+        facts.open_files = sorted({(path, size) for files in looked for path, size in files})
     lines: dict[Site, float] = {}
     for part in told:
         for file, line, share in part["lines"]:
@@ -284,6 +294,28 @@ def fill(facts: Loader, told: list[dict[str, Any]]) -> None:
     have_drawn = [states for states in of_workers if len(states) > 1]
     if have_drawn and len(have_drawn) == facts.num_workers:
         facts.worker_draws, facts.worker_hashes = drawn_alike(of_workers)
+
+
+def files_being_read() -> list[tuple[str, int]] | None:
+    """Large files that this process has open for reading only, with their bytes."""
+    found = {}
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            if not name.isdigit():
+                continue
+            try:
+                facts = os.fstat(int(name))
+                told = Path(f"/proc/self/fdinfo/{name}").read_text()
+                path = os.readlink(f"/proc/self/fd/{name}")
+            except OSError:
+                continue  # it was the one by which they are listed
+            flags = int(re.findall(r"^flags:\s*(\d+)", told, re.MULTILINE)[0], 8)
+            is_read = flags & os.O_ACCMODE == os.O_RDONLY
+            if stat.S_ISREG(facts.st_mode) and is_read and facts.st_size >= _LARGE:
+                found[path] = facts.st_size
+    except (OSError, IndexError):
+        return None
+    return sorted(found.items())
 
 
 def size_of(batch: Any, depth: int = 0) -> int | None:

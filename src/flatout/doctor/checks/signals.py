@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 from statistics import median
@@ -19,6 +20,9 @@ HUNGRY = 0.1
 
 EVERY = 0.5
 """What happens in this share of the steps, or more, counts as happening in each."""
+
+MOST = 0.8
+"""Share of the batches that have to be of one size for that to be the size of a batch."""
 
 SLOW_RATE = 2e9
 """FLOP per second below which a step on a CPU is no arithmetic: one core multiplies matrices at ten
@@ -111,6 +115,17 @@ def arithmetic_rate(seen: Observation, model: Model) -> float | None:
     rows = prod(shape if "int" in words else shape[:-1])
     seconds = lane(seen, "forward", "backward") / 1e3
     return 6 * model.elements * rows * batches_per_step(seen) / max(seconds, 1e-9)
+
+
+def samples_per_call(seen: Observation) -> int | None:
+    """Samples that the model gets at once in most calls; None where they vary, or were not seen."""
+    sizes: Counter[int] = Counter()
+    for words, count in seen.models[0].inputs if seen.models else ():
+        size = re.match(r"\[(\d+)", words)
+        if size:
+            sizes[int(size[1])] += count
+    ((most, count),) = sizes.most_common(1) or [(0, 0)]
+    return most if count and count >= MOST * sizes.total() else None
 
 
 def batches_per_step(seen: Observation) -> float:

@@ -1,0 +1,88 @@
+"""The batch is far below what memory holds, or beyond it."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import at, is_gpu
+from flatout.doctor.finding import Finding, Kind
+from flatout.observe import Observation
+from flatout.observe.sites import is_users
+
+_OUT = re.compile(r"out of memory|can't allocate memory|Unable to allocate|^MemoryError", re.M)
+"""How torch, numpy and Python say that there is none left."""
+
+_PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+
+_ROOM = 4.0
+"""A batch so many times as large has to fit before it is told: memory is no end in itself."""
+
+_SWAPPED_MB = 64.0
+"""Less than this the kernel moves to swap by itself, of what nobody uses."""
+
+_SMALLER = (
+    "a smaller batch with gradients accumulated over several, activation checkpointing "
+    "(torch.utils.checkpoint), or bf16"
+)
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether memory ran out; on a GPU, how much more would fit."""
+    if seen.ended == "failed" and _OUT.search(seen.error):
+        last = next(line for line in reversed(seen.error.splitlines()) if line.strip())
+        return [_found("danger", f"memory ran out: {last.strip()[:200]}", _SMALLER, _line(seen))]
+    if is_gpu(seen):
+        return _on_gpu(seen)
+    if seen.swapped_mb is None:
+        raise NoSignal("how much of the job lies in swap was not seen")
+    if seen.swapped_mb < _SWAPPED_MB:
+        return []
+    faults = f", {seen.major_faults:.2g} pages a step come back" if seen.major_faults else ""
+    what = f"{seen.swapped_mb:,.0f} MB of the job lie in swap{faults}"
+    return [_found("slow", what, f"fewer loader workers, or {_SMALLER}", _site(seen))]
+
+
+def _on_gpu(seen: Observation) -> list[Finding]:
+    held, peak, total = seen.device_held_mb, seen.device_peak_mb, seen.device_total_mb
+    if held is None or peak is None or total is None:
+        raise NoSignal("the GPU's memory was not seen")
+    if seen.device_failures:
+        what = f"the GPU's memory ran out {seen.device_failures} times, and the script went on"
+        return [_found("danger", f"{what}: those batches may be lost", _SMALLER, _site(seen))]
+    if peak <= held:
+        raise NoSignal("what a batch takes of the GPU's memory was not seen")
+    times = (total - held) / (peak - held)
+    if times < _ROOM:
+        return []
+    return [
+        _found(
+            "note",
+            f"a batch takes {peak - held:,.0f} MB of the GPU's {total:,.0f} MB: one about "
+            f"{times:.0f} times as large would fit",
+            "where samples per second still rise, a larger batch, with a learning rate for it",
+            _site(seen),
+            "changes learning",
+        )
+    ]
+
+
+def _found(kind: Kind, what: str, do: str, where: str, parity: str = "rounding") -> Finding:
+    return Finding(
+        name="batch_memory", kind=kind, what=what, do=do, number=55, where=where, parity=parity
+    )
+
+
+def _site(seen: Observation) -> str:
+    loaders = [loader.site for loader in seen.loaders if loader.in_training]
+    models = [model.site for model in seen.models]
+    return at(next((site for site in (*loaders, *models) if site is not None), None))
+
+
+def _line(seen: Observation) -> str:
+    """The innermost line of the error that is no installed package's."""
+    own = [f"{file}:{line}" for file, line in _PLACE.findall(seen.error) if is_users(file)]
+    return own[-1] if own else _site(seen)
+
+
+CHECK = Check("batch_memory", (55,), look)

@@ -1,0 +1,110 @@
+"""A step takes as long whatever the batch: samples per second would rise with it."""
+
+from __future__ import annotations
+
+from math import ceil
+from statistics import median
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import (
+    SLOW_RATE,
+    arithmetic_rate,
+    at,
+    batches_per_step,
+    is_gpu,
+    lane,
+    models,
+    ms,
+    samples_per_call,
+    share,
+    step_ms,
+    training_loaders,
+)
+from flatout.doctor.finding import Finding
+from flatout.observe import Loader, Observation, Site
+
+_COMPUTES = 0.5
+"""Share of a step that the model has to take: what input takes grows with the batch."""
+
+_FAST = 0.05
+"""Share of the steps that are faster than the one that counts: others wait for a CPU too."""
+
+_ROOM = 8
+"""A batch so many times as large has to be one of calls still, and not of arithmetic."""
+
+_PART, _FEWEST = 0.6, 4
+"""A last batch is told apart where it is no larger a part of a whole one, so many of them."""
+
+_AS_LONG = 0.9
+"""A step of the smaller batch over one of the whole, from which on both take as long."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether the step's time depends on its samples: by the last batches, else by its FLOP."""
+    whole = step_ms(seen)
+    if seen.world_size > 1:
+        raise NoSignal("what the ranks wait for one another is a part of each step")
+    if share(seen, lane(seen, "forward", "backward", "optimiser")) < _COMPUTES:
+        return []
+    model = models(seen)[0]
+    by_size = _last_and_whole(seen)
+    if by_size is not None:
+        left, last = by_size
+        if last < _AS_LONG * whole:
+            return []
+        what = f"the last batch of an epoch has {left} samples and takes {ms(last)}, a whole one"
+        return [_found(f"{what} {ms(whole)}", _site(seen))]
+    mean, size = arithmetic_rate(seen, model), samples_per_call(seen)
+    if is_gpu(seen) or mean is None or size is None:
+        raise NoSignal("no batches of two sizes were seen, nor how much a step computes")
+    fast = sorted(seen.step_ms)[int(_FAST * len(seen.step_ms))]
+    rate = mean * max(1.0, 1 / share(seen, fast))
+    if rate * _ROOM >= SLOW_RATE:
+        return []
+    what = f"a batch of {size} takes {ms(fast)} or more, at {rate / 1e6:,.0f} MFLOP/s or less"
+    return [_found(f"{what}: calling operators takes the time, not the samples", _site(seen))]
+
+
+def _last_and_whole(seen: Observation) -> tuple[int, float] | None:
+    """The samples of the last batch of an epoch and its ms; None where steps are not so ordered."""
+    try:
+        (loader,) = training_loaders(seen)
+    except (NoSignal, ValueError):
+        return None
+    left = _left(loader)
+    if left is None or batches_per_step(seen) != 1 or len(seen.step_ms) != seen.steps:
+        return None
+    each = ceil((loader.length or 0) / (loader.batch_size or 1))
+    last = seen.step_ms[each - 1 :: each]
+    is_whole = ceil(seen.steps / each) == loader.epochs and loader.batches - seen.steps in (0, 1)
+    if each < 2 or len(last) < _FEWEST or not is_whole:
+        return None
+    return left, median(last)
+
+
+def _left(loader: Loader) -> int | None:
+    if not loader.length or not loader.batch_size or loader.drop_last or loader.gives_batches:
+        return None
+    left = loader.length % loader.batch_size
+    return left if 0 < left <= _PART * loader.batch_size else None
+
+
+def _site(seen: Observation) -> Site | None:
+    sites = [loader.site for loader in seen.loaders if loader.in_training]
+    return next((site for site in sites if site is not None), seen.models[0].site)
+
+
+def _found(what: str, site: Site | None) -> Finding:
+    return Finding(
+        name="batch_too_small",
+        kind="note",
+        what=what,
+        do="a batch 2 and 4 times as large takes about as long, with a learning rate for it; "
+        "look at the validation figures after the same number of samples",
+        number=20,
+        where=at(site),
+        parity="changes learning",
+    )
+
+
+CHECK = Check("batch_too_small", (20,), look)

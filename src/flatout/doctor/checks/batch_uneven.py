@@ -1,0 +1,63 @@
+"""The batch does not divide by the devices: some get more samples than others, in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatout.doctor.checks.check import NoSignal, RankCheck
+from flatout.doctor.checks.signals import at, models, samples_per_call
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation, Site
+
+_UNEVEN = 1.1
+"""The largest part over the smallest from which on it is told."""
+
+
+def look(seen: Sequence[Observation]) -> list[Finding]:
+    """Whether the parts of a batch that devices get, or ranks, are of different sizes."""
+    first = seen[0]
+    wrapped = [model for model in models(first) if model.wrapper == "DataParallel"]
+    if wrapped:
+        devices = wrapped[0].wrapper_options.get("devices")
+        size = samples_per_call(first)
+        if devices is None or size is None:
+            raise NoSignal("how DataParallel shares a batch out was not seen")
+        part = -(-size // max(1, devices))
+        parts = [min(part, size - start) for start in range(0, size, part)]
+        parts += [0] * (devices - len(parts))
+        return _found(parts, wrapped[0].site, "GPUs")
+    if len(seen) == 1:
+        return []
+    if not all(rank.models and rank.models[0].wrapper for rank in seen):
+        raise NoSignal("how the ranks add up their gradients was not seen")
+    sizes = [samples_per_call(rank) for rank in seen]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        raise NoSignal("the sizes of the ranks' batches vary, or were not seen")
+    return _found(known, first.models[0].site, "ranks")
+
+
+def _found(parts: list[int], site: Site | None, who: str) -> list[Finding]:
+    least, most = min(parts), max(parts)
+    if not parts or most < _UNEVEN * least or most == least:
+        return []
+    if least:
+        idle = f"those with fewer wait, and a sample there weighs {most / least:.2g} times as much"
+    else:
+        idle = f"{parts.count(0)} of them get nothing"
+    skew = idle if who == "ranks" or not least else "those with fewer wait"
+    return [
+        Finding(
+            name="batch_uneven",
+            kind="note",
+            what=f"the {who} get {', '.join(map(str, parts))} samples of a batch: {skew}",
+            do=f"a batch that is a multiple of {len(parts)}; else weigh each loss by its share "
+            "of the samples",
+            number=22,
+            where=at(site),
+            parity="changes learning",
+        )
+    ]
+
+
+CHECK = RankCheck("batch_uneven", (22,), look)

@@ -1,0 +1,64 @@
+"""The global batch is larger than what the usual recipes were tried with."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import (
+    at,
+    batches_per_step,
+    samples_per_call,
+    step_ms,
+    training_loaders,
+)
+from flatout.doctor.finding import Finding
+from flatout.observe import Loader, Observation
+
+_SGD = (8_192, 156)
+"""Samples of the largest batch, and steps that an epoch then had (Goyal et al. 2017)."""
+
+_LAYERWISE = (32_768, 39)
+"""With LARS or LAMB (You et al. 2017, 2020)."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether a step has more samples, and an epoch fewer steps, than anybody reports."""
+    step_ms(seen)
+    at_once = samples_per_call(seen)
+    if at_once is None:
+        raise NoSignal("how many samples a step has was not seen, or varies")
+    batch = round(at_once * batches_per_step(seen) * seen.world_size)
+    tried, steps_tried = _LAYERWISE if _is_layerwise(seen) else _SGD
+    if batch <= tried:
+        return []
+    loader = max(training_loaders(seen), key=lambda loader: loader.batches)
+    steps = _steps_per_epoch(loader, batch, seen.world_size)
+    if steps >= steps_tried:
+        return []
+    return [
+        Finding(
+            name="batch_very_large",
+            kind="note",
+            what=f"a step has {batch:,} samples, an epoch {max(1, round(steps)):,} steps: beyond "
+            f"what was tried ({tried:,} samples, {steps_tried} steps an epoch)",
+            do="compare the validation figures with those of a smaller batch; else LARS or LAMB "
+            "(flatout.optim.Lars, Lamb), and warm-up over the first epochs",
+            number=56,
+            where=at(loader.site),
+            parity="changes learning",
+        )
+    ]
+
+
+def _is_layerwise(seen: Observation) -> bool:
+    names = {optimizer.kind.rpartition(".")[2].lower() for optimizer in seen.optimizers}
+    return any("lars" in name or "lamb" in name for name in names)
+
+
+def _steps_per_epoch(loader: Loader, batch: int, ranks: int) -> float:
+    if loader.length is None:
+        raise NoSignal("how many samples an epoch has was not seen")
+    copies = 1 if loader.is_distributed else ranks  # else each rank goes through all of them
+    return loader.length * copies / batch
+
+
+CHECK = Check("batch_very_large", (56,), look)

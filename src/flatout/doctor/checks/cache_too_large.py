@@ -1,0 +1,90 @@
+"""Samples are kept in memory as they are read, and all of them will not fit."""
+
+from __future__ import annotations
+
+from statistics import correlation, linear_regression
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import at, batches_per_step, training_loaders
+from flatout.doctor.finding import Finding
+from flatout.observe import Loader, Observation
+
+_POINTS = 5
+"""Fewer measurements are no line."""
+
+_STRAIGHT = 0.9
+"""How well memory has to follow the steps: their correlation. Heaps grow in stairs of 16 MB."""
+
+_LEAST_MB = 32.0
+"""Less growth than this is the allocator's own."""
+
+_LIKE_A_SAMPLE = (0.7, 2.0)
+"""Bytes by which memory grows with each sample, over the sample's own, where it is what grows:
+objects and containers come on top, and what was read before may be read again."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether memory grows by each sample that is read, and where that leads."""
+    loaders = [loader for loader in training_loaders(seen) if not loader.is_iterable]
+    if not loaders:
+        return []
+    loader = max(loaders, key=lambda loader: loader.batches)
+    steps, memory = _memory(seen, loader)
+    if seen.available_mb is None:
+        raise NoSignal("how much memory is free was not seen")
+    slope, _ = linear_regression(steps, memory)
+    grown = slope * (steps[-1] - steps[0])
+    if grown < _LEAST_MB or correlation(steps, memory) < _STRAIGHT:
+        return []
+    each = slope / max(1.0, (loader.batch_size or 1) * batches_per_step(seen))
+    whole = _whole_mb(loader, each)
+    if whole is None or whole <= seen.available_mb:
+        return []
+    return [_found(loader, seen, each, whole)]
+
+
+def _memory(seen: Observation, loader: Loader) -> tuple[list[int], list[float]]:
+    """Steps, and the memory at them of those who make samples; the first may still fill it."""
+    steps, memory = (
+        (seen.job_at, seen.job_mb) if loader.num_workers else (seen.memory_at, seen.own_mb)
+    )
+    first = len(memory) // 4
+    if len(set(steps[first:])) < _POINTS:
+        raise NoSignal("the job's memory was looked at too few times to see it grow")
+    return steps[first:], memory[first:]
+
+
+def _whole_mb(loader: Loader, each: float) -> float | None:
+    """What all samples will take, by what each of them has; None where something else grows."""
+    if loader.length is None or not loader.sample_bytes or not loader.batch_size:
+        raise NoSignal("memory grows; how large a sample is, and how many there are, was not seen")
+    least, most = _LIKE_A_SAMPLE
+    if not least <= each * 2**20 / loader.sample_bytes <= most:
+        return None
+    return loader.length * each * _copies(loader)
+
+
+def _copies(loader: Loader) -> int:
+    """Each worker that stays reads all samples in the end, and keeps its own."""
+    return max(1, loader.num_workers or 1) if loader.persistent_workers else 1
+
+
+def _found(loader: Loader, seen: Observation, each: float, whole: float) -> Finding:
+    copies = _copies(loader)
+    workers = f" in each of {copies} workers" if copies > 1 else ""
+    swapped = f"; {seen.swapped_mb:,.0f} MB lie in swap" if (seen.swapped_mb or 0) >= 1 else ""
+    return Finding(
+        name="cache_too_large",
+        kind="danger",
+        what=f"memory grows by {each * 2**10:,.0f} KB with each sample read, as if it were kept: "
+        f"all {loader.length:,}{workers} will take {whole / 2**10:,.1f} GB, "
+        f"{(seen.available_mb or 0) / 2**10:,.1f} GB are free{swapped}",
+        do="keep a part only, or write the samples once to a file and map it (numpy.load with "
+        "mmap_mode='r'): then all workers share what fits",
+        number=6,
+        where=at(loader.dataset_site or loader.site),
+        parity="bit-identical",
+    )
+
+
+CHECK = Check("cache_too_large", (6,), look)

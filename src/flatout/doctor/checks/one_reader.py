@@ -1,0 +1,65 @@
+"""All samples come from one large file, and the model waits for the one process that reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import (
+    HUNGRY,
+    at,
+    hot,
+    lane,
+    loader_ms,
+    ms,
+    share,
+    training_loaders,
+)
+from flatout.doctor.finding import Finding
+from flatout.observe import Loader, Observation
+
+_MUCH = 0.5
+"""Share of the loader's time from which on it is reading that holds it up."""
+
+_READERS = 4
+"""Parts to begin with: disks and decompression seldom scale much further."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether the step waits for a single reader of a single file."""
+    found = []
+    for loader in training_loaders(seen):
+        if share(seen, lane(seen, "input")) < HUNGRY or (loader.num_workers or 0) > 1:
+            continue
+        cost = loader_ms(seen, loader, "read")
+        if loader.lanes_ms["read"] < _MUCH * sum(loader.lanes_ms.values()):
+            continue
+        if loader.open_files is None:
+            raise NoSignal("which files the loader reads was not seen")
+        if seen.usable_cpus is None:
+            raise NoSignal("how many CPUs there are was not seen")
+        parts = min(_READERS, seen.usable_cpus)
+        gives_back = cost * (1 - 1 / parts)
+        # While the model waits, its own CPU is free.
+        if len(loader.open_files) == 1 and share(seen, gives_back) >= HUNGRY:
+            found.append(_found(loader, parts, gives_back))
+    return found
+
+
+def _found(loader: Loader, parts: int, gives_back: float) -> Finding:
+    ((path, size),) = loader.open_files or [("", 0)]
+    return Finding(
+        name="one_reader",
+        kind="slow",
+        what=f"one process reads one file, {Path(path).name} of {size / 2**20:,.0f} MB: "
+        f"{ms(loader.lanes_ms['read'])} a batch, for which the model waits",
+        do=f"split it into {parts} files or ranges, one for each of {parts} workers: every "
+        f"{parts}th batch in each keeps the order",
+        number=10,
+        where=at(hot(loader)),
+        cost_ms=gives_back,
+        parity="bit-identical",
+    )
+
+
+CHECK = Check("one_reader", (10,), look)

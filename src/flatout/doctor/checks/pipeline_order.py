@@ -1,0 +1,75 @@
+"""The stages of an input pipeline stand in a wrong order."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import at, training_loaders
+from flatout.doctor.finding import Finding
+from flatout.observe import Loader, Observation
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether whole batches are shuffled, or workers compute what they drop: by the chain."""
+    found = []
+    for loader in training_loaders(seen):
+        if not loader.is_iterable:
+            continue  # its sampler draws the order
+        if loader.stages is None:
+            raise NoSignal("the stages behind the loader's dataset are out of sight")
+        if _shuffles_batches(loader.stages):
+            found.append(_shuffled_late(loader))
+        if _computes_for_nobody(loader):
+            found.append(_shared_out_late(loader))
+    return found
+
+
+def _shuffles_batches(stages: list[str]) -> bool:
+    """Whether the only shuffling comes while samples lie in batches."""
+    are_batched = False
+    late = False
+    for stage in stages:
+        if stage == "Batcher":
+            are_batched = True
+        elif stage == "UnBatcher":
+            are_batched = False
+        elif stage == "Shuffler" and not are_batched:
+            return False
+        elif stage == "Shuffler":
+            late = True
+    return late
+
+
+def _computes_for_nobody(loader: Loader) -> bool:
+    stages = loader.stages or []
+    if (loader.num_workers or 0) < 2 or "ShardingFilter" not in stages:
+        return False
+    return "Mapper" in stages[: stages.index("ShardingFilter")]
+
+
+def _shuffled_late(loader: Loader) -> Finding:
+    return Finding(
+        name="pipeline_order",
+        kind="danger",
+        what="batches are shuffled, not samples: each batch has the same neighbours from the "
+        "source in every epoch",
+        do="shuffle() before batch()",
+        number=7,
+        where=at(loader.site),
+        parity="changes learning",
+    )
+
+
+def _shared_out_late(loader: Loader) -> Finding:
+    return Finding(
+        name="pipeline_order",
+        kind="slow",
+        what=f"each of {loader.num_workers} workers maps all samples, and drops those of the "
+        "others afterwards",
+        do="sharding_filter() before map()",
+        number=7,
+        where=at(loader.site),
+        parity="bit-identical",
+    )
+
+
+CHECK = Check("pipeline_order", (7,), look)

@@ -1,0 +1,113 @@
+"""The learning rate is multiplied by the number of ranks, without warm-up."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.signals import at, calls, step_ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Call, Observation, Optimizer
+
+_RANKS = re.compile(r"world_?size|^ranks$|^n?(um)?_?(ranks|gpus|replicas|processes|devices)$", re.I)
+"""How scripts call the number of ranks."""
+
+_ADAPTIVE = ("ada", "rmsprop", "lamb", "lion")
+"""In the names of optimisers for which theory and experiments speak for the square root."""
+
+_RISES = 1.05
+"""A later rate over that of the first step, from which on it is warm-up."""
+
+
+def look(seen: Observation) -> list[Finding]:
+    """Whether the line that makes the optimiser multiplies, and the rate is whole from the start.
+
+    That a rate should have been multiplied, and was not, no run can show.
+    """
+    step_ms(seen)
+    if seen.world_size == 1:
+        return []
+    made = calls(seen, "optimizer")
+    if not made or not seen.optimizers:
+        raise NoSignal("the line that makes the optimiser was not seen")
+    multiplied = [call for call in made if _multiplies(call)]
+    if not multiplied:
+        return []
+    if any(not optimizer.rates for optimizer in seen.optimizers):
+        raise NoSignal("the learning rate was not seen")
+    optimizer = seen.optimizers[0]
+    if _warms_up(optimizer):
+        return []
+    return [_found(seen, optimizer, call) for call in multiplied]
+
+
+def _multiplies(call: Call) -> bool:
+    """Whether the rate is a product with the number of ranks, in this line.
+
+    Raises:
+        NoSignal: it comes from elsewhere.
+    """
+    rate = _rate_in(call.site.code)
+    words = [word for part in ast.walk(rate) for word in _words(part)] if rate else []
+    operators = [type(part.op) for part in ast.walk(rate) if isinstance(part, ast.BinOp)]
+    if any(_RANKS.search(word) for word in words):
+        return ast.Mult in operators and ast.Pow not in operators and "sqrt" not in words
+    if words:
+        raise NoSignal("where the learning rate comes from is not in the optimiser's line")
+    return False
+
+
+def _rate_in(line: str) -> ast.expr:
+    """What the line gives as learning rate; a constant where it gives none."""
+    try:
+        tree = ast.parse(line.strip())
+    except SyntaxError:
+        raise NoSignal("the call that makes the optimiser is not in one line") from None
+    for part in ast.walk(tree):
+        if isinstance(part, ast.Call):
+            for keyword in part.keywords:
+                if keyword.arg == "lr":
+                    return keyword.value
+                if keyword.arg is None:
+                    raise NoSignal("the optimiser's options come from elsewhere")
+    call = next((part for part in ast.walk(tree) if isinstance(part, ast.Call)), None)
+    return call.args[1] if call is not None and len(call.args) > 1 else ast.Constant(None)
+
+
+def _words(part: ast.AST) -> Iterator[str]:
+    if isinstance(part, ast.Name):
+        yield part.id
+    elif isinstance(part, ast.Attribute):
+        yield part.attr
+    elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+        yield part.value
+
+
+def _warms_up(optimizer: Optimizer) -> bool:
+    first = optimizer.rates[0][1]
+    most = max(rate for _, rate in optimizer.rates)
+    target = optimizer.first_target or first
+    return max(most, target) > _RISES * first
+
+
+def _found(seen: Observation, optimizer: Optimizer, call: Call) -> Finding:
+    name = optimizer.kind.rpartition(".")[2]
+    is_adaptive = any(word in name.lower() for word in _ADAPTIVE)
+    rule = f"; the linear rule was found for SGD, not for {name}" if is_adaptive else ""
+    root = "multiply by the square root, and " if is_adaptive else ""
+    return Finding(
+        name="rate_scaled",
+        kind="note",
+        what=f"the learning rate is multiplied by {seen.world_size} ranks, and is "
+        f"{optimizer.rates[0][1]:g} from the first step on{rule}",
+        do=f"{root}raise it from the single rank's over the first epochs "
+        "(torch.optim.lr_scheduler.LinearLR); compare the first epochs' losses",
+        number=23,
+        where=at(call.site),
+        parity="changes learning",
+    )
+
+
+CHECK = Check("rate_scaled", (23,), look)

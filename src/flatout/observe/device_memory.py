@@ -1,0 +1,37 @@
+"""Memory of the GPU on which the model computes: what stays between steps, and the peak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.observe.observation import Observation
+from flatout.observe.watch import Watch
+
+# Steps after which it is looked at: optimisers make their state in the first.
+_STEPS = (2, 10, 50)
+
+
+class DeviceMemory:
+    """Asks torch's allocator, which counts anyhow: no kernel waits for it."""
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._held: list[int] = []
+        for step in _STEPS:
+            watch.at(step, self._look)
+        watch.on_renewal.append(self._held.clear)
+
+    def _look(self) -> None:
+        if self._torch.cuda.is_initialized():
+            self._held.append(self._torch.cuda.memory_allocated())
+
+    def fill(self, seen: Observation) -> None:
+        """Puts what was seen into an Observation."""
+        cuda = self._torch.cuda
+        if not (seen.device.startswith("cuda") and cuda.is_initialized()):
+            return
+        if self._held:
+            seen.device_held_mb = min(self._held) / 2**20
+        seen.device_peak_mb = cuda.max_memory_allocated(seen.device) / 2**20
+        seen.device_total_mb = cuda.get_device_properties(seen.device).total_memory / 2**20
+        seen.device_failures = int(cuda.memory_stats(seen.device).get("num_ooms", 0))
