@@ -79,6 +79,7 @@ def test_digits_learns_and_leaves_a_plain_model_file(tmp_path):
     assert sorted(weights) == ["0.bias", "0.weight", "3.bias", "3.weight", "7.bias", "7.weight"]
 
 
+@pytest.mark.slow
 def test_own_loop_learns_and_goes_on_where_it_stopped(tmp_path):
     first = run(tmp_path, "own_loop.py", "2")
     second = run(tmp_path, "own_loop.py", "4")

@@ -121,6 +121,7 @@ def alive(pid):
 
 
 @two_cpus
+@pytest.mark.slow
 def test_afterwards_the_notebook_holds_what_it_would_have_trained_itself(tmp_path):
     prompt = Prompt(tmp_path)
     prompt.enter(BEGIN)

@@ -48,6 +48,7 @@ def goes_on(undisturbed, folder, before, after, pieces):
     torch.testing.assert_close(figures, history, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_fewer_ranks_go_on_from_pieces(tmp_path, undisturbed):
     goes_on(undisturbed, tmp_path, 2, 1, "per_rank")
 
