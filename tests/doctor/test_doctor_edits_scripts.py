@@ -224,15 +224,17 @@ def test_each_pitfall_with_an_edit_has_one_that_is_python(name):
 
 def trained(script, folder, edits=(), ranks=1):
     """The weights that a script leaves after a few steps, each rank in a process of its own."""
-    import sklearn.datasets  # noqa: F401 - once, for all processes, as are the two below
     import torch
-    import torch._dynamo
 
+    # Forked from a process that has imported all this once, and computed nothing: what was
+    # computed here has left threads and locks behind, on which a fork can hang.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sklearn.datasets", "torch._dynamo", __name__])
     folder.mkdir()
     port = str(torch.distributed.TCPStore("127.0.0.1", 0, is_master=True).port)
     world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
-        multiprocessing.get_context("fork").Process(
+        context.Process(
             target=_train,
             args=(str(script), folder, edits, world | {"RANK": str(n), "LOCAL_RANK": str(n)}),
         )
