@@ -12,7 +12,7 @@ from flatout.doctor.checks.signals import (
     lane,
     models,
     ms,
-    step_ms,
+    whole_ms,
 )
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
@@ -39,7 +39,7 @@ def look(seen: Observation) -> list[Finding]:
         Finding(
             name="fp32_slow",
             kind="slow",
-            what=f"forward and backward take {ms(compute)} of {ms(step_ms(seen))} in fp32; this "
+            what=f"forward and backward take {ms(compute)} of {ms(whole_ms(seen))} in fp32; this "
             f"{'GPU' if is_gpu(seen) else 'CPU'} has units for bf16"
             + ("" if is_gpu(seen) else f" ({seen.bf16_units})"),
             do=f'with torch.autocast("{seen.device.partition(":")[0]}", torch.bfloat16): around '

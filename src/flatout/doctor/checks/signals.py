@@ -48,10 +48,14 @@ def lane(seen: Observation, *names: str) -> float:
     return sum(part for part in parts if part is not None)
 
 
+def whole_ms(seen: Observation) -> float:
+    """The median step; the time of its lanes where that is more, as in the mean of uneven steps."""
+    return max(step_ms(seen), sum(seen.lanes_ms.get(name) or 0.0 for name in PER_STEP))
+
+
 def share(seen: Observation, cost: float) -> float:
-    """Of a step; of the time of its lanes where that is more, as in the mean of uneven steps."""
-    lanes = sum(seen.lanes_ms.get(name) or 0.0 for name in PER_STEP)
-    return cost / max(step_ms(seen), lanes, 1e-9)
+    """Of a step."""
+    return cost / max(whole_ms(seen), 1e-9)
 
 
 def is_worth(seen: Observation, cost: float | None) -> bool:

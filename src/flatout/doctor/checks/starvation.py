@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Check
-from flatout.doctor.checks.signals import HUNGRY, at, hot, is_gpu, lane, ms, share, step_ms
+from flatout.doctor.checks.signals import HUNGRY, at, hot, is_gpu, lane, ms, share, whole_ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
@@ -27,7 +27,7 @@ def look(seen: Observation) -> list[Finding]:
             name="starvation",
             kind="slow",
             what=f"the {'GPU' if is_gpu(seen) else 'model'} waits for input: {ms(wait)} of a step "
-            f"of {ms(step_ms(seen))} ({share(seen, wait):.0%})",
+            f"of {ms(whole_ms(seen))} ({share(seen, wait):.0%})",
             do="make the line named here cheaper, share it among workers, or cache what it gives",
             number=1,
             where="" if loader is None else at(hot(loader)),
