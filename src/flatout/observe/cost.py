@@ -53,7 +53,10 @@ def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
         _search_ns: watch.calls.sought,
         _copy_ns: watch.calls.passed,
     }
-    ns = sum(count * _once(cost) for cost, count in ran.items() if count)
+    torch = sys.modules["torch"]
+    # The script may stand anywhere, as in an evaluation without gradients.
+    with torch.inference_mode(False), torch.enable_grad():
+        ns = sum(count * _once(cost) for cost, count in ran.items() if count)
     return float((ns + watch.looking_ns + writer_seconds * 1e9) / 1e3 / steps)
 
 

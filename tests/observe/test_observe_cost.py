@@ -1,0 +1,19 @@
+"""What observing costs is counted wherever the script stands."""
+
+import pytest
+import torch
+
+from flatout.observe import cost
+from flatout.observe.watch import Watch
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_is_counted_in_an_evaluation_too(mode, monkeypatch):
+    monkeypatch.setattr(cost, "_ROUNDS", 3)
+    cost._once.cache_clear()
+    watch = Watch()
+    watch.lanes.steps = 10
+    watch.calls.noted = 10
+    with mode():
+        assert cost.added_us_per_step(watch, 0.0) > 0
+    cost._once.cache_clear()
