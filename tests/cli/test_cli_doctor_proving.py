@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
+from test_cli_doctor_script import leftovers
 
 from flatout.recipe import load
 
@@ -106,18 +106,6 @@ class Terminal:
             return False
         self.text += read.decode(errors="replace").replace("\r\n", "\n")
         return bool(read)
-
-
-def leftovers(folder):
-    """Processes that work in this folder, besides this one."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.cwd() == str(folder):
-                found.append(process.cmdline())
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_a_terminal_is_asked_and_no_is_an_answer(folder):

@@ -6,7 +6,6 @@ import ast
 import inspect
 import multiprocessing
 import pickle
-import shutil
 import sys
 from contextlib import suppress
 from functools import wraps
@@ -16,12 +15,13 @@ from weakref import WeakValueDictionary
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import caller
 from flatout.cures.unchanged import Attributes
+from flatout.devices.memory import read_shm
 from flatout.observe.sites import is_users
 
 WORKERS, PIN, PERSISTENT = "input.workers", "input.pin_memory", "script.persistent_workers"
-# Batches on their way from workers lie there; containers often have 64 MB, and a batch that finds
-# no room ends the process.
-_SHARED, _SHARED_LEAST = "/dev/shm", 100 * 2**20
+# Batches on their way from workers lie in shared memory; containers often have 64 MB, and a batch
+# that finds no room ends the process.
+_SHARED_LEAST = 100 * 2**20
 
 
 class Loaders:
@@ -104,9 +104,10 @@ class Loaders:
             return "an IterableDataset gives other samples to other numbers of workers"
         if not workers:
             return ""
-        free = shutil.disk_usage(_SHARED).free
-        if free < _SHARED_LEAST:
-            return f"{_SHARED} has {free / 1e6:.0f} MB, too small for batches from workers"
+        shm = read_shm()
+        if shm is None or shm.free < _SHARED_LEAST:
+            free = 0 if shm is None else shm.free
+            return f"/dev/shm has {free / 1e6:.0f} MB, too small for batches from workers"
         context = given["multiprocessing_context"]
         method = context if isinstance(context, str) else multiprocessing.get_start_method()
         if method != "fork" and not _is_guarded():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from flatout.observe.observation import Observation
@@ -46,19 +47,22 @@ class Cells:
 
     def look(self) -> tuple[Observation, float]:
         """What was seen since the last look, and in how many seconds; it is forgotten then."""
-        was_running = self._began is not None
-        self.end()
-        seen, seconds = self._observer.so_far(), self._seconds
-        self._forget()
-        if was_running:
-            self.begin()
+        with self._between():
+            seen, seconds = self._observer.so_far(), self._seconds
+            self._forget()
         return seen, seconds
 
     def forget(self) -> None:
         """Begins anew, as if nothing had been seen."""
+        with self._between():
+            self._forget()
+
+    @contextmanager
+    def _between(self) -> Iterator[None]:
+        """As between two cells; the one that runs goes on then."""
         was_running = self._began is not None
         self.end()
-        self._forget()
+        yield
         if was_running:
             self.begin()
 
