@@ -275,7 +275,8 @@ def test_whole_runs_are_compared(tmp_path):
     edit = vars(Edit(str(script), 2, "PAUSE = 0.3", "PAUSE = 0.15"))
     cures = {"recipe": {"process.threads": 1}, "edits": [edit]}
     found = remeasure.remeasure(script, 1, cures, seconds=1.2)
-    assert (found.reason, found.epochs) == ("", 5)
+    assert found.reason == ""
+    assert found.epochs > remeasure.SHORT
     assert found.ratio > 0
     script.write_text("import sys; sys.exit('it is broken')\n")
     assert remeasure.remeasure(script, 1, {"recipe": {}, "edits": []}, seconds=1) == Remeasured(

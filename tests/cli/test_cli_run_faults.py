@@ -60,7 +60,7 @@ JOB = """
         y = rng.integers(0, 500, 240)
         if "bad" in sys.argv:
             x[y.argmax()] = np.nan
-            print("bad sample", y.argmax(), flush=True)
+            print(f"bad sample {y.argmax()}", flush=True)
         torch.manual_seed(0)
         trainer = flatout.Trainer(Model(), optimizer=torch.optim.SGD, lr=0.1, allow="exact")
         history = trainer.fit((x, y), batch_size=20, epochs=2, callbacks=callbacks)

@@ -47,6 +47,8 @@ class Scripts:
         return Done(**json.loads(self._process.stdout.readline()))
 
     def end(self) -> None:
+        # A process that another test forked may hold this pipe as well: closing it ends nothing.
+        self._process.stdin.write("\n")
         self._process.stdin.close()
         self._process.wait(timeout=30)
         self._process.stdout.close()
@@ -60,7 +62,7 @@ def _serve() -> None:
     import flatout.cures.install
     import flatout.cures.start  # noqa: F401
 
-    for line in sys.stdin:
+    while (line := sys.stdin.readline()).strip():
         folder = tempfile.mkdtemp()
         child = os.fork()
         if child == 0:
