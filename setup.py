@@ -19,6 +19,7 @@ setup(
             optional=True,  # without a compiler the twins serve, and say so once
         )
         for name in (
+            "_clock",
             "_criteo",
             "_dropout",
             "_example",

@@ -1,13 +1,14 @@
 """What `flatout doctor` finds in scripts whose pitfalls are known.
 
     python bench/doctor.py [--budget 120] [--restarts 1] [--seconds 20] [--only NAME ...]
-        [--remeasure 8] [--keep FOLDER] [--shard K/N] [--json [FILE]]
+        [--epochs N] [--remeasure 8] [--keep FOLDER] [--shard K/N] [--json [FILE]]
 
 Every script of `bench/corpus` is shown to the doctor, and so is its twin, which lacks the pitfall
 and nothing else. A script that shows several times must be named each time. With a budget the
 doctor proves cures: for a twin it must prescribe nothing, nor for a pitfall that costs nothing here
 (`prescribe = false`). What it promises for all cures together is then measured again, by whole runs
-(remeasure.py). `--budget 0` asks for the first look only.
+(remeasure.py). `--budget 0` asks for the first look only. The scripts are short, and a trial must
+start one that ends again and again: `--epochs` makes each as long as what users try.
 
 All trials take hours: `--keep` leaves each row in a folder and takes it from there the next time,
 and `--shard` does a part of the rows. A last call with `--keep` alone sums up what all have kept.
@@ -45,12 +46,14 @@ class Asked:
         seconds: that a script is watched.
         budget: seconds for its trials; 0 for none.
         remeasure: seconds that the longer of two runs takes beyond the shorter; 0 for none.
+        epochs: of the script; 0 for as many as it takes by itself.
     """
 
     restarts: int = 1
     seconds: float = 20
     budget: float = 120
     remeasure: float = 8
+    epochs: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,9 +194,12 @@ def ask(script: Path, ranks: int, asked: Asked) -> Answer:
     start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     trials = ["--yes", "--budget", f"{asked.budget:g}s"] if asked.budget else []
     options = ["doctor", "--json", "--seconds", f"{asked.seconds:g}", *trials, "--"]
+    epochs = ["--epochs", str(asked.epochs)] if asked.epochs else []
     most = asked.seconds + asked.budget + GRACE_S
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
-        out, err, code = run_to_end([*FLATOUT, *options, *start, str(script)], folder, most)
+        out, err, code = run_to_end(
+            [*FLATOUT, *options, *start, str(script), *epochs], folder, most
+        )
     if code is None:
         return Answer(reason=f"no answer in {most:.0f} s", is_one=False)
     return answer_of(out, err, code)
@@ -393,6 +399,7 @@ def read_arguments(names: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--remeasure", type=float, default=8, help="seconds of the longer runs, default 8; 0: none"
     )
+    parser.add_argument("--epochs", type=int, default=0, help="of each script, default its own")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for answers; made if absent")
     parser.add_argument("--shard", type=shard_of, default=(1, 1), metavar="K/N")
     return parser.parse_args()
@@ -410,7 +417,13 @@ def main() -> int:
     pitfalls = read_index()
     arguments = read_arguments([pitfall.name for pitfall in pitfalls])
     end_peers_on_sigterm()
-    asked = Asked(arguments.restarts, arguments.seconds, arguments.budget, arguments.remeasure)
+    asked = Asked(
+        arguments.restarts,
+        arguments.seconds,
+        arguments.budget,
+        arguments.remeasure,
+        arguments.epochs,
+    )
     if arguments.keep:
         arguments.keep.mkdir(parents=True, exist_ok=True)
     rows = ask_all(pitfalls, asked, only=arguments.only, shard=arguments.shard, keep=arguments.keep)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from functools import wraps
-from threading import get_ident
-from time import perf_counter_ns
 from typing import Any
 
 from flatout.observe.lanes import AFTER, BACKWARD, OPTIMISER
@@ -15,18 +13,16 @@ from flatout.observe.watch import Watch
 
 def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
     """Hooks into torch.autograd.backward, which Tensor.backward calls."""
-    lanes, spent, calls = watch.lanes, watch.lanes.spent, watch.calls
+    lanes, enter, calls = watch.lanes, watch.lanes.enter, watch.calls
     original, is_traced = torch.autograd.backward, torch.compiler.is_dynamo_compiling
 
     @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if is_traced() or get_ident() != lanes.thread or lanes.current == BACKWARD:
+        # Asked first: nothing of ours is traced.
+        if is_traced() or lanes.current == BACKWARD or (before := enter(BACKWARD)) < 0:
             original(tensors, *args, **kwargs)
             return
-        before, began = lanes.current, perf_counter_ns()
-        spent[before] += began - lanes.last
-        lanes.last = began
-        lanes.current = BACKWARD
+        began = lanes.last
         if lanes.loader is not None:
             lanes.loader.in_training = True
         try:
@@ -34,14 +30,11 @@ def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
         finally:
             lanes.backwards += 1
             steps.backwards += 1
-            now = perf_counter_ns()
-            spent[lanes.current] += now - lanes.last
-            lanes.last = now
+            # LBFGS calls it within its step.
+            lanes.switch(OPTIMISER if before == OPTIMISER else AFTER)
             if steps.backward_site is None:
                 steps.backward_site = here(1)
-            # LBFGS calls it within its step.
-            lanes.current = OPTIMISER if before == OPTIMISER else AFTER
         if kwargs.get("retain_graph") or (len(args) > 1 and args[1]):
-            calls.note("backward", now - began, detail={"retain_graph": True})
+            calls.note("backward", lanes.last - began, detail={"retain_graph": True})
 
     torch.autograd.backward = backward

@@ -14,6 +14,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
+from flatout.kernels.clock import Clock
 from flatout.measure.timeline import LANES
 
 INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMISER, HOST, EVALUATION, SAVING, GC, IDLE = range(11)
@@ -26,17 +27,14 @@ _NOTHING = [0] * _COUNT
 _KEPT = 20_000
 
 
-class Lanes:
-    """The lanes of one thread's steps, in ns.
+class Lanes(Clock):
+    """The lanes of one thread's steps, in ns, and the clock that fills them.
 
-    Hooks that run in each step do what `switch` does themselves: a call costs as much as the rest.
+    Calls in another thread than that which steps are none of ours.
 
     Attributes:
-        thread: the one that steps; calls in others are none of ours.
+        began: when the step that is open began.
         steps: how many were closed.
-        current: the lane for which the clock runs.
-        last: when it was looked at.
-        spent: by lane, since the first step began; always the same list.
         backwards: backward passes since the last step.
         is_inside: whether a model is being called.
         evaluations: calls of models in evaluation, of which it is not yet known what they were.
@@ -47,30 +45,24 @@ class Lanes:
     __slots__ = (
         "_after",
         "_before",
-        "_began",
         "_between",
         "_durations",
         "_first",
         "_seen_backwards",
         "backwards",
-        "current",
+        "began",
         "due",
         "evaluations",
         "is_inside",
-        "last",
         "loader",
-        "spent",
         "steps",
-        "thread",
         "until",
     )
 
     def __init__(self) -> None:
-        self.thread = get_ident()
+        super().__init__(_COUNT, HOST)
+        self.began = self.last
         self.steps = 0
-        self.current = HOST
-        self.last = self._began = perf_counter_ns()
-        self.spent = _NOTHING[:]
         self.backwards = self._seen_backwards = 0
         self.is_inside = False
         self.evaluations: list[Any] = []
@@ -84,24 +76,15 @@ class Lanes:
         # Where the lanes stood when a batch was asked for, or a model first called in evaluation.
         self._before: list[int] | None = None
 
-    def switch(self, lane: int) -> int:
-        """The time since the last call goes to the lane that ran; returns that one."""
-        now = perf_counter_ns()
-        before = self.current
-        self.spent[before] += now - self.last
-        self.last = now
-        self.current = lane
-        return before
-
     def skip(self) -> None:
         """The time since the last call was ours, and goes to nobody."""
         now = perf_counter_ns()
-        self._began += now - self.last
+        self.began += now - self.last
         self.last = now
 
     def leave_out(self, ns: int) -> None:
         """So much of the time since the last call was ours, and goes to nobody."""
-        self._began += ns
+        self.began += ns
         self.last += ns
 
     def begin_batch(self) -> None:
@@ -121,7 +104,7 @@ class Lanes:
 
     def _forget(self) -> None:
         self.spent[:] = _NOTHING
-        self._began = self.last
+        self.began = self.last
 
     def begin_evaluation(self) -> None:
         """A model is called, perhaps to be evaluated."""
@@ -150,20 +133,17 @@ class Lanes:
         self.evaluations.clear()
 
     def close(self, merge: bool = False) -> None:
-        """A step has ended here; with `merge` it is still the one that was closed last."""
-        now = perf_counter_ns()
+        """A step has ended when last looked; with `merge` it is still the one closed last."""
+        lap = self.last - self.began
+        self.began = self.last
         spent = self.spent
-        spent[self.current] += now - self.last
-        self.last = now
-        self.current = HOST
         if self.backwards > 1:
             after = spent[AFTER] - self._after
             spent[AFTER] -= after
             spent[HOST] += after
         self._after = spent[AFTER]
         between = spent[EVALUATION] + spent[SAVING]
-        took = now - self._began - between + self._between
-        self._began = now
+        took = lap - between + self._between
         self._between = between
         if merge and self.steps:
             self._durations[-1] += took
@@ -195,10 +175,10 @@ class Lanes:
         """What came since the last step is no part of any, but for what lies between steps."""
         between = self.spent[EVALUATION] + self.spent[SAVING]
         # Nearly all of it was the host's.
-        rest = self.last - self._began - between + self._between
+        rest = self.last - self.began - between + self._between
         self.spent[HOST] = max(self._first[HOST], self.spent[HOST] - rest)
         self._between = between
-        self._began = self.last
+        self.began = self.last
 
     def pause(self, *, keep: bool = True) -> None:
         """Nobody's time begins: between two cells of a notebook.
@@ -224,11 +204,10 @@ class Lanes:
         self.thread = get_ident()
 
     def renew(self) -> None:
-        """Begins to count, in the same thread; hooks hold `spent`, which stays the same list."""
-        thread, spent = self.thread, self.spent
+        """Begins to count, in the same thread."""
+        thread = self.thread
         Lanes.__init__(self)
-        spent[:] = self.spent
-        self.thread, self.spent = thread, spent
+        self.thread = thread
 
     def step_ms(self) -> list[float]:
         """Durations of the latest steps in ms, oldest first, without what lies between steps."""

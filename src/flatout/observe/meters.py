@@ -17,7 +17,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Memory is looked at in at most twice so many steps, evenly over all of them.
 _LOOKS = 64
 # After the first looks, so many seconds lie between two of them: short steps should not pay for it.
-_FIRST_LOOKS, _APART_S = 8, 0.05
+_FIRST_LOOKS, _APART_S = 8, 0.1
 _JOB_LOOKS = 30
 
 

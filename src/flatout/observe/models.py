@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
-from time import perf_counter_ns
 from typing import Any
 from weakref import ref
 
@@ -151,7 +150,7 @@ class Models:
 
     def watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A `__call__` that notices the outermost modules."""
-        lanes, spent, known = self._watch.lanes, self._watch.lanes.spent, self._known
+        lanes, known = self._watch.lanes, self._known
         is_traced = self._torch.compiler.is_dynamo_compiling
         is_grad_enabled = self._torch.is_grad_enabled
 
@@ -173,10 +172,7 @@ class Models:
                     if lanes.evaluations or not is_trained or seen.calls >= seen.due:
                         self._look(seen, module, args, kwargs)
                     if current in _BEFORE_FORWARD:
-                        now = perf_counter_ns()
-                        spent[current] += now - lanes.last
-                        lanes.last = now
-                        lanes.current = FORWARD
+                        lanes.switch(FORWARD)
                         if not lanes.steps:
                             lanes.begin_training()
                 return original(module, *args, **kwargs)

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from statistics import median
-from threading import get_ident
-from time import perf_counter_ns
 from typing import Any
 from weakref import ref
 
@@ -121,12 +119,8 @@ class Steps:
     def begin(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """An optimiser's step begins; the arguments are those of torch's hooks."""
         lanes = self._lanes
-        if self._is_traced() or get_ident() != lanes.thread:
+        if self._is_traced() or lanes.enter(OPTIMISER) < 0:
             return
-        now = perf_counter_ns()
-        lanes.spent[lanes.current] += now - lanes.last
-        lanes.last = now
-        lanes.current = OPTIMISER
         self._is_counted = False
         if lanes.steps < 2:
             self._watch.aside(*self._watch.with_gradients)
@@ -140,7 +134,7 @@ class Steps:
         lanes = self._lanes
         if self._is_traced() or self._is_counted:
             return
-        if get_ident() != lanes.thread:
+        if lanes.enter(HOST) < 0:
             if lanes.thread:
                 self._watch.notes[_ELSEWHERE] = None
             return
@@ -152,7 +146,6 @@ class Steps:
         seen.backwards[self.backwards] = seen.backwards.get(self.backwards, 0) + 1
         self.backwards = 0
         if not seen.ends_round:
-            lanes.switch(HOST)
             seen.since_round += 1
             seen.ends_round = seen.since_round > _LONGEST_ROUND
             return
@@ -215,7 +208,7 @@ def watch_optimizers(torch: Any, watch: Watch, steps: Steps) -> None:
 
 def timed_zero_grad(original: Any, watch: Watch) -> Any:
     """A zero_grad with its time and, in the first steps, the user's line: it calls always alike."""
-    lanes, spent, calls = watch.lanes, watch.lanes.spent, watch.calls
+    lanes, enter, calls = watch.lanes, watch.lanes.enter, watch.calls
     is_traced = sys.modules["torch"].compiler.is_dynamo_compiling
     details = {False: {"set_to_none": False}, True: {"set_to_none": True}}
     is_noted = True
@@ -234,21 +227,15 @@ def timed_zero_grad(original: Any, watch: Watch) -> Any:
 
     @wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        if is_traced() or get_ident() != lanes.thread:
+        if is_traced() or (before := enter(OPTIMISER)) < 0:
             original(self, set_to_none)
             return
-        before, began = lanes.current, perf_counter_ns()
-        spent[before] += began - lanes.last
-        lanes.last = began
-        lanes.current = OPTIMISER
+        began = lanes.last
         try:
             original(self, set_to_none)
         finally:
-            now = perf_counter_ns()
-            spent[lanes.current] += now - lanes.last
-            lanes.last = now
-            lanes.current = before
+            lanes.switch(before)
             if is_noted:
-                calls.note("zero_grad", now - began, 2, details[bool(set_to_none)])
+                calls.note("zero_grad", lanes.last - began, 2, details[bool(set_to_none)])
 
     return zero_grad

@@ -1,0 +1,19 @@
+"""A clock that always runs for one of several lanes: in C, or its Python twin, which is slower."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+
+from flatout.kernels import absent
+from flatout.kernels.clock_twin import Clock as Clock
+
+# Elsewhere the system's steady clock is another one than time.perf_counter's.
+if sys.platform == "linux" and absent.WANTED:
+    with suppress(ImportError):
+        from flatout.kernels._clock import Clock as Clock  # type: ignore[assignment]
+
+
+def available() -> bool:
+    """Whether the C extension runs; otherwise its Python twin does."""
+    return Clock.__module__ == "flatout.kernels._clock"
