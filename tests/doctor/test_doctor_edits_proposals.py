@@ -172,6 +172,18 @@ def test_arguments_of_the_loader_that_is_iterated(tmp_path, name, more):
     check(tmp_path, name, LOADERS, after, recipe={"input.workers": 2})
 
 
+def test_threads_beside_workers_are_set_before_the_loader_is_made(tmp_path):
+    recipe = {"input.workers": 1, "process.threads": 2}
+    code = "import torch\n" + dedent(LOADERS)
+    after = code.replace("train = Data", "torch.set_num_threads(2)\ntrain = Data")
+    after = after.replace("shuffle=True", "shuffle=True, num_workers=1, persistent_workers=True")
+    check(tmp_path, "workers_zero", code, after, recipe=recipe)
+    refuse(tmp_path, "workers_zero", LOADERS, recipe=recipe)  # torch is not there
+    there = code.replace("train =", "torch.set_num_threads(1)\ntrain =", 1)
+    refuse(tmp_path, "workers_zero", there, recipe=recipe)
+    refuse(tmp_path, "workers_zero", code.replace("train =", "a = 1; train =", 1), recipe=recipe)
+
+
 def test_arguments_on_lines_of_their_own(tmp_path):
     code = LOADERS.replace("a, batch", "\n        a,  # all\n        batch").replace(
         "shuffle=True", "\n        shuffle=True  # anew\n    "

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from flatout.doctor.edits.proposals import with_edits
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
 from flatout.doctor.proving.bench import why_left
@@ -77,9 +78,41 @@ def test_numbers_of_workers_and_threads_are_tried_in_several_values():
         Parity.REDRAWN,
     )
     workers, threads = found
-    assert workers.words == "workers 0 to 3"
-    assert [other.recipe["input.workers"] for other in workers.others] == [1, 2, 4]
+    # Four threads of torch's would hold on to the CPUs that the workers need.
+    assert workers.words == "workers 0 to 3, threads 4 to 1"
+    assert workers.recipe == {"input.workers": 3, "process.threads": 1}
+    assert [dict(other.recipe) for other in workers.others] == [
+        {"input.workers": 3},
+        {"input.workers": 1, "process.threads": 3},
+        {"input.workers": 2, "process.threads": 2},
+    ]
     assert [other.recipe["process.threads"] for other in threads.others] == [1]  # 4 is as written
+
+
+def test_the_edits_of_other_values_say_those_values(tmp_path):
+    script = tmp_path / "t.py"
+    script.write_text("import torch\nloader = DataLoader(data)\nfor x in loader:\n    pass\n")
+    finding = slow("workers_zero", recipe={"input.workers": 3}, where=f"{script}:3")
+    wanted = with_edits(finding, [seen()])
+    found = cures_of(verdict(wanted, threads=2), Parity.REDRAWN)[0]
+    tried = {one.words: "".join(edit.after for edit in one.edits) for one in (found, *found.others)}
+    stays = "persistent_workers=True)"
+    assert tried == {
+        "workers 0 to 3, threads 2 to 1": "torch.set_num_threads(1)\n"
+        f"loader = DataLoader(data, num_workers=3, {stays}",
+        "workers 0 to 3": f"loader = DataLoader(data, num_workers=3, {stays}",
+        "workers 0 to 1": f"loader = DataLoader(data, num_workers=1, {stays}",
+        "workers 0 to 2": f"loader = DataLoader(data, num_workers=2, {stays}",
+    }
+
+
+@pytest.mark.parametrize("facts", [{"threads": 1}, {"device": "cuda:0"}])
+def test_threads_stay_where_workers_find_a_cpu_anyway(facts):
+    found = cures_of(
+        verdict(slow("workers_zero", recipe={"input.workers": 3}), **facts), Parity.REDRAWN
+    )
+    tried = [dict(one.recipe) for one in (found[0], *found[0].others)]
+    assert tried == [{"input.workers": workers} for workers in (3, 1, 2, 4)]
 
 
 def test_two_findings_with_one_cure_are_one_cure():
@@ -119,7 +152,8 @@ def test_cures_together_have_all_changes_and_the_farthest_parity():
 def test_a_cure_that_found_no_hold_is_told_with_why():
     cure = cures_of(verdict(slow("w", recipe={"input.workers": 3})), Parity.REDRAWN)[0]
     assert why_left(cure, Showed(applied=["input.workers"])) == ""
-    assert "IterableDataset" in why_left(cure, Showed(left={"input.workers": "an IterableDataset"}))
+    left = Showed(applied=["process.threads"], left={"input.workers": "an IterableDataset"})
+    assert "IterableDataset" in why_left(cure, left)
 
 
 # -- what losses say -----------------------------------------------------------------------------
@@ -165,6 +199,28 @@ def test_redrawn_holds_for_the_same_level_and_not_for_another():
 
     assert sum(judged(1.0).holds for _ in range(50)) >= 48
     assert not any(judged(1.3).holds for _ in range(50))
+
+
+def test_what_was_not_drawn_anew_is_judged_by_rounding():
+    rounded = [loss * (1 + 4e-3 * RNG.standard_normal()) for loss in CURVE]
+
+    def parity(one, other, **batches):
+        a, b = losses(CURVE, contents=one), losses(rounded, contents=other, **batches)
+        return compare(a, b, Parity.REDRAWN, is_repeatable=True).parity
+
+    assert parity({"0": [1, 2]}, {"0": [1, 2, 3]}) is Parity.TOLERANT
+    for one, other in [
+        ({}, {}),
+        ({"0": [1, 2]}, {"0": [1, 3]}),
+        ({"0": [1, None]}, {"0": [1, None]}),
+        ({"0": [1]}, {"0": [1], "1": [4]}),
+        ({"0": [1]}, {"0": []}),
+    ]:
+        assert parity(one, other) is Parity.REDRAWN
+    # Its first batches hold the same numbers, and it is another loss all the same.
+    a = losses(CURVE, contents={"0": [1]})
+    scaled = losses([1.12 * loss for loss in CURVE], contents={"0": [1]})
+    assert not compare(a, scaled, Parity.REDRAWN, is_repeatable=True).holds
 
 
 def test_a_loss_that_is_no_number_on_one_side_never_holds():

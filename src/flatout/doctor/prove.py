@@ -399,7 +399,8 @@ def _untried(cure: Cure, reason: str, outcome: Outcome = "not tried") -> Proof:
 
 def _best(tried: Sequence[_Tried]) -> _Tried:
     """Of several values of a field the fastest that wins; the lower one where two are alike."""
-    won = [one for one in tried if one.proof.outcome in ("prescribed", "needs your OK")]
+    won = [one for one in tried if one.proof.outcome == "prescribed"]
+    won = won or [one for one in tried if one.proof.outcome == "needs your OK"]
     if not won:
         return tried[0]
 

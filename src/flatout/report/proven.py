@@ -72,6 +72,8 @@ class ProvenReport:
         noise = f"  (A/A noise ±{given.floor:.1%})" if measured else ""
         if given.prescribed:
             return f"{clock(self.seconds)} PROVEN{noise}"
+        if any(proof.outcome == "needs your OK" and proof.trial for proof in given.proofs):
+            return f"{clock(self.seconds)} NOTHING PRESCRIBED: what is faster needs your OK{noise}"
         if measured:
             return f"{clock(self.seconds)} NOTHING TO PRESCRIBE: leave it as it is{noise}"
         return f"{clock(self.seconds)} NOTHING PROVEN: no cure was measured"

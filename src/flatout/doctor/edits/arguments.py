@@ -6,8 +6,8 @@ import ast
 import multiprocessing
 from contextlib import suppress
 
-from flatout.doctor.edits.code import Code, Unsure, name_of
-from flatout.doctor.edits.names import made_by
+from flatout.doctor.edits.code import Change, Code, Unsure, name_of
+from flatout.doctor.edits.names import calls_of, is_imported, made_by
 from flatout.doctor.edits.place import Place
 from flatout.doctor.finding import Edit
 
@@ -89,7 +89,7 @@ def threads(at: Place) -> list[Edit]:
 
 
 def workers(at: Place) -> list[Edit]:
-    """num_workers, as the finding's Recipe says, and workers that stay."""
+    """num_workers, as the finding's Recipe says, workers that stay, and the threads beside them."""
     count = at.finding.recipe.get("input.workers")
     if not isinstance(count, int):
         raise Unsure("how many workers is not known")
@@ -102,7 +102,25 @@ def workers(at: Place) -> list[Edit]:
     values = {"num_workers": str(count)}
     if count and stays is None and at.finding.name == "workers_zero":
         values["persistent_workers"] = "True"
-    return [code.edit(*code.with_arguments(call, **values))]
+    threads = at.finding.recipe.get("process.threads")
+    before = [] if threads is None else [_threads_before(code, call, threads)]
+    return [code.edit(*before, *code.with_arguments(call, **values))]
+
+
+def _threads_before(code: Code, call: ast.Call, count: int) -> Change:
+    """torch.set_num_threads, on a line of its own before the statement of a call.
+
+    Raises:
+        Unsure: there is no place for it, or threads are set elsewhere.
+    """
+    if calls_of(code, "set_num_threads") or not is_imported(code, "torch"):
+        raise Unsure("where threads are set cannot be told")
+    statement = code.statement(call)
+    begin = code.begin(statement)
+    indent = code.lines[statement.lineno - 1][: begin - code.starts[statement.lineno - 1]]
+    if indent.strip():
+        raise Unsure("another statement stands before it on its line")
+    return begin, begin, f"torch.set_num_threads({count})\n{indent}"
 
 
 def stay(at: Place) -> list[Edit]:

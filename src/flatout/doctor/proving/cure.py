@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flatout.doctor.edits.proposals import with_edits
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
 from flatout.observe import Observation
@@ -106,7 +107,7 @@ def cures_of(verdict: Verdict, allow: Parity) -> list[Cure]:
         cure = _cure(finding, seen)
         key = cure.fields or cure.edits
         found[key] = _joined(found[key], cure) if key in found else cure
-    cures = [_with_values(cure, seen) for cure in found.values()]
+    cures = [_with_values(cure, verdict) for cure in found.values()]
     return sorted(cures, key=lambda cure: (_COMPILE in cure.recipe, cure.parity > allow))
 
 
@@ -151,8 +152,9 @@ def _facts(seen: Observation) -> ModelFacts:
     )
 
 
-def _with_values(cure: Cure, seen: Observation) -> Cure:
+def _with_values(cure: Cure, verdict: Verdict) -> Cure:
     """A number of workers or threads is a guess: others are tried beside it."""
+    seen = verdict.observations[0]
     cpus = seen.usable_cpus or 1
     if set(cure.recipe) == {"input.workers"}:
         field_, before = "input.workers", _workers(seen)
@@ -163,12 +165,57 @@ def _with_values(cure: Cure, seen: Observation) -> Cure:
     else:
         return cure
     tried = [cure.recipe[field_], *(other.recipe[field_] for other in cure.others)]
-    values = [v for v in dict.fromkeys([*tried[1:], *values]) if v not in (tried[0], before)]
-    others = [
-        replace(cure, recipe=changed, words=_recipe_words(changed, seen), others=())
-        for changed in ({field_: value} for value in values[: _MOST_VALUES - 1])
-    ]
-    return replace(cure, others=tuple(others))
+    values = [v for v in dict.fromkeys([*tried, *values]) if v != before][:_MOST_VALUES]
+    tries: list[Cure] = []
+    for value in values:
+        plain = _changed(cure, {field_: value}, verdict)
+        beside = _beside_threads(plain, verdict)
+        if beside is not None:
+            tries.append(beside)
+        if beside is None or value == values[0]:
+            tries.append(plain)
+    return replace(tries[0], others=tuple(tries[1:_MOST_VALUES])) if tries else cure
+
+
+def _beside_threads(cure: Cure, verdict: Verdict) -> Cure | None:
+    """Workers, and so few threads that each finds a CPU: torch's hold on to theirs while they wait.
+
+    None where there is nothing to change.
+    """
+    seen = verdict.observations[0]
+    workers, cpus = cure.recipe.get("input.workers"), seen.usable_cpus or 1
+    threads = max(1, cpus - (workers or 0))
+    if workers is None or seen.device != "cpu" or (seen.threads or 0) <= threads:
+        return None
+    return _changed(cure, {**cure.recipe, "process.threads": threads}, verdict)
+
+
+def _changed(cure: Cure, change: Mapping[str, Any], verdict: Verdict) -> Cure:
+    """The same cure with other values, and with the edits that say the same."""
+    seen = verdict.observations[0]
+    facts = _facts(seen)
+    return replace(
+        cure,
+        recipe=dict(change),
+        words=_recipe_words(change, seen),
+        parity=max([cure.parity, *(of_change(name, None, v, facts) for name, v in change.items())]),
+        edits=tuple(
+            dict.fromkeys(
+                edit
+                for finding in verdict.findings
+                if finding.name in cure.names and finding.edits
+                for edit in _edits(finding, change, verdict)
+            )
+        ),
+        others=(),
+    )
+
+
+def _edits(finding: Finding, change: Mapping[str, Any], verdict: Verdict) -> Sequence[Edit]:
+    if dict(change) == dict(finding.recipe):
+        return finding.edits
+    changed = replace(finding, recipe=dict(change), edits=())
+    return with_edits(changed, verdict.observations).edits
 
 
 def _workers(seen: Observation) -> int | None:

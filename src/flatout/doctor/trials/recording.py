@@ -9,6 +9,8 @@ from functools import wraps
 from threading import get_ident
 from typing import Any
 
+import numpy as np
+
 from flatout.doctor.trials.baton import at_step
 from flatout.observe.lanes import EVALUATION, SAVING, Lanes
 from flatout.observe.watch import Watch
@@ -17,6 +19,9 @@ from flatout.observe.watch import Watch
 _MOST = 2000
 # Of a batch so many indices are looked at: they tell one order from another.
 _INDICES = 256
+# Of so many batches of a loader the numbers themselves are looked at, of each tensor so many bytes:
+# they tell augmentation that was drawn anew.
+_READ, _BYTES = 8, 2**24
 
 
 class Stepping(Watch):
@@ -57,7 +62,7 @@ class Stepping(Watch):
 
 
 class Record:
-    """Losses of steps, and numbers for the indices of batches."""
+    """Losses of steps, and numbers for the indices and the contents of batches."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
@@ -65,7 +70,9 @@ class Record:
         self._loss: Any = None
         self._losses: list[Any] = []
         self._batches: dict[int, list[int]] = {}
+        self._contents: dict[int, list[int | None]] = {}
         self._counts: dict[int, int] = {}
+        self._read: dict[int, int] = {}
 
     def end_step(self) -> None:
         """The loss that was met first is the step's."""
@@ -77,8 +84,8 @@ class Record:
     def taken(self) -> dict[str, Any]:
         """Reads the values from the device: to be called where a block has ended."""
         losses = [float("nan") if loss is None else float(loss) for loss in self._losses]
-        taken = {"losses": losses, "batches": self._batches}
-        self._losses, self._batches = [], {}
+        taken = {"losses": losses, "batches": self._batches, "contents": self._contents}
+        self._losses, self._batches, self._contents = [], {}, {}
         return taken
 
     def watch_losses(self, torch: Any) -> None:
@@ -97,10 +104,10 @@ class Record:
 
         torch.autograd.backward = backward
 
-    def watch_indices(self, module: Any) -> None:
+    def watch_batches(self, module: Any) -> None:
         """Hooks into torch.utils.data.dataloader, behind observe's own hooks."""
         owner = module._BaseDataLoaderIter
-        original = owner._next_index
+        original, original_next = owner._next_index, owner.__next__
 
         @wraps(original)
         def next_index(iterator: Any) -> Any:
@@ -110,7 +117,21 @@ class Record:
                 self._batch(seen.number, index)
             return index
 
+        @wraps(original_next)
+        def take(iterator: Any) -> Any:
+            batch = original_next(iterator)
+            seen = getattr(iterator, "_flatout_seen", None)
+            if seen is not None and get_ident() == self._lanes.thread:
+                self._content(seen.number, batch)
+            return batch
+
         owner._next_index = next_index
+        owner.__next__ = take
+
+    def _content(self, loader: int, batch: Any) -> None:
+        count = self._read[loader] = self._read.get(loader, 0) + 1
+        if count <= _READ:
+            self._contents.setdefault(loader, []).append(content_of(batch))
 
     def _batch(self, loader: int, index: Any) -> None:
         count = self._counts[loader] = self._counts.get(loader, 0) + 1
@@ -121,3 +142,32 @@ class Record:
         except (TypeError, OverflowError):  # a sampler of other keys than numbers
             shown = repr(index[:_INDICES]).encode()
         self._batches.setdefault(loader, []).append(zlib.crc32(shown))
+
+
+def content_of(batch: Any, begun: int = 0) -> int | None:
+    """A number for what is in nested tensors, arrays and numbers; None where something else is."""
+    if isinstance(batch, dict):
+        batch = [part for item in batch.items() for part in item]
+    if isinstance(batch, (list, tuple)):
+        found: int | None = zlib.crc32(str(len(batch)).encode(), begun)
+        for part in batch:
+            found = None if found is None else content_of(part, found)
+        return found
+    if batch is None or isinstance(batch, (bool, int, float, str, bytes)):
+        return zlib.crc32(repr(batch).encode(), begun)
+    try:
+        kind = zlib.crc32(f"{tuple(batch.shape)} {batch.dtype}".encode(), begun)
+        numbers = batch if isinstance(batch, np.ndarray) else _bytes_of(batch)
+        plain = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
+        return zlib.crc32(plain[:_BYTES].data, kind)
+    except (TypeError, ValueError, RuntimeError, AttributeError, BufferError):
+        return None
+
+
+def _bytes_of(tensor: Any) -> np.ndarray[Any, Any]:
+    """A tensor's memory, by no method that is watched."""
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise TypeError("reading it would hold up the host")
+    return np.from_dlpack(tensor.detach().contiguous().reshape(-1).view(torch.uint8))

@@ -61,6 +61,8 @@ class Showed:
     Attributes:
         losses: of its first steps; NaN for a step without one.
         batches: by loader: a number for the indices of each of its first batches.
+        contents: by loader: a number for what is in each of its first batches; None where nobody
+            can tell.
         started_s: from the start of its process to the end of its first step.
         applied, left: fields of a Recipe that took hold in it, and those that did not, with why.
         first_s: its first step alone, from the first batch on.
@@ -70,6 +72,7 @@ class Showed:
 
     losses: list[float] = field(default_factory=list)
     batches: dict[str, list[int]] = field(default_factory=dict)
+    contents: dict[str, list[int | None]] = field(default_factory=dict)
     applied: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     started_s: float = 0.0
@@ -84,6 +87,8 @@ class Showed:
         self.left = said.get("left", self.left)
         for loader, found in said.get("batches", {}).items():
             self.batches.setdefault(loader, []).extend(found)
+        for loader, read in said.get("contents", {}).items():
+            self.contents.setdefault(loader, []).extend(read)
 
 
 class Side:

@@ -97,7 +97,7 @@ def _watch(watch: Stepping) -> None:
 
     def hook_loaders(module: Any) -> None:
         watch_loaders(module, watch, looks_within=False)
-        watch.record.watch_indices(module)
+        watch.record.watch_batches(module)
 
     baton.tell_also(lambda: watch.between, watch.told)
     when_imported("torch", hook_torch)

@@ -1,0 +1,66 @@
+"""What a side of a trial tells of its batches: numbers that are equal where the contents are."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from flatout.doctor.trials.recording import content_of
+
+
+def batch(**changes):
+    made = {
+        "x": torch.arange(12.0).reshape(3, 4),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "y": np.array([1, 2, 3]),
+        "more": [torch.tensor(True), ("a", 1.5, None), torch.zeros(0)],
+    }
+    return made | changes
+
+
+def test_equal_batches_have_equal_numbers():
+    found = content_of(batch())
+    assert isinstance(found, int)
+    assert found == content_of(batch())
+    grown = batch(x=torch.arange(24.0).reshape(3, 8)[:, ::2].div(2).requires_grad_())
+    assert found == content_of(grown)  # the same numbers, in another place of memory
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": torch.arange(12.0).reshape(4, 3)},
+        {"x": torch.nextafter(torch.arange(12.0), torch.tensor(9.0)).reshape(3, 4)},
+        {"half": torch.zeros(3, dtype=torch.bfloat16)},
+        {"y": np.array([1, 2, 4])},
+        {"y": np.array([1.0, 2.0, 3.0])},
+        {"more": [torch.tensor(False), ("a", 1.5, None), torch.zeros(0)]},
+        {"more": [torch.tensor(True), ("a", 1.5), None, torch.zeros(0)]},
+        {"z": 0},
+    ],
+)
+def test_other_batches_have_other_numbers(changes):
+    assert content_of(batch(**changes)) != content_of(batch())
+
+
+def test_what_cannot_be_read_has_none():
+    assert content_of([torch.ones(2), object()]) is None
+    assert content_of(np.array([object()])) is None
+    assert content_of(torch.ones(2, device="meta")) is None
+
+
+def test_workers_give_the_same_numbers_and_drawing_anew_does_not():
+    class Noisy(TensorDataset):
+        def __getitem__(self, index):
+            (x,) = super().__getitem__(index)
+            return x + torch.rand(()) * self.noise
+
+    def contents(noise, workers):
+        torch.manual_seed(0)
+        data = Noisy(torch.arange(64.0))
+        data.noise = noise
+        loader = DataLoader(data, batch_size=8, num_workers=workers)
+        return [content_of(one) for one in loader]
+
+    assert contents(0.0, 0) == contents(0.0, 2)
+    assert contents(0.1, 0) != contents(0.1, 2)
