@@ -27,6 +27,11 @@ _OF_SETUP = (
 _OF_LOOP = ("print", "log", "metric")
 
 
+# A library's instruction that the user's same line has reached so often is asked for its line only
+# once in so many calls: finding it takes several times as long as counting.
+_STEADY_AFTER, _STEADY_FOR = 100, 16
+
+
 class _Entry:
     __slots__ = ("count", "detail", "kind", "last", "ns", "site", "steps")
 
@@ -41,6 +46,16 @@ class _Entry:
         self.last = -1
 
 
+class _Steady:
+    """An instruction of a library, and the user's line that reaches it."""
+
+    __slots__ = ("entry", "same", "spared")
+
+    def __init__(self, entry: _Entry) -> None:
+        self.entry = entry
+        self.same = self.spared = 0
+
+
 class Calls:
     """What was called, by kind and instruction.
 
@@ -48,16 +63,19 @@ class Calls:
         noted: how many calls, of all kinds.
         passed: how many that could have copied to another device, and have not.
         sought: for how many of those noted the user's line had to be looked for.
+        steady_after: after how many calls in a row from the same line it is looked for less often.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._entries: dict[tuple[str, int, int], _Entry] = {}
+        self._steady: dict[tuple[str, int, int], _Steady] = {}
         self._of_lines: dict[tuple[str, Site | None], _Entry] = {}
         self._codes: list[CodeType] = []
         self._windows: dict[str, int] = {}
         # Functions that call an optimiser's step.
         self.loops: set[CodeType] = set()
+        self.steady_after = _STEADY_AFTER
         self.noted = self.passed = self.sought = 0
 
     def note(
@@ -68,11 +86,7 @@ class Calls:
         key = (kind, id(frame.f_code), frame.f_lasti)
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entry_of(kind, frame, detail or {})
-            self.sought += 1
-            if is_users(frame.f_code.co_filename) and kind not in _OF_LOOP:
-                self._entries[key] = entry
-                self._codes.append(frame.f_code)  # held, so that its id stays its own
+            entry = self._sought(key, frame, detail or {})
         entry.count += 1
         entry.ns += ns
         step = self._lanes.steps
@@ -80,6 +94,29 @@ class Calls:
             entry.last = step
             entry.steps += 1
         self.noted += 1
+
+    def _sought(
+        self, key: tuple[str, int, int], frame: FrameType, detail: dict[str, Any]
+    ) -> _Entry:
+        """The one of an instruction that is not known to belong to one line of the user's."""
+        steady = self._steady.get(key)
+        if steady is not None and steady.spared:
+            steady.spared -= 1
+            return steady.entry
+        kind, self.sought = key[0], self.sought + 1
+        entry = self._entry_of(kind, frame, detail)
+        if is_users(frame.f_code.co_filename) and kind not in _OF_LOOP:
+            self._entries[key] = entry
+        elif steady is None:
+            self._steady[key] = _Steady(entry)
+        else:
+            steady.same = steady.same + 1 if steady.entry is entry else 0
+            steady.entry = entry
+            if steady.same >= self.steady_after:
+                steady.spared = _STEADY_FOR - 1
+            return entry
+        self._codes.append(frame.f_code)  # held, so that its id stays its own
+        return entry
 
     def _entry_of(self, kind: str, frame: FrameType | None, detail: dict[str, Any]) -> _Entry:
         """The one of a line, which may have several instructions that call.
