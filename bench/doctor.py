@@ -117,9 +117,12 @@ class Seen:
 
     @property
     def predicted(self) -> float | None:
-        """The ratio of all cures together, as the doctor measured it."""
-        together = next((one.together for one in self.script if one.together), None)
-        return float(together["trial"]["ratio"]) if together else None
+        """What the doctor promises of all cures together: of the whole run, else of a step."""
+        answer = next((one for one in self.script if one.together), None)
+        if answer is None or answer.together is None or answer.prescription is None:
+            return None
+        before, after = (answer.prescription.get(name) for name in ("before_s", "after_s"))
+        return before / after if before and after else float(answer.together["trial"]["ratio"])
 
     @property
     def trial_error(self) -> float | None:

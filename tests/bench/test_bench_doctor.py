@@ -132,6 +132,16 @@ def test_what_was_promised_is_held_against_what_whole_runs_say():
     assert "again not measured (exit code 1: no)" in words_of(rows[2])
 
 
+def test_what_is_promised_of_the_whole_run_counts_where_it_is_known():
+    row = seen(SLOW)
+    row.script = [tried(SLOW, 2, ratio=2.0)]
+    assert row.predicted == 2.0
+    row.script[0].prescription.update(before_s=90.0, after_s=60.0)
+    assert row.predicted == 1.5
+    row.remeasured = Remeasured(1.5)
+    assert row.trial_error == 0.0
+
+
 def test_why_there_was_no_trial_is_said():
     given = {**prescription(), "stopped": "no first step in the time given"}
     row = seen(SLOW)

@@ -13,7 +13,7 @@ from flatout.observe.model_facts import local, not_finite
 from flatout.observe.watch import Watch
 
 # Of the time, and of that in evaluation.
-_SHARE, _SHARE_EVALUATING = 0.001, 0.02
+_SHARE, _SHARE_EVALUATING = 0.0005, 0.02
 _FIRST_LOOK = 3
 _NAMED = 20
 # Of each tensor so many numbers are looked at for those that are too small.

@@ -69,7 +69,10 @@ class ProvenReport:
     def _heading(self) -> str:
         given = self.prescription
         measured = any(proof.trial for proof in given.proofs)
-        noise = f"  (A/A noise ±{given.floor:.1%})" if measured else ""
+        # That of the last trial, which decided: machines change while they are measured.
+        last = given.together.trial if given.together else None
+        floor = given.floor if last is None else last.floor
+        noise = f"  (A/A noise ±{floor:.1%})" if measured else ""
         if given.prescribed:
             return f"{clock(self.seconds)} PROVEN{noise}"
         if any(proof.outcome == "needs your OK" and proof.trial for proof in given.proofs):
