@@ -257,7 +257,7 @@ ROWS = {
         cost=0.4,
     ),
     "fp32_slow": Row(
-        job(bf16_units="AMX-bf16"),
+        job(bf16_units="AMX-bf16", model={"elements": 6_000_000}),
         job(bf16_units="AMX-bf16", model={"autocast": "bfloat16"}),
         job(bf16_units=None),
         cost=9.5 * 15 / 16,
@@ -604,6 +604,18 @@ def test_bf16_is_not_proposed_where_calling_operators_takes_the_time():
     look = next(check.look for check in CHECKS if check.name == "fp32_slow")
     assert look(job(bf16_units="AMX-bf16", model={"elements": 697})) == []
     assert look(job(bf16_units="AMX-bf16", model={"elements": 6_000_000}))
+
+
+def test_bf16_can_return_what_is_arithmetic_and_no_more():
+    look = next(check.look for check in CHECKS if check.name == "fp32_slow")
+
+    def most(**model):
+        return look(job(bf16_units="AMX-bf16", threads=2, usable_cpus=2, model=model))[0].cost_ms
+
+    # 64 rows of 1,000,000 weights are 0.384 GFLOP: 3.84 ms at what two cores reach.
+    assert most(elements=1_000_000) == pytest.approx(3.84 * 15 / 16)
+    assert most(elements=9_000_000) == pytest.approx(9.5 * 15 / 16)
+    assert most(elements=1_000_000, has_convolutions=True) == pytest.approx(9.5 * 15 / 16)
 
 
 def test_ranks_with_cpus_of_their_own_are_no_crowd():

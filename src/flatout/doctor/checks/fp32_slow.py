@@ -20,6 +20,9 @@ from flatout.observe import Model, Observation
 _FASTER = {"AMX-bf16": 16.0, "AVX512-bf16": 2.0, "Arm bf16": 4.0, "GPU": 16.0}
 """How many times the peak of bf16 is that of fp32 on such units, at most."""
 
+_CORE_RATE = 50e9
+"""FLOP per second that a core with such units reaches at least in fp32, in large products."""
+
 
 def look(seen: Observation) -> list[Finding]:
     """Whether a model without autocast computes in fp32 where bf16 units stand idle."""
@@ -32,7 +35,7 @@ def look(seen: Observation) -> list[Finding]:
     if not units:
         return []
     compute = lane(seen, "forward", "backward")
-    cost = compute * (1 - 1 / max(_FASTER[name] for name in units))
+    cost = _arithmetic(seen, trained) * compute * (1 - 1 / max(_FASTER[name] for name in units))
     if not is_worth(seen, cost):
         return []
     return [
@@ -53,6 +56,14 @@ def look(seen: Observation) -> list[Finding]:
         for model in trained
         if not model.autocast and _computes(seen, model)
     ]
+
+
+def _arithmetic(seen: Observation, trained: list[Model]) -> float:
+    """The most of forward and backward that arithmetic can be: no dtype makes the rest faster."""
+    rates = [None if is_gpu(seen) else arithmetic_rate(seen, model) for model in trained]
+    cores = min(seen.threads or 1, seen.usable_cpus or seen.threads or 1)
+    known = [rate for rate in rates if rate is not None]
+    return min(1.0, sum(known) / (cores * _CORE_RATE)) if len(known) == len(rates) else 1.0
 
 
 def _computes(seen: Observation, model: Model) -> bool:
