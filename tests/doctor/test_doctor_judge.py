@@ -130,6 +130,22 @@ def test_what_only_some_ranks_show_says_which_and_is_told_once(machine):
     assert [found.name for found in verdict.findings].count("item_each_step") == 1
 
 
+def test_what_flatouts_own_jobs_decide_by_measuring_is_not_proposed_to_them(machine):
+    seen = rank(forward=50.0, backward=40.0, optimiser=20.0)
+    seen.optimizers[0] = Optimizer("torch.optim.adam.Adam", parameters=30, fused=False)
+    seen.optimizers[0].dtypes = ["float32"]
+    seen.bf16_units = "AMX-bf16"
+    seen.models[0].has_convolutions = True
+    found = {one.name for one in judge([seen], machine).findings}
+    seen.framework = "flatout"
+    left = judge([seen], machine)
+    assert found - {one.name for one in left.findings} == {
+        "channels_first",
+        "fp32_slow",
+        "optimiser_unfused",
+    }
+
+
 def test_a_script_without_steps_is_judged_by_nothing(machine):
     verdict = judge([Observation(["tool.py"], ended="no steps")], machine)
     assert (verdict.findings, verdict.critical, verdict.steps) == ([], None, 0)

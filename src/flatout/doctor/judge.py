@@ -18,6 +18,19 @@ from flatout.measure import available_bytes
 from flatout.observe import Observation
 
 _KINDS = ("danger", "slow", "note")
+_TUNED = frozenset(
+    (
+        "compute.compile",
+        "compute.fused_optimizer",
+        "compute.matmul_precision",
+        "compute.memory_format",
+        "compute.precision",
+        "compute.rewrites",
+        "memory.allocator",
+        "process.threads",
+    )
+)
+"""Fields that Flatout's own jobs decide by measuring, where the user has left them open."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ def judge(ranks: Sequence[Observation], machine: Inventory) -> Verdict:
     passed: list[str] = []
     unknown: list[tuple[str, str]] = []
     for check in CHECKS:
-        of_ranks = {rank.rank: _bounded(_looked(check.look, rank), rank) for rank in seen}
+        of_ranks = {rank.rank: _left_open(_looked(check.look, rank), rank) for rank in seen}
         _sort(check.name, of_ranks, found, passed, unknown)
     for across in RANK_CHECKS:
         _sort(across.name, {0: _looked(across.look, seen)}, found, passed, unknown)
@@ -114,6 +127,10 @@ def judge(ranks: Sequence[Observation], machine: Inventory) -> Verdict:
     )
 
 
+def _is_tuned(finding: Finding) -> bool:
+    return bool(finding.recipe) and finding.recipe.keys() <= _TUNED
+
+
 def _looked(look: Any, at: Any) -> list[Finding] | str:
     """What a check finds, or why it cannot tell."""
     try:
@@ -123,8 +140,13 @@ def _looked(look: Any, at: Any) -> list[Finding] | str:
     return found
 
 
-def _bounded(found: list[Finding] | str, rank: Observation) -> list[Finding] | str:
-    return found if isinstance(found, str) else bounded(found, rank)
+def _left_open(found: list[Finding] | str, rank: Observation) -> list[Finding] | str:
+    """With measured bounds, and without what the job measures itself."""
+    if isinstance(found, str):
+        return found
+    if rank.framework == "flatout":
+        found = [one for one in found if one.kind == "danger" or not _is_tuned(one)]
+    return bounded(found, rank)
 
 
 def _sort(
