@@ -606,6 +606,18 @@ def test_bf16_is_not_proposed_where_calling_operators_takes_the_time():
     assert look(job(bf16_units="AMX-bf16", model={"elements": 6_000_000}))
 
 
+def test_samples_of_small_files_are_kept_where_they_fit():
+    look = next(check.look for check in CHECKS if check.name == "small_files")
+
+    def recipe(**loader):
+        parts = {"opens_per_sample": 1.0, "lanes_ms": {"read": 8.0}}
+        return look(starving(loader=parts | loader))[0].recipe
+
+    assert recipe() == {"script.cache": "memory"}
+    assert recipe(sample_bytes=10 * 2**20) == recipe(sample_bytes=None) == {}
+    assert recipe(is_iterable=True) == {}
+
+
 def test_bf16_can_return_what_is_arithmetic_and_no_more():
     look = next(check.look for check in CHECKS if check.name == "fp32_slow")
 

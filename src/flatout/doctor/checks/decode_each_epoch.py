@@ -6,6 +6,8 @@ from flatout.doctor.checks.check import Check, NoSignal
 from flatout.doctor.checks.signals import (
     HUNGRY,
     at,
+    cached_mb,
+    fits_in_memory,
     hot,
     lane,
     loader_ms,
@@ -15,9 +17,6 @@ from flatout.doctor.checks.signals import (
 )
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
-
-_OF_MEMORY = 0.5
-"""Of the free memory that a cache may take: the job and the page cache need the rest."""
 
 _MUCH = 0.2
 """Share of the loader's time from which on decoding is worth a cache."""
@@ -33,18 +32,14 @@ def look(seen: Observation) -> list[Finding]:
         whole = sum(loader.lanes_ms.values())
         if loader.lanes_ms["decode"] < _MUCH * whole or share(seen, cost) < HUNGRY:
             continue
-        size = _megabytes(loader)
+        size = cached_mb(loader)
+        if size is None:
+            raise NoSignal("how many samples there are, and how large each is, was not seen")
         if seen.available_mb is None:
             raise NoSignal("how much memory is free was not seen")
-        if size <= _OF_MEMORY * seen.available_mb:
+        if fits_in_memory(seen, size):
             found.append(_found(loader, cost, size, seen.available_mb))
     return found
-
-
-def _megabytes(loader: Loader) -> float:
-    if loader.length is None or loader.sample_bytes is None:
-        raise NoSignal("how many samples there are, and how large each is, was not seen")
-    return loader.length * loader.sample_bytes / 2**20
 
 
 def _found(loader: Loader, cost: float, size: float, free: float) -> Finding:

@@ -149,6 +149,22 @@ def loader_ms(seen: Observation, loader: Loader, *parts: str) -> float:
     return min(work / at_once, lane(seen, "input"))
 
 
+_CACHED = 0.5
+"""Of the free memory that a cache may take: the job and the page cache need the rest."""
+
+
+def cached_mb(loader: Loader) -> float | None:
+    """What all samples take as the dataset gives them; None where that was not seen."""
+    if loader.length is None or loader.sample_bytes is None:
+        return None
+    return loader.length * loader.sample_bytes / 2**20
+
+
+def fits_in_memory(seen: Observation, mb: float | None) -> bool:
+    """Whether a cache of this size leaves enough of the memory that is free."""
+    return mb is not None and seen.available_mb is not None and mb <= _CACHED * seen.available_mb
+
+
 def hot(loader: Loader) -> Site | None:
     """The user's line that takes most of the loader's time, else where it is read or iterated."""
     return loader.hot[0][0] if loader.hot else loader.dataset_site or loader.site

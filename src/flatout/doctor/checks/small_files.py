@@ -6,6 +6,8 @@ from flatout.doctor.checks.check import Check, NoSignal
 from flatout.doctor.checks.signals import (
     HUNGRY,
     at,
+    cached_mb,
+    fits_in_memory,
     hot,
     lane,
     loader_ms,
@@ -31,17 +33,20 @@ def look(seen: Observation) -> list[Finding]:
         cost = loader_ms(seen, loader, "read")
         if share(seen, cost) < HUNGRY:
             continue
+        is_kept = not loader.is_iterable and fits_in_memory(seen, cached_mb(loader))
         found.append(
             Finding(
                 name="small_files",
                 kind="slow",
                 what=f"{loader.opens_per_sample:.1f} files are opened for each sample; reading "
                 f"takes {ms(loader.lanes_ms['read'])} a batch",
-                do="pack them once: flatout data convert FOLDER packed.tfrecord",
+                do="pack them once: flatout data convert FOLDER packed.tfrecord"
+                + (", or keep the samples in memory: they fit" if is_kept else ""),
                 number=8,
                 where=at(hot(loader)),
                 cost_ms=cost,
                 parity="bit-identical",
+                recipe={"script.cache": "memory"} if is_kept else {},
             )
         )
     return found
