@@ -16,7 +16,7 @@ from flatout.doctor.proving.whole_run import epoch_steps, run_steps, setup_s, wh
 from flatout.doctor.trials.pair import Terms
 from flatout.doctor.trials.process import Ended
 from flatout.doctor.trials.side import Showed
-from flatout.observe import Loader, Observation, Optimizer
+from flatout.observe import Loader, Model, Observation, Optimizer
 from flatout.recipe import Parity
 
 RNG = np.random.default_rng(0)
@@ -104,6 +104,24 @@ def test_the_edits_of_other_values_say_those_values(tmp_path):
         "workers 0 to 1": f"loader = DataLoader(data, num_workers=1, {stays}",
         "workers 0 to 2": f"loader = DataLoader(data, num_workers=2, {stays}",
     }
+
+
+def test_what_a_cure_may_do_where_the_input_is_the_same():
+    def same_input(recipe, layers=(), **facts):
+        model = Model("Net", layers=dict.fromkeys(layers, 1))
+        cure = cures_of(
+            verdict(slow("x", recipe=recipe, parity="redrawn"), models=[model], **facts),
+            Parity.REDRAWN,
+        )[0]
+        assert cure.parity is Parity.REDRAWN
+        return cure.same_input, together([cure, cure]).same_input
+
+    assert same_input({"script.cache": "memory"}) == (Parity.EXACT, Parity.EXACT)
+    assert same_input({"input.workers": 2}, threads=1) == (Parity.EXACT, Parity.EXACT)
+    assert same_input({"input.workers": 2}, threads=4) == (Parity.TOLERANT, Parity.TOLERANT)
+    # Dropout draws anew in another memory format, whatever comes in.
+    drawn = same_input({"compute.memory_format": "channels_last"}, ["Dropout"])
+    assert drawn == (Parity.REDRAWN, Parity.REDRAWN)
 
 
 @pytest.mark.parametrize("facts", [{"threads": 1}, {"device": "cuda:0"}])
@@ -206,7 +224,8 @@ def test_what_was_not_drawn_anew_is_judged_by_rounding():
 
     def parity(one, other, **batches):
         a, b = losses(CURVE, contents=one), losses(rounded, contents=other, **batches)
-        return compare(a, b, Parity.REDRAWN, is_repeatable=True).parity
+        exact = Parity.EXACT
+        return compare(a, b, Parity.REDRAWN, is_repeatable=True, same_input=exact).parity
 
     assert parity({"0": [1, 2]}, {"0": [1, 2, 3]}) is Parity.TOLERANT
     for one, other in [
@@ -220,7 +239,12 @@ def test_what_was_not_drawn_anew_is_judged_by_rounding():
     # Its first batches hold the same numbers, and it is another loss all the same.
     a = losses(CURVE, contents={"0": [1]})
     scaled = losses([1.12 * loss for loss in CURVE], contents={"0": [1]})
-    assert not compare(a, scaled, Parity.REDRAWN, is_repeatable=True).holds
+    given = {"is_repeatable": True, "same_input": Parity.EXACT}
+    assert not compare(a, scaled, Parity.REDRAWN, **given).holds
+    # What the model draws anew is not seen in its input.
+    other = losses(rounded, contents={"0": [1]})
+    drawn = {"is_repeatable": True, "same_input": Parity.REDRAWN}
+    assert compare(a, other, Parity.REDRAWN, **drawn).parity is Parity.REDRAWN
 
 
 def test_a_loss_that_is_no_number_on_one_side_never_holds():

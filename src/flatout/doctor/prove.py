@@ -22,7 +22,7 @@ from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Outcome, Prescription, Proof
 from flatout.doctor.proving.bench import LEFT, Bench, counts_between
 from flatout.doctor.proving.cure import NOTHING, Cure, cures_of, together
-from flatout.doctor.proving.losses import compare
+from flatout.doctor.proving.losses import Compared, compare
 from flatout.doctor.proving.obstacles import obstacle
 from flatout.doctor.proving.whole_run import run_steps, setup_s, whole_s
 from flatout.doctor.trials.pair import Against, Pair
@@ -267,7 +267,7 @@ class Proving:
     # -- judging ----------------------------------------------------------------------------------
 
     def _judged(self, cure: Cure, pair: Pair) -> Proof:
-        compared = compare(pair.a, pair.b, cure.parity, is_repeatable=self._is_repeatable)
+        compared = self._compared(cure, pair)
         proof = Proof(
             names=cure.names,
             words=cure.words,
@@ -318,7 +318,16 @@ class Proving:
         )
 
     def _learns(self, cure: Cure, pair: Pair) -> bool:
-        return compare(pair.a, pair.b, cure.parity, is_repeatable=self._is_repeatable).holds
+        return self._compared(cure, pair).holds
+
+    def _compared(self, cure: Cure, pair: Pair) -> Compared:
+        return compare(
+            pair.a,
+            pair.b,
+            cure.parity,
+            is_repeatable=self._is_repeatable,
+            same_input=cure.same_input,
+        )
 
     def _ratio(self, cure: Cure) -> float:
         trial = self._tried[cure.names].proof.trial

@@ -15,6 +15,8 @@ from flatout.recipe import ModelFacts, Parity, of_change
 
 # Once in each epoch: their trials are measured in whole epochs.
 IN_EPOCHS = ("script.persistent_workers", "script.cache", "script.evaluation")
+# What they may draw anew is what the input draws.
+OF_INPUT = ("input.workers", "script.cache", "script.persistent_workers")
 # They pay from the second epoch on.
 FILLED_BY_AN_EPOCH = ("script.cache",)
 # What they save lies between steps.
@@ -51,6 +53,7 @@ class Cure:
         recipe: changes of a Recipe, by dotted name.
         edits: changes of the user's code; made in trials only where there is no Recipe for it.
         parity: the most that it may change, by its kind.
+        same_input: likewise, where the input is seen to be the same numbers.
         others: other values of its fields that are worth a try.
         own_edits: those that a trial makes.
     """
@@ -60,6 +63,7 @@ class Cure:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     edits: tuple[Edit, ...] = ()
     parity: Parity = Parity.EXACT
+    same_input: Parity = Parity.EXACT
     others: tuple[Cure, ...] = ()
     own_edits: tuple[Edit, ...] = ()
 
@@ -88,6 +92,7 @@ def together(cures: Iterable[Cure]) -> Cure:
             recipe={**joined.recipe, **cure.recipe},
             edits=(*joined.edits, *cure.edits),
             parity=max(joined.parity, cure.parity),
+            same_input=max(joined.same_input, cure.same_input),
             own_edits=(*joined.own_edits, *cure.own_edits),
         )
     return joined
@@ -115,12 +120,14 @@ def _cure(finding: Finding, seen: Observation) -> Cure:
     words = _edit_words((finding.name,), finding.edits)
     if finding.recipe:
         words = _recipe_words(finding.recipe, seen)
+    parity = _parity(finding, seen)
     return Cure(
         names=(finding.name,),
         words=words,
         recipe=dict(finding.recipe),
         edits=finding.edits,
-        parity=_parity(finding, seen),
+        parity=parity,
+        same_input=_same_input(finding.recipe, parity, seen),
         own_edits=() if finding.recipe else finding.edits,
     )
 
@@ -131,7 +138,15 @@ def _joined(one: Cure, other: Cure) -> Cure:
     edits = tuple(dict.fromkeys((*one.edits, *other.edits)))
     parity = max(one.parity, other.parity)
     names = tuple(dict.fromkeys((*one.names, *other.names)))
-    return replace(one, names=names, edits=edits, parity=parity, others=(*one.others, *more))
+    same_input = max(one.same_input, other.same_input)
+    return replace(
+        one,
+        names=names,
+        edits=edits,
+        parity=parity,
+        same_input=same_input,
+        others=(*one.others, *more),
+    )
 
 
 def _parity(finding: Finding, seen: Observation) -> Parity:
@@ -139,6 +154,15 @@ def _parity(finding: Finding, seen: Observation) -> Parity:
     said = Parity.from_words(finding.parity) if finding.parity else Parity.EXACT
     changes = (of_change(name, None, value, facts) for name, value in finding.recipe.items())
     return max([said, *changes])
+
+
+def _same_input(recipe: Mapping[str, Any], parity: Parity, seen: Observation) -> Parity:
+    """What a Recipe may change beyond the input; all that it may, where it is none of the input."""
+    if not recipe.keys() & set(OF_INPUT):
+        return parity
+    facts = _facts(seen)
+    rest = {name: value for name, value in recipe.items() if name not in OF_INPUT}
+    return max((of_change(n, None, v, facts) for n, v in rest.items()), default=Parity.EXACT)
 
 
 def _facts(seen: Observation) -> ModelFacts:
@@ -194,11 +218,13 @@ def _changed(cure: Cure, change: Mapping[str, Any], verdict: Verdict) -> Cure:
     """The same cure with other values, and with the edits that say the same."""
     seen = verdict.observations[0]
     facts = _facts(seen)
+    parity = max([cure.parity, *(of_change(name, None, v, facts) for name, v in change.items())])
     return replace(
         cure,
         recipe=dict(change),
         words=_recipe_words(change, seen),
-        parity=max([cure.parity, *(of_change(name, None, v, facts) for name, v in change.items())]),
+        parity=parity,
+        same_input=_same_input(change, parity, seen),
         edits=tuple(
             dict.fromkeys(
                 edit

@@ -11,8 +11,9 @@ What a cure may do to them depends on its parity:
   stretches of steps, since neighbouring losses are not independent (batch means; Law and Carson
   1979, "A sequential procedure for determining the length of a steady-state simulation").
 
-What would be drawn anew was not where the first batches of both sides hold the same numbers: such a
-cure is judged as for "rounding".
+Where the first batches of both sides hold the same numbers, the input has drawn nothing anew: then a
+cure is judged by what else it may do, and as for "rounding" at least. What a model draws, as dropout
+does, is not seen in them.
 
 Equal losses over some steps say nothing of the accuracy of a whole run.
 """
@@ -56,13 +57,21 @@ class Compared:
     is_equal: bool | None
 
 
-def compare(a: Showed, b: Showed, parity: Parity, *, is_repeatable: bool) -> Compared:
+def compare(
+    a: Showed,
+    b: Showed,
+    parity: Parity,
+    *,
+    is_repeatable: bool,
+    same_input: Parity | None = None,
+) -> Compared:
     """Judges the losses of a script with a cure (B) beside those without (A).
 
     Args:
         a, b: what both sides have shown.
         parity: that the cure has by its kind.
         is_repeatable: whether the script as it is repeats its own losses.
+        same_input: the parity that it has where the input is the same numbers; None: the same.
     """
     batches = same_batches(a, b)
     steps = min(len(a.losses), len(b.losses))
@@ -76,8 +85,8 @@ def compare(a: Showed, b: Showed, parity: Parity, *, is_repeatable: bool) -> Com
         seen = Parity.EXACT if parity is Parity.REDRAWN and batches is not False else parity
         words = f"the same in all {steps} steps"
         return Compared(True, seen if is_repeatable else parity, words, batches, True)
-    if parity is Parity.REDRAWN and is_same_data(a, b):
-        parity = Parity.TOLERANT
+    if same_input is not None and same_input < parity and is_same_data(a, b):
+        parity = max(same_input, Parity.TOLERANT)
     if not np.array_equal(np.isfinite(one), np.isfinite(other)):
         step = int(np.flatnonzero(np.isfinite(one) != np.isfinite(other))[0])
         words = f"finite on one side only from step {step + 1} on"
