@@ -11,9 +11,9 @@ What a cure may do to them depends on its parity:
   stretches of steps, since neighbouring losses are not independent (batch means; Law and Carson
   1979, "A sequential procedure for determining the length of a steady-state simulation").
 
-Where the first batches of both sides hold the same numbers, the input has drawn nothing anew: then a
-cure is judged by what else it may do, and as for "rounding" at least. What a model draws, as dropout
-does, is not seen in them.
+Where the first batches of both sides hold the same numbers, the input has drawn nothing anew: then
+a cure is judged by what else it may do, and as for "rounding" at least. What a model draws, as
+dropout does, is not seen in them.
 
 Equal losses over some steps say nothing of the accuracy of a whole run.
 """
