@@ -30,8 +30,10 @@ from flatout.doctor.trials.scratch import scratch
 from flatout.errors import FlatoutError
 from flatout.recipe import Parity
 
-# Shares of the budget: for the script against itself at most, and what is kept for the last trials.
+# Shares of the budget: for the script against itself, and what is kept for the last trials. Against
+# itself it is measured for so many seconds even where that is more, up to a larger share.
 _ITSELF, _KEPT = 0.25, 0.25
+_ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
 # What takes less once needs no words.
 _LEAST_SETUP_S = 0.5
 # A variant that is nearly as fast with fewer workers or threads is as good.
@@ -131,8 +133,9 @@ class Proving:
 
     def _itself(self, plain: Against) -> None:
         self._told("the script against itself, for the noise ...")
-        budget = _ITSELF * self._bench.left_s
-        pair = self._bench.measure(plain, NOTHING, max(budget, 30.0), min_pairs=3, max_pairs=4)
+        left = self._bench.left_s
+        budget = max(_ITSELF * left, min(_ITSELF_S, _ITSELF_MOST * left))
+        pair = self._bench.measure(plain, NOTHING, budget, min_pairs=3, max_pairs=4)
         if pair.result is None:
             raise _Stopped(f"the script as it is: {pair.reason.partition(': ')[2]}")
         # Two processes may differ for as long as they live; what varies within them, trials see.
