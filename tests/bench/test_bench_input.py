@@ -438,6 +438,7 @@ def test_a_peer_that_skips_work_has_failed(run_script, give, problem):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_bench_runs_with_the_peers_that_are_there(tmp_path):
     chosen = ["libsvm-flatout", "libsvm-sklearn", "libsvm-polars", "criteo-flatout"]
     chosen += ["criteo-tfdata", "memory-"]

@@ -72,6 +72,7 @@ def test_two_nodes_are_linked_slow_and_gone_afterwards():
 
 
 @pytest.mark.root
+@pytest.mark.long
 def test_ranks_on_two_nodes_train_until_the_loss(tmp_path):
     needs_nodes()
     if not DATA.is_dir():

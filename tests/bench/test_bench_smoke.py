@@ -29,6 +29,7 @@ def run_bench(name, *arguments, cwd):
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_trainer(tmp_path):
     chosen = {"handwritten", "trainer", "trainer-again", "dataloader"}
     arguments = ["--epochs", "2", "--samples", "640", "--only", *chosen]
@@ -51,6 +52,7 @@ def test_absent_peers_are_named(tmp_path):
     assert rows["handwritten"]["reason"] == ""
 
 
+@pytest.mark.long
 def test_convnet(tmp_path):
     chosen = {"flatout", "torch-fp32", "torch-bf16"}
     arguments = ["--epochs", "1", "--images", "512", "--only", *chosen]

@@ -221,6 +221,7 @@ def test_the_model_takes_images_of_any_size(classes: int, height: int, width: in
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_mnist_reaches_what_is_promised(tmp_path: Path) -> None:
     if not MNIST.is_dir():
         pytest.skip("MNIST is not at ../shared/data/mnist")

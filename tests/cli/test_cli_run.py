@@ -60,6 +60,7 @@ def test_the_exit_code_passes_through(folder, code) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_exit_code_passes_through(folder) -> None:
     assert [exits(folder, code) for code in range(256)] == list(range(256))
 

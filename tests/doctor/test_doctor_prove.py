@@ -96,6 +96,7 @@ def assert_nothing_is_left(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_what_wins_and_learns_the_same_is_prescribed_and_nothing_else(tmp_path):
     script = written(tmp_path, SCRIPT)
     told: list[str] = []

@@ -24,6 +24,7 @@ def test_killed_ten_times_the_last_good_checkpoint_is_there(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.long
 def test_killed_a_hundred_times(tmp_path: Path, seed: int) -> None:
     [result] = run("random", tmp_path / "run", 100, seed)
     assert result["kills"] == 100

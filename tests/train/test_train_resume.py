@@ -507,6 +507,7 @@ def test_killed_ten_times_it_is_still_the_undisturbed_fit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["arrays", "loader", "dataset"])
+@pytest.mark.long
 def test_killed_a_hundred_times(tmp_path, source):
     result = killed(tmp_path, kills=100, seed=2, source=source)
     assert result["kills"] == 100

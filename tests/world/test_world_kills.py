@@ -11,6 +11,7 @@ from flatout.measure import usable_cpus
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(usable_cpus() < 2, reason="two ranks take two CPUs")
+@pytest.mark.long
 def test_killed_at_random_the_weights_are_those_of_an_undisturbed_run(tmp_path):
     # As many as one likes: FLATOUT_TEST_KILLS=100, and another FLATOUT_TEST_SEED.
     kills = int(os.environ.get("FLATOUT_TEST_KILLS", "10"))

@@ -56,5 +56,6 @@ def test_fewer_ranks_go_on_from_pieces(tmp_path, undisturbed):
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", ["merged", "per_rank"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2), (3, 2), (2, 2)])
+@pytest.mark.long
 def test_another_world_goes_on(tmp_path, undisturbed, before, after, pieces):
     goes_on(undisturbed, tmp_path, before, after, pieces)

@@ -72,6 +72,7 @@ def test_a_short_cut_does_no_harm(tmp_path, hosts):
     assert "start again" not in nodes[0].said + nodes[1].said
 
 
+@pytest.mark.long
 def test_a_cut_network_ends_both_sides_with_words(tmp_path, hosts):
     nodes = begin(hosts, tmp_path, "100", "--set", "world.timeout=10")
     wait_for_step(tmp_path, 10, nodes)

@@ -80,6 +80,7 @@ def test_a_rank_that_is_killed_when_the_other_node_is_done(tmp_path, undisturbed
 
 
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.long
 def test_after_an_agent_was_killed_both_nodes_end(tmp_path, undisturbed, node):
     nodes = both(tmp_path, "runs", "2")
     wait_for_step(tmp_path, 17, nodes)
