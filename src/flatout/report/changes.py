@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.text import Text
 
-from flatout.doctor.edits import diff, fix, propose
+from flatout.doctor.edits import diff, fix
 from flatout.doctor.edits.patch import folder_of
+from flatout.doctor.edits.proposals import with_recipe
 from flatout.doctor.edits.source import Source, by_file
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
@@ -94,10 +95,8 @@ def _change(finding: Finding, verdict: Verdict, proof: Proof | None) -> Change |
         if proof.outcome == "left alone":
             return None
         parity = proof.parity or parity
-        if proof.recipe and proof.recipe != finding.recipe:  # another value was better
-            seen = verdict.observations[0]
-            finding = replace(finding, recipe=proof.recipe)
-            finding = replace(finding, edits=propose(finding, seen))
+        if proof.recipe:  # another value may have been better
+            finding = with_recipe(finding, proof.recipe, verdict.observations[:1])
     if not finding.edits:
         return None
     return Change(finding, Parity.from_words(parity) if parity else Parity.EXACT)

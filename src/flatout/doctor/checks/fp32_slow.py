@@ -60,15 +60,19 @@ def look(seen: Observation) -> list[Finding]:
 
 def _arithmetic(seen: Observation, trained: list[Model]) -> float:
     """The most of forward and backward that arithmetic can be: no dtype makes the rest faster."""
-    rates = [None if is_gpu(seen) else arithmetic_rate(seen, model) for model in trained]
+    rates = [_rate(seen, model) for model in trained]
     cores = min(seen.threads or 1, seen.usable_cpus or seen.threads or 1)
     known = [rate for rate in rates if rate is not None]
     return min(1.0, sum(known) / (cores * _CORE_RATE)) if len(known) == len(rates) else 1.0
 
 
+def _rate(seen: Observation, model: Model) -> float | None:
+    return None if is_gpu(seen) else arithmetic_rate(seen, model)
+
+
 def _computes(seen: Observation, model: Model) -> bool:
     """Whether arithmetic can be what takes the time."""
-    rate = None if is_gpu(seen) else arithmetic_rate(seen, model)
+    rate = _rate(seen, model)
     return rate is None or rate >= SLOW_RATE
 
 

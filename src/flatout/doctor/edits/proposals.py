@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from flatout.doctor.edits import arguments, evaluation, loops, models, removed, tensors, workers
 from flatout.doctor.edits.code import Unsure
@@ -68,3 +69,12 @@ def with_edits(finding: Finding, ranks: Sequence[Observation]) -> Finding:
     """The finding with the edits that cure it, by what the first of these ranks showed of it."""
     found = (edits for seen in ranks if (edits := propose(finding, seen)))
     return replace(finding, edits=finding.edits or next(found, ()))
+
+
+def with_recipe(
+    finding: Finding, recipe: Mapping[str, Any], ranks: Sequence[Observation]
+) -> Finding:
+    """The finding with other values in its Recipe, and with the edits that say them."""
+    if recipe == finding.recipe:
+        return finding
+    return with_edits(replace(finding, recipe=dict(recipe), edits=()), ranks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flatout.doctor.edits.proposals import with_edits
+from flatout.doctor.edits.proposals import with_recipe
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
 from flatout.observe import Observation
@@ -230,18 +230,11 @@ def _changed(cure: Cure, change: Mapping[str, Any], verdict: Verdict) -> Cure:
                 edit
                 for finding in verdict.findings
                 if finding.name in cure.names and finding.edits
-                for edit in _edits(finding, change, verdict)
+                for edit in with_recipe(finding, change, verdict.observations).edits
             )
         ),
         others=(),
     )
-
-
-def _edits(finding: Finding, change: Mapping[str, Any], verdict: Verdict) -> Sequence[Edit]:
-    if dict(change) == dict(finding.recipe):
-        return finding.edits
-    changed = replace(finding, recipe=dict(change), edits=())
-    return with_edits(changed, verdict.observations).edits
 
 
 def _workers(seen: Observation) -> int | None:
