@@ -121,8 +121,11 @@ class Seen:
         answer = next((one for one in self.script if one.together), None)
         if answer is None or answer.together is None or answer.prescription is None:
             return None
-        before, after = (answer.prescription.get(name) for name in ("before_s", "after_s"))
-        return before / after if before and after else float(answer.together["trial"]["ratio"])
+        for of in ("", "step_"):
+            before, after = (answer.prescription.get(f"{of}{end}_s") for end in ("before", "after"))
+            if before and after:
+                return float(before / after)
+        return float(answer.together["trial"]["ratio"])
 
     @property
     def trial_error(self) -> float | None:

@@ -136,6 +136,8 @@ def test_what_is_promised_of_the_whole_run_counts_where_it_is_known():
     row = seen(SLOW)
     row.script = [tried(SLOW, 2, ratio=2.0)]
     assert row.predicted == 2.0
+    row.script[0].prescription.update(step_before_s=0.9, step_after_s=0.5)
+    assert row.predicted == pytest.approx(1.8)
     row.script[0].prescription.update(before_s=90.0, after_s=60.0)
     assert row.predicted == 1.5
     row.remeasured = Remeasured(1.5)

@@ -71,9 +71,12 @@ class Machine:
         return Pair(result=result, blocks=blocks, a=a, b=b, held="overlay")
 
 
-def proven(machine: Machine, *fields: str, what=("train.py",), edits=()) -> Prescription:
+def proven(
+    machine: Machine, *fields: str, what=("train.py",), edits=(), lanes_ms=None
+) -> Prescription:
     findings = [Finding(f, "slow", "", "", recipe={f: VALUES[f]}, edits=edits) for f in fields]
     rank = Observation(command=["train.py"], steps=9, ended="stopped", optimizers=[Optimizer("A")])
+    rank.lanes_ms = dict(lanes_ms or {})
     verdict = Verdict([rank], {}, None, findings, [], [])
     cures = cures_of(verdict, Parity.TOLERANT)
     proving = Proving(verdict, what, machine, Parity.TOLERANT, lambda line: None)
@@ -136,6 +139,17 @@ def test_the_best_alone_is_left_of_cures_that_do_not_bear_one_another(seed):
     assert given.together is not None
     assert given.together.names == (BF16,)
     assert outcomes(given) == {LAST: "left alone", BF16: "prescribed"}
+
+
+def test_evaluation_and_saving_dilute_what_a_step_gains():
+    between = {"forward": 8.0, "evaluation": 6.0, "saving": 4.0}
+    machine = Machine(by_set(plain=10, memory_format=5))
+    given = proven(machine, LAST, lanes_ms=between)
+    assert given.before_s is None
+    assert given.step_before_s == pytest.approx(0.020, rel=0.05)
+    assert given.step_after_s == pytest.approx(0.015, rel=0.05)
+    plain = proven(Machine(by_set(plain=10)), LAST, lanes_ms=between)
+    assert (plain.step_before_s, plain.step_after_s) == (None, None)
 
 
 def test_a_script_that_lacks_nothing_is_left_as_it_is():

@@ -5,12 +5,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.kernels import clock, clock_twin
+from flatout.kernels.clock_twin import AFTER, EVALUATION, FORWARD, HOST, INPUT, KEPT, SAVING
 
 KINDS = [clock_twin.Clock]
 if clock.available():
@@ -18,30 +20,60 @@ if clock.available():
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__module__)
 
 
+OPERATIONS = st.one_of(
+    st.tuples(st.sampled_from(["switch", "enter", "leave_backward"]), st.integers(0, 11)),
+    st.tuples(st.just("shift"), st.integers(0, 99), st.integers(0, 11), st.integers(0, 11)),
+    st.tuples(st.just("lap"), st.booleans()),
+    st.tuples(st.just("enter_model")),
+)
+
+
 @each_kind
-@given(st.lists(st.tuples(st.sampled_from(["switch", "enter"]), st.integers(0, 4))))
-def test_no_time_is_lost_or_counted_twice(kind, calls):
+@given(st.lists(OPERATIONS))
+def test_no_time_is_lost_or_counted_twice(kind, operations):
     before = time.perf_counter_ns()
-    one = kind(5, 2)
-    first, current = one.last, 2
+    one = kind()
+    first, current = one.last, HOST
     assert before <= first <= time.perf_counter_ns()
-    for name, lane in calls:
-        assert getattr(one, name)(lane) == current
-        current = lane
-        assert one.current == lane
+    for name, *given_ in operations:
+        said = getattr(one, name)(*given_)
+        if name in ("switch", "enter", "leave_backward"):
+            assert said == current
+            current = given_[0]
+        assert one.current == current
         assert sum(one.spent) == one.last - first
+        one.is_inside = False
     assert one.last <= time.perf_counter_ns()
+    assert len(one.step_ns()) == one.steps
+
+
+@given(st.lists(st.tuples(OPERATIONS, st.integers(0, 1000)), max_size=60))
+def test_both_do_the_same(calls):
+    """Of time that a test gives: `last` is set so that nothing passes but for what is shifted."""
+    said = []
+    for kind in KINDS:
+        one, seen = kind(), []
+        for (name, *given_), ns in calls:
+            seen.append(getattr(one, name)(*given_))
+            one.spent = [0] * 12 if name != "shift" and name != "lap" else one.spent
+            one.shift(ns, INPUT, EVALUATION)
+            one.last = one.began + 7 * ns
+            seen.append((one.current, one.steps, one.backwards, one.is_inside))
+            if name == "lap":
+                seen.append((one.spent, one.step_ns(), one.between))
+        said.append(seen)
+    assert all(other == said[0] for other in said)
 
 
 @each_kind
 def test_time_goes_to_the_lane_that_ran(kind):
-    one = kind(3, 0)
+    one = kind()
     time.sleep(0.02)
-    assert one.switch(1) == 0
+    assert one.switch(1) == HOST
     time.sleep(0.04)
     assert one.enter(2) == 1
     spent = [ns / 1e9 for ns in one.spent]
-    assert spent[0] >= 0.02
+    assert spent[HOST] >= 0.02
     assert spent[1] >= 0.04
     assert spent[2] == 0
     one.last -= 5_000_000_000  # as of somebody who leaves time out
@@ -50,44 +82,101 @@ def test_time_goes_to_the_lane_that_ran(kind):
 
 
 @each_kind
-def test_another_thread_changes_nothing(kind):
-    one = kind(2, 0)
-    said = []
-    thread = threading.Thread(target=lambda: said.append(one.enter(1)))
-    thread.start()
-    thread.join()
-    assert said == [-1]
-    assert (one.current, one.spent) == (0, [0, 0])
-    assert one.thread == threading.get_ident()
-    one.thread = 0
-    assert one.enter(1) == -1
-    assert one.switch(1) == 0
+def test_steps_and_what_lies_between_them(kind):
+    one = kind()
+    one.last = one.began + 100
+    one.shift(30, HOST, SAVING)
+    one.lap(False)
+    assert one.first == one.spent
+    assert (one.steps, one.step_ns(), one.between) == (1, [70], 30)
+    one.last = one.began + 50
+    one.lap(True)
+    assert (one.steps, one.step_ns()) == (1, [120])
+    one.last = one.began + 10
+    one.lap(False)
+    assert (one.steps, one.step_ns()) == (2, [120, 10])
+    assert one.began == one.last
 
 
 @each_kind
-def test_it_begins_anew_with_the_same_list(kind):
-    one = kind(3, 0)
-    spent = one.spent
+def test_between_two_backward_passes_is_the_hosts_time(kind):
+    one = kind()
+    one.spent = [0] * 12
+    for passes, after, host in ((1, 40, 0), (2, 40, 60), (1, 50, 60)):
+        one.backwards = passes
+        one.shift({1: after - one.spent[AFTER], 2: 60}[passes], FORWARD, AFTER)
+        one.lap(False)
+        assert (one.spent[AFTER], one.spent[HOST]) == (after, host)
+        assert one.backwards == 0
+
+
+@each_kind
+def test_the_latest_steps_are_kept(kind):
+    one = kind()
+    for step in range(2 * KEPT + 5):
+        one.last = one.began + step
+        one.lap(False)
+        if step == KEPT - 1:
+            assert one.step_ns() == list(range(KEPT))
+    assert one.step_ns() == list(range(KEPT + 5, 2 * KEPT + 5))
+
+
+@each_kind
+def test_only_the_outermost_model_is_entered(kind):
+    one = kind()
+    assert one.enter_model() == HOST
+    assert one.is_inside
+    assert one.enter_model() == -1
+    one.is_inside = False
+    one.current = INPUT
+    assert one.enter_model() == -1
+    assert not one.is_inside
+    one.current, one.thread = FORWARD, 0
+    assert one.enter_model() == -1
+
+
+@each_kind
+def test_another_thread_changes_nothing(kind):
+    one = kind()
+    said = []
+    thread = threading.Thread(target=lambda: said.extend([one.enter(1), one.enter_model()]))
+    thread.start()
+    thread.join()
+    assert said == [-1, -1]
+    assert (one.current, one.spent) == (HOST, [0] * 12)
+    assert one.thread == threading.get_ident()
+    one.thread = 0
+    assert one.enter(1) == -1
+    assert one.switch(1) == HOST
+
+
+@each_kind
+def test_it_begins_anew(kind):
+    one = kind()
     one.switch(1)
-    one.__init__(4, 3)
-    assert one.spent is spent
-    assert spent == [0, 0, 0, 0]
-    assert one.current == 3
+    one.lap(False)
+    one.enter_model()
+    one.__init__()
+    assert (one.spent, one.first) == ([0] * 12, [0] * 12)
+    assert (one.current, one.steps, one.step_ns()) == (HOST, 0, [])
+    assert not one.is_inside
 
 
 @each_kind
 def test_a_lane_that_is_none_is_an_error_and_costs_nothing(kind):
-    with pytest.raises(IndexError, match="no such lane"):
-        kind(2, 2)
-    one = kind(2, 1)
+    one = kind()
     last = one.last
-    for name in ("switch", "enter"):
-        for lane in (-1, 2):
+    for lane in (-1, 12):
+        for name in ("switch", "enter", "leave_backward"):
             with pytest.raises(IndexError):
                 getattr(one, name)(lane)
+        with pytest.raises(IndexError):
+            one.shift(1, 0, lane)
     with pytest.raises(TypeError):
         one.switch("x")
-    assert (one.spent, one.current) == ([0, 0], 1)
+    with pytest.raises(ValueError, match="one number for each lane"):
+        one.spent = [1, 2]
+    assert (one.spent, one.current, one.backwards) == ([0] * 12, HOST, 0)
     assert one.last == last
 
 
@@ -97,7 +186,7 @@ def test_subclasses_and_their_memory(kind):
         __slots__ = ("more",)
 
         def __init__(self):
-            super().__init__(2, 0)
+            super().__init__()
             self.more = self  # a circle
 
     gc.collect()
@@ -112,8 +201,10 @@ def test_subclasses_and_their_memory(kind):
 def test_a_clock_that_was_never_begun_does_no_harm():
     for kind in KINDS:
         one = kind.__new__(kind)
-        with pytest.raises((IndexError, AttributeError)):
+        with suppress(AttributeError):
             one.switch(0)
+            one.lap(False)
+            assert one.steps == 1
 
 
 def test_without_the_extension_the_twin_serves():

@@ -82,6 +82,9 @@ def test_changes_of_code_are_a_diff_and_no_recipe():
     command = "flatout doctor --yes --diff train.py --name 'a b' # train.py:120, train.py:88"
     assert command in " ".join(text.split())
     assert "a step: 412 ms → 317 ms" in text
+    between = dataclasses.replace(given, step_before_s=0.5, step_after_s=0.405)
+    text = " ".join(shown(between, [danger], recipe=None).split())
+    assert "a step with its share of evaluation and saving: 500 ms → 405 ms" in text
     assert recipe_file.as_recipe(given, ["train.py"]) is None
 
 

@@ -57,6 +57,8 @@ class Prescription:
         seconds: that the trials took.
         run_steps: steps of the user's whole run; None where nobody knows.
         before_s, after_s: of the user's whole run, warm-up and setup included; None likewise.
+        step_before_s, step_after_s: of a step, with its share of evaluation and saving; None where
+            nothing is prescribed.
         refused: what the trials kept the script from doing: {"kind", "what", "where"}.
         stopped: why no trial was made, or no more; "" where all were.
     """
@@ -68,6 +70,8 @@ class Prescription:
     run_steps: int | None = None
     before_s: float | None = None
     after_s: float | None = None
+    step_before_s: float | None = None
+    step_after_s: float | None = None
     refused: list[dict[str, str]] = field(default_factory=list)
     stopped: str = ""
 

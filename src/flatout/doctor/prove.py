@@ -367,31 +367,34 @@ class Proving:
             else:
                 reason = self.stopped or "no time was left for it"
                 proofs.append(self._untried.get(cure.names) or _untried(cure, reason))
-        before_s = after_s = None
+        took: dict[str, float] = {}
         with suppress(ValueError):
-            before_s, after_s = self._whole_run()
+            took = self._whole_run()
         return Prescription(
             proofs=proofs,
             together=self._final.proof if self._final else None,
             floor=self._floor,
             run_steps=self._run_steps,
-            before_s=before_s,
-            after_s=after_s,
             refused=self._bench.refused,
             stopped=self.stopped,
+            **took,
         )
 
-    def _whole_run(self) -> tuple[float | None, float | None]:
+    def _whole_run(self) -> dict[str, float]:
         final, steps = self._final, self._run_steps
-        if final is None or final.pair.result is None or steps is None:
-            return None, None
+        if final is None or final.pair.result is None:
+            return {}
         pair, result = final.pair, final.pair.result
         lanes = self._verdict.observations[0].lanes_ms
         between = sum((lanes.get(lane) or 0.0) for lane in ("evaluation", "saving")) / 1e3
         if counts_between(final.cure):
             between = 0.0
-        before = whole_s(pair.a, pair.a, steps, result.a_median, between)
-        return before, whole_s(pair.a, pair.b, steps, result.b_median, between)
+        a_step, b_step = result.a_median + between, result.b_median + between
+        found = {"step_before_s": a_step, "step_after_s": b_step}
+        if steps is not None:
+            found["before_s"] = whole_s(pair.a, pair.a, steps, result.a_median, between)
+            found["after_s"] = whole_s(pair.a, pair.b, steps, result.b_median, between)
+        return found
 
 
 _CHANGES = "changes what is learned"

@@ -1,19 +1,30 @@
-/* A clock that always runs for one of several lanes: what hooks ask twice or more in each step.
+/* The clock of a training loop: what hooks ask several times in each step.
 
    In a step a hook finds the processor's caches full of other things, where every name that Python
-   looks up costs as much as a call does here. The Python twin is clock_twin.py. */
+   looks up costs as much as a call does here. The Python twin is clock_twin.py, which says what
+   the lanes are. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <string.h>
 #include <structmember.h>
 #include <time.h>
 
+enum { INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMISER, HOST, EVALUATION, SAVING, GC, IDLE, AFTER };
+#define LANES (AFTER + 1)
+#define KEPT 20000
+
 typedef struct {
     PyObject_HEAD
-    PyObject *spent; /* a list of int */
+    long long spent[LANES];
     unsigned long thread;
-    long long last;
+    long long last, began;
+    long long steps, backwards;
+    long long between, after; /* of those lanes, when the last step ended */
+    long long *durations;     /* of the latest KEPT steps, each in the place of its number */
     int current;
+    char is_inside;
+    long long first[LANES]; /* where the lanes stood after the first step */
 } Clock;
 
 /* As time.perf_counter_ns() on Linux. */
@@ -24,48 +35,27 @@ static long long now_ns(void)
     return (long long)now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-/* The time since the last look goes to the lane that ran. -1 with an error set. */
-static int pass_time(Clock *self, long long now)
-{
-    PyObject *before, *after;
-    long long sum;
-    if (self->current < 0) {
-        PyErr_SetString(PyExc_IndexError, "no such lane");
-        return -1;
-    }
-    before = PyList_GetItem(self->spent, self->current);
-    if (before == NULL)
-        return -1;
-    sum = PyLong_AsLongLong(before);
-    if (sum == -1 && PyErr_Occurred())
-        return -1;
-    after = PyLong_FromLongLong(sum + (now - self->last));
-    if (after == NULL || PyList_SetItem(self->spent, self->current, after) < 0)
-        return -1;
-    self->last = now;
-    return 0;
-}
-
 /* The lane that an argument names, or -1 with an error set. */
-static int lane_of(Clock *self, PyObject *argument)
+static int lane_of(PyObject *argument)
 {
     long lane = PyLong_AsLong(argument);
     if (lane == -1 && PyErr_Occurred())
         return -1;
-    if (lane < 0 || lane >= PyList_Size(self->spent)) {
+    if (lane < 0 || lane >= LANES) {
         PyErr_SetString(PyExc_IndexError, "no such lane");
         return -1;
     }
     return (int)lane;
 }
 
-static PyObject *change(Clock *self, int lane)
+static int change(Clock *self, int lane)
 {
     int before = self->current;
-    if (pass_time(self, now_ns()) < 0)
-        return NULL;
+    long long now = now_ns();
+    self->spent[before] += now - self->last;
+    self->last = now;
     self->current = lane;
-    return PyLong_FromLong(before);
+    return before;
 }
 
 PyDoc_STRVAR(switch_doc,
@@ -74,9 +64,8 @@ PyDoc_STRVAR(switch_doc,
 
 static PyObject *clock_switch(PyObject *object, PyObject *argument)
 {
-    Clock *self = (Clock *)object;
-    int lane = lane_of(self, argument);
-    return lane < 0 ? NULL : change(self, lane);
+    int lane = lane_of(argument);
+    return lane < 0 ? NULL : PyLong_FromLong(change((Clock *)object, lane));
 }
 
 PyDoc_STRVAR(enter_doc,
@@ -86,12 +75,158 @@ PyDoc_STRVAR(enter_doc,
 static PyObject *clock_enter(PyObject *object, PyObject *argument)
 {
     Clock *self = (Clock *)object;
-    int lane = lane_of(self, argument);
+    int lane = lane_of(argument);
     if (lane < 0)
         return NULL;
     if (PyThread_get_thread_ident() != self->thread)
         return PyLong_FromLong(-1);
-    return change(self, lane);
+    return PyLong_FromLong(change(self, lane));
+}
+
+PyDoc_STRVAR(enter_model_doc,
+"enter_model()\n--\n\n"
+"A model is called. Returns the lane that runs; -1 in another thread, within a model, and while a\n"
+"batch is made, where nothing happens.");
+
+static PyObject *clock_enter_model(PyObject *object, PyObject *nothing)
+{
+    Clock *self = (Clock *)object;
+    (void)nothing;
+    if (self->is_inside || self->current == INPUT || PyThread_get_thread_ident() != self->thread)
+        return PyLong_FromLong(-1);
+    self->is_inside = 1;
+    return PyLong_FromLong(self->current);
+}
+
+PyDoc_STRVAR(leave_backward_doc,
+"leave_backward(lane, /)\n--\n\n"
+"As `switch`, and one more backward pass has ended.");
+
+static PyObject *clock_leave_backward(PyObject *object, PyObject *argument)
+{
+    int lane = lane_of(argument);
+    if (lane < 0)
+        return NULL;
+    ((Clock *)object)->backwards += 1;
+    return PyLong_FromLong(change((Clock *)object, lane));
+}
+
+PyDoc_STRVAR(shift_doc,
+"shift(ns, before, after, /)\n--\n\n"
+"So much of the time of one lane was another's.");
+
+static PyObject *clock_shift(PyObject *object, PyObject *args)
+{
+    Clock *self = (Clock *)object;
+    PyObject *before, *after;
+    long long ns;
+    int from, to;
+    if (!PyArg_ParseTuple(args, "LOO:shift", &ns, &before, &after))
+        return NULL;
+    from = lane_of(before);
+    to = from < 0 ? -1 : lane_of(after);
+    if (to < 0)
+        return NULL;
+    self->spent[from] -= ns;
+    self->spent[to] += ns;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(lap_doc,
+"lap(merge, /)\n--\n\n"
+"A step has ended when last looked; with `merge` it is still the one that ended last.");
+
+static PyObject *clock_lap(PyObject *object, PyObject *argument)
+{
+    Clock *self = (Clock *)object;
+    int merge = PyObject_IsTrue(argument);
+    long long between = self->spent[EVALUATION] + self->spent[SAVING], took;
+    if (merge < 0)
+        return NULL;
+    took = self->last - self->began - (between - self->between);
+    self->began = self->last;
+    self->between = between;
+    if (self->backwards > 1) { /* what lay between them was the host's */
+        self->spent[HOST] += self->spent[AFTER] - self->after;
+        self->spent[AFTER] = self->after;
+    }
+    self->after = self->spent[AFTER];
+    self->backwards = 0;
+    if (merge && self->steps) {
+        self->durations[(self->steps - 1) % KEPT] += took;
+    } else {
+        self->durations[self->steps % KEPT] = took;
+        self->steps += 1;
+    }
+    if (self->steps == 1)
+        memcpy(self->first, self->spent, sizeof self->first);
+    Py_RETURN_NONE;
+}
+
+static PyObject *list_of(const long long *numbers, Py_ssize_t count)
+{
+    PyObject *list = PyList_New(count), *number;
+    for (Py_ssize_t place = 0; list != NULL && place < count; place++) {
+        number = PyLong_FromLongLong(numbers[place]);
+        if (number == NULL || PyList_SetItem(list, place, number) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+PyDoc_STRVAR(step_ns_doc,
+"step_ns()\n--\n\n"
+"Durations of the latest steps, oldest first, without evaluation and saving.");
+
+static PyObject *clock_step_ns(PyObject *object, PyObject *nothing)
+{
+    Clock *self = (Clock *)object;
+    PyObject *older, *newer;
+    long long place = self->steps % KEPT;
+    (void)nothing;
+    if (self->steps <= KEPT)
+        return list_of(self->durations, (Py_ssize_t)self->steps);
+    older = list_of(self->durations + place, (Py_ssize_t)(KEPT - place));
+    newer = list_of(self->durations, (Py_ssize_t)place);
+    if (older != NULL && (newer == NULL || PyList_SetSlice(older, KEPT, KEPT, newer) < 0))
+        Py_CLEAR(older);
+    Py_XDECREF(newer);
+    return older;
+}
+
+static PyObject *clock_spent(PyObject *object, void *nothing)
+{
+    (void)nothing;
+    return list_of(((Clock *)object)->spent, LANES);
+}
+
+static PyObject *clock_first(PyObject *object, void *nothing)
+{
+    (void)nothing;
+    return list_of(((Clock *)object)->first, LANES);
+}
+
+static int clock_set_spent(PyObject *object, PyObject *value, void *nothing)
+{
+    long long numbers[LANES];
+    PyObject *number;
+    (void)nothing;
+    if (value == NULL || PySequence_Size(value) != LANES) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "spent takes one number for each lane");
+        return -1;
+    }
+    for (int lane = 0; lane < LANES; lane++) {
+        number = PySequence_GetItem(value, lane);
+        if (number == NULL)
+            return -1;
+        numbers[lane] = PyLong_AsLongLong(number);
+        Py_DECREF(number);
+        if (numbers[lane] == -1 && PyErr_Occurred())
+            return -1;
+    }
+    memcpy(((Clock *)object)->spent, numbers, sizeof numbers);
+    return 0;
 }
 
 static PyObject *clock_new(PyTypeObject *type, PyObject *args, PyObject *names)
@@ -102,44 +237,27 @@ static PyObject *clock_new(PyTypeObject *type, PyObject *args, PyObject *names)
     (void)names;
     if (self == NULL)
         return NULL;
-    self->spent = PyList_New(0);
-    if (self->spent == NULL) {
+    self->durations = PyMem_Malloc(KEPT * sizeof *self->durations);
+    if (self->durations == NULL) {
         Py_DECREF(self);
-        return NULL;
+        return PyErr_NoMemory();
     }
     return (PyObject *)self;
 }
 
 static int clock_init(PyObject *object, PyObject *args, PyObject *names)
 {
-    static char *known[] = {"lanes", "current", NULL};
+    static char *known[] = {NULL};
     Clock *self = (Clock *)object;
-    PyObject *zeros, *zero;
-    int lanes, current, failed;
-    if (!PyArg_ParseTupleAndKeywords(args, names, "ii:Clock", known, &lanes, &current))
+    if (!PyArg_ParseTupleAndKeywords(args, names, ":Clock", known))
         return -1;
-    if (current < 0 || current >= lanes) {
-        PyErr_SetString(PyExc_IndexError, "no such lane");
-        return -1;
-    }
-    zeros = PyList_New(lanes);
-    if (zeros == NULL)
-        return -1;
-    for (int lane = 0; lane < lanes; lane++) {
-        zero = PyLong_FromLong(0);
-        if (zero == NULL || PyList_SetItem(zeros, lane, zero) < 0) {
-            Py_DECREF(zeros);
-            return -1;
-        }
-    }
-    /* In place: hooks hold the list. */
-    failed = PyList_SetSlice(self->spent, 0, PyList_Size(self->spent), zeros) < 0;
-    Py_DECREF(zeros);
-    if (failed)
-        return -1;
-    self->current = current;
+    memset(self->spent, 0, sizeof self->spent);
+    memset(self->first, 0, sizeof self->first);
+    self->steps = self->backwards = self->between = self->after = 0;
+    self->is_inside = 0;
+    self->current = HOST;
     self->thread = PyThread_get_thread_ident();
-    self->last = now_ns();
+    self->last = self->began = now_ns();
     return 0;
 }
 
@@ -147,31 +265,47 @@ static void clock_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    Py_XDECREF(((Clock *)object)->spent);
+    PyMem_Free(((Clock *)object)->durations);
     release(object);
     Py_DECREF(type);
 }
 
 static PyMemberDef members[] = {
-    {"spent", T_OBJECT_EX, offsetof(Clock, spent), READONLY, "Nanoseconds by lane."},
     {"thread", T_ULONG, offsetof(Clock, thread), 0, "Whose clock it is."},
     {"last", T_LONGLONG, offsetof(Clock, last), 0, "When it was looked at."},
+    {"began", T_LONGLONG, offsetof(Clock, began), 0, "When the step that is open began."},
     {"current", T_INT, offsetof(Clock, current), 0, "The lane for which it runs."},
+    {"steps", T_LONGLONG, offsetof(Clock, steps), 0, "How many have ended."},
+    {"backwards", T_LONGLONG, offsetof(Clock, backwards), 0, "Backward passes since then."},
+    {"between", T_LONGLONG, offsetof(Clock, between), 0, "Evaluation and saving until then."},
+    {"is_inside", T_BOOL, offsetof(Clock, is_inside), 0, "Whether a model is being called."},
     {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef properties[] = {
+    {"spent", clock_spent, clock_set_spent, "Nanoseconds by lane.", NULL},
+    {"first", clock_first, NULL, "Those after the first step.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef methods[] = {
     {"switch", clock_switch, METH_O, switch_doc},
     {"enter", clock_enter, METH_O, enter_doc},
+    {"enter_model", clock_enter_model, METH_NOARGS, enter_model_doc},
+    {"leave_backward", clock_leave_backward, METH_O, leave_backward_doc},
+    {"shift", clock_shift, METH_VARARGS, shift_doc},
+    {"lap", clock_lap, METH_O, lap_doc},
+    {"step_ns", clock_step_ns, METH_NOARGS, step_ns_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot clock_slots[] = {
-    {Py_tp_doc, "Clock(lanes, current)\n--\n\nA clock that always runs for one of its lanes."},
+    {Py_tp_doc, "Clock()\n--\n\nThe clock of a training loop."},
     {Py_tp_new, clock_new},
     {Py_tp_init, clock_init},
     {Py_tp_dealloc, clock_dealloc},
     {Py_tp_members, members},
+    {Py_tp_getset, properties},
     {Py_tp_methods, methods},
     {0, NULL},
 };
@@ -205,7 +339,7 @@ static PyModuleDef_Slot slots[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_clock",
-    .m_doc = "A clock that always runs for one of several lanes.",
+    .m_doc = "The clock of a training loop.",
     .m_slots = slots,
 };
 

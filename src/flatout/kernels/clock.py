@@ -1,4 +1,4 @@
-"""A clock that always runs for one of several lanes: in C, or its Python twin, which is slower."""
+"""The clock of a training loop: in C, or its Python twin, which is slower."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from flatout.observe.watch import Watch
 def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
     """Hooks into torch.autograd.backward, which Tensor.backward calls."""
     lanes, enter, calls = watch.lanes, watch.lanes.enter, watch.calls
+    leave = lanes.leave_backward
     original, is_traced = torch.autograd.backward, torch.compiler.is_dynamo_compiling
 
     @wraps(original)
@@ -28,10 +29,8 @@ def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
         try:
             original(tensors, *args, **kwargs)
         finally:
-            lanes.backwards += 1
-            steps.backwards += 1
             # LBFGS calls it within its step.
-            lanes.switch(OPTIMISER if before == OPTIMISER else AFTER)
+            leave(OPTIMISER if before == OPTIMISER else AFTER)
             if steps.backward_site is None:
                 steps.backward_site = here(1)
         if kwargs.get("retain_graph") or (len(args) > 1 and args[1]):

@@ -24,7 +24,7 @@ from flatout.observe.lanes import HOST
 from flatout.observe.loaders import SeenLoader, watch_batches
 from flatout.observe.models import Models
 from flatout.observe.observation import Site
-from flatout.observe.optimizers import SeenOptimizer, Steps, timed_zero_grad
+from flatout.observe.optimizers import SeenOptimizer, Steps
 from flatout.observe.tensors import copying, timed
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import probed
@@ -40,7 +40,6 @@ def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
         writer_seconds: of a CPU, that writing has taken.
     """
     steps = max(1, watch.lanes.steps)
-    zeroed = sum(call.count for call in watch.calls.all() if call.kind == "zero_grad")
     rounds = [seen.backwards for seen in watch.optimizers]
     ran = {
         _batch_ns: sum(loader.batches for loader in watch.loaders),
@@ -49,7 +48,6 @@ def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
         _step_ns: sum(often for counts in rounds for often in counts.values()),
         _forward_ns: sum(model.calls for model in watch.models),
         _inner_ns: sum(model.calls * model.inner for model in watch.models),
-        _zero_grad_ns: zeroed,
         _call_ns: watch.calls.noted,
         _search_ns: watch.calls.sought,
         _copy_ns: watch.calls.passed,
@@ -190,14 +188,6 @@ def _of_module(*, is_inside: bool) -> float:
         _time_ns(lambda: hooked(module, module.weight), first)
         - _time_ns(lambda: _nothing(module, module.weight)),
     )
-
-
-def _zero_grad_ns() -> float:
-    watch = Watch()
-    hooked = timed_zero_grad(_nothing, watch)
-    watch.lanes.steps = 1000
-    watch.attend()  # as after the steps in which lines are noted
-    return _extra_ns(lambda: hooked(None), lambda: _nothing(None))
 
 
 def _call_ns() -> float:

@@ -6,12 +6,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
-from threading import get_ident
 from typing import Any
 from weakref import ref
 
 from flatout.observe.inside import Inside
-from flatout.observe.lanes import AFTER, FORWARD, HOST, INPUT
+from flatout.observe.lanes import AFTER, FORWARD, HOST
 from flatout.observe.model_facts import describe, unwrapped
 from flatout.observe.numbers import Numbers
 from flatout.observe.observation import Model, Site
@@ -150,18 +149,14 @@ class Models:
 
     def watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A `__call__` that notices the outermost modules."""
-        lanes, known = self._watch.lanes, self._known
+        lanes, enter_model, known = self._watch.lanes, self._watch.lanes.enter_model, self._known
         is_traced = self._torch.compiler.is_dynamo_compiling
         is_grad_enabled = self._torch.is_grad_enabled
 
         @wraps(original)
         def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if is_traced() or lanes.is_inside or get_ident() != lanes.thread:
+            if is_traced() or (current := enter_model()) < 0:
                 return original(module, *args, **kwargs)
-            current = lanes.current
-            if current == INPUT:
-                return original(module, *args, **kwargs)
-            lanes.is_inside = True
             try:
                 seen = known.get(id(module))
                 if seen is None or seen.ref() is not module:
@@ -169,7 +164,7 @@ class Models:
                 if seen.has_parameters:
                     seen.calls += 1
                     is_trained = module.training and is_grad_enabled()
-                    if lanes.evaluations or not is_trained or seen.calls >= seen.due:
+                    if not is_trained or seen.calls >= seen.due or lanes.evaluations:
                         self._look(seen, module, args, kwargs)
                     if current in _BEFORE_FORWARD:
                         lanes.switch(FORWARD)

@@ -21,7 +21,7 @@ _LONGEST_ROUND = 20
 _ELSEWHERE = "an optimiser stepped in a thread beside the main one: those steps were not watched"
 # Learning rates are looked at after so many of an optimiser's steps.
 _RATE_STEPS = (1, 5, 20, 100)
-# Lines that zero gradients are noted in so many steps.
+# Gradients that are zeroed are timed in so many steps.
 _NOTED_STEPS = 50
 
 
@@ -79,35 +79,36 @@ class Steps:
     """Finds steps: one round of all optimisers that take turns, each after its backward passes.
 
     Attributes:
-        backwards: backward passes since an optimiser has stepped.
-        backward_site: the user's line of the first one.
-        count: how often one has.
+        backward_site: the user's line of the first backward pass.
     """
 
     __slots__ = (
+        "_counted",
         "_is_counted",
         "_is_traced",
         "_lanes",
         "_seen",
+        "_sole",
         "_watch",
         "backward_site",
-        "backwards",
     )
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._lanes = watch.lanes
         self._seen: dict[int, SeenOptimizer] = {}
+        self._sole: SeenOptimizer | None = None  # where there is one alone
         self._is_counted = False
+        self._counted = 0  # backward passes of this round before the latest optimiser's step
         self._is_traced: Callable[[], bool] = lambda: False
-        self.backwards = 0
         self.backward_site: Site | None = None
         watch.on_renewal.append(self.renew)
 
     def renew(self) -> None:
         """Begins to count: who steps is met anew."""
         self._seen.clear()
-        self.backwards = 0
+        self._sole = None
+        self._counted = 0
         self.backward_site = None
 
     def hook_into(self, torch: Any, module: Any) -> None:
@@ -139,22 +140,34 @@ class Steps:
                 self._watch.notes[_ELSEWHERE] = None
             return
         self._is_counted = True
-        seen = self._seen.get(id(optimizer))
+        seen, backwards = self._sole, lanes.backwards
+        if seen is None or seen.ref() is not optimizer:
+            self._end_in_round(optimizer)
+            return
+        seen.backwards[backwards] = seen.backwards.get(backwards, 0) + 1
+        lanes.close()
+        if lanes.steps >= lanes.due or lanes.last >= lanes.until:
+            self._watch.attend()
+
+    def _end_in_round(self, optimizer: Any) -> None:
+        """It is new, or one of several."""
+        lanes, seen = self._lanes, self._seen.get(id(optimizer))
         is_new = seen is None or seen.ref() is not optimizer
         if seen is None or is_new:
             seen = self._meet(optimizer)
-        seen.backwards[self.backwards] = seen.backwards.get(self.backwards, 0) + 1
-        self.backwards = 0
+        own = lanes.backwards - self._counted
+        seen.backwards[own] = seen.backwards.get(own, 0) + 1
+        self._counted = lanes.backwards
         if not seen.ends_round:
             seen.since_round += 1
             seen.ends_round = seen.since_round > _LONGEST_ROUND
             return
-        is_more = False
-        if len(self._seen) > 1:
-            is_more = is_new
-            for other in self._seen.values():
-                other.since_round = 0
-        lanes.close(is_more)
+        several = len(self._seen) > 1
+        self._sole = None if several else seen
+        self._counted = 0
+        for other in self._seen.values():
+            other.since_round = 0
+        lanes.close(several and is_new)
         if lanes.steps >= lanes.due or lanes.last >= lanes.until:
             self._watch.attend()
 
@@ -162,8 +175,8 @@ class Steps:
         """A new one: it comes last in its round, as far as anybody knows."""
         for other in self._seen.values():
             other.ends_round = False
-        seen = SeenOptimizer(optimizer, facts_of(optimizer, here(3)))
-        loop = users_frame(sys._getframe(3))
+        seen = SeenOptimizer(optimizer, facts_of(optimizer, here(4)))
+        loop = users_frame(sys._getframe(4))
         if loop is not None:
             self._watch.calls.loops.add(loop.f_code)
         seen.facts.backward_site = self.backward_site
@@ -203,31 +216,44 @@ def watch_optimizers(torch: Any, watch: Watch, steps: Steps) -> None:
     """Hooks into the steps of torch's optimisers, and into zero_grad."""
     steps.hook_into(torch, sys.modules["torch.optim.optimizer"])
     for owner in (torch.optim.Optimizer, torch.nn.Module):
-        owner.zero_grad = timed_zero_grad(owner.zero_grad, watch)
+        _watch_zero_grad(owner, watch)
 
 
-def timed_zero_grad(original: Any, watch: Watch) -> Any:
-    """A zero_grad with its time and, in the first steps, the user's line: it calls always alike."""
-    lanes, enter, calls = watch.lanes, watch.lanes.enter, watch.calls
-    is_traced = sys.modules["torch"].compiler.is_dynamo_compiling
-    details = {False: {"set_to_none": False}, True: {"set_to_none": True}}
-    is_noted = True
-
-    def end() -> None:
-        nonlocal is_noted
-        is_noted = False
-        calls.spread("zero_grad", _NOTED_STEPS)
+def _watch_zero_grad(owner: Any, watch: Watch) -> None:
+    """Times zero_grad in the first steps alone: it always calls alike, and may be quick."""
+    original, lanes = owner.zero_grad, watch.lanes
+    taken: Counter[int] = Counter()
+    hooked = timed_zero_grad(original, watch, taken)
 
     def begin() -> None:
-        nonlocal is_noted
-        is_noted = True
+        taken.clear()
+        if owner.zero_grad is original:
+            owner.zero_grad = hooked
 
+    def end() -> None:
+        watch.calls.spread("zero_grad", _NOTED_STEPS)
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is not None and dynamo.counters:
+            return  # something is compiled, and would be compiled anew
+        if owner.zero_grad is hooked:  # nobody has wrapped it since
+            owner.zero_grad = original
+            for lane, ns in taken.items():
+                lanes.takes_each_step(ns / lanes.steps, lane, OPTIMISER)
+
+    begin()
     watch.at(_NOTED_STEPS, end)
     watch.on_renewal.append(begin)
 
+
+def timed_zero_grad(original: Any, watch: Watch, taken: Counter[int]) -> Any:
+    """A zero_grad with its time and the user's line; `taken` gets ns by the lane that ran."""
+    lanes, calls = watch.lanes, watch.calls
+    is_traced = sys.modules["torch"].compiler.is_dynamo_compiling
+    details = {False: {"set_to_none": False}, True: {"set_to_none": True}}
+
     @wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        if is_traced() or (before := enter(OPTIMISER)) < 0:
+        if is_traced() or (before := lanes.enter(OPTIMISER)) < 0:
             original(self, set_to_none)
             return
         began = lanes.last
@@ -235,7 +261,9 @@ def timed_zero_grad(original: Any, watch: Watch) -> Any:
             original(self, set_to_none)
         finally:
             lanes.switch(before)
-            if is_noted:
-                calls.note("zero_grad", lanes.last - began, 2, details[bool(set_to_none)])
+            took = lanes.last - began
+            taken[before] += took
+            if lanes.steps < _NOTED_STEPS:
+                calls.note("zero_grad", took, 2, details[bool(set_to_none)])
 
     return zero_grad

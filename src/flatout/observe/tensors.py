@@ -42,7 +42,7 @@ def timed(
     original: Any, kind: str, name: str, watch: Watch, trips: RoundTrips | None = None
 ) -> Any:
     """A method that brings a value to the host, with its time and the user's line."""
-    lanes, spent, calls = watch.lanes, watch.lanes.spent, watch.calls
+    lanes, calls = watch.lanes, watch.calls
     detail = {} if kind == name else {"by": name}
 
     @wraps(original)
@@ -53,8 +53,7 @@ def timed(
         began = perf_counter_ns()
         value = original(self, *args, **kwargs)
         took = perf_counter_ns() - began
-        spent[HOST] += took
-        spent[current] -= took
+        lanes.shift(took, current, HOST)
         calls.note(kind, took, detail=detail)
         if trips is not None and trips.is_open and value is not self:
             trips.went(value)
@@ -65,7 +64,7 @@ def timed(
 
 def copying(original: Any, watch: Watch, trips: RoundTrips | None = None) -> Any:
     """A method that may copy to another device, with its time."""
-    lanes, spent, calls = watch.lanes, watch.lanes.spent, watch.calls
+    lanes, calls = watch.lanes, watch.calls
 
     @wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,8 +78,7 @@ def copying(original: Any, watch: Watch, trips: RoundTrips | None = None) -> Any
             return value
         took = perf_counter_ns() - began
         to_host = value.device.type == "cpu"
-        spent[HOST if to_host else COPY] += took
-        spent[current] -= took
+        lanes.shift(took, current, HOST if to_host else COPY)
         if to_host:
             calls.note("cpu", took, detail={"by": "to"})
         if trips is not None and trips.is_open:
