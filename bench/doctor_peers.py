@@ -25,6 +25,7 @@ import json
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -36,6 +37,8 @@ from restarts import PEERS, end_peers_on_sigterm
 from results import Key, Results, finish
 
 TIMEOUT_S = 600.0
+# Of a reason in the table; `--keep` has it whole.
+_WIDTH = 30
 FIRST = 10
 
 
@@ -113,7 +116,7 @@ class Judged:
     @property
     def words(self) -> str:
         told = [name for name in ("part", "cause", "cure", "proved") if getattr(self, name)]
-        return self.reason or ", ".join(told) or "nothing of it"
+        return textwrap.shorten(self.reason, _WIDTH) or ", ".join(told) or "nothing of it"
 
 
 def judged(tool: str, pitfall: Pitfall, said: Said) -> Judged:

@@ -4,6 +4,7 @@ doctor_torch_profiler.py script.py [its arguments]
 """
 
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -24,11 +25,18 @@ def main():
         with_stack=True,
         experimental_config=_ExperimentalConfig(verbose=True),  # or the lines are not in the table
     )
+    # Of code that is gone by the end, as that of an import, the profiler cannot tell the name, and
+    # fails: what modules run is kept, and the profiler begins after the first step.
+    kept, get_code = [], SourceFileLoader.get_code
+
+    def get_and_keep(loader, name):
+        kept.append(get_code(loader, name))
+        return kept[-1]
+
+    SourceFileLoader.get_code = get_and_keep
     begun = []
 
     def begin(optimizer, args, kwargs):
-        # Not before the first step: of code that is gone by the end, as that of an import, the
-        # profiler cannot tell the name, and fails.
         if not begun:
             begun.append(True)
             profiler.start()

@@ -170,6 +170,18 @@ def test_cures_for_which_no_time_is_left_are_not_tried():
     assert given.proofs[-1].reason == "no time was left for it"
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_where_there_is_time_for_one_trial_it_is_made_and_has_the_last_word(seed):
+    machine = Machine(by_set(plain=10, memory_format=5), seed, budget_s=20)
+    given = proven(machine, LAST, BF16)
+    assert given.together is not None
+    assert given.together.names == (LAST,)
+    assert given.together.trial is not None
+    assert given.together.trial.pairs >= 4
+    assert outcomes(given)[BF16] == "not tried"
+    assert machine.left_s < machine.needed_s
+
+
 def test_set_up_that_the_run_does_not_repay_is_not_prescribed():
     times = by_set(plain=10, precision=5)
     machine = Machine(times)

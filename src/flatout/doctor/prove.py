@@ -34,6 +34,8 @@ from flatout.recipe import Parity
 # itself it is measured for so many seconds even where that is more, up to a larger share.
 _ITSELF, _KEPT = 0.25, 0.25
 _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
+# Quadruples of the trial that has the last word, where there is time.
+_LAST_PAIRS = 4
 # What takes less once needs no words.
 _LEAST_SETUP_S = 0.5
 # A variant that is nearly as fast with fewer workers or threads is as good.
@@ -152,26 +154,30 @@ class Proving:
         if cure.parity is Parity.LEARNING:
             self._untried[cure.names] = _untried(cure, Parity.LEARNING.words, "needs your OK")
             return
-        spare = self._bench.left_s - max(self._kept_s, self._bench.needed_s)
-        if spare < self._bench.needed_s:
-            self._untried[cure.names] = _untried(cure, "no time was left for it")
+        left, needed = self._bench.left_s, self._bench.needed_s
+        spare = left - max(self._kept_s, needed)
+        if spare < needed:
+            if self._tried or left < needed:
+                self._untried[cure.names] = _untried(cure, "no time was left for it")
+            else:  # room for one trial, which is the last word too
+                self._tried[cure.names] = self._try(plain, cure, left, min_pairs=_LAST_PAIRS)
             return
         share = spare / (remaining + len(cure.others))
-        tried = [self._try(plain, cure, max(share, self._bench.needed_s))]
+        tried = [self._try(plain, cure, max(share, needed))]
         if tried[0].proof.reason.startswith(LEFT) and cure.edits and self._has_time(2):
             # What cannot reach into the script can still be written into it.
-            tried = [self._try(plain, cure.by_edits, max(share, self._bench.needed_s))]
+            tried = [self._try(plain, cure.by_edits, max(share, needed))]
         self._tried[cure.names] = tried[0]
         for other in cure.others:
             # The other cures come before the other values of this one.
             spare = self._bench.left_s - max(self._kept_s, remaining * self._bench.needed_s)
             if spare > self._bench.needed_s:
-                tried.append(self._try(plain, other, max(share, self._bench.needed_s)))
+                tried.append(self._try(plain, other, max(share, needed)))
                 self._tried[cure.names] = _best(tried)
 
-    def _try(self, against: Against, cure: Cure, budget_s: float) -> _Tried:
+    def _try(self, against: Against, cure: Cure, budget_s: float, *, min_pairs: int = 2) -> _Tried:
         self._told(f"trying {cure.words} ...")
-        pair = self._bench.measure(against, cure, budget_s)
+        pair = self._bench.measure(against, cure, budget_s, min_pairs=min_pairs)
         proof = self._judged(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")
         tried = _Tried(cure, proof, pair)
@@ -261,7 +267,7 @@ class Proving:
             return self._tried[cure.names]
         self._told(f"measuring anew: {cure.words} ...")
         pair = self._bench.measure(
-            plain, cure, self._bench.left_s, min_pairs=4, max_pairs=6, block_s=1.0
+            plain, cure, self._bench.left_s, min_pairs=_LAST_PAIRS, max_pairs=6, block_s=1.0
         )
         proof = self._judged(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")

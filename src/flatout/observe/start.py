@@ -123,7 +123,7 @@ class Observer:
 
     def begin_writing(self) -> None:
         """Writes what was seen now and then, from now on."""
-        self._writer = Writer(self._path, self._live, self._place)
+        self._writer = Writer(self._path, self._look_early, self._live, self._place)
 
     def _hook(self) -> None:
         watch, steps = self.watch, self._steps
@@ -158,6 +158,13 @@ class Observer:
 
     def _in_child(self) -> None:
         self.watch.lanes.thread = 0  # of no thread: what a forked process does is not this rank's
+
+    def _look_early(self) -> bool:
+        """Whether workers want the CPUs shows in seconds; nothing else is worth so many looks."""
+        if not any((loader.facts.num_workers or 0) > 1 for loader in self.watch.loaders):
+            return False
+        self._meters.look_at_job()
+        return bool(self.watch.lanes.steps)
 
     def _live(self) -> Observation:
         self._meters.look_at_job()

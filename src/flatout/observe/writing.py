@@ -20,6 +20,8 @@ from flatout.world.place import Place
 # of a CPU.
 _EVERY_S = 1.0
 _SHARE = 0.001
+# What may be over in seconds is looked at so often before that.
+_LOOK_S, _LOOKS = 0.25, 8
 
 
 def write(path: Path, seen: Observation) -> None:
@@ -34,6 +36,7 @@ class Writer:
 
     Args:
         path: of the file.
+        look: looks at the job; whether it did, and need not be asked much oftener.
         seen_so_far: gives what to write.
         place: of this process among the ranks.
 
@@ -41,8 +44,15 @@ class Writer:
         cpu_seconds: what that has taken from the script since its first step.
     """
 
-    def __init__(self, path: Path, seen_so_far: Callable[[], Observation], place: Place) -> None:
+    def __init__(
+        self,
+        path: Path,
+        look: Callable[[], bool],
+        seen_so_far: Callable[[], Observation],
+        place: Place,
+    ) -> None:
         self._path = path
+        self._look = look
         self._seen_so_far = seen_so_far
         self._place = place
         self._end = threading.Event()
@@ -59,12 +69,17 @@ class Writer:
 
     def _run(self) -> None:
         live.point_to(self._path, rank=self._place.rank, world_size=self._place.world_size)
-        pause = _EVERY_S
-        while not self._end.wait(pause):
+        pause, looks = _EVERY_S, 0
+        due = time.monotonic() + pause
+        while not self._end.wait(min(pause, _LOOK_S) if looks < _LOOKS else pause):
             began = time.thread_time()
-            seen = self._seen_so_far()
-            write(self._path, seen)
-            took = time.thread_time() - began
-            pause = max(_EVERY_S, took / _SHARE)
-            if seen.steps:
-                self.cpu_seconds += took
+            looks += looks < _LOOKS and self._look()
+            steps = 0
+            if time.monotonic() >= due:
+                seen = self._seen_so_far()
+                write(self._path, seen)
+                steps = seen.steps
+                due = time.monotonic() + max(_EVERY_S, (time.thread_time() - began) / _SHARE)
+            if steps or looks:
+                self.cpu_seconds += time.thread_time() - began
+            pause = max(0.0, due - time.monotonic())
