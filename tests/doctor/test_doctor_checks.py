@@ -712,6 +712,15 @@ def test_a_line_in_memory_that_is_no_sample_is_no_cache():
     alone = KEPT | many | {"num_workers": 0}
     assert look(job(loader=alone, own_mb=GROWING["job_mb"]))
     assert look(job(loader=alone, own_mb=[500.0] * 20, **GROWING)) == []
+    # Holes in the heap take several times what is kept, where something is.
+    holes = GROWING["job_mb"][0]
+    holes = [holes + 5 * (mb - holes) for mb in GROWING["job_mb"]]
+    assert look(job(loader=alone, own_mb=holes)) == []
+    assert look(job(loader=alone | {"kept_per_sample": 0.1}, own_mb=holes)) == []
+    assert look(job(loader=alone | {"kept_per_sample": 1.0}, own_mb=holes))
+    stairs = [mb + 25 * (-1) ** n for n, mb in enumerate(GROWING["job_mb"])]
+    assert look(job(loader=alone, own_mb=stairs)) == []
+    assert look(job(loader=alone | {"kept_per_sample": 1.0}, own_mb=stairs))
     # 60,000 samples of 25 KB fit once, and not in each of eight workers.
     workers = KEPT | {"length": 60_000, "num_workers": 8, "persistent_workers": True}
     assert look(job(loader=workers, **GROWING))

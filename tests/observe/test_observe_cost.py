@@ -17,3 +17,13 @@ def test_it_is_counted_in_an_evaluation_too(mode, monkeypatch):
     with mode():
         assert cost.added_us_per_step(watch, 0.0) > 0
     cost._once.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in vars(cost) if name[0] == "_" and name.endswith("_ns")]
+)
+def test_each_hook_can_be_timed(name, monkeypatch):
+    monkeypatch.setattr(cost, "_SERIES", 1)
+    monkeypatch.setattr(cost, "_ROUNDS", 20)
+    if name not in ("_extra_ns", "_time_ns"):
+        assert 0 <= getattr(cost, name)() < 1e8

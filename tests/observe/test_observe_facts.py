@@ -9,6 +9,7 @@ from torch import nn
 
 from flatout.observe.compiles import Compiles
 from flatout.observe.gpus import memory_mb
+from flatout.observe.loaders import SeenLoader
 from flatout.observe.openmp import libraries, settings
 from flatout.observe.outputs import contents_of
 from flatout.observe.round_trips import RoundTrips
@@ -127,3 +128,33 @@ def test_what_goes_back_in_a_later_step_is_no_round_trip():
     to(on_host, "meta")
     assert trips.is_open
     assert watch.calls.all() == []
+
+
+class Keeping(torch.utils.data.Dataset):
+    def __init__(self, every):
+        self.every, self.cache = every, {}
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, i):
+        if not i % self.every:
+            self.cache[i] = torch.zeros(3)
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize(("every", "epochs", "kept"), [(1, 1, 1.0), (4, 1, 0.25), (1, 2, 0.5)])
+def test_what_a_dataset_keeps_of_each_sample_is_counted(every, epochs, kept):
+    dataset = torch.utils.data.Subset(Keeping(every), range(1000))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+    seen = SeenLoader(loader, None, 0)
+    assert seen.result().kept_per_sample is None
+    for _ in range(epochs):
+        for batch in loader:
+            seen.took(batch, 0, 1)
+    assert seen.result().kept_per_sample == pytest.approx(kept, rel=0.1)
+    workers = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=1)
+    seen = SeenLoader(workers, None, 1)
+    for _ in range(250):
+        seen.took(None, 0, 1)
+    assert seen.result().kept_per_sample is None

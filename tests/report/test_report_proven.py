@@ -38,7 +38,7 @@ def shown(given, dangers=(DANGER,), width=80, recipe="flatout.toml"):
     console = Console(file=io.StringIO(), width=width, highlight=False)
     seen = Verdict([Observation(["train.py"])], {}, None, list(dangers), [], [])
     what = ["train.py", "--name", "a b"]
-    console.print(ProvenReport(given, seen, 151.0, what, recipe))
+    console.print(ProvenReport(given, seen, 151.0, what, recipe), crop=False)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
@@ -72,6 +72,14 @@ def test_no_figure_is_cut(width):
         assert figure in text
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_command_is_one_line_however_long(width):
+    text = shown(prescription(), width=width)
+    assert "      flatout doctor --budget 5m train.py --name 'a b'   # for what had no time" in (
+        text.splitlines()
+    )
 
 
 def test_changes_of_code_are_a_diff_and_no_recipe():

@@ -23,7 +23,7 @@ from flatout.observe.backward import watch_backward
 from flatout.observe.lanes import HOST
 from flatout.observe.loaders import SeenLoader, watch_batches
 from flatout.observe.models import Models
-from flatout.observe.observation import Site
+from flatout.observe.observation import Loader, Site
 from flatout.observe.optimizers import SeenOptimizer, Steps
 from flatout.observe.tensors import copying, timed
 from flatout.observe.watch import Watch
@@ -114,6 +114,7 @@ def _batch_ns() -> float:
     plain = Batches(())
     seen: Any = SeenLoader.__new__(SeenLoader)
     seen.count()
+    seen.ref, seen.facts = lambda: None, Loader("")
     watched = type("Watched", (Batches,), dict(vars(Batches)))
     watch_batches(watched, Watch(), lambda loader, site: seen)
     hooked = watched(())

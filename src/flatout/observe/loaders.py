@@ -21,6 +21,8 @@ from flatout.observe.within_loader import LOADER, Looker, Probe, size_of, watch_
 
 # Waits that are kept of each loader, and epochs.
 _WAITS, _EPOCHS = 20_000, 1000
+# What the dataset keeps is counted once in so many batches.
+_KEPT_EVERY = 16
 # Datapipes of a chain that are named.
 _STAGES = 64
 # Facts by which a loader that is made anew in each epoch is known again.
@@ -44,6 +46,7 @@ class SeenLoader:
         self.began: int | None = None
         self.is_hashed = True
         self.looker: Looker | None = None
+        self._kept_at_first: int | None = None
 
     def is_like(self, loader: Any) -> bool:
         """Whether a loader is set up as this one is."""
@@ -80,6 +83,8 @@ class SeenLoader:
     def took(self, batch: Any, began: int, ended: int) -> None:
         """A batch was handed over."""
         self.batches += 1
+        if not self.batches % _KEPT_EVERY:
+            self._count_kept()
         if self.began is not None:
             if len(self.facts.first_ms) < _EPOCHS:
                 self.facts.first_ms.append((ended - self.began) / 1e6)
@@ -90,6 +95,18 @@ class SeenLoader:
             self.waits.append(ended - began)
             if len(self.waits) > 2 * _WAITS:
                 del self.waits[:_WAITS]
+
+    def _count_kept(self) -> None:
+        """How much more the dataset keeps since this was called first."""
+        loader, facts = self.ref(), self.facts
+        if loader is None or facts.num_workers or not facts.batch_size:
+            return
+        kept = _entries(loader.dataset)
+        if self._kept_at_first is None:
+            self._kept_at_first = kept
+            return
+        read = (self.batches - _KEPT_EVERY) * facts.batch_size
+        facts.kept_per_sample = (kept - self._kept_at_first) / read
 
     def result(self) -> Loader:
         """What was seen of it."""
@@ -149,6 +166,18 @@ def _site_of_dataset(dataset: Any) -> Site | None:
         if dataset is None:
             return None
     return None
+
+
+def _entries(dataset: Any) -> int:
+    """How many entries a dataset's own containers have, behind Subset and its like."""
+    found = 0
+    for _ in range(8):
+        own = getattr(dataset, "__dict__", {})
+        found += sum(len(one) for one in own.values() if isinstance(one, (list, dict, set)))
+        dataset = own.get("dataset")
+        if dataset is None:
+            break
+    return found
 
 
 def stages_of(dataset: Any) -> list[str] | None:

@@ -92,6 +92,8 @@ class Loader:
             bytes; of all workers together.
         stages: what samples pass through, from the source on, such as ["IterableWrapper",
             "Shuffler", "Batcher"]; None where the dataset is no chain of torch's datapipes.
+        kept_per_sample: entries by which the dataset's own lists, dicts and sets grew with each
+            sample that this process read; None where workers read, or too few were.
         in_training: whether batches of it were trained on, and not only evaluated.
     """
 
@@ -124,6 +126,7 @@ class Loader:
     opens_per_sample: float | None = None
     open_files: list[tuple[str, int]] | None = None
     stages: list[str] | None = None
+    kept_per_sample: float | None = None
     in_training: bool = True
 
 

@@ -153,8 +153,17 @@ def what_next(findings: Sequence[Finding], what: Sequence[str], cures: int) -> I
         lines.append(f"flatout doctor --diff {script}   # cures as changes of your code")
     if any(finding.kind != "note" for finding in findings):
         lines.append(f"flatout doctor {script}   # again, after a change")
+    yield from commands(lines)
+
+
+def commands(lines: Sequence[str]) -> Iterator[Text]:
+    """Commands to go on with; print them with `crop=False`.
+
+    The terminal is to wrap them, so that each is copied as one line.
+    """
     for number, line in enumerate(lines):
-        yield Text(f"{'     ' if number else 'next '} {line}")
+        start = "     " if number else "next "
+        yield Text(f"{start} {line}", no_wrap=True, overflow="ignore")
 
 
 def clock(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """What `flatout doctor` shows of its trials.
 
-console.print(ProvenReport(prescription, verdict, 151.0, ["train.py"], Path("flatout.toml")))
+console.print(ProvenReport(prescription, verdict, 151.0, ["train.py"], path), crop=False)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flatout.doctor.prescription import Outcome, Prescription, Proof
 from flatout.doctor.search import is_searched
 from flatout.doctor.torchrun import under_torchrun
 from flatout.measure.trial import TrialResult
-from flatout.report.first_look import clock, short
+from flatout.report.first_look import clock, commands, short
 from flatout.report.page import duration
 from flatout.say import counted
 
@@ -148,8 +148,7 @@ class ProvenReport:
             )
         if self._widens:
             lines.append(f"flatout doctor --allow redrawn {self._what}")
-        for number, line in enumerate(lines):
-            yield Text(f"{'     ' if number else 'next '} {line}")
+        yield from commands(lines)
 
     @property
     def _what(self) -> str:

@@ -144,7 +144,7 @@ def _treated(
 ) -> _Treated:
     """Trials and what came of them, where the user agrees."""
     if not _agreed(asked, look, cures, console):
-        console.print(*what_next(verdict.findings, asked.what, len(cures)), sep="\n")
+        console.print(*what_next(verdict.findings, asked.what, len(cures)), sep="\n", crop=False)
         return _Treated()
     prescription, met = _proven(asked, verdict, console)
     _tell(asked, look, verdict, prescription, console)
@@ -247,7 +247,7 @@ def _tell(
     is_written = recipe_file.write(asked.recipe, given, asked.what)
     seconds = look.seconds + given.seconds
     file = asked.recipe if is_written else None
-    console.print(ProvenReport(given, verdict, seconds, asked.what, file))
+    console.print(ProvenReport(given, verdict, seconds, asked.what, file), crop=False)
 
 
 def _code(

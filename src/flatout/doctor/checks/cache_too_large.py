@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import correlation, linear_regression
 
 from flatout.doctor.checks.check import Check, NoSignal
@@ -12,8 +13,9 @@ from flatout.observe import Loader, Observation
 _POINTS = 5
 """Fewer measurements are no line."""
 
-_STRAIGHT = 0.9
-"""How well memory has to follow the steps: their correlation. Heaps grow in stairs of 16 MB."""
+_STRAIGHT, _STRAIGHT_KEPT = 0.9, 0.7
+"""How well memory has to follow the steps: their correlation. Heaps grow in stairs of 16 MB. It may
+be less where the dataset was seen to keep an entry for each sample."""
 
 _LEAST_MB = 32.0
 """Less growth than this is the allocator's own."""
@@ -21,6 +23,10 @@ _LEAST_MB = 32.0
 _LIKE_A_SAMPLE = (0.7, 2.0)
 """Bytes by which memory grows with each sample, over the sample's own, where it is what grows:
 objects and containers come on top, and what was read before may be read again."""
+
+_KEPT = 0.7
+"""Entries that a dataset keeps of each sample, where it keeps samples. Then memory may grow by any
+factor: small samples that stay between large tensors that go leave holes in the heap."""
 
 
 def look(seen: Observation) -> list[Finding]:
@@ -34,7 +40,8 @@ def look(seen: Observation) -> list[Finding]:
         raise NoSignal("how much memory is free was not seen")
     slope, _ = linear_regression(steps, memory)
     grown = slope * (steps[-1] - steps[0])
-    if grown < _LEAST_MB or correlation(steps, memory) < _STRAIGHT:
+    straight = _STRAIGHT_KEPT if _keeps(loader) else _STRAIGHT
+    if grown < _LEAST_MB or correlation(steps, memory) < straight:
         return []
     each = slope / max(1.0, (loader.batch_size or 1) * batches_per_step(seen))
     whole = _whole_mb(loader, each)
@@ -59,9 +66,16 @@ def _whole_mb(loader: Loader, each: float) -> float | None:
     if loader.length is None or not loader.sample_bytes or not loader.batch_size:
         raise NoSignal("memory grows; how large a sample is, and how many there are, was not seen")
     least, most = _LIKE_A_SAMPLE
+    if _keeps(loader):
+        most = math.inf
     if not least <= each * 2**20 / loader.sample_bytes <= most:
         return None
     return loader.length * each * _copies(loader)
+
+
+def _keeps(loader: Loader) -> bool:
+    """Whether the dataset was seen to keep something of each sample."""
+    return (loader.kept_per_sample or 0.0) >= _KEPT
 
 
 def _copies(loader: Loader) -> int:
