@@ -7,14 +7,15 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
-from flatout.doctor.trials.pair import run_pair
+from flatout.doctor.trials.pair import Against, Terms, run_pair
 from flatout.doctor.trials.process import Job
-from flatout.doctor.trials.scratch import trials_folder
+from flatout.doctor.trials.scratch import scratch, trials_folder
 
 STEPPING = Path(__file__).with_name("stepping.py")
 # Stands in for a training script where only the baton matters: torch takes seconds to import.
@@ -85,6 +86,17 @@ def test_two_processes_run_in_turn_a_b_b_a(tmp_path):
     assert pair.result.pairs == 2
     assert pair.result.a_median > 0.004
     assert list(trials_folder().iterdir()) == []
+
+
+@pytest.mark.slow
+def test_b_may_start_as_long_as_a_did(tmp_path):
+    late = job(tmp_path, "import time; time.sleep(4)\n" + PLAIN, "1000000")
+    with scratch() as folder, closing(Against(late, folder, time.monotonic() + 90)) as against:
+        # A alone takes all of it to its first step.
+        pair = against.measure(late, Terms(max_pairs=2, block_s=0.1), budget_s=4)
+    assert pair.reason == ""
+    assert pair.result is not None
+    assert pair.result.pairs == 2
 
 
 @pytest.mark.slow

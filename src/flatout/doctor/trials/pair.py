@@ -200,7 +200,9 @@ class Against:
             if not self._has_met:
                 self._a.meet()
                 self._has_met = True
-            with closing(self._start("b", b, until, warm)) as other:
+            # B starts as long as A did; for what it does beyond that there is the trial's time.
+            starts = time.monotonic() + _SLACK * self.start_s
+            with closing(self._start("b", b, min(self._until, max(until, starts)), warm)) as other:
                 other.meet()
                 other.until = self._until
                 self._warm_up(pair, other)
