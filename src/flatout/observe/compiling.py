@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+# What runs in hooks, within the script's steps.
+_OURS = ("flatout.observe", "flatout.cures", "flatout.doctor.trials", "flatout.kernels.clock")
+
 
 def skip_our_frames(eval_frame: Any) -> None:
-    """Marks the code of this room and of the cures, for a hook on torch._dynamo.eval_frame.
+    """Marks the code that hooks run, for a hook on torch._dynamo.eval_frame.
 
     A hook that runs between two compiled frames would else be compiled as a frame of its own.
     """
     for name, module in list(sys.modules.items()):
-        if name.startswith(("flatout.observe", "flatout.cures", "flatout.doctor.trials")):
+        if name.startswith(_OURS):
             # A warning in compiled code quotes its line: reading the file there is compiled too.
             linecache.getlines(str(module.__file__))
             for code in _codes_of(vars(module), name):
