@@ -160,10 +160,15 @@ def test_a_kernel_tells_cells_by_their_numbers(kernel, tmp_path):
     seen_in_top = """
         import subprocess, sys, time
         fit(10)
-        time.sleep(2)
         top = "from flatout.cli.main import main; main()"
-        print(subprocess.run([sys.executable, "-c", top, "top", "--json"],
-                             capture_output=True, text=True).stdout)
+        until = time.monotonic() + 40  # a slow machine writes more rarely
+        while True:
+            said = subprocess.run([sys.executable, "-c", top, "top", "--json"],
+                                  capture_output=True, text=True).stdout
+            if '"steps": 80' in said or time.monotonic() > until:
+                break
+            time.sleep(1)
+        print(said)
     """
     (job,) = json.loads(_run(kernel, seen_in_top)[0])["jobs"]
     assert job["command"] == ["notebook"]
