@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
@@ -11,6 +10,7 @@ from weakref import ref
 
 from flatout.cures.record import is_on
 from flatout.cures.steps import Steps
+from flatout.observe.compiling import is_anything_compiled
 from flatout.observe.model_facts import unwrapped
 
 Call = Callable[..., Any]
@@ -94,8 +94,7 @@ class Roots:
             self._narrow()
 
     def _narrow(self) -> None:
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters:
+        if is_anything_compiled():
             return  # something is compiled, and would be compiled anew
         if self._torch.nn.Module.__call__ is not self._everywhere:
             return  # somebody else hooks there

@@ -166,13 +166,13 @@ class Proving:
         tried = [self._try(plain, cure, max(share, needed))]
         if tried[0].proof.reason.startswith(LEFT) and cure.edits and self._has_time(2):
             # What cannot reach into the script can still be written into it.
-            tried = [self._try(plain, cure.by_edits, max(share, needed))]
+            tried = [self._try(plain, cure.by_edits, max(share, self._bench.needed_s))]
         self._tried[cure.names] = tried[0]
         for other in cure.others:
             # The other cures come before the other values of this one.
             spare = self._bench.left_s - max(self._kept_s, remaining * self._bench.needed_s)
             if spare > self._bench.needed_s:
-                tried.append(self._try(plain, other, max(share, needed)))
+                tried.append(self._try(plain, other, max(share, self._bench.needed_s)))
                 self._tried[cure.names] = _best(tried)
 
     def _try(self, against: Against, cure: Cure, budget_s: float, *, min_pairs: int = 2) -> _Tried:

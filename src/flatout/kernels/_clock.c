@@ -48,24 +48,22 @@ static int lane_of(PyObject *argument)
     return (int)lane;
 }
 
-static int change(Clock *self, int lane)
-{
-    int before = self->current;
-    long long now = now_ns();
-    self->spent[before] += now - self->last;
-    self->last = now;
-    self->current = lane;
-    return before;
-}
-
 PyDoc_STRVAR(switch_doc,
 "switch(lane, /)\n--\n\n"
 "The time since the last look goes to the lane that ran; returns that one.");
 
 static PyObject *clock_switch(PyObject *object, PyObject *argument)
 {
-    int lane = lane_of(argument);
-    return lane < 0 ? NULL : PyLong_FromLong(change((Clock *)object, lane));
+    Clock *self = (Clock *)object;
+    int lane = lane_of(argument), before = self->current;
+    long long now;
+    if (lane < 0)
+        return NULL;
+    now = now_ns();
+    self->spent[before] += now - self->last;
+    self->last = now;
+    self->current = lane;
+    return PyLong_FromLong(before);
 }
 
 PyDoc_STRVAR(enter_doc,
@@ -74,13 +72,9 @@ PyDoc_STRVAR(enter_doc,
 
 static PyObject *clock_enter(PyObject *object, PyObject *argument)
 {
-    Clock *self = (Clock *)object;
-    int lane = lane_of(argument);
-    if (lane < 0)
-        return NULL;
-    if (PyThread_get_thread_ident() != self->thread)
+    if (PyThread_get_thread_ident() != ((Clock *)object)->thread)
         return PyLong_FromLong(-1);
-    return PyLong_FromLong(change(self, lane));
+    return clock_switch(object, argument);
 }
 
 PyDoc_STRVAR(enter_model_doc,
@@ -104,11 +98,10 @@ PyDoc_STRVAR(leave_backward_doc,
 
 static PyObject *clock_leave_backward(PyObject *object, PyObject *argument)
 {
-    int lane = lane_of(argument);
-    if (lane < 0)
-        return NULL;
-    ((Clock *)object)->backwards += 1;
-    return PyLong_FromLong(change((Clock *)object, lane));
+    PyObject *before = clock_switch(object, argument);
+    if (before != NULL)
+        ((Clock *)object)->backwards += 1;
+    return before;
 }
 
 PyDoc_STRVAR(shift_doc,

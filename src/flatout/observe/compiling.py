@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of our own frames: what it compiles is what it compiles without us."""
+"""What torch.compile compiles is what it compiles without us."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def skip_our_frames(eval_frame: Any) -> None:
             linecache.getlines(str(module.__file__))
             for code in _codes_of(vars(module), name):
                 eval_frame.skip_code(code)
+
+
+def is_anything_compiled() -> bool:
+    """Whether the script compiles: then a function put in place of torch's compiles all anew."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters)
 
 
 def _codes_of(names: dict[str, Any], module: str) -> Iterator[CodeType]:

@@ -5,11 +5,11 @@ Looked at by hooks on some of its modules, for a few steps alone.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from time import perf_counter_ns
 from typing import Any
 
+from flatout.observe.compiling import is_anything_compiled
 from flatout.observe.model_facts import unwrapped
 from flatout.observe.watch import Watch
 
@@ -26,8 +26,7 @@ class Inside:
         watch.at(_FROM, self._open)
 
     def _open(self) -> None:
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters:
+        if is_anything_compiled():
             return  # something is compiled, and would be compiled anew
         for seen in self._watch.models:
             module = seen.ref()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from array import array
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import wraps
 from statistics import median
@@ -155,29 +156,28 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
 
 
 def _site_of_dataset(dataset: Any) -> Site | None:
-    # Behind Subset and its like stands the one that does the work.
-    for _ in range(8):
+    for one in _chain_of(dataset):
         for name in ("__getitem__", "__getitems__", "__iter__"):
-            code = getattr(getattr(type(dataset), name, None), "__code__", None)
+            code = getattr(getattr(type(one), name, None), "__code__", None)
             found = site_of_code(code)
             if found is not None:
                 return found
-        dataset = getattr(dataset, "dataset", None)
-        if dataset is None:
-            return None
     return None
 
 
-def _entries(dataset: Any) -> int:
-    """How many entries a dataset's own containers have, behind Subset and its like."""
-    found = 0
+def _chain_of(dataset: Any) -> Iterator[Any]:
+    """The dataset, and what stands behind Subset and its like: the one that does the work."""
     for _ in range(8):
-        own = getattr(dataset, "__dict__", {})
-        found += sum(len(one) for one in own.values() if isinstance(one, (list, dict, set)))
-        dataset = own.get("dataset")
         if dataset is None:
-            break
-    return found
+            return
+        yield dataset
+        dataset = getattr(dataset, "dataset", None)
+
+
+def _entries(dataset: Any) -> int:
+    """How many entries the containers have that a dataset holds itself."""
+    held = (one for part in _chain_of(dataset) for one in getattr(part, "__dict__", {}).values())
+    return sum(len(one) for one in held if isinstance(one, (list, dict, set)))
 
 
 def stages_of(dataset: Any) -> list[str] | None:
@@ -204,12 +204,11 @@ def _keras_workers(dataset: Any) -> int:
 
 def _gives_batches(dataset: Any) -> bool:
     """Whether the dataset behind Subset and its like has code for whole batches."""
-    for _ in range(8):
-        if not callable(getattr(dataset, "__getitems__", None)):
+    for one in _chain_of(dataset):
+        if not callable(getattr(one, "__getitems__", None)):
             return False
-        if not type(dataset).__module__.startswith("torch.utils.data"):
+        if not type(one).__module__.startswith("torch.utils.data"):
             return True
-        dataset = getattr(dataset, "dataset", None)
     return False
 
 

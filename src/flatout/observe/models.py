@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 from weakref import ref
 
+from flatout.observe.compiling import is_anything_compiled
 from flatout.observe.inside import Inside
 from flatout.observe.lanes import AFTER, FORWARD, HOST
 from flatout.observe.model_facts import describe, unwrapped
@@ -133,8 +133,7 @@ class Models:
         self._watch.at(steps + _SEARCH_STEPS, self._narrow)
 
     def _narrow(self) -> None:
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters:
+        if is_anything_compiled():
             return  # something is compiled, and would be compiled anew
         self._torch.nn.Module.__call__ = self._original
         classes = {type(m) for seen in self._known.values() for m in unwrapped(seen.ref())}

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 from weakref import ref
 
+from flatout.observe.compiling import is_anything_compiled
 from flatout.observe.lanes import HOST, OPTIMISER
 from flatout.observe.model_facts import local
 from flatout.observe.observation import Optimizer, Site
@@ -141,16 +142,16 @@ class Steps:
             return
         self._is_counted = True
         seen, backwards = self._sole, lanes.backwards
-        if seen is None or seen.ref() is not optimizer:
-            self._end_in_round(optimizer)
+        if seen is not None and seen.ref() is optimizer:
+            seen.backwards[backwards] = seen.backwards.get(backwards, 0) + 1
+            lanes.close()
+        elif not self._ends_round(optimizer):
             return
-        seen.backwards[backwards] = seen.backwards.get(backwards, 0) + 1
-        lanes.close()
         if lanes.steps >= lanes.due or lanes.last >= lanes.until:
             self._watch.attend()
 
-    def _end_in_round(self, optimizer: Any) -> None:
-        """It is new, or one of several."""
+    def _ends_round(self, optimizer: Any) -> bool:
+        """Whether one that is new, or one of several, has ended a step."""
         lanes, seen = self._lanes, self._seen.get(id(optimizer))
         is_new = seen is None or seen.ref() is not optimizer
         if seen is None or is_new:
@@ -161,15 +162,14 @@ class Steps:
         if not seen.ends_round:
             seen.since_round += 1
             seen.ends_round = seen.since_round > _LONGEST_ROUND
-            return
+            return False
         several = len(self._seen) > 1
         self._sole = None if several else seen
         self._counted = 0
         for other in self._seen.values():
             other.since_round = 0
         lanes.close(several and is_new)
-        if lanes.steps >= lanes.due or lanes.last >= lanes.until:
-            self._watch.attend()
+        return True
 
     def _meet(self, optimizer: Any) -> SeenOptimizer:
         """A new one: it comes last in its round, as far as anybody knows."""
@@ -223,7 +223,7 @@ def _watch_zero_grad(owner: Any, watch: Watch) -> None:
     """Times zero_grad in the first steps alone: it always calls alike, and may be quick."""
     original, lanes = owner.zero_grad, watch.lanes
     taken: Counter[int] = Counter()
-    hooked = timed_zero_grad(original, watch, taken)
+    hooked = _timed_zero_grad(original, watch, taken)
 
     def begin() -> None:
         taken.clear()
@@ -232,8 +232,7 @@ def _watch_zero_grad(owner: Any, watch: Watch) -> None:
 
     def end() -> None:
         watch.calls.spread("zero_grad", _NOTED_STEPS)
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters:
+        if is_anything_compiled():
             return  # something is compiled, and would be compiled anew
         if owner.zero_grad is hooked:  # nobody has wrapped it since
             owner.zero_grad = original
@@ -245,7 +244,7 @@ def _watch_zero_grad(owner: Any, watch: Watch) -> None:
     watch.on_renewal.append(begin)
 
 
-def timed_zero_grad(original: Any, watch: Watch, taken: Counter[int]) -> Any:
+def _timed_zero_grad(original: Any, watch: Watch, taken: Counter[int]) -> Any:
     """A zero_grad with its time and the user's line; `taken` gets ns by the lane that ran."""
     lanes, calls = watch.lanes, watch.calls
     is_traced = sys.modules["torch"].compiler.is_dynamo_compiling

@@ -161,9 +161,8 @@ class Observer:
 
     def _look_early(self) -> bool:
         """Whether workers want the CPUs shows in seconds; nothing else is worth so many looks."""
-        if not any((loader.facts.num_workers or 0) > 1 for loader in self.watch.loaders):
-            return False
-        self._meters.look_at_job()
+        if any((loader.facts.num_workers or 0) > 1 for loader in self.watch.loaders):
+            self._meters.look_at_job()
         return bool(self.watch.lanes.steps)
 
     def _live(self) -> Observation:

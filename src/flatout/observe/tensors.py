@@ -10,6 +10,7 @@ from time import perf_counter_ns
 from types import FrameType
 from typing import Any
 
+from flatout.observe.compiling import is_anything_compiled
 from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMISER
 from flatout.observe.round_trips import RoundTrips
 from flatout.observe.watch import Watch
@@ -111,8 +112,7 @@ class IndexWindow:
         watch.on_renewal.append(self._known.clear)  # the code that it names may be gone by then
 
     def _open(self) -> None:
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters:
+        if is_anything_compiled():
             return  # something is compiled, and would be compiled anew
         self._torch.Tensor.__getitem__ = self._timed()
         self._watch.at(self._FROM + self._STEPS, self._close)

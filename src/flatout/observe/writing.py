@@ -36,7 +36,7 @@ class Writer:
 
     Args:
         path: of the file.
-        look: looks at the job; whether it did, and need not be asked much oftener.
+        look: looks at the job, in its first seconds; whether it steps.
         seen_so_far: gives what to write.
         place: of this process among the ranks.
 
@@ -69,17 +69,16 @@ class Writer:
 
     def _run(self) -> None:
         live.point_to(self._path, rank=self._place.rank, world_size=self._place.world_size)
-        pause, looks = _EVERY_S, 0
-        due = time.monotonic() + pause
-        while not self._end.wait(min(pause, _LOOK_S) if looks < _LOOKS else pause):
+        pause, looks = _LOOK_S, 0
+        due = time.monotonic() + _EVERY_S
+        while not self._end.wait(pause):
             began = time.thread_time()
-            looks += looks < _LOOKS and self._look()
-            steps = 0
+            if looks < _LOOKS:
+                looks += self._look()
             if time.monotonic() >= due:
-                seen = self._seen_so_far()
-                write(self._path, seen)
-                steps = seen.steps
+                write(self._path, self._seen_so_far())
                 due = time.monotonic() + max(_EVERY_S, (time.thread_time() - began) / _SHARE)
-            if steps or looks:
+            if looks:  # it steps
                 self.cpu_seconds += time.thread_time() - began
-            pause = max(0.0, due - time.monotonic())
+            left = max(0.0, due - time.monotonic())
+            pause = min(left, _LOOK_S) if looks < _LOOKS else left

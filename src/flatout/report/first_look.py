@@ -1,6 +1,6 @@
 """What `flatout doctor script.py` shows: where a step's time goes, and what could be tried.
 
-console.print(FirstLookReport(verdict, machine, look.seconds, ["train.py"]))
+console.print(FirstLookReport(verdict, machine, look.seconds, ["train.py"]), crop=False)
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def visit(asked: Asked) -> int:
             held=look.held,
             uncontained=look.uncontained,
         )
-        console.print(report)
+        console.print(report, crop=False)
         if runs and asked.proves and obstacle(verdict):
             console.print(f"no trial can be made: {obstacle(verdict)}")
     for line in told(look, verdict):
