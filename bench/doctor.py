@@ -45,7 +45,7 @@ class Asked:
         restarts: how often for each script.
         seconds: that a script is watched.
         budget: seconds for its trials; 0 for none.
-        remeasure: seconds that the longer of two runs takes beyond the shorter; 0 for none.
+        remeasure: seconds that the measured epochs of whole runs take; 0 for none.
         epochs: of the script; 0 for as many as it takes by itself.
     """
 
@@ -358,7 +358,10 @@ def _words_of_trial(seen: Seen) -> list[str]:
         stopped = [a.prescription["stopped"] for a in seen.script if a.prescription]
         return sorted({f"no trial: {reason}" for reason in stopped if reason})
     again = seen.remeasured or Remeasured(reason="not asked for")
-    then = f"{again.ratio:.2f}x" if again.ratio else f"not measured ({again.reason})"
+    then = f"not measured ({again.reason})"
+    if again.ratio:
+        within = f" ({again.low:.2f} to {again.high:.2f})" if again.low and again.high else ""
+        then = f"{again.ratio:.2f}x{within}"
     return [f"promised {seen.predicted:.2f}x, again {then}"]
 
 
@@ -403,7 +406,7 @@ def read_arguments(names: Sequence[str]) -> argparse.Namespace:
         "--budget", type=float, default=120, help="seconds for trials, default 120; 0 for none"
     )
     parser.add_argument(
-        "--remeasure", type=float, default=8, help="seconds of the longer runs, default 8; 0: none"
+        "--remeasure", type=float, default=8, help="seconds of the whole runs, default 8; 0: none"
     )
     parser.add_argument("--epochs", type=int, default=0, help="of each script, default its own")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for answers; made if absent")

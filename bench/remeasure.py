@@ -1,10 +1,11 @@
 """Whether a prescription holds: whole runs of a script as it is against whole runs with its cures.
 
-A run of n epochs takes start + n * epoch. Runs of two lengths give the time of an epoch alone, so
-imports, reading data and saving at the end drop out, on both sides alike. What happens in every
-epoch, evaluation and saving too, stays in: it is a part of what the user waits for, and what a
-trial of steps leaves out there counts as its error. The two lengths of both sides run in the order
-A B B A, so that a steady drift cancels.
+The scripts print a line that begins with "epoch" in each epoch. From one such line to the next is
+an epoch with all that the user waits for: evaluation and saving, which a trial of steps may have
+left out, count as its error. Imports, reading data and the first epoch, in which caches fill, lie
+before the second line, saving at the end behind the last. The runs are made in the order A B B A,
+several times, so that a steady drift cancels; a run in one piece is measured in one process, whose
+start, the least steady part of all, is not in the figure.
 
 The cures come from the doctor's JSON: those of a Recipe through `flatout run --recipe` (ranks:
 torchrun with `flatout.cures.start`), changes of the script in a copy of it.
@@ -13,13 +14,15 @@ torchrun with `flatout.cures.start`), changes of the script in a copy of it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -29,9 +32,10 @@ from flatout.measure.trial import run_trial
 from flatout.recipe import Recipe, toml
 
 FLATOUT = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
-# The shorter run, and the lengths that are tried until the longer one takes a second more.
-SHORT, LENGTHS = 1, (3, 9, 27, 81)
+# The lengths that are tried until epochs take a second, and the fewest that are measured.
+LENGTHS, FEWEST = (4, 12, 36, 108), 2
 LONGEST_S = 600.0
+EPOCH = re.compile(r"epoch \d", re.IGNORECASE)
 
 
 class NotMeasured(Exception):
@@ -45,7 +49,8 @@ class Remeasured:
     Args:
         ratio: time of an epoch as it is over that with the cures; None where there is none.
         as_it_is, cured: seconds per epoch, at the median.
-        epochs: of the longer runs.
+        epochs: of the runs.
+        low, high: between which the ratio lies, by several quadruples.
         reason: why there is no ratio, or empty.
     """
 
@@ -53,11 +58,13 @@ class Remeasured:
     as_it_is: float | None = None
     cured: float | None = None
     epochs: int | None = None
+    low: float | None = None
+    high: float | None = None
     reason: str = ""
 
 
 def remeasure(
-    script: Path, ranks: int, cures: Mapping[str, Any], *, seconds: float, pairs: int = 1
+    script: Path, ranks: int, cures: Mapping[str, Any], *, seconds: float, pairs: int = 2
 ) -> Remeasured:
     """Run a script with and without all that was prescribed for it.
 
@@ -65,23 +72,26 @@ def remeasure(
         script: takes `--epochs`.
         ranks: that it runs on.
         cures: `recipe` and `edits`, as a Proof has them.
-        seconds: that the longer run as it is takes beyond the shorter one, roughly.
+        seconds: that the measured epochs of a run as it is take, roughly.
         pairs: how often A B B A is run.
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         try:
             a = _as_it_is(_copied(script, Path(folder, "as_it_is"), ()), ranks)
             b = _cured(_copied(script, Path(folder, "cured"), cures["edits"]), ranks, cures)
-            long = _long(a, seconds)
+            epochs = _epochs(a, seconds)
             found = run_trial(
-                lambda: _epoch_s(a, long), lambda: _epoch_s(b, long), max_pairs=pairs, min_pairs=1
+                lambda: _epoch_s(a(epochs)),
+                lambda: _epoch_s(b(epochs)),
+                max_pairs=pairs,
+                min_pairs=pairs,
             )
         except NotMeasured as error:
             return Remeasured(reason=str(error))
-    return Remeasured(found.ratio, found.a_median, found.b_median, long)
+    return Remeasured(found.ratio, found.a_median, found.b_median, epochs, found.low, found.high)
 
 
-Run = Callable[[int], float]  # of so many epochs, in seconds
+Run = Callable[[int], list[float]]  # of so many epochs: when each told of itself, in seconds
 
 
 def _as_it_is(script: Path, ranks: int) -> Run:
@@ -122,37 +132,53 @@ def _copied(script: Path, folder: Path, edits: Sequence[Mapping[str, Any]]) -> P
     return copy
 
 
-def _long(run: Run, seconds: float) -> int:
-    """How many epochs take so much longer than the shorter run."""
-    begun = run(SHORT)
+def _epochs(run: Run, seconds: float) -> int:
+    """How many epochs a run must have, so that those that are measured take so long."""
     for epochs in LENGTHS:
-        more = run(epochs) - begun
-        if more >= min(1.0, seconds):
+        each = _epoch_s(run(epochs))
+        if each * (epochs - 2) >= min(1.0, seconds):
             break
-    each = more / (epochs - SHORT)
-    if each <= 0:
-        raise NotMeasured(f"{epochs} epochs take no longer than {SHORT}")
-    return max(SHORT + ceil(seconds / each), SHORT + 2)
+    return 2 + max(FEWEST, ceil(seconds / each))
 
 
-def _epoch_s(run: Run, long: int) -> float:
-    begun = run(SHORT)
-    epoch = (run(long) - begun) / (long - SHORT)
-    if epoch <= 0:
-        raise NotMeasured(f"{long} epochs took no longer than {SHORT}")
-    return epoch
+def _epoch_s(told: Sequence[float]) -> float:
+    """Seconds from one epoch's line to the next; the first epoch is left out."""
+    if len(told) < 2 + FEWEST:
+        raise NotMeasured(f"of {len(told)} epochs that were told, too few to be measured")
+    return (told[-1] - told[1]) / (len(told) - 2)
 
 
 def _timed(
     command: Sequence[str], script: Path, variables: Mapping[str, str] | None = None
-) -> float:
-    began = time.perf_counter()
-    _, err, code = run_to_end(command, script.parent, LONGEST_S, variables)
-    took = time.perf_counter() - began
+) -> list[float]:
+    """Run a script to its end: when each line of an epoch came."""
+    told: list[float] = []
+
+    def hear(lines: Iterable[str]) -> None:
+        told.extend(time.perf_counter() for line in lines if EPOCH.match(line))
+
+    process = _start(command, script.parent, {"PYTHONUNBUFFERED": "1", **(variables or {})})
+    assert process.stdout is not None
+    assert process.stderr is not None
+    words: list[str] = []
+    readers = [
+        threading.Thread(target=hear, args=[process.stdout]),
+        threading.Thread(target=words.extend, args=[process.stderr]),
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        code = process.wait(LONGEST_S)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        _end(process)
+    for reader in readers:
+        reader.join()
     if code != 0:
-        words = err.strip().splitlines() or ["it did not end"]
-        raise NotMeasured(f"exit code {code}: {words[-1].strip()}")
-    return took
+        last = "".join(words).strip().splitlines() or ["it did not end"]
+        raise NotMeasured(f"exit code {code}: {last[-1].strip()}")
+    return told
 
 
 def run_to_end(
@@ -162,7 +188,20 @@ def run_to_end(
     variables: Mapping[str, str] | None = None,
 ) -> tuple[str, str, int | None]:
     """Run a command to its end: what it wrote, and its exit code; None if it was ended here."""
-    process = subprocess.Popen(
+    process = _start(command, folder, variables)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return "", "", None
+    finally:
+        _end(process)
+    return out, err, process.returncode
+
+
+def _start(
+    command: Sequence[str], folder: Path | str, variables: Mapping[str, str] | None
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         command,
         cwd=folder,
         env={**os.environ, **(variables or {})},
@@ -173,12 +212,9 @@ def run_to_end(
         errors="replace",
         start_new_session=True,
     )
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return "", "", None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return out, err, process.returncode
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

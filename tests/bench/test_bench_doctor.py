@@ -245,7 +245,8 @@ def test_a_shard_is_a_part_of_the_rows(text):
 
 SCRIPT = """import sys, time
 PAUSE = 0.3
-for _ in range(int(sys.argv[2])):
+for epoch in range(int(sys.argv[2])):
+    print("epoch", epoch)
     time.sleep(PAUSE)
 """
 
@@ -254,11 +255,13 @@ def test_the_cured_copy_of_a_script_is_changed_as_prescribed(tmp_path):
     script = tmp_path / "slow.py"
     script.write_text(SCRIPT)
     edits = [
-        Edit(str(script), 4, "    time.sleep(PAUSE)", ""),
+        Edit(str(script), 5, "    time.sleep(PAUSE)", ""),
         Edit(str(script), 2, "PAUSE = 0.3", ""),
     ]
     copy = remeasure._copied(script, tmp_path / "a", [vars(edit) for edit in edits])
-    assert copy.read_text() == "import sys, time\nfor _ in range(int(sys.argv[2])):\n"
+    assert copy.read_text() == SCRIPT.replace("PAUSE = 0.3\n", "").replace(
+        "    time.sleep(PAUSE)\n", ""
+    )
     assert script.read_text() == SCRIPT
     wrong = vars(Edit(str(script), 2, "PAUSE = 3", ""))
     with pytest.raises(remeasure.NotMeasured, match=r"slow\.py:2 does not fit"):
@@ -269,15 +272,16 @@ def test_what_is_outside_of_epochs_drops_out():
     lengths = []
 
     def run(epochs):
+        """The first epoch takes three seconds, each other a tenth."""
         lengths.append(epochs)
-        return 5.0 + 0.25 * epochs
+        return [8.0 + 0.1 * epoch for epoch in range(epochs)]
 
-    long = remeasure._long(run, seconds=4)
-    assert lengths == [1, 3, 9]  # the first that takes a second more
-    assert long == 17
-    assert remeasure._epoch_s(run, long) == pytest.approx(0.25)
-    with pytest.raises(remeasure.NotMeasured, match="no longer than"):
-        remeasure._long(lambda epochs: 1.0, seconds=4)
+    epochs = remeasure._epochs(run, seconds=4)
+    assert lengths == [4, 12]  # the first whose epochs take a second
+    assert epochs == 42
+    assert remeasure._epoch_s(run(epochs)) == pytest.approx(0.1)
+    with pytest.raises(remeasure.NotMeasured, match="of 3 epochs that were told, too few"):
+        remeasure._epoch_s([1.0, 2.0, 3.0])
 
 
 @pytest.mark.slow
@@ -288,8 +292,8 @@ def test_whole_runs_are_compared(tmp_path):
     cures = {"recipe": {"process.threads": 1}, "edits": [edit]}
     found = remeasure.remeasure(script, 1, cures, seconds=1.2)
     assert found.reason == ""
-    assert found.epochs > remeasure.SHORT
-    assert found.ratio > 0
+    assert found.epochs == 6
+    assert 0 < found.low <= found.ratio <= found.high
     script.write_text("import sys; sys.exit('it is broken')\n")
     assert remeasure.remeasure(script, 1, {"recipe": {}, "edits": []}, seconds=1) == Remeasured(
         reason="exit code 1: it is broken"

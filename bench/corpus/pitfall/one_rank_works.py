@@ -47,8 +47,9 @@ def main():
                 dist.barrier()
             if step == args.steps:
                 break
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}: last loss {loss.item():.3f}")
     if dist.get_rank() == 0:
-        print(f"last loss {loss.item():.3f}")
         torch.save(model.state_dict(), "sensor.pt")
     dist.destroy_process_group()
 
