@@ -24,8 +24,9 @@ OPERATIONS = st.one_of(
     st.tuples(st.sampled_from(["switch", "enter", "leave_backward"]), st.integers(0, 11)),
     st.tuples(st.just("shift"), st.integers(0, 99), st.integers(0, 11), st.integers(0, 11)),
     st.tuples(st.just("lap"), st.booleans()),
-    st.tuples(st.just("enter_model")),
+    st.tuples(st.sampled_from(["enter_model", "ask", "take", "mark", "unmark", "leave_step"])),
 )
+LEADS_TO = {"ask": INPUT, "take": FORWARD, "leave_step": HOST}
 
 
 @each_kind
@@ -40,6 +41,7 @@ def test_no_time_is_lost_or_counted_twice(kind, operations):
         if name in ("switch", "enter", "leave_backward"):
             assert said == current
             current = given_[0]
+        current = LEADS_TO.get(name, current)
         assert one.current == current
         assert sum(one.spent) == one.last - first
         one.is_inside = False
@@ -55,12 +57,19 @@ def test_both_do_the_same(calls):
         one, seen = kind(), []
         for (name, *given_), ns in calls:
             seen.append(getattr(one, name)(*given_))
-            one.spent = [0] * 12 if name != "shift" and name != "lap" else one.spent
+            if name == "take":
+                assert seen.pop() >= 0
+            if name == "leave_step":  # its own time is what the machine makes of it
+                one.__init__()
+            one.spent = [0] * 12 if name not in ("shift", "lap", "mark", "unmark") else one.spent
             one.shift(ns, INPUT, EVALUATION)
             one.last = one.began + 7 * ns
+            one.due, one.is_open = ns % 7, ns % 3 == 0
             seen.append((one.current, one.steps, one.backwards, one.is_inside))
             if name == "lap":
                 seen.append((one.spent, one.step_ns(), one.between))
+            if name in ("mark", "unmark", "lap"):
+                seen.append((one.before, one.seen_backwards))
         said.append(seen)
     assert all(other == said[0] for other in said)
 
@@ -122,6 +131,43 @@ def test_the_latest_steps_are_kept(kind):
 
 
 @each_kind
+def test_a_batch_is_asked_for_and_taken(kind):
+    one = kind()
+    assert one.ask() == 1  # nothing has begun: there is more to decide
+    assert (one.current, one.before) == (INPUT, None)
+    assert one.ask() == -1  # while one is made
+    time.sleep(0.02)
+    assert one.take() >= 20_000_000
+    assert one.current == FORWARD
+    assert one.spent[INPUT] >= 20_000_000
+    one.backwards = 2
+    assert one.ask() == 0
+    assert (one.before, one.seen_backwards) == (one.spent, 2)
+    one.take()
+    one.is_open = True
+    assert one.ask() == 1
+    one.unmark()
+    assert one.before is None
+
+
+@each_kind
+def test_a_step_that_is_due_says_so(kind):
+    one = kind()
+    assert not one.lap(False)
+    one.due = 3
+    one.mark()
+    assert one.leave_step() == 0
+    assert (one.current, one.steps, one.before) == (HOST, 2, None)
+    assert one.leave_step() == 1
+    one.due = 9
+    one.until = one.last
+    assert one.lap(True)
+    one.thread = 0
+    assert one.leave_step() == -1
+    assert one.steps == 3
+
+
+@each_kind
 def test_only_the_outermost_model_is_entered(kind):
     one = kind()
     assert one.enter_model() == HOST
@@ -137,12 +183,15 @@ def test_only_the_outermost_model_is_entered(kind):
 
 @each_kind
 def test_another_thread_changes_nothing(kind):
+    def calls(one):
+        return [one.enter(1), one.enter_model(), one.ask(), one.leave_step()]
+
     one = kind()
     said = []
-    thread = threading.Thread(target=lambda: said.extend([one.enter(1), one.enter_model()]))
+    thread = threading.Thread(target=lambda: said.extend(calls(one)))
     thread.start()
     thread.join()
-    assert said == [-1, -1]
+    assert said == [-1, -1, -1, -1]
     assert (one.current, one.spent) == (HOST, [0] * 12)
     assert one.thread == threading.get_ident()
     one.thread = 0

@@ -154,8 +154,7 @@ def test_blocks_are_longer_than_the_queue_and_steps_may_be_too_long():
 
 def _step_on(watch, steps, look):
     for _ in range(steps):
-        watch.lanes.close()
-        if watch.lanes.steps >= watch.lanes.due:
+        if watch.lanes.lap(False):
             watch.attend()
         look()
 

@@ -151,10 +151,10 @@ def test_what_a_dataset_keeps_of_each_sample_is_counted(every, epochs, kept):
     assert seen.result().kept_per_sample is None
     for _ in range(epochs):
         for batch in loader:
-            seen.took(batch, 0, 1)
+            seen.took(batch, 1)
     assert seen.result().kept_per_sample == pytest.approx(kept, rel=0.1)
     workers = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=1)
     seen = SeenLoader(workers, None, 1)
     for _ in range(250):
-        seen.took(None, 0, 1)
+        seen.took(None, 1)
     assert seen.result().kept_per_sample is None

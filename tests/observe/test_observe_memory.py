@@ -53,7 +53,7 @@ def test_a_job_is_looked_at_while_it_steps(child):
     seen = Observation(["train.py"])
     meters.fill(seen)
     assert (seen.job_mb, seen.swapped_mb) == ([], None)  # no step, no look
-    watch.lanes.close()
+    watch.lanes.lap(False)
     meters.look_at_job()
     meters.fill(seen)
     assert seen.job_at == [1]

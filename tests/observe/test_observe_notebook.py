@@ -19,8 +19,7 @@ def _step(watch):
 
 def _close(watch):
     """As at the end of an optimiser's step."""
-    watch.lanes.close()
-    if watch.lanes.steps >= watch.lanes.due:
+    if watch.lanes.lap(False):
         watch.attend()
 
 

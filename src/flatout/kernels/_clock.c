@@ -6,6 +6,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <limits.h>
 #include <string.h>
 #include <structmember.h>
 #include <time.h>
@@ -22,9 +23,14 @@ typedef struct {
     long long steps, backwards;
     long long between, after; /* of those lanes, when the last step ended */
     long long *durations;     /* of the latest KEPT steps, each in the place of its number */
+    long long due, until;
     int current;
-    char is_inside;
-    long long first[LANES]; /* where the lanes stood after the first step */
+    char is_inside, is_open;
+    char is_marked;
+    long long asked;         /* when a batch was */
+    long long seen_backwards;
+    long long before[LANES]; /* where the lanes stood at the mark */
+    long long first[LANES];  /* where they stood after the first step */
 } Clock;
 
 /* As time.perf_counter_ns() on Linux. */
@@ -33,6 +39,22 @@ static long long now_ns(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (long long)now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static void mark(Clock *self)
+{
+    memcpy(self->before, self->spent, sizeof self->before);
+    self->seen_backwards = self->backwards;
+    self->is_marked = 1;
+}
+
+/* The time since the last look goes to the lane that ran. */
+static void pass_to(Clock *self, int lane)
+{
+    long long now = now_ns();
+    self->spent[self->current] += now - self->last;
+    self->last = now;
+    self->current = lane;
 }
 
 /* The lane that an argument names, or -1 with an error set. */
@@ -56,13 +78,9 @@ static PyObject *clock_switch(PyObject *object, PyObject *argument)
 {
     Clock *self = (Clock *)object;
     int lane = lane_of(argument), before = self->current;
-    long long now;
     if (lane < 0)
         return NULL;
-    now = now_ns();
-    self->spent[before] += now - self->last;
-    self->last = now;
-    self->current = lane;
+    pass_to(self, lane);
     return PyLong_FromLong(before);
 }
 
@@ -90,6 +108,60 @@ static PyObject *clock_enter_model(PyObject *object, PyObject *nothing)
         return PyLong_FromLong(-1);
     self->is_inside = 1;
     return PyLong_FromLong(self->current);
+}
+
+PyDoc_STRVAR(ask_doc,
+"ask()\n--\n\n"
+"A batch is asked for: the lanes are marked. Returns 1 where there is more to decide before they\n"
+"are: calls in evaluation are open, or no step has begun; -1 in another thread and while a batch\n"
+"is made, where nothing happens; else 0.");
+
+static PyObject *clock_ask(PyObject *object, PyObject *nothing)
+{
+    Clock *self = (Clock *)object;
+    (void)nothing;
+    if (self->current == INPUT || PyThread_get_thread_ident() != self->thread)
+        return PyLong_FromLong(-1);
+    pass_to(self, INPUT);
+    self->asked = self->last;
+    if (self->is_open || !(self->steps || self->backwards))
+        return PyLong_FromLong(1);
+    mark(self);
+    return PyLong_FromLong(0);
+}
+
+PyDoc_STRVAR(take_doc,
+"take()\n--\n\n"
+"The batch has come, and forward begins. Returns for how many nanoseconds it was waited for.");
+
+static PyObject *clock_take(PyObject *object, PyObject *nothing)
+{
+    Clock *self = (Clock *)object;
+    (void)nothing;
+    pass_to(self, FORWARD);
+    return PyLong_FromLongLong(self->last - self->asked);
+}
+
+PyDoc_STRVAR(mark_doc,
+"mark()\n--\n\n"
+"Where the lanes and the backward passes stand now is kept.");
+
+static PyObject *clock_mark(PyObject *object, PyObject *nothing)
+{
+    (void)nothing;
+    mark((Clock *)object);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(unmark_doc,
+"unmark()\n--\n\n"
+"What was marked is forgotten.");
+
+static PyObject *clock_unmark(PyObject *object, PyObject *nothing)
+{
+    (void)nothing;
+    ((Clock *)object)->is_marked = 0;
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(leave_backward_doc,
@@ -125,17 +197,10 @@ static PyObject *clock_shift(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(lap_doc,
-"lap(merge, /)\n--\n\n"
-"A step has ended when last looked; with `merge` it is still the one that ended last.");
-
-static PyObject *clock_lap(PyObject *object, PyObject *argument)
+/* A step has ended when last looked; returns whether somebody wants to be called. */
+static int end_step(Clock *self, int merge)
 {
-    Clock *self = (Clock *)object;
-    int merge = PyObject_IsTrue(argument);
     long long between = self->spent[EVALUATION] + self->spent[SAVING], took;
-    if (merge < 0)
-        return NULL;
     took = self->last - self->began - (between - self->between);
     self->began = self->last;
     self->between = between;
@@ -144,7 +209,8 @@ static PyObject *clock_lap(PyObject *object, PyObject *argument)
         self->spent[AFTER] = self->after;
     }
     self->after = self->spent[AFTER];
-    self->backwards = 0;
+    self->backwards = self->seen_backwards = 0;
+    self->is_marked = 0;
     if (merge && self->steps) {
         self->durations[(self->steps - 1) % KEPT] += took;
     } else {
@@ -153,7 +219,35 @@ static PyObject *clock_lap(PyObject *object, PyObject *argument)
     }
     if (self->steps == 1)
         memcpy(self->first, self->spent, sizeof self->first);
-    Py_RETURN_NONE;
+    return self->steps >= self->due || self->last >= self->until;
+}
+
+PyDoc_STRVAR(lap_doc,
+"lap(merge, /)\n--\n\n"
+"A step has ended when last looked; with `merge` it is still the one that ended last. Nothing is\n"
+"marked any more. Returns whether that step, or its end, is due.");
+
+static PyObject *clock_lap(PyObject *object, PyObject *argument)
+{
+    int merge = PyObject_IsTrue(argument);
+    if (merge < 0)
+        return NULL;
+    return PyBool_FromLong(end_step((Clock *)object, merge));
+}
+
+PyDoc_STRVAR(leave_step_doc,
+"leave_step()\n--\n\n"
+"The host's time begins, and a step has ended: 1 where it is due, else 0. In another thread\n"
+"nothing happens, and -1 is returned.");
+
+static PyObject *clock_leave_step(PyObject *object, PyObject *nothing)
+{
+    Clock *self = (Clock *)object;
+    (void)nothing;
+    if (PyThread_get_thread_ident() != self->thread)
+        return PyLong_FromLong(-1);
+    pass_to(self, HOST);
+    return PyLong_FromLong(end_step(self, 0));
 }
 
 static PyObject *list_of(const long long *numbers, Py_ssize_t count)
@@ -197,6 +291,16 @@ static PyObject *clock_first(PyObject *object, void *nothing)
 {
     (void)nothing;
     return list_of(((Clock *)object)->first, LANES);
+}
+
+/* None where nothing is marked. */
+static PyObject *clock_before(PyObject *object, void *nothing)
+{
+    Clock *self = (Clock *)object;
+    (void)nothing;
+    if (!self->is_marked)
+        Py_RETURN_NONE;
+    return list_of(self->before, LANES);
 }
 
 static int clock_set_spent(PyObject *object, PyObject *value, void *nothing)
@@ -247,10 +351,12 @@ static int clock_init(PyObject *object, PyObject *args, PyObject *names)
     memset(self->spent, 0, sizeof self->spent);
     memset(self->first, 0, sizeof self->first);
     self->steps = self->backwards = self->between = self->after = 0;
-    self->is_inside = 0;
+    self->seen_backwards = 0;
+    self->is_inside = self->is_open = self->is_marked = 0;
+    self->due = self->until = LLONG_MAX;
     self->current = HOST;
     self->thread = PyThread_get_thread_ident();
-    self->last = self->began = now_ns();
+    self->last = self->began = self->asked = now_ns();
     return 0;
 }
 
@@ -272,12 +378,17 @@ static PyMemberDef members[] = {
     {"backwards", T_LONGLONG, offsetof(Clock, backwards), 0, "Backward passes since then."},
     {"between", T_LONGLONG, offsetof(Clock, between), 0, "Evaluation and saving until then."},
     {"is_inside", T_BOOL, offsetof(Clock, is_inside), 0, "Whether a model is being called."},
+    {"is_open", T_BOOL, offsetof(Clock, is_open), 0, "Whether it is undecided what calls were."},
+    {"seen_backwards", T_LONGLONG, offsetof(Clock, seen_backwards), 0, "Those at the mark."},
+    {"due", T_LONGLONG, offsetof(Clock, due), 0, "The number of steps to be called at."},
+    {"until", T_LONGLONG, offsetof(Clock, until), 0, "The time to be called at."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef properties[] = {
     {"spent", clock_spent, clock_set_spent, "Nanoseconds by lane.", NULL},
     {"first", clock_first, NULL, "Those after the first step.", NULL},
+    {"before", clock_before, NULL, "Those at the mark; None without one.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -288,6 +399,11 @@ static PyMethodDef methods[] = {
     {"leave_backward", clock_leave_backward, METH_O, leave_backward_doc},
     {"shift", clock_shift, METH_VARARGS, shift_doc},
     {"lap", clock_lap, METH_O, lap_doc},
+    {"leave_step", clock_leave_step, METH_NOARGS, leave_step_doc},
+    {"ask", clock_ask, METH_NOARGS, ask_doc},
+    {"take", clock_take, METH_NOARGS, take_doc},
+    {"mark", clock_mark, METH_NOARGS, mark_doc},
+    {"unmark", clock_unmark, METH_NOARGS, unmark_doc},
     {"step_ns", clock_step_ns, METH_NOARGS, step_ns_doc},
     {NULL, NULL, 0, NULL},
 };

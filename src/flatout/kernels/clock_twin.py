@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from threading import get_ident
@@ -29,10 +30,15 @@ class Clock:
         backwards: backward passes since the last step.
         between: nanoseconds of evaluation and saving until the last step ended.
         is_inside: whether a model is being called.
+        is_open: whether it is undecided what calls of models were: evaluation, or of a step.
+        seen_backwards: backward passes when the lanes were marked.
+        due, until: the number of steps, and the time, at which somebody wants to be called.
     """
 
     __slots__ = (
         "_after",
+        "_asked",
+        "_before",
         "_durations",
         "_first",
         "_spent",
@@ -40,10 +46,14 @@ class Clock:
         "began",
         "between",
         "current",
+        "due",
         "is_inside",
+        "is_open",
         "last",
+        "seen_backwards",
         "steps",
         "thread",
+        "until",
     )
 
     def __init__(self) -> None:
@@ -51,11 +61,13 @@ class Clock:
         self._first = [0] * _COUNT
         self._durations = array("q")
         self._after = self.between = 0  # of those lanes, when the last step ended
-        self.steps = self.backwards = 0
-        self.is_inside = False
+        self._before: list[int] | None = None
+        self.steps = self.backwards = self.seen_backwards = 0
+        self.is_inside = self.is_open = False
+        self.due = self.until = sys.maxsize
         self.current = HOST
         self.thread = get_ident()
-        self.last = self.began = perf_counter_ns()
+        self.last = self.began = self._asked = perf_counter_ns()
 
     @property
     def spent(self) -> list[int]:
@@ -72,6 +84,11 @@ class Clock:
     def first(self) -> list[int]:
         """What was spent when the first step ended; zeros before."""
         return self._first[:]
+
+    @property
+    def before(self) -> list[int] | None:
+        """What was spent at the mark; None without one."""
+        return None if self._before is None else self._before[:]
 
     def switch(self, lane: int, /) -> int:
         """The time since the last look goes to the lane that ran; returns that one.
@@ -102,6 +119,35 @@ class Clock:
         self.is_inside = True
         return self.current
 
+    def ask(self) -> int:
+        """A batch is asked for: the lanes are marked.
+
+        Returns 1 where there is more to decide before they are: calls in evaluation are open, or
+        no step has begun. In another thread and while a batch is made nothing happens, and -1.
+        """
+        if self.current == INPUT or get_ident() != self.thread:
+            return -1
+        self.switch(INPUT)
+        self._asked = self.last
+        if self.is_open or not (self.steps or self.backwards):
+            return 1
+        self.mark()
+        return 0
+
+    def take(self) -> int:
+        """The batch has come, and forward begins: for how many ns it was waited for."""
+        self.switch(FORWARD)
+        return self.last - self._asked
+
+    def mark(self) -> None:
+        """Where the lanes and the backward passes stand now is kept."""
+        self._before = self._spent[:]
+        self.seen_backwards = self.backwards
+
+    def unmark(self) -> None:
+        """What was marked is forgotten."""
+        self._before = None
+
     def leave_backward(self, lane: int, /) -> int:
         """As `switch`, and one more backward pass has ended."""
         before = self.switch(lane)
@@ -115,8 +161,11 @@ class Clock:
         self._spent[before] -= ns
         self._spent[after] += ns
 
-    def lap(self, merge: bool, /) -> None:
-        """A step has ended when last looked; with `merge` it is still the one that ended last."""
+    def lap(self, merge: bool, /) -> bool:
+        """A step has ended when last looked; with `merge` it is still the one that ended last.
+
+        Nothing is marked any more. Returns whether that step, or its end, is due.
+        """
         spent = self._spent
         between = spent[EVALUATION] + spent[SAVING]
         took = self.last - self.began - (between - self.between)
@@ -126,7 +175,8 @@ class Clock:
             spent[HOST] += spent[AFTER] - self._after
             spent[AFTER] = self._after
         self._after = spent[AFTER]
-        self.backwards = 0
+        self.backwards = self.seen_backwards = 0
+        self._before = None
         if merge and self.steps:
             self._durations[-1] += took
         else:
@@ -136,6 +186,17 @@ class Clock:
             self._first = spent[:]
         elif len(self._durations) > 2 * KEPT:
             del self._durations[:KEPT]
+        return self.steps >= self.due or self.last >= self.until
+
+    def leave_step(self) -> int:
+        """The host's time begins, and a step has ended: whether it is due, as 1 or 0.
+
+        In another thread nothing happens, and -1.
+        """
+        if get_ident() != self.thread:
+            return -1
+        self.switch(HOST)
+        return int(self.lap(False))
 
     def step_ns(self) -> list[int]:
         """Durations of the latest steps, oldest first, without evaluation and saving."""

@@ -8,7 +8,6 @@ for.
 
 from __future__ import annotations
 
-import sys
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
@@ -57,30 +56,17 @@ class Lanes(Clock):
     Attributes:
         evaluations: calls of models in evaluation, of which it is not yet known what they were.
         loader: what gave the latest batch.
-        due, until: the number of steps, and the time, at which somebody wants to be called.
     """
 
-    __slots__ = (
-        "_before",
-        "_seen_backwards",
-        "_unseen",
-        "due",
-        "evaluations",
-        "loader",
-        "until",
-    )
+    __slots__ = ("_unseen", "evaluations", "loader")
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen_backwards = 0
         # What each step since then spends for one lane while the clock runs for another.
         self._unseen: list[tuple[int, float, int, int]] = []
         self.evaluations: list[Any] = []
         self.loader: Any = None
         self.due = 1
-        self.until = sys.maxsize
-        # Where the lanes stood when a batch was asked for, or a model first called in evaluation.
-        self._before: list[int] | None = None
 
     def skip(self) -> None:
         """The time since the last call was ours, and goes to nobody."""
@@ -97,15 +83,20 @@ class Lanes(Clock):
         """In all steps to come so much of one lane's time is another's: nobody looks any more."""
         self._unseen.append((self.steps, ns, before, after))
 
-    def begin_batch(self) -> None:
-        """A batch, or an iteration over batches, is asked for."""
-        self.switch(INPUT)
+    def begin_batch(self) -> bool:
+        """A batch, or an iteration over batches, is asked for: whether in this thread."""
+        asked = self.ask()
+        if asked > 0:
+            self.decide()
+        return asked >= 0
+
+    def decide(self) -> None:
+        """What else is to be done where a batch is asked for, before the lanes are marked."""
         if self.evaluations:
             self.judge()
         if not self.steps and not self.backwards:
             self._forget()  # what came before the first batch is no part of a step
-        self._before = self.spent
-        self._seen_backwards = self.backwards
+        self.mark()
 
     def begin_training(self) -> None:
         """A model is called to be trained, before the first step."""
@@ -116,19 +107,23 @@ class Lanes(Clock):
         self.spent = _NOTHING
         self.began = self.last
 
-    def begin_evaluation(self) -> None:
+    def begin_evaluation(self, seen: Any) -> None:
         """A model is called, perhaps to be evaluated."""
-        if self._before is None:
-            self._before = self.spent
+        self.evaluations.append(seen)
+        self.is_open = True
+        if self.before is None:
+            seen = self.seen_backwards
+            self.mark()
+            self.seen_backwards = seen
 
     def judge(self) -> None:
         """Decides what the calls in evaluation since the last batch was asked for have been.
 
         Where a backward pass followed they were a part of training, such as a teacher's.
         """
-        if self.backwards == self._seen_backwards:
+        if self.backwards == self.seen_backwards:
             spent = self.spent
-            for lane, before in enumerate(self._before or spent):
+            for lane, before in enumerate(self.before or spent):
                 if lane not in (EVALUATION, SAVING, GC):
                     self.shift(spent[lane] - before, lane, EVALUATION)
             self.loader = None
@@ -136,26 +131,21 @@ class Lanes(Clock):
                 seen.was_evaluated(self.steps)
         else:
             self._were_trained()
-        self._before = None
-        self.evaluations.clear()
+        self.unmark()
+        self._clear()
 
-    def close(self, merge: bool = False) -> None:
-        """A step has ended when last looked; with `merge` it is still the one closed last."""
-        self.lap(merge)
-        self._seen_backwards = 0
-        if self._before is not None:
-            self._settle()
-
-    def _settle(self) -> None:
-        """The calls in evaluation before this step's end were a part of it."""
-        self._before = None
-        if self.evaluations:
-            self._were_trained()
-            self.evaluations.clear()
+    def settle(self) -> None:
+        """A step has ended: the open calls in evaluation were a part of it."""
+        self._were_trained()
+        self._clear()
 
     def _were_trained(self) -> None:
         for seen in self.evaluations:
             seen.was_trained()
+
+    def _clear(self) -> None:
+        self.evaluations.clear()
+        self.is_open = False
 
     def end(self) -> None:
         """The script has ended: what is still open is decided, and counted after the last step."""
@@ -187,8 +177,7 @@ class Lanes(Clock):
         if not (keep and self.backwards):
             self.backwards = 0
             self._drop_open()
-        self._before = self.spent
-        self._seen_backwards = self.backwards
+        self.mark()
         self.thread = 0
 
     def resume(self) -> None:

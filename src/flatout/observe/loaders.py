@@ -14,7 +14,7 @@ from time import perf_counter_ns
 from typing import Any, cast
 from weakref import ref
 
-from flatout.observe.lanes import FORWARD, HOST, INPUT
+from flatout.observe.lanes import HOST
 from flatout.observe.observation import Loader, Site
 from flatout.observe.sites import here, site_of_code
 from flatout.observe.watch import Watch
@@ -23,7 +23,7 @@ from flatout.observe.within_loader import LOADER, Looker, Probe, size_of, watch_
 # Waits that are kept of each loader, and epochs.
 _WAITS, _EPOCHS = 20_000, 1000
 # What the dataset keeps is counted once in so many batches.
-_KEPT_EVERY = 16
+_LOOK_EVERY = 16
 # Datapipes of a chain that are named.
 _STAGES = 64
 # Facts by which a loader that is made anew in each epoch is known again.
@@ -81,21 +81,29 @@ class SeenLoader:
             self.looker.start()
         return None if self.looker.probe.is_done else (self.looker.probe, self.looker)
 
-    def took(self, batch: Any, began: int, ended: int) -> None:
+    def took(self, batch: Any, waited_ns: int) -> None:
         """A batch was handed over."""
         self.batches += 1
-        if not self.batches % _KEPT_EVERY:
-            self._count_kept()
-        if self.began is not None:
-            if len(self.facts.first_ms) < _EPOCHS:
-                self.facts.first_ms.append((ended - self.began) / 1e6)
-            self.began = None
-            if self.facts.batch_bytes is None:
-                self.facts.batch_bytes = size_of(batch)
+        if self.began is None:
+            self.waits.append(waited_ns)
         else:
-            self.waits.append(ended - began)
-            if len(self.waits) > 2 * _WAITS:
-                del self.waits[:_WAITS]
+            self._took_first(batch, self.began)
+        if not self.batches % _LOOK_EVERY:
+            self._look()
+
+    def _took_first(self, batch: Any, began: int) -> None:
+        """Of an epoch."""
+        if len(self.facts.first_ms) < _EPOCHS:
+            self.facts.first_ms.append((perf_counter_ns() - began) / 1e6)
+        self.began = None
+        if self.facts.batch_bytes is None:
+            self.facts.batch_bytes = size_of(batch)
+
+    def _look(self) -> None:
+        """Now and then, after a batch."""
+        self._count_kept()
+        if len(self.waits) > 2 * _WAITS:
+            del self.waits[:_WAITS]
 
     def _count_kept(self) -> None:
         """How much more the dataset keeps since this was called first."""
@@ -106,7 +114,7 @@ class SeenLoader:
         if self._kept_at_first is None:
             self._kept_at_first = kept
             return
-        read = (self.batches - _KEPT_EVERY) * facts.batch_size
+        read = (self.batches - _LOOK_EVERY) * facts.batch_size
         facts.kept_per_sample = (kept - self._kept_at_first) / read
 
     def result(self) -> Loader:
@@ -274,10 +282,9 @@ def _watch_iterations(owner: Any, watch: Watch, seen_of: Any) -> None:
 
     @wraps(original)
     def iterate(self: Any) -> Any:
-        if get_ident() != lanes.thread or lanes.current == INPUT:
-            return original(self)
         began = perf_counter_ns()
-        lanes.begin_batch()
+        if not lanes.begin_batch():
+            return original(self)
         seen = seen_of(self, here(1))
         seen.is_hashed = False
         os.environ[LOADER] = str(seen.number)  # for its workers
@@ -294,7 +301,7 @@ def _watch_iterations(owner: Any, watch: Watch, seen_of: Any) -> None:
 
 def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
     """Times every batch that an iterator of this class hands over."""
-    lanes = watch.lanes
+    lanes, ask, hand_over = watch.lanes, watch.lanes.ask, watch.lanes.take
     original_init, original_next = owner.__init__, owner.__next__
     original_index = owner._next_index
 
@@ -305,21 +312,18 @@ def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
 
     @wraps(original_next)
     def take(self: Any) -> Any:
-        if get_ident() != lanes.thread or lanes.current == INPUT:
-            return original_next(self)
         seen = self._flatout_seen
-        if seen is None:
+        if seen is None or (asked := ask()) < 0:
             return original_next(self)
-        lanes.begin_batch()
-        began = lanes.last
+        if asked:
+            lanes.decide()
         lanes.loader = seen
         try:
             batch = original_next(self)
         except BaseException:
             lanes.switch(HOST)
             raise
-        lanes.switch(FORWARD)
-        seen.took(batch, began, lanes.last)
+        seen.took(batch, hand_over())
         return batch
 
     @wraps(original_index)

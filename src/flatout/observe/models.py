@@ -163,7 +163,7 @@ class Models:
                 if seen.has_parameters:
                     seen.calls += 1
                     is_trained = module.training and is_grad_enabled()
-                    if not is_trained or seen.calls >= seen.due or lanes.evaluations:
+                    if not is_trained or seen.calls >= seen.due or lanes.is_open:
                         self._look(seen, module, args, kwargs)
                     if current in _BEFORE_FORWARD:
                         lanes.switch(FORWARD)
@@ -193,9 +193,8 @@ class Models:
         else:
             if not lanes.evaluations:
                 self._numbers.before_evaluation()
-            lanes.begin_evaluation()
+            lanes.begin_evaluation(seen)
             seen.evaluates(mode)
-            lanes.evaluations.append(seen)
         if has_grad and seen.calls >= seen.due and not self._torch.compiler.is_compiling():
             self._look_at_input(seen, args[0] if args else next(iter(kwargs.values()), None))
             seen.due = seen.calls + (1 if seen.calls < _FIRST_CALLS else _EVERY)

@@ -136,22 +136,30 @@ class Steps:
         lanes = self._lanes
         if self._is_traced() or self._is_counted:
             return
-        if lanes.enter(HOST) < 0:
-            if lanes.thread:
-                self._watch.notes[_ELSEWHERE] = None
-            return
-        self._is_counted = True
         seen, backwards = self._sole, lanes.backwards
         if seen is not None and seen.ref() is optimizer:
+            is_due = lanes.leave_step()
+            if is_due < 0:
+                self._is_elsewhere()
+                return
             seen.backwards[backwards] = seen.backwards.get(backwards, 0) + 1
-            lanes.close()
-        elif not self._ends_round(optimizer):
+            if lanes.is_open:
+                lanes.settle()
+        elif lanes.enter(HOST) < 0:
+            self._is_elsewhere()
             return
-        if lanes.steps >= lanes.due or lanes.last >= lanes.until:
+        else:
+            is_due = self._end_of_several(optimizer)
+        self._is_counted = True
+        if is_due:
             self._watch.attend()
 
-    def _ends_round(self, optimizer: Any) -> bool:
-        """Whether one that is new, or one of several, has ended a step."""
+    def _is_elsewhere(self) -> None:
+        if self._lanes.thread:
+            self._watch.notes[_ELSEWHERE] = None
+
+    def _end_of_several(self, optimizer: Any) -> bool:
+        """One that is new, or one of several, has stepped; returns whether a step is due."""
         lanes, seen = self._lanes, self._seen.get(id(optimizer))
         is_new = seen is None or seen.ref() is not optimizer
         if seen is None or is_new:
@@ -168,8 +176,10 @@ class Steps:
         self._counted = 0
         for other in self._seen.values():
             other.since_round = 0
-        lanes.close(several and is_new)
-        return True
+        is_due = lanes.lap(several and is_new)
+        if lanes.is_open:
+            lanes.settle()
+        return is_due
 
     def _meet(self, optimizer: Any) -> SeenOptimizer:
         """A new one: it comes last in its round, as far as anybody knows."""
