@@ -341,3 +341,17 @@ def test_a_script_of_keras_and_torch_gets_kerass_torch_backend(
         [*MAIN, "run", str(script)], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == expected
+
+
+def test_the_doctor_watches_such_a_script_on_that_backend_too(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nif False:\n    import keras, flatout\n"
+        "sys.exit('it runs on ' + str(os.environ.get('KERAS' + '_BACKEND')))\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    done = subprocess.run(
+        [*MAIN, "doctor", "--no-trials", str(script)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "it runs on torch" in done.stdout + done.stderr

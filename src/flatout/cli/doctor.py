@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -138,8 +139,10 @@ def doctor(
     from flatout.report.files import Files
     from flatout.report.visit import Asked, visit
 
+    what = [*(["-m"] if is_module else []), script, *(args or [])]
+    _set_keras_backend(what)
     asked = Asked(
-        what=[*(["-m"] if is_module else []), script, *(args or [])],
+        what=what,
         recipe=recipe_file.place(recipe, force=force),
         seconds=seconds,
         steps=steps,
@@ -168,6 +171,15 @@ def _check_script(script: str) -> None:
         raise typer.BadParameter(
             f"{script}: a notebook is no script; %load_ext flatout in it observes its cells"
         )
+
+
+def _set_keras_backend(what: list[str]) -> None:
+    """As `flatout run` does, which a Recipe is applied by."""
+    from flatout.doctor.script_file import script_file
+    from flatout.script_source import keras_backend
+
+    file = script_file(what)
+    os.environ.update(keras_backend(file) if file is not None else {})
 
 
 def _seconds(text: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import shlex
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from flatout.script_source import keras_backend, read
 
 if TYPE_CHECKING:
     from flatout.recipe import Recipe
@@ -90,7 +91,7 @@ def run(
     where = asked_for(_count(devices), nodes, node_rank, rendezvous)
     if not is_module and not Path(script).exists():
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
-    variables = {"FLATOUT_RUN": "1"} | ({} if is_module else _keras_backend(Path(script)))
+    variables = {"FLATOUT_RUN": "1"} | ({} if is_module else keras_backend(Path(script)))
     if recipe is not None:
         variables["FLATOUT_RECIPE"] = os.path.abspath(recipe)
     if settings:
@@ -176,38 +177,6 @@ def _measured(what: list[str], where: Nodes, dry_run: bool) -> int:
     return choose(command, None if what[0] == "-m" else Path(what[0]), say)
 
 
-def _keras_backend(script: Path) -> dict[str, str]:
-    """Returns KERAS_BACKEND=torch for a script of Keras and torch that does not choose itself.
-
-    Unasked, Keras takes TensorFlow, and fails to import where that is not installed.
-    """
-    source, imported = _read(script)
-    if "KERAS_BACKEND" in os.environ or "KERAS_BACKEND" in source:
-        return {}
-    asks = "keras" in imported and imported & {"torch", "flatout"}
-    return {"KERAS_BACKEND": "torch"} if asks else {}
-
-
-def _read(script: Path) -> tuple[str, set[str]]:
-    """Returns a script's source and the top-level names of what it imports."""
-    try:
-        source = script.read_text(encoding="utf-8")
-        tree = ast.parse(source)
-    except (OSError, ValueError, SyntaxError):
-        return "", set()  # Python will say what is wrong with it
-    imported = {
-        name.partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-        )
-    }
-    return source, imported
-
-
 def _trains_with_flatout(script: str, is_module: bool) -> bool:
     """Whether a script names a Trainer or Loop of Flatout's, which take the Recipe themselves.
 
@@ -215,7 +184,7 @@ def _trains_with_flatout(script: str, is_module: bool) -> bool:
     """
     if is_module:
         return False
-    source, imported = _read(Path(script))
+    source, imported = read(Path(script))
     return "flatout" in imported and ("Trainer" in source or "Loop" in source)
 
 
