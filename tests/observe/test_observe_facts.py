@@ -1,6 +1,7 @@
 """What is read of a process and of what it saves: OpenMP, compilations, contents of files."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from flatout.observe.loaders import SeenLoader
 from flatout.observe.openmp import libraries, settings
 from flatout.observe.outputs import contents_of
 from flatout.observe.round_trips import RoundTrips
-from flatout.observe.tensors import copying
+from flatout.observe.tensors import copying, watch_tensors
 from flatout.observe.watch import Watch
 
 MAPS = """\
@@ -114,6 +115,18 @@ def test_a_round_trip_is_what_goes_back_from_the_same_memory_in_the_same_step():
     assert (found.kind, found.steps, found.count) == ("round_trip", 12, 12)
     assert found.detail["watched_steps"] == 6
     assert found.site.file == __file__
+
+
+@pytest.mark.parametrize("accelerator", [None, torch.device("cuda")])
+def test_where_there_is_no_other_device_copies_are_not_looked_for(accelerator):
+    names = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "to", "cuda")
+    plain = {name: getattr(torch.Tensor, name) for name in names}
+    tensor = type("Tensor", (), dict(plain))
+    device = SimpleNamespace(current_accelerator=lambda check_available: accelerator)
+    watch_tensors(SimpleNamespace(Tensor=tensor, accelerator=device), Watch())
+    watched = {name for name in names if getattr(tensor, name) is not plain[name]}
+    assert {"to", "cuda"} <= watched if accelerator else not {"to", "cuda"} & watched
+    assert {"item", "cpu"} <= watched
 
 
 def test_what_goes_back_in_a_later_step_is_no_round_trip():

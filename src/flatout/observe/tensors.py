@@ -35,6 +35,9 @@ def watch_tensors(torch: Any, watch: Watch) -> None:
     for name, kind in _SYNCS.items():
         follows = trips if name == "cpu" else None
         setattr(torch.Tensor, name, timed(getattr(torch.Tensor, name), kind, name, watch, follows))
+    # Keras calls `to` seventy times in a step: where there is no other device, nobody need look.
+    if torch.accelerator.current_accelerator(check_available=False) is None:
+        return
     for name in ("to", "cuda"):
         setattr(torch.Tensor, name, copying(getattr(torch.Tensor, name), watch, trips))
 
