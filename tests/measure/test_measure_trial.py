@@ -142,8 +142,21 @@ def test_result_tells_medians_and_words():
     result = run_trial(lambda: next(blocks), lambda: next(blocks), max_pairs=2)
     assert (result.a_median, result.b_median) == (1.19, 1.0)
     assert result.words == "1.19x [1.19,1.19] (A/A ±0.0%)"
+    assert result.step_s == pytest.approx((1.19, 1.0))
     told = TrialResult(1.19, 1.17, 1.21, 0.009, 5, 1.19, 1.0, 3.0)
     assert told.words == "1.19x [1.17,1.21] (A/A ±0.9%)"
+
+
+def test_the_sides_lie_apart_by_the_ratio_where_the_machine_grows_slower():
+    quadruples = [[3.0, 2.0, 2.0, 3.0], [30.0, 20.0, 20.0, 30.0], [42.0, 30.0, 30.0, 42.0]]
+    blocks = iter([time for one in quadruples for time in one])
+    result = run_trial(lambda: next(blocks), lambda: next(blocks), max_pairs=3, min_pairs=3)
+    assert result.ratio == pytest.approx(1.5)
+    a, b = result.step_s
+    assert a / b == pytest.approx(1.5)
+    assert a * b == pytest.approx(result.a_median * result.b_median)
+    uneven = TrialResult(1.19, 1.17, 1.21, 0.009, 5, 1.0, 1.0, 3.0)
+    assert uneven.step_s == pytest.approx((math.sqrt(1.19), 1 / math.sqrt(1.19)))
 
 
 @pytest.mark.parametrize("time", [0.0, -1.0, math.nan, math.inf])

@@ -295,10 +295,10 @@ class Proving:
             if not reason.startswith(LEFT):
                 reason = f"with it {reason}"
             return replace(proof, outcome="not tried" if is_late else "left alone", reason=reason)
-        once = setup_s(pair.a, pair.b, result.a_median, result.b_median)
-        saved = result.a_median - result.b_median
+        a_step, b_step = result.step_s
+        once = setup_s(pair.a, pair.b, a_step, b_step)
         if once >= _LEAST_SETUP_S:
-            repays = math.ceil(once / saved) if result.wins else None
+            repays = math.ceil(once / (a_step - b_step)) if result.wins else None
             proof = replace(proof, setup_s=once, repays_after=repays)
         # A Trainer or Loop takes a Recipe itself, and tells nobody here.
         is_foreign = self._verdict.observations[0].framework != "flatout"
@@ -395,11 +395,11 @@ class Proving:
         between = sum((lanes.get(lane) or 0.0) for lane in ("evaluation", "saving")) / 1e3
         if counts_between(final.cure):
             between = 0.0
-        a_step, b_step = result.a_median + between, result.b_median + between
-        found = {"step_before_s": a_step, "step_after_s": b_step}
+        a_step, b_step = result.step_s
+        found = {"step_before_s": a_step + between, "step_after_s": b_step + between}
         if steps is not None:
-            found["before_s"] = whole_s(pair.a, pair.a, steps, result.a_median, between)
-            found["after_s"] = whole_s(pair.a, pair.b, steps, result.b_median, between)
+            found["before_s"] = whole_s(pair.a, pair.a, steps, a_step, between)
+            found["after_s"] = whole_s(pair.a, pair.b, steps, b_step, between)
         return found
 
 

@@ -86,6 +86,16 @@ class TrialResult:
         return self.pairs > 1 and self.high < 1 - self.floor
 
     @property
+    def step_s(self) -> tuple[float, float]:
+        """Seconds per step of A and of B: around their medians, and apart by the ratio.
+
+        The medians themselves lie apart by another one, since quadruples differ more from each
+        other, as where a machine grows slower meanwhile, than their sides do.
+        """
+        middle = math.sqrt(self.a_median * self.b_median)
+        return middle * math.sqrt(self.ratio), middle / math.sqrt(self.ratio)
+
+    @property
     def words(self) -> str:
         """One phrase, such as `1.19x [1.17,1.21] (A/A ±0.9%)`."""
         interval = f"[{self.low:.2f},{self.high:.2f}]"

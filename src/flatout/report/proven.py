@@ -120,7 +120,7 @@ class ProvenReport:
             change = f"{duration(given.before_s)} → {duration(given.after_s)}"
             yield Text(f"{steps}: {change}, warm-up included", style="bold")
             return
-        of_step = together.trial.a_median, together.trial.b_median
+        of_step = together.trial.step_s
         words = "a step"
         whole = given.step_before_s, given.step_after_s
         if whole[0] and whole[1] and whole[0] > _WITH_BETWEEN * of_step[0]:
