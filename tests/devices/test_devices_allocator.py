@@ -1,14 +1,26 @@
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import flatout
 from flatout.devices import allocator
 
-pytestmark = pytest.mark.skipif(not allocator.supported(), reason="another C library or allocator")
+pytestmark = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ,
+    reason="another C library or allocator",
+)
+# Debian's is linked for a fixed address, which others are not.
+SYSTEMS = "/usr/bin/python3"
+RECENT = [SYSTEMS, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+HAS_SYSTEMS = os.path.exists(SYSTEMS) and subprocess.run(RECENT, check=False).returncode == 0
+PYTHONS = [sys.executable, *([SYSTEMS] if HAS_SYSTEMS else [])]
+each_python = pytest.mark.parametrize("python", PYTHONS)
 
 # Four blocks of 20 MB at once, as a step's activations are: more than glibc keeps by itself.
 FAULTS = """
@@ -26,16 +38,29 @@ faults()
 """
 
 
-def run(code: str, **environment: str) -> list:
+def run(code: str, python: str = sys.executable, **environment: str) -> list:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    clean["PYTHONPATH"] = os.fspath(Path(flatout.__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [python, "-c", code],
         capture_output=True,
         text=True,
         check=True,
         env=clean | environment,
     )
     return json.loads(done.stdout)
+
+
+@each_python
+def test_glibcs_allocator_is_found_in_whatever_way_python_is_linked(python) -> None:
+    code = """
+import json
+from flatout.devices import allocator as a
+print(json.dumps([a.supported(), a.keep_memory(), a.current(), sorted(a.environment())]))
+"""
+    *said, names = run(code, python)
+    assert said == [True, True, "keep"]
+    assert names == sorted(allocator.environment())
 
 
 def test_kept_memory_is_not_faulted_in_again_and_the_default_is() -> None:
@@ -114,7 +139,8 @@ void *malloc(size_t size) { return __libc_malloc(size); }
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler to build an allocator with")
-def test_an_allocator_that_is_preloaded_is_left_alone(tmp_path) -> None:
+@each_python
+def test_an_allocator_that_is_preloaded_is_left_alone(tmp_path, python) -> None:
     (tmp_path / "other.c").write_text(OTHER_ALLOCATOR)
     library = tmp_path / "libother.so"
     build = ["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "other.c")]
@@ -125,4 +151,4 @@ from flatout.devices import allocator as a
 done = [a.supported(), a.keep_memory(), a.default_memory(), a.environment(), a.current()]
 print(json.dumps(done))
 """
-    assert run(code, LD_PRELOAD=str(library)) == [False, False, False, {}, "default"]
+    assert run(code, python, LD_PRELOAD=str(library)) == [False, False, False, {}, "default"]

@@ -11,7 +11,7 @@ import ctypes
 import os
 import sys
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 # Parameter numbers of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -27,6 +27,8 @@ _KEEP = {
 # The largest mmap threshold that glibc before 2.35 takes.
 _OLD_LARGEST_MMAP_THRESHOLD = 32 * 2**20
 
+_LIBC = b"libc.so.6"
+
 _set_here: Literal["keep", "default"] | None = None
 
 
@@ -35,12 +37,53 @@ def supported() -> bool:
     """Whether glibc's allocator serves this process: no other C library, none preloaded over it."""
     if not sys.platform.startswith("linux"):
         return False
-    process = ctypes.CDLL(None)
+    # A program with an allocator of its own has this, too.
+    whole = _owner(ctypes.CDLL(None), "malloc_usable_size") == _LIBC
+    return whole and _first_with_malloc() == _LIBC
+
+
+def _first_with_malloc() -> bytes | None:
+    """Of all libraries of this process, in the order in which they are searched, the first with it.
+
+    The program itself is left out: one that is linked for a fixed address, as Debian's Python is,
+    seems to have a malloc, which only leads to the library's.
+    """
+    files: list[bytes] = []
+
+    def visit(loaded: Any, size: int, data: Any) -> int:
+        if loaded.contents.file:
+            files.append(loaded.contents.file)
+        return 0
+
+    ctypes.CDLL(None).dl_iterate_phdr(_VISIT(visit), None)
+    for file in files:
+        try:
+            library = ctypes.CDLL(os.fsdecode(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        except OSError:
+            continue  # the kernel's own, which is no file
+        if _owner(library, "malloc") == os.path.basename(file):
+            return os.path.basename(file)
+    return None
+
+
+def _owner(library: ctypes.CDLL, name: str) -> bytes | None:
+    """The name of the file that a symbol is from; None for one that nobody has."""
+    symbol = getattr(library, name, None)
     found = _SymbolInfo()
-    address = ctypes.cast(process.malloc, ctypes.c_void_p)
-    if not process.dladdr(address, ctypes.byref(found)) or not found.file:
-        return False
-    return bool(os.path.basename(found.file) == b"libc.so.6")
+    if symbol is None or not library.dladdr(
+        ctypes.cast(symbol, ctypes.c_void_p), ctypes.byref(found)
+    ):
+        return None
+    return os.path.basename(found.file) if found.file else None
+
+
+class _Loaded(ctypes.Structure):
+    """The beginning of dl_phdr_info, as dl_iterate_phdr(3) shows each library."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("file", ctypes.c_char_p))
+
+
+_VISIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.c_void_p)
 
 
 class _SymbolInfo(ctypes.Structure):
