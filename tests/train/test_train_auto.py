@@ -244,7 +244,11 @@ def test_a_rewrite_that_changes_the_result_is_rejected(monkeypatch):
 
 
 def test_the_answer_is_cached_and_keyed_by_the_job(monkeypatch):
+    threads = torch.get_num_threads()
     first, _ = prepared(small_net())
+    # As the next process begins, whatever was decided for this one.
+    allocator.default_memory()
+    torch.set_num_threads(threads)
     calls: list[int] = []
     real = auto_trials.Trials.first_step
 
