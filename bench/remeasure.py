@@ -3,9 +3,9 @@
 The scripts print a line that begins with "epoch" in each epoch. From one such line to the next is
 an epoch with all that the user waits for: evaluation and saving, which a trial of steps may have
 left out, count as its error. Imports, reading data and the first epoch, in which caches fill, lie
-before the second line, saving at the end behind the last. The runs are made in the order A B B A,
-several times, so that a steady drift cancels; a run in one piece is measured in one process, whose
-start, the least steady part of all, is not in the figure.
+before the second line, saving at the end behind the last. So the start of a process, its least
+steady part, is not in the figure. The runs are made in the order A B B A, several times, so that a
+steady drift cancels.
 
 The cures come from the doctor's JSON: those of a Recipe through `flatout run --recipe` (ranks:
 torchrun with `flatout.cures.start`), changes of the script in a copy of it.
@@ -32,8 +32,9 @@ from flatout.measure.trial import run_trial
 from flatout.recipe import Recipe, toml
 
 FLATOUT = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
-# The lengths that are tried until epochs take a second, and the fewest that are measured.
-LENGTHS, FEWEST = (4, 12, 36, 108), 2
+# The lengths that are tried until epochs take a second, and the fewest that are measured. Of those
+# that tell of themselves the first one is left out, and the second one begins what is measured.
+LENGTHS, FEWEST, BEFORE = (4, 12, 36, 108), 2, 2
 LONGEST_S = 600.0
 EPOCH = re.compile(r"epoch \d", re.IGNORECASE)
 
@@ -136,16 +137,16 @@ def _epochs(run: Run, seconds: float) -> int:
     """How many epochs a run must have, so that those that are measured take so long."""
     for epochs in LENGTHS:
         each = _epoch_s(run(epochs))
-        if each * (epochs - 2) >= min(1.0, seconds):
+        if each * (epochs - BEFORE) >= min(1.0, seconds):
             break
-    return 2 + max(FEWEST, ceil(seconds / each))
+    return BEFORE + max(FEWEST, ceil(seconds / each))
 
 
 def _epoch_s(told: Sequence[float]) -> float:
     """Seconds from one epoch's line to the next; the first epoch is left out."""
-    if len(told) < 2 + FEWEST:
+    if len(told) < BEFORE + FEWEST:
         raise NotMeasured(f"of {len(told)} epochs that were told, too few to be measured")
-    return (told[-1] - told[1]) / (len(told) - 2)
+    return (told[-1] - told[BEFORE - 1]) / (len(told) - BEFORE)
 
 
 def _timed(

@@ -110,11 +110,11 @@ class Lanes(Clock):
     def begin_evaluation(self, seen: Any) -> None:
         """A model is called, perhaps to be evaluated."""
         self.evaluations.append(seen)
-        self.is_open = True
-        if self.before is None:
-            seen = self.seen_backwards
+        if not self.is_open and self.before is None:
+            backwards = self.seen_backwards
             self.mark()
-            self.seen_backwards = seen
+            self.seen_backwards = backwards  # of the step, not of this call
+        self.is_open = True
 
     def judge(self) -> None:
         """Decides what the calls in evaluation since the last batch was asked for have been.

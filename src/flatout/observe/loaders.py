@@ -22,7 +22,7 @@ from flatout.observe.within_loader import LOADER, Looker, Probe, size_of, watch_
 
 # Waits that are kept of each loader, and epochs.
 _WAITS, _EPOCHS = 20_000, 1000
-# What the dataset keeps is counted once in so many batches.
+# Once in so many batches it is counted what the dataset keeps, and old waits go.
 _LOOK_EVERY = 16
 # Datapipes of a chain that are named.
 _STAGES = 64

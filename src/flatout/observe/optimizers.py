@@ -140,13 +140,13 @@ class Steps:
         if seen is not None and seen.ref() is optimizer:
             is_due = lanes.leave_step()
             if is_due < 0:
-                self._is_elsewhere()
+                self._note_elsewhere()
                 return
             seen.backwards[backwards] = seen.backwards.get(backwards, 0) + 1
             if lanes.is_open:
                 lanes.settle()
         elif lanes.enter(HOST) < 0:
-            self._is_elsewhere()
+            self._note_elsewhere()
             return
         else:
             is_due = self._end_of_several(optimizer)
@@ -154,7 +154,8 @@ class Steps:
         if is_due:
             self._watch.attend()
 
-    def _is_elsewhere(self) -> None:
+    def _note_elsewhere(self) -> None:
+        """It has stepped in another thread, unless nobody's steps are watched now."""
         if self._lanes.thread:
             self._watch.notes[_ELSEWHERE] = None
 
