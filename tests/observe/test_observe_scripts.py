@@ -256,11 +256,20 @@ def test_a_script_that_traps_signals(tmp_path):
     assert (ran.returncode, ran.stdout, seen.ended) == (0, "trapped\n", "done")
 
 
+# Steps in which nothing is compiled yet, after which hooks in C have taken over.
+PLAIN_STEPS = """
+for _ in range(int(sys.argv[1])):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("plain_steps", [0, 8])
 @pytest.mark.parametrize("how", ["module", "function", "break"])
-def test_compiled_frames_are_kept(tmp_path, how):
-    source = LOOP + (
-        "import sys\n"
+def test_compiled_frames_are_kept(tmp_path, how, plain_steps):
+    source = f"import sys{LOOP}{PLAIN_STEPS}" + (
         "from torch._dynamo.utils import counters\n"
         "compiled = torch.compile(model, backend='eager')\n"
         "@torch.compile(backend='eager')\n"
@@ -271,25 +280,27 @@ def test_compiled_frames_are_kept(tmp_path, how):
         "    y = model(x)\n"
         "    float(y.sum())\n"
         "    return y * y.sum().item()\n"
-        "call = {'module': compiled, 'function': function, 'break': breaks}[sys.argv[1]]\n"
+        "call = {'module': compiled, 'function': function, 'break': breaks}[sys.argv[2]]\n"
         "for step in range(5):\n"
         "    call(torch.ones(2, 4)).sum().backward()\n"
         "    optimizer.step()\n"
         "    optimizer.zero_grad()\n"
         "print(dict(counters['frames']), dict(counters['stats']), model.weight.sum())\n"
     )
-    ran, seen = _observe(tmp_path, source, how)
-    alone = _python("script.py", how, folder=tmp_path)
+    ran, seen = _observe(tmp_path, source, str(plain_steps), how)
+    alone = _python("script.py", plain_steps, how, folder=tmp_path)
     assert ran.stdout == alone.stdout
     assert ran.stdout.startswith("{'total': ")
-    assert seen.steps == 5
+    assert seen.steps == plain_steps + 5
+    assert seen.optimizers[0].backwards == 1
     # What a compiled function calls is out of sight.
     assert seen.models or (how != "module" and any(n.startswith("models: ") for n in seen.notes))
 
 
 @pytest.mark.slow
-def test_a_whole_compiled_step_keeps_its_graphs(tmp_path):
-    source = LOOP + (
+@pytest.mark.parametrize("plain_steps", [0, 8])
+def test_a_whole_compiled_step_keeps_its_graphs(tmp_path, plain_steps):
+    source = f"import sys{LOOP}{PLAIN_STEPS}" + (
         "from torch._dynamo.utils import counters\n"
         "@torch.compile(backend='eager')\n"
         "def step(x):\n"
@@ -301,8 +312,8 @@ def test_a_whole_compiled_step_keeps_its_graphs(tmp_path):
         "print(dict(counters['stats']), sum(counters['graph_break'].values()))\n"
         "print(model.weight.sum())\n"
     )
-    ran, _ = _observe(tmp_path, source)
-    alone = _python("script.py", folder=tmp_path)
+    ran, _ = _observe(tmp_path, source, str(plain_steps))
+    alone = _python("script.py", plain_steps, folder=tmp_path)
     assert ran.stdout == alone.stdout
     assert "'unique_graphs': 2" in ran.stdout
 

@@ -7,55 +7,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <limits.h>
-#include <string.h>
 #include <structmember.h>
-#include <time.h>
 
-enum { INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMISER, HOST, EVALUATION, SAVING, GC, IDLE, AFTER };
-#define LANES (AFTER + 1)
-#define KEPT 20000
-
-typedef struct {
-    PyObject_HEAD
-    long long spent[LANES];
-    unsigned long thread;
-    long long last, began;
-    long long steps, backwards;
-    long long between, after; /* of those lanes, when the last step ended */
-    long long *durations;     /* of the latest KEPT steps, each in the place of its number */
-    long long due, until;
-    int current;
-    char is_inside, is_open;
-    char is_marked;
-    long long asked;         /* when a batch was */
-    long long seen_backwards;
-    long long before[LANES]; /* where the lanes stood at the mark */
-    long long first[LANES];  /* where they stood after the first step */
-} Clock;
-
-/* As time.perf_counter_ns() on Linux. */
-static long long now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (long long)now.tv_sec * 1000000000LL + now.tv_nsec;
-}
-
-static void mark(Clock *self)
-{
-    memcpy(self->before, self->spent, sizeof self->before);
-    self->seen_backwards = self->backwards;
-    self->is_marked = 1;
-}
-
-/* The time since the last look goes to the lane that ran. */
-static void pass_to(Clock *self, int lane)
-{
-    long long now = now_ns();
-    self->spent[self->current] += now - self->last;
-    self->last = now;
-    self->current = lane;
-}
+#include "_clock_core.h"
+#include "_clock_hooks.h"
 
 /* The lane that an argument names, or -1 with an error set. */
 static int lane_of(PyObject *argument)
@@ -90,7 +45,7 @@ PyDoc_STRVAR(enter_doc,
 
 static PyObject *clock_enter(PyObject *object, PyObject *argument)
 {
-    if (PyThread_get_thread_ident() != ((Clock *)object)->thread)
+    if (!is_own_thread((Clock *)object))
         return PyLong_FromLong(-1);
     return clock_switch(object, argument);
 }
@@ -104,7 +59,7 @@ static PyObject *clock_enter_model(PyObject *object, PyObject *nothing)
 {
     Clock *self = (Clock *)object;
     (void)nothing;
-    if (self->is_inside || self->current == INPUT || PyThread_get_thread_ident() != self->thread)
+    if (self->is_inside || self->current == INPUT || !is_own_thread(self))
         return PyLong_FromLong(-1);
     self->is_inside = 1;
     return PyLong_FromLong(self->current);
@@ -120,7 +75,7 @@ static PyObject *clock_ask(PyObject *object, PyObject *nothing)
 {
     Clock *self = (Clock *)object;
     (void)nothing;
-    if (self->current == INPUT || PyThread_get_thread_ident() != self->thread)
+    if (self->current == INPUT || !is_own_thread(self))
         return PyLong_FromLong(-1);
     pass_to(self, INPUT);
     self->asked = self->last;
@@ -197,31 +152,6 @@ static PyObject *clock_shift(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* A step has ended when last looked; returns whether somebody wants to be called. */
-static int end_step(Clock *self, int merge)
-{
-    long long between = self->spent[EVALUATION] + self->spent[SAVING], took;
-    took = self->last - self->began - (between - self->between);
-    self->began = self->last;
-    self->between = between;
-    if (self->backwards > 1) { /* what lay between them was the host's */
-        self->spent[HOST] += self->spent[AFTER] - self->after;
-        self->spent[AFTER] = self->after;
-    }
-    self->after = self->spent[AFTER];
-    self->backwards = self->seen_backwards = 0;
-    self->is_marked = 0;
-    if (merge && self->steps) {
-        self->durations[(self->steps - 1) % KEPT] += took;
-    } else {
-        self->durations[self->steps % KEPT] = took;
-        self->steps += 1;
-    }
-    if (self->steps == 1)
-        memcpy(self->first, self->spent, sizeof self->first);
-    return self->steps >= self->due || self->last >= self->until;
-}
-
 PyDoc_STRVAR(lap_doc,
 "lap(merge, /)\n--\n\n"
 "A step has ended when last looked; with `merge` it is still the one that ended last. Nothing is\n"
@@ -244,7 +174,7 @@ static PyObject *clock_leave_step(PyObject *object, PyObject *nothing)
 {
     Clock *self = (Clock *)object;
     (void)nothing;
-    if (PyThread_get_thread_ident() != self->thread)
+    if (!is_own_thread(self))
         return PyLong_FromLong(-1);
     pass_to(self, HOST);
     return PyLong_FromLong(end_step(self, 0));
@@ -262,23 +192,26 @@ static PyObject *list_of(const long long *numbers, Py_ssize_t count)
 }
 
 PyDoc_STRVAR(step_ns_doc,
-"step_ns()\n--\n\n"
+"step_ns(most=KEPT, /)\n--\n\n"
 "Durations of the latest steps, oldest first, without evaluation and saving.");
 
-static PyObject *clock_step_ns(PyObject *object, PyObject *nothing)
+static PyObject *clock_step_ns(PyObject *object, PyObject *args)
 {
     Clock *self = (Clock *)object;
-    PyObject *older, *newer;
-    long long place = self->steps % KEPT;
-    (void)nothing;
-    if (self->steps <= KEPT)
-        return list_of(self->durations, (Py_ssize_t)self->steps);
-    older = list_of(self->durations + place, (Py_ssize_t)(KEPT - place));
-    newer = list_of(self->durations, (Py_ssize_t)place);
-    if (older != NULL && (newer == NULL || PyList_SetSlice(older, KEPT, KEPT, newer) < 0))
-        Py_CLEAR(older);
-    Py_XDECREF(newer);
-    return older;
+    PyObject *list, *number;
+    long long count = KEPT, first;
+    if (!PyArg_ParseTuple(args, "|L:step_ns", &count))
+        return NULL;
+    count = count < 0 ? 0 : count < KEPT ? count : KEPT;
+    count = count < self->steps ? count : self->steps;
+    first = self->steps - count;
+    list = PyList_New((Py_ssize_t)count);
+    for (long long place = 0; list != NULL && place < count; place++) {
+        number = PyLong_FromLongLong(self->durations[(first + place) % KEPT]);
+        if (number == NULL || PyList_SetItem(list, (Py_ssize_t)place, number) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
 }
 
 static PyObject *clock_spent(PyObject *object, void *nothing)
@@ -326,6 +259,28 @@ static int clock_set_spent(PyObject *object, PyObject *value, void *nothing)
     return 0;
 }
 
+static PyObject *clock_loader(PyObject *object, void *nothing)
+{
+    PyObject *loader = ((Clock *)object)->loader;
+    (void)nothing;
+    return Py_NewRef(loader == NULL ? Py_None : loader);
+}
+
+static int clock_set_loader(PyObject *object, PyObject *value, void *nothing)
+{
+    Clock *self = (Clock *)object;
+    PyObject *old = self->loader;
+    (void)nothing;
+    if (value == Py_None)
+        value = NULL;
+    if (value == old)
+        return 0;
+    self->is_trained_on = 0;
+    self->loader = Py_XNewRef(value);
+    Py_XDECREF(old);
+    return 0;
+}
+
 static PyObject *clock_new(PyTypeObject *type, PyObject *args, PyObject *names)
 {
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -352,7 +307,9 @@ static int clock_init(PyObject *object, PyObject *args, PyObject *names)
     memset(self->first, 0, sizeof self->first);
     self->steps = self->backwards = self->between = self->after = 0;
     self->seen_backwards = 0;
-    self->is_inside = self->is_open = self->is_marked = 0;
+    self->is_inside = self->is_open = self->is_marked = self->is_counted = 0;
+    self->is_trained_on = 0;
+    Py_CLEAR(self->loader);
     self->due = self->until = LLONG_MAX;
     self->current = HOST;
     self->thread = PyThread_get_thread_ident();
@@ -362,11 +319,9 @@ static int clock_init(PyObject *object, PyObject *args, PyObject *names)
 
 static void clock_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     PyMem_Free(((Clock *)object)->durations);
+    Py_CLEAR(((Clock *)object)->loader);
     release(object);
-    Py_DECREF(type);
 }
 
 static PyMemberDef members[] = {
@@ -379,6 +334,8 @@ static PyMemberDef members[] = {
     {"between", T_LONGLONG, offsetof(Clock, between), 0, "Evaluation and saving until then."},
     {"is_inside", T_BOOL, offsetof(Clock, is_inside), 0, "Whether a model is being called."},
     {"is_open", T_BOOL, offsetof(Clock, is_open), 0, "Whether it is undecided what calls were."},
+    {"is_counted", T_BOOL, offsetof(Clock, is_counted), 0, "Whether the step that runs was."},
+    {"is_trained_on", T_BOOL, offsetof(Clock, is_trained_on), 0, "Whether its batches are."},
     {"seen_backwards", T_LONGLONG, offsetof(Clock, seen_backwards), 0, "Those at the mark."},
     {"due", T_LONGLONG, offsetof(Clock, due), 0, "The number of steps to be called at."},
     {"until", T_LONGLONG, offsetof(Clock, until), 0, "The time to be called at."},
@@ -389,6 +346,7 @@ static PyGetSetDef properties[] = {
     {"spent", clock_spent, clock_set_spent, "Nanoseconds by lane.", NULL},
     {"first", clock_first, NULL, "Those after the first step.", NULL},
     {"before", clock_before, NULL, "Those at the mark; None without one.", NULL},
+    {"loader", clock_loader, clock_set_loader, "What gave the latest batch, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -404,7 +362,7 @@ static PyMethodDef methods[] = {
     {"take", clock_take, METH_NOARGS, take_doc},
     {"mark", clock_mark, METH_NOARGS, mark_doc},
     {"unmark", clock_unmark, METH_NOARGS, unmark_doc},
-    {"step_ns", clock_step_ns, METH_NOARGS, step_ns_doc},
+    {"step_ns", clock_step_ns, METH_VARARGS, step_ns_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -426,15 +384,30 @@ static PyType_Spec clock_spec = {
     .slots = clock_slots,
 };
 
+/* Makes a type and adds it to the module, where it stays as long as the process does. */
+static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    if (type != NULL && PyModule_AddType(module, (PyTypeObject *)type) < 0)
+        Py_CLEAR(type);
+    return (PyTypeObject *)type;
+}
+
 static int execute(PyObject *module)
 {
-    PyObject *type = PyType_FromSpec(&clock_spec);
-    int failed;
-    if (type == NULL)
+    retain_graph_name = PyUnicode_InternFromString("retain_graph");
+    training_name = PyUnicode_InternFromString("training");
+    if (retain_graph_name == NULL || training_name == NULL)
         return -1;
-    failed = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    return failed;
+    clock_type = add_type(module, &clock_spec);
+    if (clock_type == NULL)
+        return -1;
+    for (size_t place = 0; place < sizeof hook_specs / sizeof *hook_specs; place++) {
+        called_type = add_type(module, &hook_specs[place]); /* which comes last */
+        if (called_type == NULL)
+            return -1;
+    }
+    return 0;
 }
 
 static PyModuleDef_Slot slots[] = {

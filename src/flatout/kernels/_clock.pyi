@@ -1,4 +1,13 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+class Called:
+    ref: ref[Any] | None
+    calls: int
+    due: int
+    has_parameters: bool
+    def __init__(self) -> None: ...
 
 class Clock:
     thread: int
@@ -10,6 +19,9 @@ class Clock:
     between: int
     is_inside: bool
     is_open: bool
+    is_counted: bool
+    is_trained_on: bool
+    loader: Any
     seen_backwards: int
     due: int
     until: int
@@ -33,4 +45,43 @@ class Clock:
     def take(self) -> int: ...
     def mark(self) -> None: ...
     def unmark(self) -> None: ...
-    def step_ns(self) -> list[int]: ...
+    def step_ns(self, most: int = ..., /) -> list[int]: ...
+
+class BackwardHook:
+    @property
+    def ran(self) -> int: ...
+    def renew(self) -> None: ...
+    def __init__(
+        self, clock: object, original: Callable[..., Any], otherwise: Callable[..., Any]
+    ) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class ForwardHook:
+    @property
+    def ran(self) -> int: ...
+    def renew(self) -> None: ...
+    def __init__(
+        self,
+        clock: object,
+        original: Callable[..., Any],
+        otherwise: Callable[..., Any],
+        known: dict[int, Any],
+        is_grad_enabled: Callable[[], bool],
+    ) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class StepHook:
+    @property
+    def ran(self) -> int: ...
+    def renew(self) -> None: ...
+    def __init__(
+        self,
+        clock: object,
+        begins: Callable[..., None],
+        ends: Callable[..., None],
+        attend: Callable[[], None],
+    ) -> None: ...
+    def begin(self, optimizer: Any, args: Any, kwargs: Any, /) -> None: ...
+    def end(self, optimizer: Any, args: Any, kwargs: Any, /) -> None: ...
+    def count(self) -> None: ...
+    def watch(self, optimizer: ref[Any] | None, counts: dict[int, int], /) -> None: ...

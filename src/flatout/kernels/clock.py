@@ -1,4 +1,4 @@
-"""The clock of a training loop: in C, or its Python twin, which is slower."""
+"""The clock of a training loop, and the hooks that look at it: in C, or Python twins."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import sys
 from contextlib import suppress
 
 from flatout.kernels import absent
+from flatout.kernels.clock_twin import Called as Called
 from flatout.kernels.clock_twin import Clock as Clock
 
 # Elsewhere the system's steady clock is another one than time.perf_counter's.
 if sys.platform == "linux" and absent.WANTED:
     with suppress(ImportError):
+        from flatout.kernels._clock import Called as Called  # type: ignore[assignment]
         from flatout.kernels._clock import Clock as Clock  # type: ignore[assignment]
 
 

@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Sequence
 from threading import get_ident
 from time import perf_counter_ns
+from typing import Any
+from weakref import ref
 
 INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMISER, HOST, EVALUATION, SAVING, GC, IDLE = range(11)
 # From a backward pass to what comes next: the optimiser's or, in accumulation, the host's.
@@ -14,6 +16,22 @@ AFTER = 11
 _COUNT = 12
 # Durations of single steps that are kept.
 KEPT = 20_000
+
+
+class Called:
+    """One model, and how often it was called.
+
+    Attributes:
+        ref: a weak reference to it.
+        calls: how often it was called.
+        due: the call that is looked at next.
+        has_parameters: whether it has any.
+    """
+
+    def __init__(self) -> None:
+        self.ref: ref[Any] | None = None
+        self.calls = self.due = 0
+        self.has_parameters = False
 
 
 class Clock:
@@ -33,6 +51,8 @@ class Clock:
         is_open: whether it is undecided what calls of models were: evaluation, or of a step.
         seen_backwards: backward passes when the lanes were marked.
         due, until: the number of steps, and the time, at which somebody wants to be called.
+        is_counted: whether the optimiser's step that runs has ended a step.
+        is_trained_on: whether a backward pass has followed a batch of that loader.
     """
 
     __slots__ = (
@@ -41,14 +61,17 @@ class Clock:
         "_before",
         "_durations",
         "_first",
+        "_loader",
         "_spent",
         "backwards",
         "began",
         "between",
         "current",
         "due",
+        "is_counted",
         "is_inside",
         "is_open",
+        "is_trained_on",
         "last",
         "seen_backwards",
         "steps",
@@ -63,7 +86,8 @@ class Clock:
         self._after = self.between = 0  # of those lanes, when the last step ended
         self._before: list[int] | None = None
         self.steps = self.backwards = self.seen_backwards = 0
-        self.is_inside = self.is_open = False
+        self.is_inside = self.is_open = self.is_counted = self.is_trained_on = False
+        self._loader: Any = None
         self.due = self.until = sys.maxsize
         self.current = HOST
         self.thread = get_ident()
@@ -89,6 +113,17 @@ class Clock:
     def before(self) -> list[int] | None:
         """What was spent at the mark; None without one."""
         return None if self._before is None else self._before[:]
+
+    @property
+    def loader(self) -> Any:
+        """What gave the latest batch, or None. It can be set: of another one nothing is known."""
+        return self._loader
+
+    @loader.setter
+    def loader(self, loader: Any) -> None:
+        if loader is not self._loader:
+            self.is_trained_on = False
+            self._loader = loader
 
     def switch(self, lane: int, /) -> int:
         """The time since the last look goes to the lane that ran; returns that one.
@@ -198,6 +233,7 @@ class Clock:
         self.switch(HOST)
         return int(self.lap(False))
 
-    def step_ns(self) -> list[int]:
+    def step_ns(self, most: int = KEPT, /) -> list[int]:
         """Durations of the latest steps, oldest first, without evaluation and saving."""
-        return self._durations[-KEPT:].tolist()
+        count = min(max(0, most), KEPT, len(self._durations))
+        return self._durations[len(self._durations) - count :].tolist()

@@ -25,7 +25,7 @@ def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
             return
         began = lanes.last
         if lanes.loader is not None:
-            lanes.loader.in_training = True
+            lanes.loader.in_training = lanes.is_trained_on = True
         try:
             original(tensors, *args, **kwargs)
         finally:
@@ -37,3 +37,4 @@ def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
             calls.note("backward", lanes.last - began, detail={"retain_graph": True})
 
     torch.autograd.backward = backward
+    watch.quick.stand_for_backward(torch.autograd, original, backward)

@@ -40,14 +40,22 @@ def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
         writer_seconds: of a CPU, that writing has taken.
     """
     steps = max(1, watch.lanes.steps)
-    rounds = [seen.backwards for seen in watch.optimizers]
+    quick, rounds = watch.quick, [seen.backwards for seen in watch.optimizers]
+    backwards = sum(each * often for counts in rounds for each, often in counts.items())
+    calls = sum(model.calls for model in watch.models)
+    inner = sum(model.calls * model.inner for model in watch.models)
+    quick_inner = inner * quick.calls // max(1, calls)
     ran = {
         _batch_ns: sum(loader.batches for loader in watch.loaders),
         _fetch_ns: sum(loader.batches for loader in watch.loaders if not loader.facts.num_workers),
-        _backward_ns: sum(each * often for counts in rounds for each, often in counts.items()),
-        _step_ns: sum(often for counts in rounds for often in counts.values()),
-        _forward_ns: sum(model.calls for model in watch.models),
-        _inner_ns: sum(model.calls * model.inner for model in watch.models),
+        _backward_ns: backwards - quick.backwards,
+        _quick_backward_ns: quick.backwards,
+        _step_ns: sum(sum(counts.values()) for counts in rounds) - quick.steps,
+        _quick_step_ns: quick.steps,
+        _forward_ns: calls - quick.calls,
+        _quick_forward_ns: quick.calls,
+        _inner_ns: inner - quick_inner,
+        _quick_inner_ns: quick_inner,
         _call_ns: watch.calls.noted,
         _search_ns: watch.calls.sought,
         _copy_ns: watch.calls.passed,
@@ -55,7 +63,7 @@ def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
     torch = sys.modules["torch"]
     # The script may stand anywhere, as in an evaluation without gradients.
     with torch.inference_mode(False), torch.enable_grad():
-        ns = sum(count * _once(cost) for cost, count in ran.items() if count)
+        ns = sum(count * _once(cost) for cost, count in ran.items() if count > 0)
     return float((ns + watch.looking_ns + writer_seconds * 1e9) / 1e3 / steps)
 
 
@@ -65,29 +73,27 @@ def _once(cost: Callable[[], float]) -> float:
     return cost()
 
 
-def _extra_ns(hooked: Callable[[], Any], plain: Callable[[], Any]) -> float:
-    """How much longer one call takes than another."""
-    return max(0.0, _time_ns(hooked) - _time_ns(plain))
+def _extra_ns(
+    hooked: Callable[[], Any], plain: Callable[[], Any], first: Callable[[], Any] | None = None
+) -> float:
+    """How much longer one call takes than another after some training work, in the median.
 
-
-def _time_ns(call: Callable[[], Any], first: Callable[[], Any] | None = None) -> float:
-    """What a call takes after some training work, in the median; `first` runs before that.
-
-    Other jobs on the machine can only add to that: the least of several medians counts.
+    They take turns, so that other jobs on the machine take from both; `first` runs before each.
     """
     work = _work()
-    medians = []
+    differences = []
     for _ in range(_SERIES):
-        rounds = []
+        took: tuple[list[int], list[int]] = ([], [])
         for _ in range(_ROUNDS):
-            if first is not None:
-                first()
-            work()
-            began = perf_counter_ns()
-            call()
-            rounds.append(perf_counter_ns() - began)
-        medians.append(median(rounds))
-    return min(medians)
+            for call, rounds in zip((hooked, plain), took, strict=True):
+                if first is not None:
+                    first()
+                work()
+                began = perf_counter_ns()
+                call()
+                rounds.append(perf_counter_ns() - began)
+        differences.append(median(took[0]) - median(took[1]))
+    return max(0.0, median(differences))
 
 
 def _work() -> Callable[[], Any]:
@@ -127,68 +133,107 @@ def _fetch_ns() -> float:
 
 
 def _backward_ns() -> float:
+    return _of_backward(is_quick=False)
+
+
+def _quick_backward_ns() -> float:
+    return _of_backward(is_quick=True)
+
+
+def _of_backward(*, is_quick: bool) -> float:
     watch = Watch()
-    autograd = SimpleNamespace(backward=_nothing)
+    plain, hooked = SimpleNamespace(backward=_backward), SimpleNamespace(backward=_backward)
     compiler = sys.modules["torch"].compiler
     steps = Steps(watch)
     steps.backward_site = Site("<stdin>", 1)  # the user's line is looked for once
-    watch_backward(SimpleNamespace(autograd=autograd, compiler=compiler), watch, steps)
+    watch_backward(SimpleNamespace(autograd=hooked, compiler=compiler), watch, steps)
+    if is_quick:
+        watch.quick.begin()
     # As Tensor.backward calls it.
     return _extra_ns(
-        lambda: autograd.backward(None, None, None, False, inputs=None),
-        lambda: _nothing(None, None, None, False, inputs=None),
+        lambda: hooked.backward(None, None, None, False, inputs=None),
+        lambda: plain.backward(None, None, None, False, inputs=None),
     )
 
 
 def _step_ns() -> float:
+    return _of_step(is_quick=False)
+
+
+def _quick_step_ns() -> float:
+    return _of_step(is_quick=True)
+
+
+def _of_step(*, is_quick: bool) -> float:
     watch = Watch()
     watch.lanes.steps, watch.lanes.due = 2, sys.maxsize
-    hooks: list[Callable[..., None]] = []
+    hooks: dict[int, Callable[..., None]] = {}
+
+    def register(hook: Callable[..., None]) -> Any:
+        handle = SimpleNamespace(id=len(hooks), hooks_dict_ref=lambda: hooks)
+        hooks[handle.id] = hook
+        return handle
+
     module = SimpleNamespace(
-        register_optimizer_step_pre_hook=hooks.append,
-        register_optimizer_step_post_hook=hooks.append,
+        register_optimizer_step_pre_hook=register, register_optimizer_step_post_hook=register
     )
     Steps(watch).hook_into(sys.modules["torch"], module)
     optimizer: Any = SeenOptimizer.__new__(SeenOptimizer)
-
-    def begin() -> None:
-        hooks[0](optimizer, (), {})
-
-    def end() -> None:
-        hooks[1](optimizer, (), {})
-
-    nothing = _time_ns(lambda: None)
-    return max(0.0, _time_ns(begin) + _time_ns(end, first=begin) - 2 * nothing)
+    args: tuple[()] = ()
+    kwargs: dict[str, Any] = {}
+    hooks[0](optimizer, args, kwargs)
+    hooks[1](optimizer, args, kwargs)  # it is met
+    if is_quick:
+        watch.quick.begin()
+    begin, end = hooks[0], hooks[1]
+    return _extra_ns(lambda: begin(optimizer, args, kwargs), lambda: None) + _extra_ns(
+        lambda: end(optimizer, args, kwargs),
+        lambda: None,
+        first=lambda: begin(optimizer, args, kwargs),
+    )
 
 
 def _forward_ns() -> float:
-    return _of_module(is_inside=False)
+    return _of_module(is_inside=False, is_quick=False)
+
+
+def _quick_forward_ns() -> float:
+    return _of_module(is_inside=False, is_quick=True)
 
 
 def _inner_ns() -> float:
-    return _of_module(is_inside=True)
+    return _of_module(is_inside=True, is_quick=False)
 
 
-def _of_module(*, is_inside: bool) -> float:
+def _quick_inner_ns() -> float:
+    return _of_module(is_inside=True, is_quick=True)
+
+
+def _of_module(*, is_inside: bool, is_quick: bool) -> float:
     torch = sys.modules["torch"]
-    module = torch.nn.Module()
+
+    class Hooked(torch.nn.Module):  # type: ignore[name-defined,misc]
+        __call__ = _nothing
+
+    class Plain(torch.nn.Module):  # type: ignore[name-defined,misc]
+        __call__ = _nothing
+
+    module, plain = Hooked(), Plain()
     module.weight = torch.nn.Parameter(torch.zeros(1))
     watch = Watch()
     watch.lanes.steps = 1
     models = Models(torch, watch)
-    hooked = models.watched(_nothing)
-    hooked(module, module.weight)
+    models.watch_class(Hooked)
+    module(module.weight)
     watch.models[0].due = sys.maxsize  # looking at inputs is rare
+    if is_quick:
+        watch.quick.begin()
 
     def first() -> None:
         watch.lanes.current = HOST
         watch.lanes.is_inside = is_inside
 
-    return max(
-        0.0,
-        _time_ns(lambda: hooked(module, module.weight), first)
-        - _time_ns(lambda: _nothing(module, module.weight)),
-    )
+    return _extra_ns(lambda: module(module.weight), lambda: plain(module.weight), first)
 
 
 def _call_ns() -> float:
@@ -216,6 +261,17 @@ def _copy_ns() -> float:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
     return None
 
 

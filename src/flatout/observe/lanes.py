@@ -23,6 +23,7 @@ from flatout.kernels.clock_twin import (
     HOST,
     IDLE,
     INPUT,
+    KEPT,
     OPTIMISER,
     SAVING,
     SYNC,
@@ -55,17 +56,15 @@ class Lanes(Clock):
 
     Attributes:
         evaluations: calls of models in evaluation, of which it is not yet known what they were.
-        loader: what gave the latest batch.
     """
 
-    __slots__ = ("_unseen", "evaluations", "loader")
+    __slots__ = ("_unseen", "evaluations")
 
     def __init__(self) -> None:
         super().__init__()
         # What each step since then spends for one lane while the clock runs for another.
         self._unseen: list[tuple[int, float, int, int]] = []
         self.evaluations: list[Any] = []
-        self.loader: Any = None
         self.due = 1
 
     def skip(self) -> None:
@@ -193,9 +192,9 @@ class Lanes(Clock):
         Lanes.__init__(self)
         self.thread = thread
 
-    def step_ms(self) -> list[float]:
+    def step_ms(self, most: int = KEPT) -> list[float]:
         """Durations of the latest steps in ms, oldest first, without what lies between steps."""
-        return [ns / 1e6 for ns in self.step_ns()]
+        return [ns / 1e6 for ns in self.step_ns(most)]
 
     def lanes_ms(self) -> dict[str, float]:
         """Milliseconds per step by lane. The first of many steps is left out: it sets things up."""

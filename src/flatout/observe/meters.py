@@ -17,7 +17,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Memory is looked at in at most twice so many steps, evenly over all of them.
 _LOOKS = 64
 # After the first looks, so many seconds lie between two of them: short steps should not pay for it.
-_FIRST_LOOKS, _APART_S = 8, 0.1
+_FIRST_LOOKS, _APART_S = 8, 0.2
 _JOB_LOOKS = 30
 
 
@@ -114,10 +114,24 @@ def _statm() -> int:
 
 def _job() -> list[int]:
     """This process and its children, by pid."""
-    import psutil
+    if not os.path.exists(
+        "/proc/thread-self/children"
+    ):  # a kernel without: all processes are asked
+        import psutil
 
-    me = psutil.Process()
-    return [me.pid, *(child.pid for child in me.children(recursive=True))]
+        me = psutil.Process()
+        return [me.pid, *(child.pid for child in me.children(recursive=True))]
+    found, todo = [], [os.getpid()]
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as children:
+                    todo += map(int, children.read().split())
+        except OSError:
+            continue  # it has ended
+    return found
 
 
 def held_mb(job: list[int]) -> tuple[float, float] | None:

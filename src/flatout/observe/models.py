@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 from weakref import ref
 
+from flatout.kernels.clock import Called
 from flatout.observe.compiling import is_anything_compiled
 from flatout.observe.inside import Inside
 from flatout.observe.lanes import AFTER, FORWARD, HOST
@@ -21,7 +22,7 @@ from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
 # Shapes of inputs that are told apart, and how often they are looked at after the first calls.
-_SHAPES, _FIRST_CALLS, _EVERY = 64, 256, 16
+_SHAPES, _FIRST_CALLS, _EVERY = 64, 256, 32
 # A model that is called no oftener may be a part of another one that is being built.
 _BUILDING = 2
 # After so many steps only the classes of the outermost modules are watched.
@@ -33,16 +34,16 @@ _BEFORE_FORWARD = frozenset((HOST, AFTER))
 Mode = tuple[bool, bool]  # in train mode, with gradients
 
 
-class SeenModel:
+class SeenModel(Called):
     """One outermost module, while it is watched."""
 
     def __init__(self, module: Any) -> None:
-        self.ref = ref(module)
+        super().__init__()
+        self.ref: ref[Any] = ref(module)
         self.has_parameters = next(module.parameters(), None) is not None
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
         self.is_stepped = self.was_described = False
         self.tensors: set[int] = set()
-        self.calls = 0
         self.due = self.padding_due = 1
         self.padding = Padding()
         self.inner = 0
@@ -138,13 +139,20 @@ class Models:
         self._torch.nn.Module.__call__ = self._original
         classes = {type(m) for seen in self._known.values() for m in unwrapped(seen.ref())}
         for owner in classes - self._narrowed - {self._torch.nn.Module}:
-            owner.__call__ = self.watched(owner.__call__)
+            self.watch_class(owner)
         self._narrowed |= classes
         watched = tuple(self._narrowed)
         for seen in self._known.values():
             module = seen.ref()
             if module is not None:
                 seen.inner = sum(isinstance(one, watched) for one in module.modules()) - 1
+
+    def watch_class(self, owner: Any) -> None:
+        """Notices the models of this class."""
+        original = owner.__call__
+        owner.__call__ = hook = self.watched(original)
+        is_grad_enabled = self._torch.is_grad_enabled
+        self._watch.quick.stand_for_call(owner, original, hook, self._known, is_grad_enabled)
 
     def watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A `__call__` that notices the outermost modules."""

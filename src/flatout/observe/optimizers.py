@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from flatout.observe.compiling import is_anything_compiled
@@ -16,6 +16,9 @@ from flatout.observe.model_facts import local
 from flatout.observe.observation import Optimizer, Site
 from flatout.observe.sites import here, packages_above, users_frame
 from flatout.observe.watch import Watch
+
+if TYPE_CHECKING:
+    from flatout.kernels._clock import StepHook
 
 # An optimiser that steps so often before the last one of its round has a round of its own.
 _LONGEST_ROUND = 20
@@ -32,9 +35,16 @@ class SeenOptimizer:
     def __init__(self, optimizer: Any, facts: Optimizer) -> None:
         self.ref = ref(optimizer)
         self.facts = facts
-        self.backwards: dict[int, int] = {}  # how many went into a step, and how often
+        self.counts: dict[int, int] = {}  # backward passes into a step, and how often
+        self.count: Callable[[], None] = lambda: None  # brings them up to date
         self.since_round = 0
         self.ends_round = True
+
+    @property
+    def backwards(self) -> dict[int, int]:
+        """How many backward passes went into a step, and how often."""
+        self.count()
+        return self.counts
 
     def tensors(self) -> list[Any]:
         """Those that it steps; none once it is gone."""
@@ -85,9 +95,9 @@ class Steps:
 
     __slots__ = (
         "_counted",
-        "_is_counted",
         "_is_traced",
         "_lanes",
+        "_quick",
         "_seen",
         "_sole",
         "_watch",
@@ -99,31 +109,35 @@ class Steps:
         self._lanes = watch.lanes
         self._seen: dict[int, SeenOptimizer] = {}
         self._sole: SeenOptimizer | None = None  # where there is one alone
-        self._is_counted = False
         self._counted = 0  # backward passes of this round before the latest optimiser's step
         self._is_traced: Callable[[], bool] = lambda: False
+        self._quick: StepHook | None = None
         self.backward_site: Site | None = None
         watch.on_renewal.append(self.renew)
 
     def renew(self) -> None:
         """Begins to count: who steps is met anew."""
         self._seen.clear()
-        self._sole = None
+        self._let_alone(None)
         self._counted = 0
         self.backward_site = None
 
     def hook_into(self, torch: Any, module: Any) -> None:
         """Hooks into torch.optim.optimizer."""
         self._is_traced = torch.compiler.is_dynamo_compiling
-        module.register_optimizer_step_pre_hook(self.begin)
-        module.register_optimizer_step_post_hook(self.end)
+        begin, end = self.begin, self.end
+        handles = (
+            module.register_optimizer_step_pre_hook(begin),
+            module.register_optimizer_step_post_hook(end),
+        )
+        self._quick = self._watch.quick.stand_for_steps(handles, begin, end, self._watch.attend)
 
     def begin(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """An optimiser's step begins; the arguments are those of torch's hooks."""
         lanes = self._lanes
         if self._is_traced() or lanes.enter(OPTIMISER) < 0:
             return
-        self._is_counted = False
+        lanes.is_counted = False
         if lanes.steps < 2:
             self._watch.aside(*self._watch.with_gradients)
 
@@ -134,7 +148,7 @@ class Steps:
             Enough: the script shall end here.
         """
         lanes = self._lanes
-        if self._is_traced() or self._is_counted:
+        if self._is_traced() or lanes.is_counted:
             return
         seen, backwards = self._sole, lanes.backwards
         if seen is not None and seen.ref() is optimizer:
@@ -142,7 +156,7 @@ class Steps:
             if is_due < 0:
                 self._note_elsewhere()
                 return
-            seen.backwards[backwards] = seen.backwards.get(backwards, 0) + 1
+            seen.counts[backwards] = seen.counts.get(backwards, 0) + 1
             if lanes.is_open:
                 lanes.settle()
         elif lanes.enter(HOST) < 0:
@@ -150,9 +164,19 @@ class Steps:
             return
         else:
             is_due = self._end_of_several(optimizer)
-        self._is_counted = True
+        lanes.is_counted = True
         if is_due:
             self._watch.attend()
+
+    def _let_alone(self, seen: SeenOptimizer | None) -> None:
+        """This one steps alone; with None there are several, or none."""
+        self._sole = seen
+        if self._quick is not None:
+            if seen is None:
+                self._quick.watch(None, {})
+            else:
+                self._quick.watch(seen.ref, seen.counts)
+                seen.count = self._quick.count
 
     def _note_elsewhere(self) -> None:
         """It has stepped in another thread, unless nobody's steps are watched now."""
@@ -166,14 +190,14 @@ class Steps:
         if seen is None or is_new:
             seen = self._meet(optimizer)
         own = lanes.backwards - self._counted
-        seen.backwards[own] = seen.backwards.get(own, 0) + 1
+        seen.counts[own] = seen.counts.get(own, 0) + 1
         self._counted = lanes.backwards
         if not seen.ends_round:
             seen.since_round += 1
             seen.ends_round = seen.since_round > _LONGEST_ROUND
             return False
         several = len(self._seen) > 1
-        self._sole = None if several else seen
+        self._let_alone(None if several else seen)
         self._counted = 0
         for other in self._seen.values():
             other.since_round = 0

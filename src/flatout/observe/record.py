@@ -34,7 +34,6 @@ def observation(
 ) -> Observation:
     """What was seen so far. Reads what hooks write, and never a tensor: any thread may call it."""
     steps = watch.lanes.steps
-    step_ms = watch.lanes.step_ms()
     seen = Observation(
         command,
         framework=_framework(watch.frameworks),
@@ -44,7 +43,7 @@ def observation(
         threads=_threads(),
         usable_cpus=meters.usable_cpus,
         steps=steps,
-        step_ms=step_ms[-_LIVE_STEPS:] if is_live else step_ms,
+        step_ms=watch.lanes.step_ms(_LIVE_STEPS) if is_live else watch.lanes.step_ms(),
         calls=watch.calls.all(),
         optimizers=[optimizer.result() for optimizer in list(watch.optimizers)],
         models=[model.result(steps) for model in _stepped(list(watch.models))],

@@ -12,6 +12,7 @@ from typing import Any
 
 from flatout.observe.calls import Calls
 from flatout.observe.lanes import Lanes
+from flatout.observe.quick import AFTER_STEPS, Quick
 
 # What is looked at once, in these steps, is no part of what each step takes longer.
 _FIRST_STEPS = 10
@@ -35,6 +36,7 @@ class Watch:
     def __init__(self, steps: int | None = None, seconds: float | None = None) -> None:
         self.lanes = Lanes()
         self.calls = Calls(self.lanes)
+        self.quick = Quick(self.lanes)
         self.loaders: list[Any] = []
         self.optimizers: list[Any] = []
         self.models: list[Any] = []
@@ -55,6 +57,8 @@ class Watch:
         self._planned: list[tuple[int, Callable[[], None]]] = []
         self._order = count()
         self._has_begun = False
+        self.at(AFTER_STEPS, self.quick.begin)
+        self.on_renewal.append(self.quick.renew)
 
     def at(self, step: int, look: Callable[[], None]) -> None:
         """Calls `look` in the thread that steps, once so many steps have ended."""

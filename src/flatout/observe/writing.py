@@ -19,7 +19,7 @@ from flatout.world.place import Place
 # While the script runs, writing waits so long, and longer where it would take more than this share
 # of a CPU.
 _EVERY_S = 1.0
-_SHARE = 0.001
+_SHARE = 0.0005
 # What may be over in seconds is looked at so often before that.
 _LOOK_S, _LOOKS = 0.25, 8
 

@@ -1,0 +1,331 @@
+"""Hooks in C: what they see is what the hooks in Python see, in whose places they stand."""
+
+import gc
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from weakref import ref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from flatout.kernels import clock
+from flatout.observe import quick as quick_hooks
+from flatout.observe.backward import watch_backward
+from flatout.observe.lanes import BACKWARD, FORWARD, INPUT, OPTIMISER
+from flatout.observe.models import Models
+from flatout.observe.optimizers import Steps
+from flatout.observe.quick import Quick
+from flatout.observe.watch import Watch
+
+pytestmark = pytest.mark.skipif(not clock.available(), reason="the C extension is absent")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch):
+    """As in a process that has compiled nothing, whatever other tests did."""
+    monkeypatch.setattr(quick_hooks, "is_anything_compiled", lambda: False)
+
+
+class Job:
+    """A job whose calls go through hooks that no other job has."""
+
+    def __init__(self):
+        self.watch = Watch()
+        self.autograd = SimpleNamespace(backward=self._backward)
+        self.hooks = {}
+        self.failing = False
+        seam = SimpleNamespace(
+            autograd=self.autograd,
+            compiler=torch.compiler,
+            is_grad_enabled=torch.is_grad_enabled,
+        )
+        optimizer_module = SimpleNamespace(
+            register_optimizer_step_pre_hook=self._register,
+            register_optimizer_step_post_hook=self._register,
+        )
+        self.steps = Steps(self.watch)
+        watch_backward(seam, self.watch, self.steps)
+        self.steps.hook_into(torch, optimizer_module)
+
+        class Inner(nn.Linear):
+            pass
+
+        class Outer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = Inner(2, 2)
+                self.calls = []
+
+            def forward(self, x, *, scale=1):
+                self.calls.append((x.shape, scale))
+                return self.inner(x) * scale
+
+        models = Models(torch, self.watch)
+        models.watch_class(Outer)
+        models.watch_class(Inner)
+        self.models = [Outer(), Outer(), Inner(2, 2)]
+        self.optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in self.models[:2]]
+
+    def _register(self, hook):
+        handle = SimpleNamespace(id=len(self.hooks), hooks_dict_ref=lambda: self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+    def _backward(self, *args, **kwargs):
+        if self.failing:
+            raise ValueError("no gradient")
+
+    def call(self, which, mode):
+        model = self.models[which]
+        model.train(mode != "eval")
+        with torch.no_grad() if mode == "no_grad" else nullcontext():
+            model(torch.ones(1, 2), **({"scale": 2} if which < 2 else {}))
+
+    def backward(self, keeps, failing):
+        self.failing = failing
+        more = {"retain_graph": True} if keeps == "by name" else {"inputs": None}
+        args = (None, None, True) if keeps == "by place" else (None,)
+        try:
+            self.autograd.backward(*args, **more)
+        except ValueError:
+            assert failing
+
+    def step(self, which, wraps):
+        for _ in range(1 + wraps):
+            self.hooks[0](self.optimizers[which], (), {})
+        for _ in range(1 + wraps):
+            self.hooks[1](self.optimizers[which], (), {})
+
+    def batch(self, loader):
+        if self.watch.lanes.begin_batch():
+            self.watch.lanes.loader = loader
+            self.watch.lanes.take()
+
+    def state(self):
+        """All that does not depend on how long anything has taken."""
+        lanes = self.watch.lanes
+        return (
+            (lanes.steps, lanes.backwards, lanes.current, lanes.is_inside, lanes.is_open),
+            (lanes.is_counted, lanes.is_trained_on, lanes.seen_backwards, lanes.before is None),
+            len(lanes.evaluations),
+            getattr(lanes.loader, "in_training", None),
+            [(m.calls, m.due, len(m.shapes), m.ref() is not None) for m in self.watch.models],
+            [(dict(o.backwards), o.ends_round) for o in self.watch.optimizers],
+            [lane > 0 for lane in lanes.spent],
+            [m.calls for m in self.models[:2]],
+            self.watch.calls.noted,
+        )
+
+
+EVENTS = st.one_of(
+    st.tuples(
+        st.just("call"), st.integers(0, 2), st.sampled_from(["train", "train", "eval", "no_grad"])
+    ),
+    st.tuples(st.just("backward"), st.sampled_from(["", "", "by name", "by place"]), st.booleans()),
+    st.tuples(st.just("step"), st.integers(0, 1), st.booleans()),
+    st.tuples(st.just("batch"), st.integers(0, 1)),
+    st.tuples(st.just("a step")),
+    st.tuples(st.just("a step")),
+    st.tuples(st.just("renew")),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(EVENTS, max_size=40))
+def test_they_see_what_the_hooks_in_python_see(events):
+    said = []
+    for is_quick in (False, True):
+        job, seen = Job(), []
+        if not is_quick:
+            job.watch.quick.end()
+        loaders = [SimpleNamespace(in_training=False), SimpleNamespace(in_training=False)]
+        for seen_ in job.watch.models:
+            seen_.due = 3
+        for name, *given_ in [("a step",)] * 6 + events:
+            if name == "a step":
+                job.call(0, "train")
+                job.backward("", False)
+                job.step(0, False)
+            elif name == "batch":
+                job.batch(loaders[given_[0]])
+            elif name == "renew":
+                job.watch.renew()
+            else:
+                getattr(job, name)(*given_)
+            seen.append(job.state())
+        if is_quick and ("renew",) not in events:
+            assert job.watch.quick.is_on
+        said.append(seen)
+    assert said[0] == said[1]
+
+
+def _quick_job():
+    job = Job()
+    for _ in range(6):
+        job.call(0, "train")
+        job.backward("", False)
+        job.step(0, False)
+    job.watch.models[0].due = 1000
+    assert job.watch.quick.is_on
+    return job
+
+
+def test_python_is_asked_about_nothing_that_is_as_before():
+    job = _quick_job()
+    quick = job.watch.quick
+    before = quick.backwards, quick.calls, quick.steps
+    for _ in range(10):
+        job.call(0, "train")
+        job.backward("", False)
+        job.step(0, False)
+    after = quick.backwards, quick.calls, quick.steps
+    assert [b - a for a, b in zip(before, after, strict=True)] == [10, 10, 10]
+    assert job.watch.optimizers[0].backwards == {1: 16}
+    assert job.watch.models[0].calls == 16
+
+
+def test_lanes_are_told_apart():
+    job = _quick_job()
+    lanes, seen = job.watch.lanes, []
+    original = job.models[0].forward
+    job.models[0].forward = lambda x, **more: (seen.append(lanes.current), original(x, **more))[1]
+    job.call(0, "train")
+    job.backward("", False)
+    job.hooks[0](job.optimizers[0], (), {})
+    seen.append(lanes.current)
+    assert seen == [FORWARD, OPTIMISER]
+    assert lanes.spent[BACKWARD] > 0
+
+
+@pytest.mark.parametrize("where", ["another thread", "a batch"])
+def test_calls_that_are_no_part_of_a_step_are_let_through(where):
+    job = _quick_job()
+    before = job.state()
+
+    def calls():
+        job.call(0, "train")
+        job.backward("", False)
+        job.step(0, False)
+
+    if where == "another thread":
+        thread = threading.Thread(target=calls)
+        thread.start()
+        thread.join()
+        assert job.models[0].calls[-1] == (torch.Size([1, 2]), 2)
+        assert job.state()[:6] == before[:6]
+    else:
+        job.watch.lanes.current = INPUT
+        job.call(0, "train")
+        assert job.watch.models[0].calls == before[4][0][0]
+
+
+def test_what_fails_fails_as_without():
+    job = _quick_job()
+    with pytest.raises(RuntimeError, match="shapes"):
+        job.models[0](torch.ones(1, 3))
+    with pytest.raises(TypeError, match="wrong"):
+        job.models[0](torch.ones(1, 2), wrong=1)
+    with pytest.raises(TypeError):
+        type(job.models[0]).__call__()
+    job.failing = True
+    with pytest.raises(ValueError, match="no gradient"):
+        job.autograd.backward(None)
+    lanes = job.watch.lanes
+    assert not lanes.is_inside
+    assert lanes.current != BACKWARD
+
+
+def test_they_look_like_what_they_stand_for():
+    job = _quick_job()
+    owner = type(job.models[0])
+    assert type(vars(owner)["__call__"]).__name__ == "ForwardHook"
+    assert owner.__call__.__wrapped__ is nn.Module.__call__
+    assert job.autograd.backward.__wrapped__ is not None
+    bound = job.models[0].__call__
+    assert bound(torch.ones(3, 2)).shape == (3, 2)
+    assert super(owner, job.models[0]).__call__(torch.ones(3, 2)).shape == (3, 2)
+    assert owner.__call__(job.models[0], x=torch.ones(4, 2)).shape == (4, 2)
+
+
+def test_the_hooks_in_python_are_back_before_anything_is_traced(monkeypatch):
+    job = _quick_job()
+    quick, owner = job.watch.quick, type(job.models[0])
+    others = owner.__call__, job.autograd.backward, *job.hooks.values()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(quick.is_on)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    torch._dynamo.reset()
+    assert seen == [False]
+    now = owner.__call__, job.autograd.backward, *job.hooks.values()
+    assert not set(others) & set(now)
+    quick.begin()
+    assert not quick.is_on  # never again
+    job.call(0, "train")
+    job.backward("", False)
+    job.step(0, False)
+    assert job.watch.optimizers[0].backwards == {1: 7}
+
+
+def test_who_has_taken_the_place_since_keeps_it():
+    job = Job()
+    theirs = nullcontext
+    job.autograd.backward = theirs
+    job.watch.quick.begin()
+    assert job.autograd.backward is theirs
+    job.watch.quick.renew()
+    assert job.autograd.backward is theirs
+
+
+def test_something_compiled_before_keeps_them_away(monkeypatch):
+    monkeypatch.setattr(quick_hooks, "is_anything_compiled", lambda: True)
+    job = Job()
+    job.watch.quick.begin()
+    assert not job.watch.quick.is_on
+
+
+def test_without_the_extension_the_hooks_in_python_stay(monkeypatch):
+    monkeypatch.setattr(quick_hooks, "available", lambda: False)
+    job = Job()
+    hooks = dict(job.hooks)
+    job.watch.quick.begin()
+    assert not job.watch.quick.is_on
+    assert job.hooks == hooks
+
+
+def test_they_are_freed_with_their_watch():
+    job = _quick_job()
+    gone = ref(job.watch), ref(job.models[0])
+    del job
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+
+
+@pytest.mark.parametrize("arguments", [(), (1, 2, 3), (None, print, print)])
+def test_a_hook_wants_a_clock(arguments):
+    from flatout.kernels import _clock
+
+    with pytest.raises(TypeError):
+        _clock.BackwardHook(*arguments)
+    with pytest.raises(TypeError):
+        _clock.ForwardHook(*arguments, {}, print)
+    with pytest.raises(TypeError):
+        _clock.StepHook(*arguments, print)
+
+
+def test_a_torch_that_traces_in_unknown_ways_gets_no_hooks_in_c(monkeypatch):
+    seen = []
+    monkeypatch.setattr(quick_hooks, "when_imported", lambda name, hook: seen.append(hook))
+    quick_hooks._watch_tracing.cache_clear()
+    quick = Quick(clock.Clock())
+    seen[0](SimpleNamespace())
+    quick.begin()
+    assert not quick.is_on
+    quick_hooks._watch_tracing.cache_clear()
