@@ -251,7 +251,7 @@ def test_they_look_like_what_they_stand_for():
     assert owner.__call__(job.models[0], x=torch.ones(4, 2)).shape == (4, 2)
 
 
-def test_the_hooks_in_python_are_back_before_anything_is_traced(monkeypatch):
+def test_the_hooks_in_python_are_back_before_anything_is_traced():
     job = _quick_job()
     quick, owner = job.watch.quick, type(job.models[0])
     others = owner.__call__, job.autograd.backward, *job.hooks.values()
@@ -263,6 +263,7 @@ def test_the_hooks_in_python_are_back_before_anything_is_traced(monkeypatch):
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     assert seen == [False]
     now = owner.__call__, job.autograd.backward, *job.hooks.values()
     assert not set(others) & set(now)

@@ -9,16 +9,16 @@ from flatout.observe.optimizers import SeenOptimizer, facts_of
 def test_a_rate_is_that_of_the_step_before_the_scheduler_goes_on():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.4)
     seen = SeenOptimizer(optimizer, facts_of(optimizer, None))
-    seen.backwards = {1: 1}
+    seen.counts = {1: 1}
     seen.look_at_rate()
     assert (seen.facts.rates, seen.facts.first_target) == ([(1, 0.4)], None)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=2)
-    seen.backwards = {1: 5}
+    seen.counts = {1: 5}
     seen.look_at_rate()
     assert (seen.facts.rates[1], seen.facts.first_target) == ((5, 0.1), 0.4)
     optimizer.step()
     warm_up.step()
-    seen.backwards = {1: 4, 2: 2}
+    seen.counts = {1: 4, 2: 2}
     seen.look_at_rate()
     assert seen.facts.rates[2] == (6, 0.25)
     del optimizer, warm_up
