@@ -259,15 +259,16 @@ def judged(a: Sequence[float], b: Sequence[float]) -> Ablation | None:
     of_a, of_b = iter(a), iter(b)
     trial = run_trial(lambda: next(of_a), lambda: next(of_b), max_pairs=whole, min_pairs=whole)
     most = max(trial.high, 1 + trial.floor)
+    with_it, without = trial.step_s
     return Ablation(
         ratio=trial.ratio,
         low=trial.low,
         high=trial.high,
         floor=trial.floor,
         pairs=trial.pairs,
-        step_ms=1e3 * trial.a_median,
-        without_ms=1e3 * trial.b_median,
-        returns_ms=1e3 * trial.a_median * (1 - 1 / most),
+        step_ms=1e3 * with_it,
+        without_ms=1e3 * without,
+        returns_ms=1e3 * with_it * (1 - 1 / most),
     )
 
 
