@@ -477,6 +477,107 @@ def test_what_is_told_in_several_lines_moves_as_one(tmp_path):
     refuse(tmp_path, "log_each_step", text)
 
 
+METRIC = """
+    from sklearn.metrics import roc_auc_score
+    import torch
+
+    def train(model, data):
+        for epoch in range(3):
+            truths, scores = [], []
+            for x, y in data:
+                score = model(x)
+                train_on(score, y)
+                scores.append(score.detach())
+                truths.append(y)
+                # so far
+                auc = roc_auc_score(torch.cat(truths), torch.cat(scores).sigmoid())  #!
+                if enough():
+                    break
+            print(epoch, auc)
+    """
+
+
+def test_a_metric_is_computed_behind_its_loop(tmp_path):
+    line = (
+        "                auc = roc_auc_score(torch.cat(truths), torch.cat(scores).sigmoid())  #!\n"
+    )
+    before = "            print(epoch, auc)\n"
+    assert METRIC.count(line) == METRIC.count(before) == 1
+    after = METRIC.replace(line, "").replace(before, f"{line[4:-5]}\n{before}")
+    check(tmp_path, "metric_slow", METRIC, after)
+
+
+def test_one_at_the_end_of_its_loop_moves_out_of_it(tmp_path):
+    code = """
+        import sklearn.metrics
+        for x, y in data:
+            step(x, y)
+            found.append(y)
+            right = sklearn.metrics.accuracy_score(
+                found, [int(one) for one in guesses]
+            )  #!
+        print(right)
+        """
+    after = code.replace("            right =", "        right =")
+    check(tmp_path, "metric_slow", code, after)
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("if enough():", "if auc > 0.9:"),  # it ends the loop
+        ("if enough():", "if truths.pop():"),  # what it is made of goes on
+        ("if enough():", "if scores:"),
+        ("train_on(score, y)", "train_on(score, y) or later(lambda: auc)"),
+        ("train_on(score, y)", "if skip(y): continue"),
+        ("train_on(score, y)", "if skip(y): return"),
+        ("train_on(score, y)", "with a: raise_if(y); raise StopIteration"),
+        ("for x, y in data:", "while more():"),
+        ("for x, y in data:", "if data:"),
+        ("            print(epoch, auc)", "            else: print(epoch, auc)"),
+        ("torch.cat(truths)", "model(truths)"),
+        ("torch.cat(truths)", "truths.pop(0)"),
+        ("torch.cat(truths)", "torch.cat(truths), auc"),
+        ("torch.cat(truths)", "(kept := truths)"),
+        ("torch.cat(truths)", "*truths"),
+        ("auc = roc", "auc, _ = roc"),
+        ("auc = roc", "auc = last = roc"),
+        ("auc = roc", "auc += roc"),
+        ("auc = roc", "self.auc = roc"),
+        ("auc = roc", "metric.update("),
+        ("from sklearn.metrics import roc_auc_score", "def roc_auc_score(a, b): return a.pop()"),
+        ("import torch\n", "import torch\n    roc_auc_score = other\n"),
+        ("def train(model, data):", "def train(model, data):\n        global auc"),
+        ("def train(model, data):", "def train(model, data):\n        def tell(): print(auc)"),
+        ("import torch\n", "import torch\n    def tell(): global auc\n"),
+    ],
+)
+def test_a_metric_that_may_be_read_or_made_otherwise_stays(tmp_path, words, instead):
+    assert words in METRIC
+    code = METRIC.replace(words, instead)
+    if instead.endswith("("):
+        code = code.replace(".sigmoid())", ".sigmoid()))")
+    refuse(tmp_path, "metric_slow", code)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from m import f\nfor x in data:\n    a = f(x)  #!\n",
+        "from m import f\nfor x in data:\n    step(x); a = f(b)  #!\n    more()\n",
+        "from m import f\nfor x in data:\n    step(x)\n    if x:\n        a = f(b)  #!\n",
+        "from m import f\na = f(b)  #!\n",
+        "from m import f\nfor x in data:\n    step(x)\n    a = b  #!\n",
+        "from m import f\nfor x in data:\n    step(x)\n    a = f(b)  #!\ndef g():\n    print(a)\n",
+        "from m import f\ntry:\n    for x in data:\n        step(x)\n        a = f(b)  #!\n"
+        "except StopIteration:\n    print(a)\n",
+        "from m import f\nfor x in data:\n    step(x)\n    a = f(a)  #!\n    more()\n",
+    ],
+)
+def test_a_metric_stays_where_its_loop_is_another(tmp_path, code):
+    refuse(tmp_path, "metric_slow", code)
+
+
 def test_set_epoch(tmp_path):
     code = """
         sampler = DistributedSampler(data)

@@ -40,6 +40,7 @@ CONCRETE = {
     "save.pieces": st.sampled_from(["merged", "per_rank"]),
     "script.persistent_workers": st.sampled_from(["as_written", "on"]),
     "script.cache": st.sampled_from(["as_written", "memory"]),
+    "script.features": st.sampled_from(["as_written", "memory"]),
     "script.zero_grad": st.sampled_from(["as_written", "set_to_none"]),
     "script.garbage": st.sampled_from(["as_written", "scheduled"]),
     "script.empty_cache": st.sampled_from(["as_written", "skip"]),

@@ -113,6 +113,7 @@ EXPECTED = [
         Parity.REDRAWN,
     ),
     ("script.cache", "as_written", "memory", DRAWS, Parity.EXACT),
+    ("script.features", "as_written", "memory", NOTHING, Parity.TOLERANT),
     ("script.zero_grad", "as_written", "set_to_none", NOTHING, Parity.EXACT),
     ("script.garbage", "as_written", "scheduled", NOTHING, Parity.EXACT),
     ("script.empty_cache", "as_written", "skip", NOTHING, Parity.EXACT),

@@ -30,6 +30,7 @@ CURES = (
     "input.pin_memory",
     "script.persistent_workers",
     "script.cache",
+    "script.features",
     "script.zero_grad",
     "script.garbage",
     "script.empty_cache",
@@ -122,10 +123,12 @@ def _hook(torch: Any, recipe: Recipe, asked: dict[str, Any]) -> None:
 
 def _hook_models(torch: Any, steps: Steps, asked: dict[str, Any]) -> None:
     """Cures of the outermost modules, the innermost first."""
-    from flatout.cures import compile, evaluation, memory_format, precision, rewrites
+    from flatout.cures import compile, evaluation, features, memory_format, precision, rewrites
     from flatout.cures.roots import Cure, Roots
 
     cures: list[Cure] = []
+    if features.FIELD in asked:
+        cures.append(features.keep_features)
     if rewrites.FIELD in asked:
         cures.append(rewrites.rewritten)
     if compile.FIELD in asked:

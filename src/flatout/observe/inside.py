@@ -115,11 +115,12 @@ def _frozen_in(module: Any) -> Iterator[Any]:
             continue
         if any(tensor.requires_grad for tensor in weights):
             yield from _frozen_in(child)
-        elif not any(_acts_in_training(inner) for inner in child.modules()):
+        elif not any(acts_in_training(inner) for inner in child.modules()):
             yield child
 
 
-def _acts_in_training(module: Any) -> bool:
+def acts_in_training(module: Any) -> bool:
+    """Whether it draws or counts now, since it is in train mode."""
     name = type(module).__name__
     return bool(module.training) and any(k in name for k in ("Dropout", "BatchNorm", "DropPath"))
 

@@ -349,6 +349,7 @@ _PHRASES = {
     "save.pieces": "checkpoints in pieces",
     "script.persistent_workers": "workers stay",
     "script.cache": "samples in {}",
+    "script.features": "features of frozen layers in {}",
     "script.zero_grad": "gradients to None",
     "script.garbage": "garbage collection {}",
     "script.empty_cache": "memory kept on the device",

@@ -238,6 +238,11 @@ class Script(Section):
         description="`memory` keeps each sample that a dataset has made, where it makes the same "
         "one again and memory has room.",
     )
+    features: Literal["as_written", "memory"] = Field(
+        default="as_written",
+        description="`memory` keeps what leading frozen layers in eval mode give for each sample, "
+        "on a CPU, while memory has room.",
+    )
     zero_grad: Literal["as_written", "set_to_none"] = Field(
         default="as_written",
         description="`set_to_none` drops gradients where the script fills them with zeros.",
@@ -320,6 +325,7 @@ PLAIN: dict[str, Value] = {
     "save.pieces": "merged",
     "script.persistent_workers": "as_written",
     "script.cache": "as_written",
+    "script.features": "as_written",
     "script.zero_grad": "as_written",
     "script.garbage": "as_written",
     "script.empty_cache": "as_written",

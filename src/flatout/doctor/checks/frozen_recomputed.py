@@ -25,7 +25,8 @@ def look(seen: Observation) -> list[Finding]:
             number=36,
             where=at(model.site),
             cost_ms=model.frozen_share * forward,
-            parity="bit-identical",
+            parity="rounding",
+            recipe={"script.features": "memory"},
         )
         for model in trained
         if model.frozen_share and is_worth(seen, model.frozen_share * forward)

@@ -6,6 +6,8 @@ from flatout.doctor.checks.check import Check, NoSignal
 from flatout.doctor.checks.signals import (
     HUNGRY,
     at,
+    cached_mb,
+    fits_in_memory,
     hot,
     lane,
     loader_ms,
@@ -28,7 +30,8 @@ def look(seen: Observation) -> list[Finding]:
             continue
         cost = loader_ms(seen, loader, "transform")
         if _share(loader) >= _MUCH and share(seen, cost) >= HUNGRY:
-            found.append(_found(loader, cost))
+            is_kept = not loader.is_iterable and fits_in_memory(seen, cached_mb(loader))
+            found.append(_found(loader, cost, is_kept=is_kept))
     return found
 
 
@@ -39,18 +42,20 @@ def _share(loader: Loader) -> float:
     return loader.lanes_ms["transform"] / whole
 
 
-def _found(loader: Loader, cost: float) -> Finding:
+def _found(loader: Loader, cost: float, *, is_kept: bool) -> Finding:
     each = loader.lanes_ms["transform"] / (loader.batch_size or 1)
     return Finding(
         name="map_per_sample",
         kind="slow",
         what=f"transforms in Python take {_share(loader):.0%} of the loader's time: "
         f"{ms(loader.lanes_ms['transform'])} a batch, {ms(each)} a sample",
-        do="transform whole batches: in collate_fn, or on the device after the copy",
+        do="transform whole batches: in __getitems__, in collate_fn, or on the device after the "
+        "copy; or keep the samples, where nothing in them is random",
         number=4,
         where=at(hot(loader)),
         cost_ms=cost,
         parity="rounding",
+        recipe={"script.cache": "memory"} if is_kept else {},
     )
 
 

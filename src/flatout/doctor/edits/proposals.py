@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flatout.doctor.edits import arguments, evaluation, loops, models, removed, tensors, workers
+from flatout.doctor.edits import (
+    arguments,
+    evaluation,
+    loops,
+    metrics,
+    models,
+    removed,
+    tensors,
+    workers,
+)
 from flatout.doctor.edits.code import Unsure
 from flatout.doctor.edits.place import Place
 from flatout.doctor.edits.source import Source, by_file
@@ -26,6 +35,7 @@ _EDITS: dict[str, Callable[[Place], list[Edit]]] = {
     "last_batch_ragged": arguments.drop_last,
     "log_each_step": loops.tell_less,
     "memory_not_pinned": arguments.pin,
+    "metric_slow": metrics.after_loop,
     "optimiser_unfused": arguments.fuse,
     "retained_graph": tensors.detach,
     "sampler_missing": loops.share_samples,

@@ -18,7 +18,7 @@ IN_EPOCHS = ("script.persistent_workers", "script.cache", "script.evaluation")
 # What they may draw anew is what the input draws.
 OF_INPUT = ("input.workers", "script.cache", "script.persistent_workers")
 # They pay from the second epoch on.
-FILLED_BY_AN_EPOCH = ("script.cache",)
+FILLED_BY_AN_EPOCH = ("script.cache", "script.features")
 # What they save lies between steps.
 BETWEEN_STEPS = ("script.evaluation", "save.asynchronous")
 _COMPILE = "compute.compile"
@@ -32,6 +32,7 @@ _WORDS: dict[str, str] = {
     "input.pin_memory": "pinned memory",
     "script.persistent_workers": "workers that stay",
     "script.cache": "samples cached in memory",
+    "script.features": "features of frozen layers kept",
     "script.zero_grad": "gradients dropped, not zeroed",
     "script.garbage": "garbage collection scheduled",
     "script.empty_cache": "no empty_cache",

@@ -1,0 +1,341 @@
+"""What frozen layers give is kept: the same to rounding, and only where it is a sample's own."""
+
+import copy
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.cures import features, record
+from flatout.cures.features import FIELD, digests, keep_features
+
+
+@pytest.fixture(autouse=True)
+def _begun(monkeypatch):
+    # As in a process that has compiled nothing, whatever other tests did.
+    monkeypatch.setattr(features, "is_anything_compiled", lambda: False)
+    monkeypatch.setattr(features, "_CHECKED", 0)
+    record.begin({FIELD: "memory"})
+
+
+class Counted(nn.Module):
+    """Layers that count how often they are computed."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layers(x)
+
+
+class Job:
+    """A head on frozen layers, called as cures call it."""
+
+    def __init__(self, *layers):
+        torch.manual_seed(0)
+        self.body = Counted(*(layers or (nn.Linear(6, 5), nn.ReLU())))
+        self.body.requires_grad_(False).eval()
+        self.model = nn.Sequential(self.body, nn.Linear(5, 2))
+        self.call = keep_features(self.model, (), {}, nn.Module.__call__)
+        cells = [cell.cell_contents for cell in self.call.__closure__]
+        (self.features,) = next(found for found in cells if isinstance(found, list))
+
+    def __call__(self, x):
+        return self.call(self.model, x)
+
+    def computes(self, x):
+        """Whether the frozen layers are computed for this batch; what comes is right either way."""
+        before = self.body.calls
+        given = self(x)
+        computed = self.body.calls > before
+        torch.testing.assert_close(given, self.model(x), rtol=1e-5, atol=1e-6)
+        return computed
+
+
+X = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+
+
+def told():
+    return dict(record.left()).get(FIELD)
+
+
+def test_a_sample_is_computed_once_in_whatever_batch_it_comes():
+    job = Job()
+    assert job.computes(X[:8])
+    assert not job.computes(X[:8])
+    assert not job.computes(X[[7, 0, 3, 3]])
+    assert job.computes(X[4:])
+    assert not job.computes(X.flip(0))
+    assert dict(record.applied())[FIELD] == "features of 1 frozen layers of Sequential in memory"
+    assert told() is None
+
+
+def test_gradients_are_those_without():
+    job, plain = Job(), Job()
+    for _ in range(2):
+        for some in (job, plain):
+            some.model.zero_grad()
+            (some(X) if some is job else some.model(X)).square().sum().backward()
+        assert torch.equal(job.model[1].weight.grad, plain.model[1].weight.grad)
+    assert job.body.calls == 1
+
+
+def test_the_first_batches_are_computed_as_well(monkeypatch):
+    monkeypatch.setattr(features, "_CHECKED", 2)
+    job = Job()
+    assert [job.computes(X) for _ in range(5)] == [True, True, True, False, False]
+
+
+class Centred(nn.Module):
+    """What it gives for a sample depends on the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return (x - x.mean(0)) * self.weight
+
+
+def test_layers_for_which_samples_depend_on_one_another_are_left_alone(monkeypatch):
+    monkeypatch.setattr(features, "_CHECKED", 2)
+    job = Job(nn.Linear(6, 5), Centred())
+    assert job.computes(X)
+    assert job.computes(X[:5])
+    assert "depends on the rest of its batch" in told()
+    assert [job.computes(X) for _ in range(3)] == [True] * 3
+
+
+def test_numbers_that_are_none_are_left_alone(monkeypatch):
+    monkeypatch.setattr(features, "_CHECKED", 1)
+    job = Job()
+    bad = X.clone()
+    bad[0, 0] = torch.nan
+    assert job.body(bad).isnan().any()
+    job(bad)
+    job(bad)
+    assert told() is not None
+
+
+def change_weights(job):
+    with torch.no_grad():
+        job.body.layers[0].weight.mul_(2)
+
+
+def replace_weights(job):
+    job.body.layers[0].bias = nn.Parameter(torch.ones(5), requires_grad=False)
+
+
+def load(job):
+    state = {name: value + 1 for name, value in job.body.state_dict().items()}
+    job.body.load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", [change_weights, replace_weights, load])
+def test_other_weights_give_other_features(change):
+    job = Job()
+    job.computes(X)
+    change(job)
+    assert job.computes(X)
+    assert not job.computes(X)
+
+
+def test_layers_that_are_trained_from_some_epoch_on_are_computed():
+    job = Job()
+    job.computes(X)
+    job.body.requires_grad_(True)
+    assert job.computes(X)
+    job(X).sum().backward()
+    assert job.body.layers[0].weight.grad is not None
+
+
+def test_dropout_that_is_put_into_train_mode_draws():
+    job = Job(nn.Linear(6, 5), nn.Dropout(0.5))
+    job.computes(X)
+    job.body.train()
+    assert not torch.equal(job(X), job(X))
+
+
+def test_under_autocast_they_are_others():
+    job = Job()
+    job.computes(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = job.body.calls
+        job(X)
+        assert job.body.calls == before + 1
+        assert job(X).dtype is torch.bfloat16
+        assert job.body.calls == before + 1
+
+
+def test_what_is_kept_in_inference_mode_can_be_trained_on():
+    job = Job()
+    with torch.inference_mode():
+        job(X)
+        assert not job(X).requires_grad
+    job(X).sum().backward()
+    assert job.body.calls == 1
+    assert job.model[1].weight.grad is not None
+
+
+def test_what_follows_may_write_into_it():
+    job = Job()
+    job.model[1] = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 2))
+    job.computes(X)
+    first = job(X)
+    assert torch.equal(job(X), first)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        X.clone().requires_grad_(),
+        torch.ones(6),
+        torch.ones(0, 6),
+        nn.Parameter(X.clone(), requires_grad=False),
+    ],
+)
+def test_other_inputs_are_computed(batch):
+    job = Job()
+    for _ in range(3):
+        before = job.body.calls
+        job(batch)
+        assert job.body.calls == before + 1
+
+
+def test_a_full_memory_keeps_what_it_has(monkeypatch):
+    monkeypatch.setattr(features, "available_bytes", lambda: 6 * 5 * 4 / 0.25)
+    job = Job()
+    assert job.computes(X[:4])
+    assert not job.computes(X[:4])
+    assert job.computes(X[4:8])
+    assert told() == "memory has room for 6 samples of Counted"
+    assert not job.computes(X[:6])
+    assert job.computes(X[:7])
+
+
+def test_samples_of_which_none_comes_again_are_forgotten(monkeypatch):
+    monkeypatch.setattr(features, "available_bytes", lambda: 6 * 5 * 4 / 0.25)
+    job = Job()
+    assert job.computes(X[:4])
+    assert job.computes(X[4:])
+    assert told() == "none of 4 samples came again in Counted"
+    assert job.computes(X[:4])
+    assert job.features._rows is None
+
+
+def test_room_grows_as_it_is_needed():
+    job = Job()
+    many = torch.randn(3000, 6)
+    for some in many.split(100):
+        job(some)
+    assert len(job.features._rows) >= 3000
+    assert not job.computes(many)
+
+
+def test_the_model_is_as_it_was_outside_of_a_call():
+    job = Job()
+    job(X)
+    assert "forward" not in vars(job.body)
+    torch.save(job.model, io.BytesIO())
+    assert torch.equal(copy.deepcopy(job.model)(X), job.model(X))
+    with pytest.raises(RuntimeError, match="shapes"):
+        job(torch.ones(2, 7))
+    assert "forward" not in vars(job.body)
+
+
+def test_who_has_put_a_forward_of_his_own_there_keeps_it():
+    job = Job()
+    job.computes(X)
+    job.body.forward = lambda x: torch.zeros(len(x), 5)
+    assert torch.equal(job(X), job.model[1](torch.zeros(12, 5)))
+    assert "forward" in vars(job.body)
+
+
+def test_a_model_without_frozen_layers_is_left_as_written():
+    model = nn.Linear(2, 2)
+    assert keep_features(model, (), {}, nn.Module.__call__) is nn.Module.__call__
+    assert told() == "no leading layers of Linear are frozen and in eval mode"
+
+
+def test_a_compiled_model_is_left_as_written():
+    model = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    assert keep_features(model, (), {}, nn.Module.__call__) is nn.Module.__call__
+    assert "compiled" in told()
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x):
+        return x.sum()
+
+
+def test_layers_that_give_no_rows_are_left_alone():
+    model = nn.Sequential(Pair(), nn.Flatten(0), nn.Linear(1, 1))
+    call = keep_features(model, (), {}, nn.Module.__call__)
+    for _ in range(2):
+        call(model, X)
+    assert told() == "Pair gives something else than a row for each sample"
+
+
+def test_samples_are_told_apart_by_bytes_shape_and_dtype():
+    zeros = [
+        torch.zeros(1, 4),
+        torch.zeros(1, 2, 2),
+        torch.zeros(1, 2, dtype=torch.float64),
+        torch.zeros(1, 16, dtype=torch.bool),
+        torch.zeros(1, 8, dtype=torch.bfloat16),
+    ]
+    assert len({digests(one)[0] for one in zeros}) == len(zeros)
+    image = torch.randn(2, 3, 4, 4)
+    assert digests(image) == digests(image.contiguous(memory_format=torch.channels_last))
+    assert len(set(digests(torch.stack([X[0], X[1], X[0]])))) == 2
+
+
+HEAD = """
+import json, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+body = nn.Sequential(*layers)
+body.requires_grad_(False).eval()
+body.register_forward_pre_hook(lambda *_: calls.append(1))
+forward = body[0].forward
+computed, calls = [], []
+body[0].forward = lambda x: (computed.append(len(x)), forward(x))[1]
+model = nn.Sequential(body, nn.Linear(32, 3))
+optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+data = TensorDataset(torch.randn(40, 3, 8, 8), torch.randint(0, 3, (40,)))
+for epoch in range(4):
+    for x, y in DataLoader(data, 8, shuffle=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+with torch.no_grad():
+    right = model(data.tensors[0]).argmax(1).tolist()
+print(json.dumps([sum(computed), len(calls), model[1].weight.tolist(), right]))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_learns_the_same_and_computes_each_sample_once(scripts, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD)
+    plain, cured = scripts.run(path), scripts.run(path, "script.features=memory")
+    assert plain.code == cured.code == 0, cured.err
+    assert cured.applied == {FIELD: "features of 1 frozen layers of Sequential in memory"}
+    all_of_it, calls, weights, right = json.loads(plain.out)
+    once, calls_then, weights_then, right_then = json.loads(cured.out)
+    assert (all_of_it, once) == (200, 40 + 4 * 8)  # and the four batches that are checked
+    assert calls_then == calls  # its hooks still run
+    torch.testing.assert_close(torch.tensor(weights_then), torch.tensor(weights))
+    assert right_then == right
