@@ -12,10 +12,16 @@ from flatout.doctor.proving.bench import why_left
 from flatout.doctor.proving.cure import cures_of, together
 from flatout.doctor.proving.losses import compare
 from flatout.doctor.proving.obstacles import obstacle
-from flatout.doctor.proving.whole_run import epoch_steps, run_steps, setup_s, whole_s
+from flatout.doctor.proving.whole_run import (
+    between_ratio,
+    epoch_steps,
+    run_steps,
+    setup_s,
+    whole_s,
+)
 from flatout.doctor.trials.pair import Terms
 from flatout.doctor.trials.process import Ended
-from flatout.doctor.trials.side import Showed
+from flatout.doctor.trials.side import Block, Showed
 from flatout.observe import Loader, Model, Observation, Optimizer
 from flatout.recipe import Parity
 
@@ -300,6 +306,19 @@ def test_steps_of_the_run_are_known_from_its_end_or_its_options(tmp_path):
     script = tmp_path / "t.py"
     script.write_text("p.add_argument('-e', '--epochs', type=int, default=4)\n")
     assert run_steps(verdict(), [str(script)]) == 40
+
+
+def test_what_lies_between_steps_shrinks_as_a_trial_has_shown():
+    def blocks(side, *between):
+        return [Block(side, 10, 0, 10**9, each) for each in between]
+
+    plain = blocks("a", 0, 8, 8, 8, 8)
+    assert between_ratio([*plain, *blocks("b", 4, 4, 4, 4, 0)]) == pytest.approx(0.5)
+    assert between_ratio([*plain, *blocks("b", 9, 9, 9, 9, 9)]) == pytest.approx(45 / 32)
+    # Too few to tell: one more or less would decide.
+    assert between_ratio([*plain, *blocks("b", 4, 4, 4, 0, 0)]) == 1.0
+    assert between_ratio([*blocks("a", 8, 8, 8), *blocks("b", *[4] * 9)]) == 1.0
+    assert between_ratio([]) == 1.0
 
 
 def test_what_a_cure_takes_once_counts_in_the_whole_run():

@@ -1,11 +1,17 @@
 """What a side of a trial tells of its batches: numbers that are equal where the contents are."""
 
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from flatout.doctor.trials.recording import content_of
+from flatout.doctor.trials import recording
+from flatout.doctor.trials.recording import Stepping, content_of
+from flatout.observe.lanes import AFTER, BACKWARD, EVALUATION, HOST
+from flatout.observe.watch import Watch
 
 
 def batch(**changes):
@@ -64,3 +70,31 @@ def test_workers_give_the_same_numbers_and_drawing_anew_does_not():
 
     assert contents(0.0, 0) == contents(0.0, 2)
     assert contents(0.1, 0) != contents(0.1, 2)
+
+
+def test_waiting_for_the_other_side_is_no_evaluation(monkeypatch):
+    monkeypatch.setattr(recording, "at_step", lambda: time.sleep(0.05))
+    watch = Stepping()
+    lanes = watch.lanes
+    for _ in range(3):
+        lanes.switch(BACKWARD)
+        lanes.leave_backward(AFTER)
+        lanes.leave_step()
+        watch.attend()
+        # Evaluated without a loader, right after a block has ended.
+        lanes.begin_evaluation(SimpleNamespace(was_evaluated=lambda step: None))
+        time.sleep(0.001)
+        lanes.switch(HOST)
+        lanes.judge()
+    assert 2e6 <= watch.between < 40e6
+    assert sum(lanes.step_ms()) < 40
+
+
+def test_what_came_before_an_evaluation_is_none_of_it():
+    lanes = Watch().lanes
+    time.sleep(0.05)
+    lanes.begin_evaluation(SimpleNamespace(was_evaluated=lambda step: None))
+    lanes.switch(HOST)
+    lanes.judge()
+    assert lanes.spent[EVALUATION] < 40e6
+    assert lanes.spent[HOST] >= 50e6

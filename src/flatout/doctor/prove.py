@@ -24,7 +24,7 @@ from flatout.doctor.proving.bench import LEFT, Bench, counts_between
 from flatout.doctor.proving.cure import NOTHING, Cure, cures_of, together
 from flatout.doctor.proving.losses import Compared, compare
 from flatout.doctor.proving.obstacles import obstacle
-from flatout.doctor.proving.whole_run import run_steps, setup_s, whole_s
+from flatout.doctor.proving.whole_run import between_ratio, run_steps, setup_s, whole_s
 from flatout.doctor.trials.pair import Against, Pair
 from flatout.doctor.trials.scratch import scratch
 from flatout.errors import FlatoutError
@@ -395,11 +395,12 @@ class Proving:
         between = sum((lanes.get(lane) or 0.0) for lane in ("evaluation", "saving")) / 1e3
         if counts_between(final.cure):
             between = 0.0
+        after = between * between_ratio(pair.blocks)
         a_step, b_step = result.step_s
-        found = {"step_before_s": a_step + between, "step_after_s": b_step + between}
+        found = {"step_before_s": a_step + between, "step_after_s": b_step + after}
         if steps is not None:
             found["before_s"] = whole_s(pair.a, pair.a, steps, a_step, between)
-            found["after_s"] = whole_s(pair.a, pair.b, steps, b_step, between)
+            found["after_s"] = whole_s(pair.a, pair.b, steps, b_step, after)
         return found
 
 

@@ -111,6 +111,7 @@ class Lanes(Clock):
         self.evaluations.append(seen)
         if not self.is_open and self.before is None:
             backwards = self.seen_backwards
+            self.switch(self.current)  # what came before it is none of its
             self.mark()
             self.seen_backwards = backwards  # of the step, not of this call
         self.is_open = True

@@ -6,13 +6,16 @@ import ast
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 
 from flatout.doctor.judge import Verdict
-from flatout.doctor.trials.side import Showed
+from flatout.doctor.trials.side import Block, Showed
 from flatout.observe import Loader, Observation
 
 _EPOCHS = ("--epochs", "--num-epochs", "--num_epochs", "--max-epochs", "--max_epochs")
 _STEPS = ("--max-steps", "--max_steps")
+# With an evaluation in each; in fewer of them one more or less would decide.
+_FEWEST_BLOCKS = 4
 
 
 def steps_at_all(verdict: Verdict) -> int | None:
@@ -96,6 +99,20 @@ def setup_s(a: Showed, b: Showed, a_step: float, b_step: float) -> float:
 def _beyond(side: Showed, step_s: float) -> float:
     """What its first steps took beyond what steps take."""
     return side.first_s + side.warm_s - (1 + side.warm_steps) * step_s
+
+
+def between_ratio(blocks: Sequence[Block]) -> float:
+    """Evaluation and saving with a cure, over those without; 1 where too few were seen to tell.
+
+    A cure of the model shortens its evaluation too.
+
+    Args:
+        blocks: of a trial, of both sides.
+    """
+    seen = {side: [b.between / b.steps for b in blocks if b.side == side] for side in "ab"}
+    if any(sum(each > 0 for each in some) < _FEWEST_BLOCKS for some in seen.values()):
+        return 1.0
+    return mean(seen["b"]) / mean(seen["a"])
 
 
 def whole_s(plain: Showed, side: Showed, steps: int, step_s: float, between_s: float) -> float:

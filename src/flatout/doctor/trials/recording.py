@@ -55,6 +55,7 @@ class Stepping(Watch):
             self._first_s = lanes.step_ms()[0] / 1e3
         self.record.end_step()
         at_step()
+        lanes.skip()  # nor was waiting for the baton
 
     def told(self) -> dict[str, Any]:
         """What has come since this was asked last, as plain data."""
