@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.doctor.trials import recording
 from flatout.doctor.trials.recording import Stepping, content_of
-from flatout.observe.lanes import AFTER, BACKWARD, EVALUATION, HOST
+from flatout.observe.lanes import AFTER, BACKWARD, EVALUATION, FORWARD, HOST
 from flatout.observe.watch import Watch
 
 
@@ -88,6 +88,16 @@ def test_waiting_for_the_other_side_is_no_evaluation(monkeypatch):
         lanes.judge()
     assert 2e6 <= watch.between < 40e6
     assert sum(lanes.step_ms()) < 40
+
+
+def test_an_evaluation_lasts_until_the_next_step_begins():
+    lanes = Watch().lanes
+    lanes.begin_evaluation(SimpleNamespace(was_evaluated=lambda step: None))
+    lanes.switch(FORWARD)
+    time.sleep(0.05)  # nobody looks at the clock
+    lanes.judge()
+    assert lanes.spent[EVALUATION] >= 50e6
+    assert lanes.spent[FORWARD] < 10e6
 
 
 def test_what_came_before_an_evaluation_is_none_of_it():

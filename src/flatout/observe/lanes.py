@@ -122,6 +122,7 @@ class Lanes(Clock):
         Where a backward pass followed they were a part of training, such as a teacher's.
         """
         if self.backwards == self.seen_backwards:
+            self.switch(self.current)  # until now it was theirs
             spent = self.spent
             for lane, before in enumerate(self.before or spent):
                 if lane not in (EVALUATION, SAVING, GC):
