@@ -117,7 +117,9 @@ def test_workers_fill_their_queue_meanwhile(tmp_path):
 def test_two_ranks_change_at_the_same_step(tmp_path):
     ran = _run(tmp_path, RANKS, ranks=2, options=("--seconds", "1", "--ablate", "4"))
     assert ran.returncode == 0, ran.stderr
-    assert {*_seen(tmp_path, 0).ablations} == {*_seen(tmp_path, 1).ablations} == {"input", "sync"}
+    lanes = {*_seen(tmp_path, 0).ablations}
+    assert lanes == {*_seen(tmp_path, 1).ablations}
+    assert lanes - {"log"} == {"input", "sync"}  # on a busy machine a print may take long enough
     first, second = ((tmp_path / f"sync-{rank}").read_text() for rank in (0, 1))
     assert first == second
     assert "0" in first
