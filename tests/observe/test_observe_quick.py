@@ -143,8 +143,6 @@ def test_they_see_what_the_hooks_in_python_see(events):
         if not is_quick:
             job.watch.quick.end()
         loaders = [SimpleNamespace(in_training=False), SimpleNamespace(in_training=False)]
-        for seen_ in job.watch.models:
-            seen_.due = 3
         for name, *given_ in [("a step",)] * 6 + events:
             if name == "a step":
                 job.call(0, "train")

@@ -123,19 +123,25 @@ static void hook_dealloc(PyObject *object)
 static PyObject *backward_call(PyObject *, PyObject *const *, size_t, PyObject *);
 static PyObject *forward_call(PyObject *, PyObject *const *, size_t, PyObject *);
 
+/* What all of them begin with, once it is clear of what it had. */
+static void set_hook(Hook *self, PyObject *clock, PyObject *original, PyObject *otherwise,
+                     vectorcallfunc call)
+{
+    self->clock = Py_NewRef(clock);
+    self->original = Py_NewRef(original);
+    self->otherwise = Py_NewRef(otherwise);
+    self->call = call;
+}
+
 static int hook_init(PyObject *object, PyObject *args, PyObject *names)
 {
     static char *known[] = {"clock", "original", "otherwise", NULL};
-    Hook *self = (Hook *)object;
     PyObject *clock, *original, *otherwise;
     if (!PyArg_ParseTupleAndKeywords(args, names, "O!OO:BackwardHook", known, clock_type, &clock,
                                      &original, &otherwise))
         return -1;
     hook_clear(object);
-    self->clock = Py_NewRef(clock);
-    self->original = Py_NewRef(original);
-    self->otherwise = Py_NewRef(otherwise);
-    self->call = backward_call;
+    set_hook((Hook *)object, clock, original, otherwise, backward_call);
     return 0;
 }
 
@@ -219,12 +225,9 @@ static int forward_init(PyObject *object, PyObject *args, PyObject *names)
                                      &is_grad_enabled))
         return -1;
     forward_clear(object);
-    self->hook.clock = Py_NewRef(clock);
-    self->hook.original = Py_NewRef(original);
-    self->hook.otherwise = Py_NewRef(otherwise);
+    set_hook(&self->hook, clock, original, otherwise, forward_call);
     self->known = Py_NewRef(known);
     self->is_grad_enabled = Py_NewRef(is_grad_enabled);
-    self->hook.call = forward_call;
     return 0;
 }
 
