@@ -5,7 +5,7 @@ an epoch with all that the user waits for: evaluation and saving, which a trial 
 left out, count as its error. Imports, reading data and the first epoch, in which caches fill, lie
 before the second line, saving at the end behind the last. So the start of a process, its least
 steady part, is not in the figure. The runs are made in the order A B B A, several times, so that a
-steady drift cancels.
+steady drift cancels, until the figure is precise enough to tell an error of 5% from noise.
 
 The cures come from the doctor's JSON: those of a Recipe through `flatout run --recipe` (ranks:
 torchrun with `flatout.cures.start`), changes of the script in a copy of it.
@@ -36,6 +36,8 @@ FLATOUT = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
 # that tell of themselves the first one is left out, and the second one begins what is measured.
 LENGTHS, FEWEST, BEFORE = (4, 12, 36, 108), 2, 2
 LONGEST_S = 600.0
+# Quadruples of runs at least and at most, and how far apart the ends of their interval may lie.
+LEAST, MOST, PRECISION = 3, 6, 0.04
 EPOCH = re.compile(r"epoch \d", re.IGNORECASE)
 
 
@@ -64,9 +66,7 @@ class Remeasured:
     reason: str = ""
 
 
-def remeasure(
-    script: Path, ranks: int, cures: Mapping[str, Any], *, seconds: float, pairs: int = 2
-) -> Remeasured:
+def remeasure(script: Path, ranks: int, cures: Mapping[str, Any], *, seconds: float) -> Remeasured:
     """Run a script with and without all that was prescribed for it.
 
     Args:
@@ -74,7 +74,6 @@ def remeasure(
         ranks: that it runs on.
         cures: `recipe` and `edits`, as a Proof has them.
         seconds: that the measured epochs of a run as it is take, roughly.
-        pairs: how often A B B A is run.
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         try:
@@ -84,8 +83,9 @@ def remeasure(
             found = run_trial(
                 lambda: _epoch_s(a(epochs)),
                 lambda: _epoch_s(b(epochs)),
-                max_pairs=pairs,
-                min_pairs=pairs,
+                max_pairs=MOST,
+                min_pairs=LEAST,
+                precision=PRECISION,
             )
         except NotMeasured as error:
             return Remeasured(reason=str(error))

@@ -1,5 +1,6 @@
 """What is prescribed of cures whose effects are known: on a simulated machine, with its noise."""
 
+import math
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -49,7 +50,17 @@ class Machine:
         fields = cure.fields - self.out_of_reach | ({"edits"} if cure.own_edits else set())
         return self._step_ms(fields) * np.exp(self._rng.normal(0, 0.01))
 
-    def measure(self, against, cure, budget_s, *, min_pairs=2, max_pairs=4, block_s=0.5) -> Pair:
+    def measure(
+        self,
+        against,
+        cure,
+        budget_s,
+        *,
+        min_pairs=2,
+        max_pairs=4,
+        block_s=0.5,
+        precision=math.inf,
+    ) -> Pair:
         blocks = []
 
         def block(step_ms):
@@ -63,6 +74,7 @@ class Machine:
             min_pairs=min_pairs,
             max_pairs=max_pairs,
             floor=self.floor,
+            precision=precision,
         )
         self.left_s -= self.start_s + block_s * len(blocks)
         applied = [name for name in cure.recipe if name not in self.out_of_reach]

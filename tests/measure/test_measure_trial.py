@@ -94,8 +94,20 @@ def test_a_clear_difference_stops_early_either_way():
     assert Machine(1).trial(0.02, 0.01, min_pairs=5).pairs == 5
 
 
+def test_a_clear_difference_is_measured_until_it_is_precise():
+    def trial(**settings):
+        return Machine(1, sigma=0.1).trial(0.02, 0.01, **settings)
+
+    assert trial().pairs == 2
+    assert trial().high > 1.1 * trial().low
+    precise = trial(precision=0.1, max_pairs=30)
+    assert 2 < precise.pairs < 30
+    assert precise.high <= 1.1 * precise.low
+    assert trial(precision=0.01, max_pairs=7).pairs == 7
+
+
 def test_no_difference_in_sight_stops_early():
-    result = Machine(3).trial(floor=0.2)
+    result = Machine(3).trial(floor=0.2, precision=1e-6)
     assert result.pairs == 2
     assert not result.wins
     assert not result.loses

@@ -34,8 +34,9 @@ from flatout.recipe import Parity
 # itself it is measured for so many seconds even where that is more, up to a larger share.
 _ITSELF, _KEPT = 0.25, 0.25
 _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
-# Quadruples of the trial that has the last word, where there is time.
-_LAST_PAIRS = 4
+# The trial that has the last word says what is promised: its quadruples at least and at most, where
+# there is time, and how far apart the ends of its interval may lie.
+_LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION = 4, 16, 0.04
 # What takes less once needs no words.
 _LEAST_SETUP_S = 0.5
 # A variant that is nearly as fast with fewer workers or threads is as good.
@@ -267,7 +268,13 @@ class Proving:
             return self._tried[cure.names]
         self._told(f"measuring anew: {cure.words} ...")
         pair = self._bench.measure(
-            plain, cure, self._bench.left_s, min_pairs=_LAST_PAIRS, max_pairs=6, block_s=1.0
+            plain,
+            cure,
+            self._bench.left_s,
+            min_pairs=_LAST_PAIRS,
+            max_pairs=_MOST_LAST_PAIRS,
+            block_s=1.0,
+            precision=_PRECISION,
         )
         proof = self._judged(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")

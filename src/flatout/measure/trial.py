@@ -110,13 +110,15 @@ def run_trial(
     min_pairs: int = 2,
     deadline_s: float = math.inf,
     floor: float = 0.0,
+    precision: float = math.inf,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrialResult:
     """Measures A against B in quadruples A B B A until the answer is clear.
 
     It is clear, from `min_pairs` quadruples on, when the interval lies beyond the floor on one side
-    (B wins or loses) or wholly within it (no difference that this trial could see).
+    (B wins or loses) or wholly within it (no difference that this trial could see). Where the ratio
+    itself matters, one beyond the floor must be as precise as asked for, too.
 
     Args:
         measure_a: runs one block of steps in configuration A, after switching and warming up, and
@@ -128,6 +130,7 @@ def run_trial(
             than this many seconds after the start. The first always runs.
         floor: a floor known beforehand, as from `noise_floor`; the larger of it and the trial's own
             counts.
+        precision: how far apart the ends of the interval of a clear answer may lie: 0.05 is 5%.
         seed: of the resampling.
         clock: returns seconds, for the deadline.
 
@@ -155,7 +158,8 @@ def run_trial(
         now = clock()
         slowest = max(slowest, now - quadruple_began)
         result = _judge(np.array(a), np.array(b), floor, seed, now - began)
-        settled = result.wins or result.loses or _within_floor(result)
+        is_precise = result.high <= result.low * (1 + precision)
+        settled = ((result.wins or result.loses) and is_precise) or _within_floor(result)
         if len(a) >= max_pairs or now - began + slowest > deadline_s:
             return result
         if len(a) >= min_pairs and settled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -91,6 +92,7 @@ class Bench:
         min_pairs: int = 2,
         max_pairs: int = 4,
         block_s: float = 0.5,
+        precision: float = math.inf,
     ) -> Pair:
         """Measures the script with a cure, until the answer is clear.
 
@@ -98,7 +100,7 @@ class Bench:
             against: what it is measured against.
             cure: what is done differently.
             budget_s: seconds at most, unless there is less left for all.
-            min_pairs, max_pairs, block_s: as of Terms.
+            min_pairs, max_pairs, block_s, precision: as of Terms.
 
         Raises:
             FlatoutError: it cannot be started here.
@@ -109,6 +111,7 @@ class Bench:
             min_pairs=min_pairs,
             block_s=block_s,
             floor=self.floor,
+            precision=precision,
             epoch_steps=self.epoch_steps,
             in_epochs=bool(cure.fields & set(IN_EPOCHS)) and self.epoch_steps is not None,
             counts_between=counts_between(cure),

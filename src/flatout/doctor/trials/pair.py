@@ -66,6 +66,7 @@ class Terms:
         block_s: seconds that a block lasts at most, unless it must be longer than the queue; less
             where the budget has no room for `max_pairs`.
         floor: how far from 1 a ratio of the script to itself may lie, as known beforehand.
+        precision: how far apart the ends of the interval of a clear answer may lie.
         epoch_steps: of an epoch; blocks that are longer are whole epochs. None: nobody knows.
         in_epochs: all blocks are whole epochs, for what happens once in each.
         counts_between: evaluation and saving are a part of what is measured.
@@ -75,6 +76,7 @@ class Terms:
     min_pairs: int = 2
     block_s: float = 1.0
     floor: float = 0.0
+    precision: float = math.inf
     epoch_steps: int | None = None
     in_epochs: bool = False
     counts_between: bool = False
@@ -254,6 +256,7 @@ class Against:
             min_pairs=min(terms.min_pairs, terms.max_pairs),
             deadline_s=left,
             floor=terms.floor,
+            precision=terms.precision,
         )
         if pair.result.pairs == 1 < terms.max_pairs:
             pair.reason = "the time given had room for one comparison only, which proves nothing"
