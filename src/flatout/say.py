@@ -9,10 +9,20 @@ from contextlib import suppress
 def say(*lines: str) -> None:
     """Print lines on stderr, at once and in one piece, as other processes may print too.
 
-    Where stderr was closed nobody is told, and nothing fails for that.
+    Where stderr was closed nobody is told, and nothing fails for that: what lay in its buffer would
+    be tried again when Python ends, and turn an exit code of 0 into 120.
     """
+    text = "\n".join(f"flatout: {line}" for line in lines)
+    stream = sys.stderr
+    if stream is None:  # as Python leaves it where it begins without one
+        return
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
     with suppress(OSError, ValueError):
-        print("\n".join(f"flatout: {line}" for line in lines), file=sys.stderr, flush=True)
+        if raw is None:  # a notebook's, or one of the user's own
+            print(text, file=stream, flush=True)
+        else:
+            stream.flush()
+            raw.write(f"{text}\n".encode(stream.encoding, "backslashreplace"))
 
 
 def counted(count: int, noun: str) -> str:

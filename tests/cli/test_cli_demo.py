@@ -114,6 +114,7 @@ def test_the_tour_is_told(told: tuple[Path, dict[str, Any], str]) -> None:
         assert (folder / "here" / name).is_file()
 
 
+@pytest.mark.slow
 def test_without_options_it_trains_on_digits_and_makes_its_own_folder(tmp_path: Path) -> None:
     code, out, err = demo(tmp_path, "--epochs", "1")
     assert code == 0, err
@@ -159,6 +160,7 @@ def test_ctrl_c_in_the_plain_loop_leaves_with_130(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_flatouts_fit_leaves_a_checkpoint_and_130(tmp_path: Path) -> None:
     # One short step an epoch, and many of them.
     write_idx(tmp_path / "idx", 64, 32, size=8)

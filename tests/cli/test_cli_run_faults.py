@@ -80,6 +80,7 @@ def impatient(monkeypatch):
     monkeypatch.setenv("FLATOUT_SET", '["world.patience=1"]')
 
 
+@pytest.mark.slow
 def test_a_fit_outlives_a_hang_and_lack_of_memory_and_names_the_straggler(tmp_path, monkeypatch):
     code, out, error = finish(begin(tmp_path, JOB + FIT))
     assert code == 0, error

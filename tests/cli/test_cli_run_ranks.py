@@ -127,6 +127,7 @@ def test_after_a_kill_all_go_on_from_the_last_checkpoint(tmp_path, undisturbed, 
     assert same(undisturbed, tmp_path / "runs.safetensors")
 
 
+@pytest.mark.slow
 def test_a_stop_signal_reaches_all_and_leaves_a_checkpoint(tmp_path, undisturbed):
     job = begin(tmp_path, TRAIN, "runs", "2")
     wait_for_step(tmp_path, 12, job)
@@ -155,6 +156,7 @@ def test_an_error_on_one_rank_ends_all_with_its_traceback_first(tmp_path):
     assert "has ended with exit code 1; all ranks have ended" in error
 
 
+@pytest.mark.slow
 def test_a_script_that_never_joins_is_stopped_before_its_first_step(tmp_path):
     script = """
         import torch
@@ -171,6 +173,7 @@ def test_a_script_that_never_joins_is_stopped_before_its_first_step(tmp_path):
     assert "stepped" not in out
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_are_named(tmp_path):
     script = TRAIN.replace("torch.manual_seed(0)", "torch.manual_seed(int(os.environ['RANK']))")
     code, _, error = finish(begin(tmp_path, script, "runs", "1"))

@@ -93,6 +93,7 @@ def edits_in(path):
     return [edit for finding, seen in findings_in(path) for edit in propose(finding, seen)]
 
 
+@pytest.mark.slow
 def test_a_script_trains_to_the_same_bits_with_all_exact_edits(
     tmp_path, capfd, monkeypatch, one_thread
 ):

@@ -72,6 +72,7 @@ def test_there_is_a_test_for_each_example():
         assert f'"{example.name}"' in tested
 
 
+@pytest.mark.slow
 def test_digits_learns_and_leaves_a_plain_model_file(tmp_path):
     said = run(tmp_path, "digits.py", "4")
     assert last_figure(said, "val_accuracy") > 0.85

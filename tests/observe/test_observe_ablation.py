@@ -87,6 +87,7 @@ def _seen(tmp_path, rank=0):
     return Observation.of(json.loads((tmp_path / "seen" / f"rank-{rank}.json").read_text()))
 
 
+@pytest.mark.slow
 def test_a_script_that_waits_for_input_steps_several_times_as_fast_without(tmp_path):
     ran = _run(tmp_path, SLOW, "0", options=("--steps", "12", "--ablate", "3"))
     assert ran.returncode == 0, ran.stderr

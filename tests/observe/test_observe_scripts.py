@@ -78,6 +78,7 @@ def _seen(tmp_path: Path) -> Observation:
     return Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
 
 
+@pytest.mark.slow
 def test_a_training_script_is_seen_and_gives_the_same_bits(tmp_path):
     ran, seen = _observe(tmp_path, TRAINING, "0")
     alone = _python("script.py", "0", folder=tmp_path)

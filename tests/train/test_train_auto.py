@@ -219,6 +219,7 @@ class _NanInHalf(_FailsInHalf):
         return y * float("nan") if y.dtype == torch.bfloat16 else y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [_FailsInHalf, _NanInHalf])
 def test_an_option_that_fails_or_gives_nan_is_rejected(model, monkeypatch):
     monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)

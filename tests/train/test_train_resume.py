@@ -499,6 +499,7 @@ def killed(folder, *, kills, seed, source):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_killed_ten_times_it_is_still_the_undisturbed_fit(tmp_path):
     result = killed(tmp_path, kills=10, seed=1, source="arrays")
     assert result["kills"] == 10

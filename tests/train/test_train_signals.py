@@ -209,6 +209,7 @@ def test_the_signals_own_class_notes_and_restores():
 # -- real processes ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_script_that_is_interrupted_and_started_again(tmp_path, monkeypatch, capsys):
     """SIGINT while training, SIGTERM while validating, then to the end: as if undisturbed."""
     first = start(tmp_path, "run", "--wait=23")

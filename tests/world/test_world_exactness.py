@@ -4,6 +4,9 @@ import pytest
 import torch
 from world_ranks import run
 
+# For all cases together each world is started once.
+pytestmark = pytest.mark.slow
+
 JOB = '''
     import sys
     from pathlib import Path

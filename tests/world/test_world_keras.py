@@ -359,6 +359,7 @@ MODEL = """
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_give_what_keras_gives(tmp_path):
     """Masks, BatchNormalization, and a last batch that goes whole to both ranks."""
     job = f"""{MODEL}

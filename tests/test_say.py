@@ -1,0 +1,41 @@
+"""What Flatout tells the user beside what the script prints."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flatout.say import say
+
+
+def ran(program, **variables):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [sys.executable, "-c", f"import os, sys\nfrom flatout.say import say\n{program}"],
+        env={**env, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_lines_go_to_stderr_behind_what_was_written_there_before(capsys):
+    print("before", file=sys.stderr, end="\n")
+    say("one", "two")
+    assert capsys.readouterr() == ("", "before\nflatout: one\nflatout: two\n")
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["usual", "unbuffered"])
+def test_a_process_says_it_at_once(variables):
+    program = "sys.stderr.write('begun, ')\nsay('naïve ☂')\nos._exit(0)"
+    done = ran(program, **variables, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == "begun, flatout: na\\xefve \\u2602\n"
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["usual", "unbuffered"])
+def test_a_stderr_that_was_closed_changes_no_exit_code(variables):
+    for how in ("os.close(2)", "sys.stderr.close()", "sys.stderr = None"):
+        done = ran(f"{how}\nsay('nobody hears this')", **variables)
+        assert (done.returncode, done.stdout) == (0, ""), how
