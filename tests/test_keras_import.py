@@ -73,6 +73,7 @@ def test_a_look_whether_keras_is_there_is_no_import(tmp_path):
     assert importing(tmp_path, program, KERAS_BACKEND="troch").stdout == "True\n"
 
 
+@pytest.mark.slow
 def test_afterwards_keras_is_as_if_nobody_had_looked(tmp_path):
     program = (
         "import flatout, keras, pickle\n"

@@ -108,6 +108,7 @@ class Terminal:
         return bool(read)
 
 
+@pytest.mark.slow
 def test_a_terminal_is_asked_and_no_is_an_answer(folder):
     seen = Terminal(folder, "--steps", "20", "train.py").until("[Y/n]").types("n\n")
     assert seen.ends() == 0

@@ -77,6 +77,7 @@ def _in_shell(cells, folder):
     return json.loads(shell.stdout)
 
 
+@pytest.mark.slow
 def test_cells_are_observed_until_the_extension_is_unloaded(tmp_path):
     cells = [BEFORE, MODEL, "fit(3)", "%load_ext flatout", "next(begun)[0].shape", "fit(3)"]
     cells += ["%flatout", "%flatout", "fit(3)", "%flatout reset", "%flatout", "%flatout now"]
