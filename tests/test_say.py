@@ -8,6 +8,10 @@ import pytest
 
 from flatout.say import say
 
+buffered_or_not = pytest.mark.parametrize(
+    "variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["usual", "unbuffered"]
+)
+
 
 def ran(program, **variables):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -21,12 +25,12 @@ def ran(program, **variables):
 
 
 def test_lines_go_to_stderr_behind_what_was_written_there_before(capsys):
-    print("before", file=sys.stderr, end="\n")
+    print("before", file=sys.stderr)
     say("one", "two")
     assert capsys.readouterr() == ("", "before\nflatout: one\nflatout: two\n")
 
 
-@pytest.mark.parametrize("variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["usual", "unbuffered"])
+@buffered_or_not
 def test_a_process_says_it_at_once(variables):
     program = "sys.stderr.write('begun, ')\nsay('naïve ☂')\nos._exit(0)"
     done = ran(program, **variables, PYTHONIOENCODING="ascii")
@@ -34,7 +38,7 @@ def test_a_process_says_it_at_once(variables):
     assert done.stderr == "begun, flatout: na\\xefve \\u2602\n"
 
 
-@pytest.mark.parametrize("variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["usual", "unbuffered"])
+@buffered_or_not
 def test_a_stderr_that_was_closed_changes_no_exit_code(variables):
     for how in ("os.close(2)", "sys.stderr.close()", "sys.stderr = None"):
         done = ran(f"{how}\nsay('nobody hears this')", **variables)

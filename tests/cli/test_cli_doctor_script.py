@@ -77,7 +77,8 @@ def test_a_danger_is_told_with_its_line_and_its_exit_code(script):
 
 
 @pytest.mark.slow
-def test_json_is_one_object_and_the_options_behind_the_script_are_its_own(script):
+def test_json_is_one_object_and_the_options_behind_the_script_are_its_own(script, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # else what it prints comes at its end
     folder = script(
         TRAIN + "print('told', sys.argv[1:])\nfor _ in range(10**9): step()\n", "mine.py"
     )
@@ -86,7 +87,7 @@ def test_json_is_one_object_and_the_options_behind_the_script_are_its_own(script
     seen = json.loads(done.stdout)
     assert seen["command"] == ["mine.py", "--json", "--seconds", "x"]
     assert (seen["steps"], seen["ended"]) == (20, "stopped")
-    assert "told ['--json', '--seconds', 'x']" in seen["output"]
+    assert seen["output"][0] == "told ['--json', '--seconds', 'x']"
     assert {"critical", "findings", "passed", "unknown", "added_us_per_step"} <= {*seen}
 
 

@@ -21,8 +21,8 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 DOCS = ROOT / "docs"
-# The first two train long enough for measuring to be worth it; most of the others start Keras,
-# or write many files.
+# The first two train long enough for measuring to be worth it; most of the others start Keras, or
+# several scripts, or write many files.
 LONG_PAGES = [
     ROOT / "README.md",
     DOCS / "quickstart.md",

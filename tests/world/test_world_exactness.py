@@ -4,7 +4,7 @@ import pytest
 import torch
 from world_ranks import run
 
-# For all cases together each world is started once.
+# Each world is started once for all cases, which takes most of a minute.
 pytestmark = pytest.mark.slow
 
 JOB = '''
