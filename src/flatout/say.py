@@ -7,12 +7,17 @@ from contextlib import suppress
 
 
 def say(*lines: str) -> None:
+    """Print lines on stderr, each of them marked as Flatout's."""
+    say_as_is(*(f"flatout: {line}" for line in lines))
+
+
+def say_as_is(*lines: str) -> None:
     """Print lines on stderr, at once and in one piece, as other processes may print too.
 
     Where stderr was closed nobody is told, and nothing fails for that: what lay in its buffer would
     be tried again when Python ends, and turn an exit code of 0 into 120.
     """
-    text = "\n".join(f"flatout: {line}" for line in lines)
+    text = "\n".join(lines)
     stream = sys.stderr
     if stream is None:  # as Python leaves it where it begins without one
         return

@@ -221,6 +221,21 @@ def test_a_killed_controller_leaves_no_process_and_the_next_start_no_folder(tmp_
 
 
 @pytest.mark.slow
+def test_what_fills_a_cache_is_not_counted_where_nobody_knows_how_long_it_does(tmp_path):
+    filling = PLAIN.replace("0.004", "0.03 if step < 20 else 0.003")
+    until = time.monotonic() + 60
+    with (
+        scratch() as folder,
+        closing(Against(job(tmp_path, PLAIN, "1000000"), folder, until)) as plain,
+    ):
+        for settles in (False, True):
+            terms = Terms(max_pairs=2, block_s=0.6, settles=settles)
+            name = f"filling_{settles}"
+            pair = plain.measure(job(tmp_path, filling, "1000000", name=name), terms, budget_s=30)
+            first = next(block for block in pair.blocks if block.side == "b")
+            assert (first.step_s > 0.008) is not settles
+
+
 def test_a_killed_keeper_takes_its_script_along(tmp_path):
     processes = []
 

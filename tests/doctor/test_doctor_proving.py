@@ -289,6 +289,23 @@ def test_blocks_fit_into_short_scripts_or_are_refused():
         terms.steps(0.01, 1000, dropped=2, most=8)
 
 
+def test_both_sides_leave_out_as_many_steps_unless_each_is_to_find_its_pace():
+    terms = Terms(block_s=1.0)
+    assert terms.share(0.001, dropped=2, steps=98, most=None) == (2, 98)
+    paced = Terms(block_s=1.0, pace_s=0.5)
+    assert paced.share(0.01, dropped=2, steps=98, most=None) == (50, 100)
+    assert paced.share(0.001, dropped=2, steps=98, most=None) == (500, 1000)
+    assert paced.share(1.0, dropped=14, steps=13, most=None) == (14, 13)  # never fewer
+    assert paced.share(0.001, dropped=2, steps=98, most=300) == (2, 98)  # a short script has none
+
+
+def test_whole_epochs_stay_whole_where_a_side_finds_its_pace():
+    paced = Terms(block_s=1.0, pace_s=0.5, epoch_steps=30)
+    assert paced.share(0.01, dropped=2, steps=90, most=None) == (30, 90)
+    assert paced.share(0.001, dropped=2, steps=90, most=None) == (480, 990)
+    assert paced.share(0.1, dropped=2, steps=30, most=None) == (2, 30)  # 3 s: there is no half one
+
+
 def test_steps_of_an_epoch_are_known_where_one_loader_gives_them():
     assert epoch_steps(seen()) == 10
     assert epoch_steps(seen(optimizers=[Optimizer("SGD", backwards=2.0)])) == 5

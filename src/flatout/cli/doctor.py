@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -59,6 +60,14 @@ def doctor(
     seeds: Annotated[
         int, typer.Option(min=2, max=10, help="How many times --verify-full does so.")
     ] = 3,
+    target_loss: Annotated[
+        float | None,
+        typer.Option(
+            help="With --verify-full: a loss, and how long each takes to it is told. [default: "
+            "the lowest that both reach]",
+            show_default=False,
+        ),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -128,6 +137,8 @@ def doctor(
         _check_script(script)
     if yes and no_trials:
         raise typer.BadParameter("--yes asks for trials, --no-trials for none: give one of them")
+    if target_loss is not None and not (verify_full and math.isfinite(target_loss)):
+        raise typer.BadParameter("--target-loss needs --verify-full and a number to reach")
     if allow not in (None, "exact", "tolerant", "redrawn"):
         raise typer.BadParameter(f"--allow: expected exact, tolerant or redrawn; found {allow!r}")
     if as_json and (diff or fix):
@@ -153,6 +164,7 @@ def doctor(
         allow=Parity.from_name(allow or "tolerant"),
         searches=search,
         seeds=seeds if verify_full else 0,
+        target=target_loss,
         as_json=as_json,
         files=Files(page, trace, None if ci is None else Baseline.read(ci), write_baseline),
         diff=diff,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout.say import say, say_as_is
 from flatout.script_source import keras_backend, read
 
 if TYPE_CHECKING:
@@ -167,7 +168,6 @@ def _measured(what: list[str], where: Nodes, dry_run: bool) -> int:
         raise typer.BadParameter("--devices auto measures one node alone: say how many ranks here")
     if dry_run:
         raise typer.BadParameter("--dry-run runs nothing, so nothing is measured: say --devices N")
-    from flatout.say import say
     from flatout.world.choose import choose
 
     def command(ranks: int) -> list[str]:
@@ -218,7 +218,7 @@ def _recipe_here() -> Recipe:
             set_affinity(cpus)
         here, differences = found.on_this_machine(fingerprint().as_dict())
         if not here:
-            _say(f"the Recipe is of another machine ({differences[0]}): auto decides anew")
+            say_as_is(f"the Recipe is of another machine ({differences[0]}): auto decides anew")
             found = found.anew()
             reset_affinity()
     return effective(file=found)
@@ -252,7 +252,7 @@ def _say_applied(
         and (field in spoken or value != PLAIN.get(field, "auto"))
     }
     if left.pop("memory.allocator", None):
-        _say("allocator=keep is not possible: glibc's allocator does not serve this process")
+        say_as_is("allocator=keep is not possible: glibc's allocator does not serve this process")
     options = [
         name for name, is_given in zip(("--recipe", "--set"), given, strict=True) if is_given
     ]
@@ -260,15 +260,11 @@ def _say_applied(
     waiting = f"; for a Trainer or Loop: {_short(left)}" if left else ""
     applied = " ".join(words_of(field, value) for field, value in taken.items())
     begins = "would be applied" if dry_run else "applied"
-    _say(f"{begins}: {applied or 'nothing'}{waiting}; undo: drop {' and '.join(options)}")
+    say_as_is(f"{begins}: {applied or 'nothing'}{waiting}; undo: drop {' and '.join(options)}")
 
 
 def _short(fields: Mapping[str, object]) -> str:
     return " ".join(f"{field.rpartition('.')[2]}={value}" for field, value in fields.items())
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _start(

@@ -12,7 +12,6 @@ import hashlib
 import lzma
 import os
 import shutil
-import sys
 import time
 import uuid
 import zlib
@@ -27,6 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from flatout.cache_folder import cache_folder
 from flatout.errors import DataError
+from flatout.say import say_as_is
 
 Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
@@ -78,13 +78,8 @@ class File:
             )
 
 
-def say_on_stderr(line: str) -> None:
-    """A line for the user who waits."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def find(
-    paths: Paths, *, unpack: bool = True, say: Callable[[str], None] = say_on_stderr
+    paths: Paths, *, unpack: bool = True, say: Callable[[str], None] = say_as_is
 ) -> list[File]:
     """The files that `paths` names, here.
 

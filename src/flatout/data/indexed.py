@@ -29,12 +29,13 @@ from flatout.cache_folder import cache_folder
 from flatout.data.block import Block, Numbers, offsets_of
 from flatout.data.decoder import Bytes, Decoder
 from flatout.data.faults import Faults
-from flatout.data.files import File, say_on_stderr
+from flatout.data.files import File
 from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Schema
 from flatout.errors import DataError
 from flatout.kernels import lines
 from flatout.measure import available_bytes, usable_cpus
+from flatout.say import say_as_is
 
 _VERSION = 1
 _PIECE = 64 << 20
@@ -88,7 +89,7 @@ class IndexedRows:
         kind: str,
         *,
         budget: int | None = None,
-        say: Callable[[str], None] = say_on_stderr,
+        say: Callable[[str], None] = say_as_is,
     ) -> None:
         self.files = list(files)
         self.decoder = decoder
@@ -355,7 +356,7 @@ def index_of(
     decoder: Decoder,
     faults: Faults,
     look: bool,
-    say: Callable[[str], None] = say_on_stderr,
+    say: Callable[[str], None] = say_as_is,
 ) -> Index:
     """The index of files, from the cache or built now.
 
@@ -388,7 +389,7 @@ def survey_files(
     files: Sequence[File],
     decoder: Decoder,
     faults: Faults,
-    say: Callable[[str], None] = say_on_stderr,
+    say: Callable[[str], None] = say_as_is,
 ) -> Index:
     """What a look at all rows finds, to infer a schema from."""
     return index_of(_FileBytes(files, None), decoder, faults, True, say)

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from flatout.data.files import say_on_stderr
 from flatout.errors import DataError
+from flatout.say import say_as_is
 
 STANDARD_INPUT = "-"
 # What a pipe may hold, where Linux allows, so that its writer goes on while rows are decoded.
@@ -53,7 +53,7 @@ class Pipe:
         turn: int = 0,
         *,
         timeout_s: float | None = None,
-        say: Callable[[str], None] = say_on_stderr,
+        say: Callable[[str], None] = say_as_is,
     ) -> None:
         self.name = "standard input" if path == STANDARD_INPUT else path
         self._path, self._turn = path, turn

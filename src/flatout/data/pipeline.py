@@ -13,7 +13,6 @@ import torch
 
 from flatout.data.batch import Batch
 from flatout.data.explanation import Explanation
-from flatout.data.files import say_on_stderr
 from flatout.data.form import Leaf
 from flatout.data.origins import Chunks, Rows, Stream, is_rows, is_stream
 from flatout.data.planner import Built, Mixture, Options, build, check
@@ -30,6 +29,7 @@ from flatout.data.staged import Staged
 from flatout.data.stages import Batch as BatchStage
 from flatout.data.stages import Filter, Map, Prefetch, Repeat, Shard, Shuffle, Stage, words
 from flatout.errors import DataError
+from flatout.say import say_as_is
 
 
 class Pipeline(Staged):
@@ -50,7 +50,7 @@ class Pipeline(Staged):
         origin: Rows | Chunks | Stream | Arrays | DatasetRows | Mixture,
         stages: Sequence[Stage] = (),
         options: Options | None = None,
-        say: Callable[[str], None] = say_on_stderr,
+        say: Callable[[str], None] = say_as_is,
     ) -> None:
         self.origin = origin
         self.stages = tuple(stages)

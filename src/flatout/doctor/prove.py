@@ -35,8 +35,9 @@ from flatout.recipe import Parity
 _ITSELF, _KEPT = 0.25, 0.25
 _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
 # The trial that has the last word says what is promised: its quadruples at least and at most, where
-# there is time, and how far apart the ends of its interval may lie.
-_LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION = 4, 16, 0.04
+# there is time, how far apart the ends of its interval may lie, and the seconds in which each side
+# finds its pace before a block counts.
+_LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION, _PACE_S = 4, 16, 0.04, 1.0
 # What takes less once needs no words.
 _LEAST_SETUP_S = 0.5
 # A variant that is nearly as fast with fewer workers or threads is as good.
@@ -267,14 +268,17 @@ class Proving:
         if not self._has_time(1) and cure.names in self._tried:
             return self._tried[cure.names]
         self._told(f"measuring anew: {cure.words} ...")
+        # Half of the time that there is for each block.
+        half_s = self._bench.left_s / (8 * _LAST_PAIRS)
         pair = self._bench.measure(
             plain,
             cure,
             self._bench.left_s,
             min_pairs=_LAST_PAIRS,
             max_pairs=_MOST_LAST_PAIRS,
-            block_s=1.0,
+            block_s=min(_PACE_S, half_s),
             precision=_PRECISION,
+            pace_s=min(_PACE_S, half_s),
         )
         proof = self._judged(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")

@@ -4,18 +4,17 @@
 
 Each seed runs the script twice to its end, contained as in a trial: as it is, and with all that
 was prescribed. What is compared is the mean loss over the last 5% of the steps, since what a
-script prints nobody can know. The seeds begin the random generators; a script that seeds itself
-runs the same each time, which is seen and said.
+script prints nobody can know; and how long it took until such a mean was as low as a target. The
+seeds begin the random generators; a script that seeds itself runs the same each time, which is seen
+and said.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -25,10 +24,8 @@ from flatout.doctor.proving.jobs import job
 from flatout.doctor.trials.process import Ended, Job, Process
 from flatout.doctor.trials.scratch import scratch, temporary_of
 from flatout.doctor.trials.start import LOSSES, SEED
+from flatout.doctor.trials.whole import Curve
 from flatout.errors import FlatoutError
-
-LAST = 0.05
-"""Share of the steps whose losses stand for a run's result."""
 
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """By number of seeds, how many standard errors a 95% interval reaches (Student's t)."""
@@ -42,11 +39,13 @@ class WholeRun:
         loss: the mean over its last steps.
         steps: it took.
         seconds: from its start to its end.
+        to_target_s: from its start until its loss was as low as the target; None if it never was.
     """
 
     loss: float
     steps: int
     seconds: float
+    to_target_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,12 @@ class Verified:
     Attributes:
         pairs: for each seed the script as it is, and with what was prescribed.
         stopped: why not all seeds were run; "" where they were.
+        target: a loss to reach; None for the higher final loss of each pair, which both reach.
     """
 
     pairs: list[tuple[WholeRun, WholeRun]] = field(default_factory=list)
     stopped: str = ""
+    target: float | None = None
 
     @property
     def draws_alike(self) -> bool:
@@ -89,8 +90,20 @@ class Verified:
             f"whole runs, {seeds}: final loss {before:.4g} → {after:.4g}, {self._judgement(seeds)}",
             f"  measured from start to end: {taken[0]:.3g} s → {taken[1]:.3g} s, "
             f"{taken[0] / taken[1]:.2f}x",
+            self._to_target(),
             *stopped,
         ]
+
+    def _to_target(self) -> str:
+        """How long both took to the target, or who never came there."""
+        loss = "the loss that both reach" if self.target is None else f"a loss of {self.target:g}"
+        times = [[pair[side].to_target_s for pair in self.pairs] for side in (0, 1)]
+        reached = [[seconds for seconds in of_side if seconds is not None] for of_side in times]
+        if all(len(found) == len(self.pairs) for found in reached):
+            before, after = (fmean(found) for found in reached)
+            return f"  time to {loss}: {before:.3g} s → {after:.3g} s, {before / after:.2f}x"
+        came = [f"{len(found)} of {len(self.pairs)}" for found in reached]
+        return f"  {loss} was reached by {came[0]} runs as it is, by {came[1]} with what was proven"
 
     def _judgement(self, seeds: str) -> str:
         if all(plain.loss == cured.loss for plain, cured in self.pairs):
@@ -116,6 +129,7 @@ def verify(
     prescription: Prescription,
     *,
     seeds: int = 3,
+    target: float | None = None,
     told: Callable[[str], None] = lambda line: None,
 ) -> Verified:
     """Run the script to its end, as it is and with what was prescribed, once for each seed.
@@ -126,9 +140,10 @@ def verify(
         what: the script and its arguments; a module after "-m"; or torchrun's command line.
         prescription: of this script, with something prescribed.
         seeds: from 0 up to one less than this; 2 to 10.
+        target: a loss whose reaching is timed; None for the higher final loss of each pair.
         told: is given a line at the end of each run.
     """
-    verified = Verified()
+    verified = Verified(target=target)
     cure = _prescribed(prescription)
     try:
         for seed in range(seeds):
@@ -137,10 +152,15 @@ def verify(
             runs = {}
             for one in order:
                 runs[one is cure] = _whole_run(what, one, seed)
+                run, _ = runs[one is cure]
                 words = "with what was prescribed" if one is cure else "as it is"
-                seconds = f"{runs[one is cure].seconds:.3g} s"
-                told(f"seed {seed}, {words}: loss {runs[one is cure].loss:.4g} after {seconds}")
-            verified = replace(verified, pairs=[*verified.pairs, (runs[False], runs[True])])
+                told(f"seed {seed}, {words}: loss {run.loss:.4g} after {run.seconds:.3g} s")
+            low = max(run.loss for run, _ in runs.values()) if target is None else target
+            plain, cured = (
+                replace(run, to_target_s=curve.reached(low))
+                for run, curve in (runs[False], runs[True])
+            )
+            verified = replace(verified, pairs=[*verified.pairs, (plain, cured)])
     except KeyboardInterrupt:
         return replace(verified, stopped="by Ctrl-C")
     except FlatoutError as error:
@@ -157,7 +177,7 @@ def _prescribed(prescription: Prescription) -> Cure:
     return Cure(("prescribed",), "what was prescribed", recipe=dict(fields), own_edits=own_edits)
 
 
-def _whole_run(what: Sequence[str], cure: Cure, seed: int) -> WholeRun:
+def _whole_run(what: Sequence[str], cure: Cure, seed: int) -> tuple[WholeRun, Curve]:
     """Raises FlatoutError where the script fails, or shows no loss."""
     with scratch() as folder:
         results = temporary_of(folder) / "results"
@@ -179,14 +199,9 @@ def _whole_run(what: Sequence[str], cure: Cure, seed: int) -> WholeRun:
                 raise FlatoutError(f"{cure.words}, seed {seed}: {ended.what}") from None
         finally:
             process.end()
-        return _result(losses, time.monotonic() - began, f"{cure.words}, seed {seed}")
-
-
-def _result(file: Path, seconds: float, who: str) -> WholeRun:
-    losses = array("d")
-    if file.exists():
-        losses.frombytes(file.read_bytes())
-    last = [loss for loss in losses[-max(1, math.ceil(LAST * len(losses))) :] if loss == loss]
-    if not last:
-        raise FlatoutError(f"{who}: no loss was seen at the end")
-    return WholeRun(fmean(last), len(losses), seconds)
+        seconds = time.monotonic() - began
+        curve = Curve.read(losses, began)
+    loss = curve.final()
+    if math.isnan(loss):
+        raise FlatoutError(f"{cure.words}, seed {seed}: no loss was seen")
+    return WholeRun(loss, curve.steps, seconds), curve

@@ -51,6 +51,7 @@ class Asked:
         budget_s: seconds for all trials.
         allow: the worst parity of a cure that is prescribed.
         seeds: of whole runs, with what was prescribed and without; 0 for none.
+        target: a loss; how long whole runs take to it is told. None for the lowest both reach.
         searches: whether settings are tried, too, that no check found wanting.
         as_json: one JSON object instead of words, and no question.
         files: what is written and compared beside.
@@ -69,6 +70,7 @@ class Asked:
     allow: Parity = Parity.TOLERANT
     searches: bool = False
     seeds: int = 0
+    target: float | None = None
     as_json: bool = False
     files: Files = field(default_factory=Files)
     diff: bool = False
@@ -220,6 +222,7 @@ def _verified(
             asked.what,
             prescription,
             seeds=asked.seeds,
+            target=asked.target,
             told=lambda line: console.print(line, style="dim"),
         )
     for line in verified.words():

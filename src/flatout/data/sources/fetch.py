@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flatout.errors import DataError
+from flatout.say import say_as_is
 
 _TIMEOUT_S = 30.0
 _PIECE = 1 << 20
@@ -57,17 +57,13 @@ _HOMES = {
 }
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def fetch(
     name: str,
     folder: str | os.PathLike[str],
     *,
     url: str | None = None,
     files: dict[str, str] | None = None,
-    say: Callable[[str], None] = _say,
+    say: Callable[[str], None] = say_as_is,
 ) -> Path:
     """Put the files of a data set into a folder; returns the folder, for `flatout.data.idx_split`.
 

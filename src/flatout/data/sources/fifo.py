@@ -14,7 +14,6 @@ import numpy as np
 
 from flatout.data.block import Block
 from flatout.data.faults import Faults, OnError
-from flatout.data.files import say_on_stderr
 from flatout.data.framing import LONGEST_RECORD, pieces
 from flatout.data.pipe import STANDARD_INPUT, Pipe
 from flatout.data.running.buffers import Buffers
@@ -22,6 +21,7 @@ from flatout.data.running.parallel import Ahead, Tuner
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.fifo_formats import WORDS, Format, Wrap, decoder_of, stream_schema
 from flatout.errors import DataError
+from flatout.say import say_as_is
 
 if TYPE_CHECKING:
     from flatout.data.pipeline import Pipeline
@@ -75,7 +75,7 @@ class FifoStream:
         max_errors: int = 100,
         timeout_s: float | None = None,
         longest: int = LONGEST_RECORD,
-        say: Callable[[str], None] = say_on_stderr,
+        say: Callable[[str], None] = say_as_is,
     ) -> None:
         self.schema = schema
         self.rows = rows

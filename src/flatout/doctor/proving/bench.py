@@ -93,6 +93,7 @@ class Bench:
         max_pairs: int = 4,
         block_s: float = 0.5,
         precision: float = math.inf,
+        pace_s: float = 0.0,
     ) -> Pair:
         """Measures the script with a cure, until the answer is clear.
 
@@ -100,27 +101,29 @@ class Bench:
             against: what it is measured against.
             cure: what is done differently.
             budget_s: seconds at most, unless there is less left for all.
-            min_pairs, max_pairs, block_s, precision: as of Terms.
+            min_pairs, max_pairs, block_s, precision, pace_s: as of Terms.
 
         Raises:
             FlatoutError: it cannot be started here.
         """
-        fills = self.epoch_steps if cure.fields & set(FILLED_BY_AN_EPOCH) else None
+        fills = bool(cure.fields & set(FILLED_BY_AN_EPOCH))
         terms = Terms(
             max_pairs=max_pairs,
             min_pairs=min_pairs,
             block_s=block_s,
             floor=self.floor,
             precision=precision,
+            pace_s=pace_s,
             epoch_steps=self.epoch_steps,
             in_epochs=bool(cure.fields & set(IN_EPOCHS)) and self.epoch_steps is not None,
+            settles=fills and self.epoch_steps is None,
             counts_between=counts_between(cure),
         )
         pair = against.measure(
             self._job(cure),
             terms,
             budget_s=budget_s,
-            warm=fills or 0,
+            warm=(self.epoch_steps or 0) if fills else 0,
             is_vain=lambda b: why_left(cure, b),
         )
         self.start_s = max(self.start_s, pair.a.started_s)

@@ -5,6 +5,11 @@ step boundaries (baton.py), after the device has finished. A block is longer tha
 workers make ahead, and its first steps, as many as that and two more, are not counted. Nor is what
 the process says lay between steps, such as evaluation, unless that is what is measured.
 
+A machine is as fast as what ran before has left it: on two virtual CPUs steps of 2 ms took 3 ms for
+a second after those of 15 ms had run, and these took 12 ms for 200 ms after the others had. Both
+make a ratio smaller than it is when each runs alone. So the trial that says what is promised lets
+each side find its pace before it counts.
+
 A script that ends by itself may be started anew, so that short ones can be measured too. A stays
 alive from one B to the next.
 """
@@ -29,6 +34,8 @@ _WARM_STEPS = 2
 _BLOCKS_IN_A_LIFE = (4, 2, 1)
 _GOOD_STEPS = 8
 _SLACK = 1.5
+# Blocks in which a cache of unknown size may fill, and when it hardly gains any more.
+_SETTLES_WITHIN, _AS_FAST = 4, 0.9
 
 
 @dataclass
@@ -69,6 +76,9 @@ class Terms:
         precision: how far apart the ends of the interval of a clear answer may lie.
         epoch_steps: of an epoch; blocks that are longer are whole epochs. None: nobody knows.
         in_epochs: all blocks are whole epochs, for what happens once in each.
+        pace_s: seconds that a side runs before a block counts, and `block_s` is what each side
+            counts then, not as many steps: what ran before has left its traces in the machine.
+        settles: B becomes faster for as long as nobody knows, as one that fills a cache.
         counts_between: evaluation and saving are a part of what is measured.
     """
 
@@ -79,6 +89,8 @@ class Terms:
     precision: float = math.inf
     epoch_steps: int | None = None
     in_epochs: bool = False
+    pace_s: float = 0.0
+    settles: bool = False
     counts_between: bool = False
 
     def steps(self, step_s: float, left_s: float, dropped: int, most: int | None) -> int:
@@ -112,6 +124,24 @@ class Terms:
         if fits < fewest:
             raise Ended(f"the script takes {most} steps only, too few to be measured")
         return min(steps, fits)
+
+    def share(self, step_s: float, dropped: int, steps: int, most: int | None) -> tuple[int, int]:
+        """Steps at the start of a block that one side leaves out, and those that it counts.
+
+        Args:
+            step_s: seconds per step of this side.
+            dropped: steps that both sides leave out at least.
+            steps: that both count at least.
+            most: steps that the script takes in all; None where nobody knows.
+        """
+        if not self.pace_s or most is not None:
+            return dropped, steps
+        unit = self.epoch_steps or 1
+        if steps % unit:  # a part of an epoch
+            unit = 1
+        left_out = int(self.pace_s / (unit * step_s)) * unit
+        counted = int(self.block_s / (unit * step_s)) * unit
+        return max(dropped, left_out), max(steps, counted)
 
 
 class Against:
@@ -231,19 +261,22 @@ class Against:
         b.warm_up(pair.dropped)
 
     def _measure(self, pair: Pair, b: Side, terms: Terms, until: float) -> None:
-        a = self._a
+        a, dropped = self._a, pair.dropped
         left = until - time.monotonic()
         slowest = max(a.step_s, b.step_s)
-        steps = terms.steps(slowest, left, pair.dropped, a.most_steps)
+        steps = terms.steps(slowest, left, dropped, a.most_steps)
+        if terms.settles:
+            _settle(b, dropped, steps, until)
+            left = until - time.monotonic()
         # One quadruple proves nothing: two are made, unless all the time there is ends before.
-        two = 8 * (pair.dropped + steps) * slowest * _SLACK
+        two = 8 * (max(dropped * slowest, terms.pace_s) + steps * slowest) * _SLACK
         if a.most_steps:  # both may have to be started anew meanwhile
             two += 2 * (a.showed.started_s + b.showed.started_s)
         left = max(left, min(two, self._until - time.monotonic()))
 
         def measured(side: Side) -> Callable[[], float]:
             def one() -> float:
-                block = side.block(pair.dropped, steps)
+                block = side.block(*terms.share(side.step_s, dropped, steps, a.most_steps))
                 pair.blocks.append(block)
                 return _time_of(block, terms)
 
@@ -299,6 +332,15 @@ def run_pair(
             pair = against.measure(b, terms, budget_s=until - time.monotonic())
     pair.seconds = time.monotonic() - began
     return pair
+
+
+def _settle(side: Side, dropped: int, steps: int, until: float) -> None:
+    """Blocks that are not counted, until one is hardly faster than the one before it."""
+    for _ in range(_SETTLES_WITHIN):
+        before = side.step_s
+        side.block(dropped, steps)
+        if side.step_s > _AS_FAST * before or time.monotonic() > until:
+            return
 
 
 def _time_of(block: Block, terms: Terms) -> float:

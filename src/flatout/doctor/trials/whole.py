@@ -1,14 +1,26 @@
-"""All losses of a whole run in a file: eight bytes each, NaN for a step without one."""
+"""All losses of a whole run in a file: for each step its time and its loss, eight bytes each.
+
+Times are of the monotonic clock, in seconds, which all processes of a machine share. The loss of a
+step without one is NaN.
+"""
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
-from array import array
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from flatout.doctor.trials.recording import Record, Stepping
 from flatout.observe.lanes import Lanes
+
+LAST = 0.05
+"""Share of the steps whose mean loss stands for where a run has come."""
 
 # Steps after which what has come is read from the device, and written.
 _EVERY = 256
@@ -30,17 +42,66 @@ class _All(Record):
     def __init__(self, lanes: Lanes, file: Path) -> None:
         super().__init__(lanes)
         self._file = file
+        self._at: list[float] = []
         self._pid = os.getpid()
         atexit.register(self._write)
 
     def end_step(self) -> None:
         """The loss that was met first is the step's."""
         self._losses.append(self._loss)
+        self._at.append(time.monotonic())
         self._loss = None
         if len(self._losses) >= _EVERY:
             self._write()
 
     def _write(self) -> None:
         if os.getpid() == self._pid:  # a fork is another process
+            losses, at, self._at = self.taken()["losses"], self._at, []
             with self._file.open("ab") as file:
-                file.write(array("d", self.taken()["losses"]).tobytes())
+                file.write(np.array([at, losses]).T.tobytes())
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How the loss of a run went.
+
+    Attributes:
+        steps: it took, those without a loss too.
+        at: when each step with a loss had ended, in seconds; float64 of shape (steps with one,).
+        losses: of each of them; float64 of the same shape.
+    """
+
+    steps: int
+    at: np.ndarray[Any, Any]
+    losses: np.ndarray[Any, Any]
+
+    @classmethod
+    def read(cls, file: Path, began: float) -> Curve:
+        """What a run has written, its times from `began` of the monotonic clock."""
+        written = file.read_bytes() if file.exists() else b""
+        at, losses = np.frombuffer(written).reshape(-1, 2).T
+        has_one = ~np.isnan(losses)
+        return cls(len(losses), at[has_one] - began, losses[has_one])
+
+    def final(self) -> float:
+        """The mean of the last 5% of the losses; NaN where there is none."""
+        last = self.losses[-self._window() :]
+        return float(last.mean()) if len(last) else math.nan
+
+    def reached(self, target: float) -> float | None:
+        """When the mean of as many losses was first this low, in seconds; None if never."""
+        low = np.flatnonzero(self._means() <= target)
+        return float(self.at[low[0] + self._window() - 1]) if len(low) else None
+
+    def _means(self) -> np.ndarray[Any, Any]:
+        """Of each so many losses in a row; infinite where one of them is."""
+        window, finite = self._window(), np.isfinite(self.losses)
+        sums = np.concatenate([[0.0], np.cumsum(np.where(finite, self.losses, 0.0))])
+        counts = np.concatenate([[0], np.cumsum(finite)])
+        are_finite = counts[window:] - counts[:-window] == window
+        means = np.where(are_finite, (sums[window:] - sums[:-window]) / window, math.inf)
+        means[-1:] = self.final()  # sums lose to rounding, and a run must reach its own end
+        return means
+
+    def _window(self) -> int:
+        return max(1, math.ceil(LAST * len(self.losses)))
