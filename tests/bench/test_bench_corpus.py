@@ -66,6 +66,7 @@ def test_what_the_machine_lacks_is_named(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @each
 def test_both_run(pitfall, tmp_path):
     if reason := absence(pitfall):

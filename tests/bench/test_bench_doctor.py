@@ -285,6 +285,7 @@ def test_what_is_outside_of_epochs_drops_out():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_whole_runs_are_compared(tmp_path):
     script = tmp_path / "slow.py"
     script.write_text(SCRIPT)

@@ -114,6 +114,7 @@ def test_a_script_trains_as_with_plain_sums(tmp_path, plain, setting, close):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_after_a_kill_powersgd_goes_on_with_its_errors(tmp_path):
     for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()

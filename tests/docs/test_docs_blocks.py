@@ -21,10 +21,10 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 DOCS = ROOT / "docs"
-# The first two train long enough for measuring to be worth it; most of the others start Keras, or
-# several scripts, or write many files.
+# README and quickstart train long enough for measuring to be worth it; most of the others start
+# Keras, or several scripts, or write many files.
+README = ROOT / "README.md"
 LONG_PAGES = [
-    ROOT / "README.md",
     DOCS / "quickstart.md",
     DOCS / "keras.md",
     DOCS / "trainer.md",
@@ -131,12 +131,19 @@ def test_a_page_has_blocks_of_every_kind():
 
 
 def test_every_opened_fence_is_a_block_that_the_tests_see():
-    for page in [*PAGES, *LONG_PAGES]:
+    for page in [*PAGES, README, *LONG_PAGES]:
         opened = re.findall(r"^ *```\w+.*$", page.read_text(), re.MULTILINE)
         assert len(opened) == len(blocks(page)), page
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_blocks_of_the_readme_run(tmp_path):
+    run_page(README, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", LONG_PAGES, ids=lambda page: page.stem)
 def test_the_blocks_of_a_long_page_run(page, tmp_path):

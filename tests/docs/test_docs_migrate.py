@@ -103,6 +103,7 @@ def assert_predicts_the_same(file, folder, *backends):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["torch", "tensorflow", "jax"])
 def test_one_line_of_keras_changes_and_files_go_both_ways(backend, tmp_path):
     need("keras")

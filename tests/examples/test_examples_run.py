@@ -91,6 +91,7 @@ def test_own_loop_learns_and_goes_on_where_it_stopped(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_own_loop_in_two_parts_is_bit_for_bit_the_loop_at_once(tmp_path):
     weights = []
     for name, parts in (("parts", ["1", "3"]), ("whole", ["3"])):
@@ -131,6 +132,7 @@ def test_fashion_mnist_in_keras_learns_saves_and_predicts(tmp_path, idx_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not MNIST.is_dir(), reason="no MNIST files at ../shared/data/mnist")
 def test_mnist_reaches_its_accuracy_on_real_mnist(tmp_path):
     said = run(tmp_path, "mnist.py", str(MNIST), "3")

@@ -267,7 +267,7 @@ for _ in range(int(sys.argv[1])):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain_steps", [0, 8])
+@pytest.mark.parametrize("plain_steps", [0, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", ["module", "function", "break"])
 def test_compiled_frames_are_kept(tmp_path, how, plain_steps):
     source = f"import sys{LOOP}{PLAIN_STEPS}" + (
@@ -299,7 +299,7 @@ def test_compiled_frames_are_kept(tmp_path, how, plain_steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain_steps", [0, 8])
+@pytest.mark.parametrize("plain_steps", [0, pytest.param(8, marks=pytest.mark.long)])
 def test_a_whole_compiled_step_keeps_its_graphs(tmp_path, plain_steps):
     source = f"import sys{LOOP}{PLAIN_STEPS}" + (
         "from torch._dynamo.utils import counters\n"

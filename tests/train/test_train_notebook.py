@@ -158,6 +158,7 @@ def test_afterwards_the_notebook_holds_what_it_would_have_trained_itself(tmp_pat
 
 @two_cpus
 @pytest.mark.slow
+@pytest.mark.long
 def test_errors_come_from_the_ranks_and_a_second_fit_goes_on(tmp_path):
     prompt = Prompt(tmp_path)
     prompt.enter(BEGIN)
@@ -185,6 +186,7 @@ def test_errors_come_from_the_ranks_and_a_second_fit_goes_on(tmp_path):
 
 @two_cpus
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_rank_starts_again_and_a_lost_notebook_takes_its_ranks_along(tmp_path):
     prompt = Prompt(tmp_path)
     prompt.enter(BEGIN)
