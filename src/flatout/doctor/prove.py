@@ -268,17 +268,15 @@ class Proving:
         if not self._has_time(1) and cure.names in self._tried:
             return self._tried[cure.names]
         self._told(f"measuring anew: {cure.words} ...")
-        # Half of the time that there is for each block.
-        half_s = self._bench.left_s / (8 * _LAST_PAIRS)
         pair = self._bench.measure(
             plain,
             cure,
             self._bench.left_s,
             min_pairs=_LAST_PAIRS,
             max_pairs=_MOST_LAST_PAIRS,
-            block_s=min(_PACE_S, half_s),
+            block_s=1.0,
             precision=_PRECISION,
-            pace_s=min(_PACE_S, half_s),
+            pace_s=_PACE_S,
         )
         proof = self._judged(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")

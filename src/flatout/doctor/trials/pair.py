@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flatout.doctor.trials.process import Ended, Job, Process
@@ -268,6 +268,9 @@ class Against:
         if terms.settles:
             _settle(b, dropped, steps, until)
             left = until - time.monotonic()
+        # Of the time for a quadruple's four blocks not more than half, and some to spare.
+        pace_s = min(terms.pace_s, max(left, 0.0) / (10 * terms.min_pairs))
+        terms = replace(terms, pace_s=pace_s, block_s=steps * slowest)
         # One quadruple proves nothing: two are made, unless all the time there is ends before.
         two = 8 * (max(dropped * slowest, terms.pace_s) + steps * slowest) * _SLACK
         if a.most_steps:  # both may have to be started anew meanwhile
