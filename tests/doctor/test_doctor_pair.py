@@ -236,6 +236,7 @@ def test_what_fills_a_cache_is_not_counted_where_nobody_knows_how_long_it_does(t
             assert (first.step_s > 0.008) is not settles
 
 
+@pytest.mark.slow
 def test_a_killed_keeper_takes_its_script_along(tmp_path):
     processes = []
 
