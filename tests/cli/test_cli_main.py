@@ -68,3 +68,34 @@ def test_a_traceback_comes_on_demand() -> None:
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "WorldError: --nodes 2" in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
+def test_streams_that_were_closed_lead_nowhere(closed, tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "sys.stderr.write('nobody hears this')\n"
+        "print(*(os.readlink(f'/proc/self/fd/{number}') for number in (0, 2)))\n"
+    )
+    begin = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", MAIN]
+    done = subprocess.run([*begin, "run", str(script)], input="", capture_output=True)
+    assert done.returncode == 0
+    told = dict(zip("02", done.stdout.decode().split(), strict=True))
+    shut = {"<&-": "0", "2>&-": "2"}
+    assert {told[shut[one]] for one in closed.split()} == {"/dev/null"}
+
+
+def test_nobody_is_asked_where_standard_input_was_closed(tmp_path) -> None:
+    (tmp_path / "auto").mkdir()
+    (tmp_path / "auto" / "one").write_text("{}")
+    begin = ["bash", "-c", 'exec "$@" <&-', "bash", sys.executable, "-c", MAIN]
+    done = subprocess.run(
+        [*begin, "clean"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"FLATOUT_CACHE": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "flatout clean --yes removes" in done.stdout
+    assert (tmp_path / "auto" / "one").exists()

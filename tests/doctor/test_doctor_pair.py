@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flatout.doctor.trials.pair import Against, Terms, run_pair
+from flatout.doctor.trials.pair import Against, run_pair
 from flatout.doctor.trials.process import Job
 from flatout.doctor.trials.scratch import scratch, trials_folder
+from flatout.doctor.trials.terms import Terms
 
 STEPPING = Path(__file__).with_name("stepping.py")
 # Stands in for a training script where only the baton matters: torch takes seconds to import.

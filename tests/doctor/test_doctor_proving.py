@@ -19,9 +19,9 @@ from flatout.doctor.proving.whole_run import (
     setup_s,
     whole_s,
 )
-from flatout.doctor.trials.pair import Terms
 from flatout.doctor.trials.process import Ended
 from flatout.doctor.trials.side import Block, Showed
+from flatout.doctor.trials.terms import Terms
 from flatout.observe import Loader, Model, Observation, Optimizer
 from flatout.recipe import Parity
 
@@ -290,20 +290,33 @@ def test_blocks_fit_into_short_scripts_or_are_refused():
 
 
 def test_both_sides_leave_out_as_many_steps_unless_each_is_to_find_its_pace():
-    terms = Terms(block_s=1.0)
-    assert terms.share(0.001, dropped=2, steps=98, most=None) == (2, 98)
-    paced = Terms(block_s=1.0, pace_s=0.5)
-    assert paced.share(0.01, dropped=2, steps=98, most=None) == (50, 100)
-    assert paced.share(0.001, dropped=2, steps=98, most=None) == (500, 1000)
-    assert paced.share(1.0, dropped=14, steps=13, most=None) == (14, 13)  # never fewer
-    assert paced.share(0.001, dropped=2, steps=98, most=300) == (2, 98)  # a short script has none
+    plain = Terms(block_s=1.0).length(0.01, 1e3, dropped=2, steps=98, most=None)
+    assert plain.of(0.001) == plain.of(0.01) == (2, 98)
+    terms = Terms(block_s=1.0, pace_s=0.5)
+    paced = terms.length(0.01, 1e3, dropped=2, steps=100, most=None)
+    assert paced.of(0.01) == (50, 100)
+    assert paced.of(0.001) == (500, 1000)
+    assert paced.seconds(0.01) == pytest.approx(1.5)
+    queue = terms.length(1.0, 1e3, dropped=14, steps=13, most=None)
+    assert queue.of(1.0) == (14, 13)  # never fewer
+    short = terms.length(0.01, 1e3, dropped=2, steps=98, most=300)
+    assert short.of(0.001) == (2, 98)  # a short script has no room for a pace
+
+
+def test_the_time_to_find_a_pace_is_a_share_of_what_is_left():
+    terms = Terms(block_s=1.0, pace_s=1.0, min_pairs=2)
+    short = terms.length(0.01, 5, dropped=2, steps=30, most=None)
+    assert short.of(0.01) == (25, 30)
+    assert terms.length(0.01, -1, dropped=2, steps=30, most=None).of(0.001) == (2, 30)
 
 
 def test_whole_epochs_stay_whole_where_a_side_finds_its_pace():
-    paced = Terms(block_s=1.0, pace_s=0.5, epoch_steps=30)
-    assert paced.share(0.01, dropped=2, steps=90, most=None) == (30, 90)
-    assert paced.share(0.001, dropped=2, steps=90, most=None) == (480, 990)
-    assert paced.share(0.1, dropped=2, steps=30, most=None) == (2, 30)  # 3 s: there is no half one
+    terms = Terms(block_s=1.0, pace_s=0.5, epoch_steps=30)
+    paced = terms.length(0.01, 1e3, dropped=2, steps=90, most=None)
+    assert paced.of(0.01) == (30, 90)
+    assert paced.of(0.001) == (480, 900)
+    slow = terms.length(0.1, 1e3, dropped=2, steps=30, most=None)
+    assert slow.of(0.1) == (2, 30)  # 0.5 s: there is no half epoch
 
 
 def test_steps_of_an_epoch_are_known_where_one_loader_gives_them():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from flatout.say import say_as_is
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +59,7 @@ def demo(
     try:
         result = _tour(out, data, epochs or (5 if data else 20), folder, seed)
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        say_as_is("", "stopped")
         raise typer.Exit(130) from None
     if as_json:
         import json

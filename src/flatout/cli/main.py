@@ -20,6 +20,7 @@ from flatout.cli.run import run
 from flatout.cli.scaling import scaling
 from flatout.cli.top import top
 from flatout.errors import FlatoutError
+from flatout.say import say_as_is
 
 app = typer.Typer(
     help="Trains PyTorch models as fast as the hardware allows.",
@@ -64,6 +65,7 @@ def main() -> None:
     FLATOUT_DEBUG=1 shows the traceback of an error for people as well. What an output cannot say,
     such as the odd bytes of a file's name, it shows as "?".
     """
+    _open_what_was_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
@@ -72,5 +74,17 @@ def main() -> None:
     except FlatoutError as error:
         if os.environ.get("FLATOUT_DEBUG") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr)
+        say_as_is(f"error: {error}")
         sys.exit(1)
+
+
+def _open_what_was_closed() -> None:
+    """Streams that Flatout was begun without lead nowhere, in what it begins as well.
+
+    Else the next file to be opened takes their number, and what is printed goes into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)

@@ -32,6 +32,7 @@ from flatout.report.ended import told
 from flatout.report.files import Files
 from flatout.report.first_look import FirstLookReport, what_next
 from flatout.report.proven import ProvenReport
+from flatout.say import say_as_is
 
 FAILED, DANGER = 1, 3
 """Exit codes, beside 0 for nothing dangerous and 2 for wrong usage."""
@@ -95,7 +96,7 @@ def visit(asked: Asked) -> int:
     if sys.stderr.isatty():
         where = "" if asked.in_place else " in a scratch copy"
         how_long = f"{asked.seconds:g} s from its first step; Ctrl-C ends it"
-        print(f"watching {shlex.join(asked.what)}{where} for {how_long}", file=sys.stderr)
+        say_as_is(f"watching {shlex.join(asked.what)}{where} for {how_long}")
     look = first_look(
         asked.what,
         seconds=asked.seconds,

@@ -13,9 +13,10 @@ from flatout.doctor.judge import Verdict
 from flatout.doctor.proving.cure import BETWEEN_STEPS, FILLED_BY_AN_EPOCH, IN_EPOCHS, Cure
 from flatout.doctor.proving.jobs import job
 from flatout.doctor.proving.whole_run import epoch_steps, steps_at_all
-from flatout.doctor.trials.pair import Against, Pair, Terms
+from flatout.doctor.trials.pair import Against, Pair
 from flatout.doctor.trials.scratch import temporary_of
 from flatout.doctor.trials.side import Showed
+from flatout.doctor.trials.terms import Terms
 
 # Processes of the same script differ by so much for as long as they live, whatever their blocks
 # say: nearer to 1 nothing is believed.

@@ -1,6 +1,7 @@
 """Trials: a user's unmodified script, run twice and compared, without harm to anything of theirs.
 
     pair.py        two live processes of the script, measured block by block: A B B A
+    terms.py       how long its blocks are, and how many of them there are
     baton.py       their side: where a step ends, a process waits until it may go on
     keeper.py      the parent of one such process: contains it, stops it, ends it with all it began
     contained.py   what every Python process below a keeper does first

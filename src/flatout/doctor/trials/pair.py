@@ -20,19 +20,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flatout.doctor.trials.process import Ended, Job, Process
 from flatout.doctor.trials.scratch import scratch
-from flatout.doctor.trials.side import FEWEST_STEPS, Block, Showed, Side
+from flatout.doctor.trials.side import Block, Showed, Side
+from flatout.doctor.trials.terms import WARM_STEPS, Terms
 from flatout.measure.trial import TrialResult, run_trial
 
-_SHORTEST_S = 0.25
-_WARM_STEPS = 2
-# Blocks that a script of few steps should have room for, before it must be started anew.
-_BLOCKS_IN_A_LIFE = (4, 2, 1)
-_GOOD_STEPS = 8
 _SLACK = 1.5
 # Blocks in which a cache of unknown size may fill, and when it hardly gains any more.
 _SETTLES_WITHIN, _AS_FAST = 4, 0.9
@@ -62,86 +58,6 @@ class Pair:
     seconds: float = 0.0
     a: Showed = field(default_factory=Showed)
     b: Showed = field(default_factory=Showed)
-
-
-@dataclass(frozen=True)
-class Terms:
-    """How long and how often is measured.
-
-    Attributes:
-        max_pairs, min_pairs: quadruples A B B A at most, and at least where there is time.
-        block_s: seconds that a block lasts at most, unless it must be longer than the queue; less
-            where the budget has no room for `max_pairs`.
-        floor: how far from 1 a ratio of the script to itself may lie, as known beforehand.
-        precision: how far apart the ends of the interval of a clear answer may lie.
-        epoch_steps: of an epoch; blocks that are longer are whole epochs. None: nobody knows.
-        in_epochs: all blocks are whole epochs, for what happens once in each.
-        pace_s: seconds that a side runs before a block counts, and `block_s` is what each side
-            counts then, not as many steps: what ran before has left its traces in the machine.
-        settles: B becomes faster for as long as nobody knows, as one that fills a cache.
-        counts_between: evaluation and saving are a part of what is measured.
-    """
-
-    max_pairs: int = 8
-    min_pairs: int = 2
-    block_s: float = 1.0
-    floor: float = 0.0
-    precision: float = math.inf
-    epoch_steps: int | None = None
-    in_epochs: bool = False
-    pace_s: float = 0.0
-    settles: bool = False
-    counts_between: bool = False
-
-    def steps(self, step_s: float, left_s: float, dropped: int, most: int | None) -> int:
-        """Steps that a block counts.
-
-        Args:
-            step_s: seconds per step of the slower side.
-            left_s: seconds for the whole trial.
-            dropped: steps at the start of a block that are not counted.
-            most: steps that the script takes in all; None where nobody knows.
-
-        Raises:
-            Ended: the script does not take so many.
-        """
-        wanted = min(max(left_s / (4 * self.max_pairs), _SHORTEST_S), self.block_s)
-        fewest = max(dropped - _WARM_STEPS + 1, FEWEST_STEPS)
-        steps = max(math.ceil(wanted / step_s) - dropped, fewest)
-        epoch = self.epoch_steps or 0
-        if epoch and (self.in_epochs or steps >= epoch):
-            steps = max(1, round(steps / epoch)) * epoch
-            fewest = epoch if self.in_epochs else fewest
-        if most is None:
-            return steps
-        room = most - 1 - dropped - FEWEST_STEPS
-        for blocks in _BLOCKS_IN_A_LIFE:
-            fits = room // blocks - dropped
-            if self.in_epochs:
-                fits -= fits % epoch
-            if fits >= max(fewest, min(steps, _GOOD_STEPS)):
-                return min(steps, fits)
-        if fits < fewest:
-            raise Ended(f"the script takes {most} steps only, too few to be measured")
-        return min(steps, fits)
-
-    def share(self, step_s: float, dropped: int, steps: int, most: int | None) -> tuple[int, int]:
-        """Steps at the start of a block that one side leaves out, and those that it counts.
-
-        Args:
-            step_s: seconds per step of this side.
-            dropped: steps that both sides leave out at least.
-            steps: that both count at least.
-            most: steps that the script takes in all; None where nobody knows.
-        """
-        if not self.pace_s or most is not None:
-            return dropped, steps
-        unit = self.epoch_steps or 1
-        if steps % unit:  # a part of an epoch
-            unit = 1
-        left_out = int(self.pace_s / (unit * step_s)) * unit
-        counted = int(self.block_s / (unit * step_s)) * unit
-        return max(dropped, left_out), max(steps, counted)
 
 
 class Against:
@@ -255,7 +171,7 @@ class Against:
 
     def _warm_up(self, pair: Pair, b: Side) -> None:
         """What a step takes: blocks that are not counted, and bring both past their first steps."""
-        pair.dropped = max(self._a.queue, b.queue) + _WARM_STEPS
+        pair.dropped = max(self._a.queue, b.queue) + WARM_STEPS
         if self._a.step_s == math.inf:
             self._a.warm_up(pair.dropped)
         b.warm_up(pair.dropped)
@@ -268,18 +184,16 @@ class Against:
         if terms.settles:
             _settle(b, dropped, steps, until)
             left = until - time.monotonic()
-        # Of the time for a quadruple's four blocks not more than half, and some to spare.
-        pace_s = min(terms.pace_s, max(left, 0.0) / (10 * terms.min_pairs))
-        terms = replace(terms, pace_s=pace_s, block_s=steps * slowest)
+        length = terms.length(slowest, left, dropped, steps, a.most_steps)
         # One quadruple proves nothing: two are made, unless all the time there is ends before.
-        two = 8 * (max(dropped * slowest, terms.pace_s) + steps * slowest) * _SLACK
+        two = 8 * length.seconds(slowest) * _SLACK
         if a.most_steps:  # both may have to be started anew meanwhile
             two += 2 * (a.showed.started_s + b.showed.started_s)
         left = max(left, min(two, self._until - time.monotonic()))
 
         def measured(side: Side) -> Callable[[], float]:
             def one() -> float:
-                block = side.block(*terms.share(side.step_s, dropped, steps, a.most_steps))
+                block = side.block(*length.of(side.step_s))
                 pair.blocks.append(block)
                 return _time_of(block, terms)
 

@@ -1,0 +1,127 @@
+"""How long the blocks of a trial are, and how many of them there are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flatout.doctor.trials.process import Ended
+from flatout.doctor.trials.side import FEWEST_STEPS
+
+_SHORTEST_S = 0.25
+WARM_STEPS = 2
+# Blocks that a script of few steps should have room for, before it must be started anew.
+_BLOCKS_IN_A_LIFE = (4, 2, 1)
+_GOOD_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How long and how often is measured.
+
+    Attributes:
+        max_pairs, min_pairs: quadruples A B B A at most, and at least where there is time.
+        block_s: seconds that a block lasts at most, unless it must be longer than the queue; less
+            where the budget has no room for `max_pairs`.
+        floor: how far from 1 a ratio of the script to itself may lie, as known beforehand.
+        precision: how far apart the ends of the interval of a clear answer may lie.
+        epoch_steps: of an epoch; blocks that are longer are whole epochs. None: nobody knows.
+        in_epochs: all blocks are whole epochs, for what happens once in each.
+        pace_s: seconds that a side runs before a block counts, where there is time; each side
+            counts as many seconds then, not as many steps. What ran before has left its traces in
+            the machine.
+        settles: B becomes faster for as long as nobody knows, as one that fills a cache.
+        counts_between: evaluation and saving are a part of what is measured.
+    """
+
+    max_pairs: int = 8
+    min_pairs: int = 2
+    block_s: float = 1.0
+    floor: float = 0.0
+    precision: float = math.inf
+    epoch_steps: int | None = None
+    in_epochs: bool = False
+    pace_s: float = 0.0
+    settles: bool = False
+    counts_between: bool = False
+
+    def steps(self, step_s: float, left_s: float, dropped: int, most: int | None) -> int:
+        """Steps that a block counts.
+
+        Args:
+            step_s: seconds per step of the slower side.
+            left_s: seconds for the whole trial.
+            dropped: steps at the start of a block that are not counted.
+            most: steps that the script takes in all; None where nobody knows.
+
+        Raises:
+            Ended: the script does not take so many.
+        """
+        wanted = min(max(left_s / (4 * self.max_pairs), _SHORTEST_S), self.block_s)
+        fewest = max(dropped - WARM_STEPS + 1, FEWEST_STEPS)
+        steps = max(math.ceil(wanted / step_s) - dropped, fewest)
+        epoch = self.epoch_steps or 0
+        if epoch and (self.in_epochs or steps >= epoch):
+            steps = max(1, round(steps / epoch)) * epoch
+            fewest = epoch if self.in_epochs else fewest
+        if most is None:
+            return steps
+        room = most - 1 - dropped - FEWEST_STEPS
+        for blocks in _BLOCKS_IN_A_LIFE:
+            fits = room // blocks - dropped
+            if self.in_epochs:
+                fits -= fits % epoch
+            if fits >= max(fewest, min(steps, _GOOD_STEPS)):
+                return min(steps, fits)
+        if fits < fewest:
+            raise Ended(f"the script takes {most} steps only, too few to be measured")
+        return min(steps, fits)
+
+    def length(
+        self, step_s: float, left_s: float, dropped: int, steps: int, most: int | None
+    ) -> Length:
+        """How long the blocks of each side are.
+
+        Args:
+            step_s, dropped, most: as of `steps`.
+            left_s: seconds for what is left of the trial.
+            steps: that both sides count at least.
+        """
+        if most is not None:  # a short script has no room for more
+            return Length(dropped, steps)
+        # Of the time for a quadruple's four blocks not more than half, and some to spare.
+        pace_s = min(self.pace_s, max(left_s, 0.0) / (10 * self.min_pairs))
+        epoch = self.epoch_steps or 1
+        unit = 1 if steps % epoch else epoch
+        return Length(dropped, steps, pace_s, steps * step_s, unit)
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long blocks are.
+
+    Attributes:
+        dropped: steps at the start of a block that are left out at least.
+        steps: that are counted at least.
+        pace_s: seconds that a side runs before it counts; 0: both sides count the same steps.
+        counts_s: seconds that each side counts otherwise.
+        unit: steps of which whole ones are taken for these seconds: an epoch, or 1.
+    """
+
+    dropped: int
+    steps: int
+    pace_s: float = 0.0
+    counts_s: float = 0.0
+    unit: int = 1
+
+    def of(self, step_s: float) -> tuple[int, int]:
+        """Steps at the start of a block that a side leaves out, and those that it counts."""
+        if not self.pace_s:
+            return self.dropped, self.steps
+        left_out = int(self.pace_s / (self.unit * step_s)) * self.unit
+        counted = int(self.counts_s / (self.unit * step_s)) * self.unit
+        return max(self.dropped, left_out), max(self.steps, counted)
+
+    def seconds(self, step_s: float) -> float:
+        """That a block of the slower side takes."""
+        return max(self.dropped * step_s, self.pace_s) + self.steps * step_s
