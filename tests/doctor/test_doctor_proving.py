@@ -13,7 +13,7 @@ from flatout.doctor.proving.cure import cures_of, together
 from flatout.doctor.proving.losses import compare
 from flatout.doctor.proving.obstacles import obstacle
 from flatout.doctor.proving.whole_run import (
-    between_ratio,
+    between_s,
     epoch_steps,
     run_steps,
     setup_s,
@@ -338,17 +338,19 @@ def test_steps_of_the_run_are_known_from_its_end_or_its_options(tmp_path):
     assert run_steps(verdict(), [str(script)]) == 40
 
 
-def test_what_lies_between_steps_shrinks_as_a_trial_has_shown():
-    def blocks(side, *between):
-        return [Block(side, 10, 0, 10**9, each) for each in between]
+def test_what_lies_between_steps_is_what_the_trial_has_seen_of_it():
+    def blocks(side, *ms):
+        return [Block(side, 10, 0, 10**9, int(each * 1e6)) for each in ms]
 
     plain = blocks("a", 0, 8, 8, 8, 8)
-    assert between_ratio([*plain, *blocks("b", 4, 4, 4, 4, 0)]) == pytest.approx(0.5)
-    assert between_ratio([*plain, *blocks("b", 9, 9, 9, 9, 9)]) == pytest.approx(45 / 32)
+    of_b = blocks("b", 4, 4, 4, 4, 0)
+    assert between_s([*plain, *of_b], 9.0) == pytest.approx((0.00064, 0.00032))
+    of_b = blocks("b", 9, 9, 9, 9, 9)
+    assert between_s([*plain, *of_b], 9.0) == pytest.approx((0.00064, 0.0009))
     # Too few to tell: one more or less would decide.
-    assert between_ratio([*plain, *blocks("b", 4, 4, 4, 0, 0)]) == 1.0
-    assert between_ratio([*blocks("a", 8, 8, 8), *blocks("b", *[4] * 9)]) == 1.0
-    assert between_ratio([]) == 1.0
+    assert between_s([*plain, *blocks("b", 4, 4, 4, 0, 0)], 0.5) == (0.5, 0.5)
+    assert between_s([*blocks("a", 8, 8, 8), *blocks("b", *[4] * 9)], 0.5) == (0.5, 0.5)
+    assert between_s([], 0.5) == (0.5, 0.5)
 
 
 def test_what_a_cure_takes_once_counts_in_the_whole_run():

@@ -24,7 +24,7 @@ from flatout.doctor.proving.bench import LEFT, Bench, counts_between
 from flatout.doctor.proving.cure import NOTHING, Cure, cures_of, together
 from flatout.doctor.proving.losses import Compared, compare
 from flatout.doctor.proving.obstacles import obstacle
-from flatout.doctor.proving.whole_run import between_ratio, run_steps, setup_s, whole_s
+from flatout.doctor.proving.whole_run import between_s, run_steps, setup_s, whole_s
 from flatout.doctor.trials.pair import Against, Pair
 from flatout.doctor.trials.scratch import scratch
 from flatout.errors import FlatoutError
@@ -401,15 +401,15 @@ class Proving:
             return {}
         pair, result = final.pair, final.pair.result
         lanes = self._verdict.observations[0].lanes_ms
-        between = sum((lanes.get(lane) or 0.0) for lane in ("evaluation", "saving")) / 1e3
-        if counts_between(final.cure):
-            between = 0.0
-        after = between * between_ratio(pair.blocks)
+        looked = sum((lanes.get(lane) or 0.0) for lane in ("evaluation", "saving")) / 1e3
+        # Where they are what is tried, they are a part of the steps.
+        is_in_steps = counts_between(final.cure)
+        a_between, b_between = (0.0, 0.0) if is_in_steps else between_s(pair.blocks, looked)
         a_step, b_step = result.step_s
-        found = {"step_before_s": a_step + between, "step_after_s": b_step + after}
+        found = {"step_before_s": a_step + a_between, "step_after_s": b_step + b_between}
         if steps is not None:
-            found["before_s"] = whole_s(pair.a, pair.a, steps, a_step, between)
-            found["after_s"] = whole_s(pair.a, pair.b, steps, b_step, after)
+            found["before_s"] = whole_s(pair.a, pair.a, steps, a_step, a_between)
+            found["after_s"] = whole_s(pair.a, pair.b, steps, b_step, b_between)
         return found
 
 

@@ -101,18 +101,20 @@ def _beyond(side: Showed, step_s: float) -> float:
     return side.first_s + side.warm_s - (1 + side.warm_steps) * step_s
 
 
-def between_ratio(blocks: Sequence[Block]) -> float:
-    """Evaluation and saving with a cure, over those without; 1 where too few were seen to tell.
+def between_s(blocks: Sequence[Block], looked_s: float) -> tuple[float, float]:
+    """Seconds of evaluation and saving per step of A and of B.
 
-    A cure of the model shortens its evaluation too.
+    They are those of the trial, under which the steps were measured, where it saw enough of them: a
+    cure of the model shortens its evaluation too, and a first look may fall into a busy moment.
 
     Args:
         blocks: of a trial, of both sides.
+        looked_s: what the first look saw, for both where the trial saw too few to tell.
     """
     seen = {side: [b.between / b.steps for b in blocks if b.side == side] for side in "ab"}
     if any(sum(each > 0 for each in some) < _FEWEST_BLOCKS for some in seen.values()):
-        return 1.0
-    return mean(seen["b"]) / mean(seen["a"])
+        return looked_s, looked_s
+    return mean(seen["a"]) / 1e9, mean(seen["b"]) / 1e9
 
 
 def whole_s(plain: Showed, side: Showed, steps: int, step_s: float, between_s: float) -> float:
