@@ -7,8 +7,26 @@ import os
 from pathlib import Path
 
 
-def read(script: Path) -> tuple[str, set[str]]:
+def file_of(script: str, *, is_module: bool) -> Path | None:
+    """The Python file that is run; None for a module outside of the current folder.
+
+    Args:
+        script: a file, a folder with a `__main__.py`, or a module's name.
+    """
+    if not is_module:
+        path = Path(script)
+        return path / "__main__.py" if path.is_dir() else path
+    module = Path(*script.split("."))
+    for path in (module.with_suffix(".py"), module / "__main__.py", module / "__init__.py"):
+        if path.is_file():
+            return Path(os.path.relpath(path))
+    return None
+
+
+def read(script: Path | None) -> tuple[str, set[str]]:
     """Returns a script's source and the top-level names of what it imports; else nothing."""
+    if script is None:
+        return "", set()
     try:
         source = script.read_text(encoding="utf-8")
         tree = ast.parse(source)
@@ -27,7 +45,7 @@ def read(script: Path) -> tuple[str, set[str]]:
     return source, imported
 
 
-def keras_backend(script: Path) -> dict[str, str]:
+def keras_backend(script: Path | None) -> dict[str, str]:
     """Returns KERAS_BACKEND=torch for a script of Keras and torch that does not choose itself.
 
     Unasked, Keras takes TensorFlow, and fails to import where that is not installed.

@@ -343,6 +343,21 @@ def test_a_script_of_keras_and_torch_gets_kerass_torch_backend(
     assert done.stdout.strip() == expected
 
 
+def test_a_module_of_keras_and_torch_gets_that_backend_too(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text(
+        "if False:\n    import keras, flatout\n"
+        "import os\nprint(os.environ.get('KERAS' + '_BACKEND'))\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    done = subprocess.run(
+        [*MAIN, "run", "-m", "package.train"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "torch"
+
+
 def test_the_doctor_watches_such_a_script_on_that_backend_too(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -190,8 +190,7 @@ def _set_keras_backend(what: list[str]) -> None:
     from flatout.doctor.script_file import script_file
     from flatout.script_source import keras_backend
 
-    file = script_file(what)
-    os.environ.update(keras_backend(file) if file is not None else {})
+    os.environ.update(keras_backend(script_file(what)))
 
 
 def _seconds(text: str) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatout.say import say, say_as_is
-from flatout.script_source import keras_backend, read
+from flatout.script_source import file_of, keras_backend, read
 
 if TYPE_CHECKING:
     from flatout.recipe import Recipe
@@ -92,7 +92,8 @@ def run(
     where = asked_for(_count(devices), nodes, node_rank, rendezvous)
     if not is_module and not Path(script).exists():
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
-    variables = {"FLATOUT_RUN": "1"} | ({} if is_module else keras_backend(Path(script)))
+    file = file_of(script, is_module=is_module)
+    variables = {"FLATOUT_RUN": "1"} | keras_backend(file)
     if recipe is not None:
         variables["FLATOUT_RECIPE"] = os.path.abspath(recipe)
     if settings:
@@ -100,7 +101,7 @@ def run(
     os.environ.update(variables)
     what = [*(["-m"] if is_module else []), script, *(args or [])]
     if devices == "auto":
-        where = asked_for(_measured(what, where, dry_run), nodes, node_rank, rendezvous)
+        where = asked_for(_measured(what, file, where, dry_run), nodes, node_rank, rendezvous)
     through = ["-m", "flatout.world.start"] if where.is_world else []
     job = _Job(where, script, is_module, restarts, wait)
     # Without a Recipe the script starts at once and as it is: no setting is a default unmeasured.
@@ -114,7 +115,7 @@ def run(
     cpus = asked.process.affinity if isinstance(asked.process.affinity, tuple) else ()
     if cpus:
         set_affinity(cpus)
-    cures = {} if _trains_with_flatout(script, is_module) else _cures(asked)
+    cures = {} if _trains_with_flatout(file) else _cures(asked)
     if cures:
         through = ["-m", "flatout.cures.start", *(["--rank"] if where.is_world else [])]
     _say_applied(asked, cures, [recipe is not None, bool(settings)], dry_run)
@@ -162,7 +163,7 @@ def _count(devices: str | None) -> int | None:
     return int(devices)
 
 
-def _measured(what: list[str], where: Nodes, dry_run: bool) -> int:
+def _measured(what: list[str], file: Path | None, where: Nodes, dry_run: bool) -> int:
     """Returns how many ranks of this node the script is fastest on."""
     if where.count > 1:
         raise typer.BadParameter("--devices auto measures one node alone: say how many ranks here")
@@ -174,17 +175,15 @@ def _measured(what: list[str], where: Nodes, dry_run: bool) -> int:
         itself = [sys.executable, "-c", "from flatout.cli.main import main; main()", "run"]
         return [*itself, "--restarts", "0", "--devices", str(ranks), *what]
 
-    return choose(command, None if what[0] == "-m" else Path(what[0]), say)
+    return choose(command, file, say)
 
 
-def _trains_with_flatout(script: str, is_module: bool) -> bool:
+def _trains_with_flatout(file: Path | None) -> bool:
     """Whether a script names a Trainer or Loop of Flatout's, which take the Recipe themselves.
 
     One that comes to them in another way is left alone once it does.
     """
-    if is_module:
-        return False
-    source, imported = read(Path(script))
+    source, imported = read(file)
     return "flatout" in imported and ("Trainer" in source or "Loop" in source)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.doctor.torchrun import under_torchrun
+from flatout.script_source import file_of
 
 
 def script_file(what: Sequence[str]) -> Path | None:
@@ -21,11 +21,5 @@ def script_file(what: Sequence[str]) -> Path | None:
     mark = "-c"  # stands where the script's own part begins
     ranks = under_torchrun(what, [mark])
     own = ranks[ranks.index(mark) + 1 :] if ranks else list(what)
-    if own[0] != "-m":
-        path = Path(own[0])
-        return path / "__main__.py" if path.is_dir() else path
-    module = Path(*own[1].split("."))
-    for path in (module.with_suffix(".py"), module / "__main__.py", module / "__init__.py"):
-        if path.is_file():
-            return Path(os.path.relpath(path))
-    return None
+    is_module = own[0] == "-m"
+    return file_of(own[1] if is_module else own[0], is_module=is_module)
