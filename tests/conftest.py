@@ -1,12 +1,17 @@
 """What holds for all tests: no measured answer from elsewhere, no request from the environment."""
 
 import os
+import signal
 import sys
 
 import pytest
 
 # Keras reads it when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "torch")
+
+# A shell that runs the tests in its background has them ignore Ctrl-C, and so all that they start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
