@@ -67,12 +67,16 @@ def test_a_danger_is_told_with_its_line_and_its_exit_code(script):
     epochs = "for epoch in range(3):\n    for _ in range(10): step()\n"
     text = TRAIN + epochs + "    with torch.no_grad(): model(x)\n"
     folder = script(text)
-    done = doctor(folder, "train.py")
+    given = ["train.py", "--name", "long" * 50]
+    done = doctor(folder, *given)
     assert done.returncode == 3, done.stderr
     assert "FIRST LOOK at 30 steps, nothing proven; added" in done.stdout
     line = text.count("\n")
     assert f"train.py:{line} validates without eval(): Dropout" in " ".join(done.stdout.split())
     assert "checks found nothing" in done.stdout
+    # What is to be copied is one line, however narrow the terminal is.
+    again = f" flatout doctor {' '.join(given)}   # again, after a change\n"
+    assert again in done.stdout
     assert leftovers(folder) == []
 
 
