@@ -152,13 +152,13 @@ def flatout(pitfall: Pitfall, folder: Path, budget: float) -> Said:
         verdict = json.loads(out)
     except ValueError:
         return Said(reason=_ended(err, code), whole=out + err)
-    found = [one for one in verdict["findings"] if one["kind"] != "note"][:FIRST]
+    found = [(one, f"{one['where']} {one['what']} do: {one['do']}") for one in verdict["findings"]]
+    words = {one["name"]: line for one, line in found}
     proofs = (verdict.get("prescription") or {}).get("proofs", [])
-    dos = {one["name"]: one["do"] for one in verdict["findings"]}
     return Said(
-        [f"{one['where']} {one['what']} do: {one['do']}" for one in found],
+        [line for one, line in found if one["kind"] != "note"][:FIRST],
         [
-            f"{proof['trial']['ratio']:.2f}x {dos.get(name, '')} {proof['words']}"
+            f"{proof['trial']['ratio']:.2f}x {words.get(name, '')} {proof['words']}"
             for proof in proofs
             if proof["outcome"] == "prescribed" and proof["trial"]
             for name in proof["names"]

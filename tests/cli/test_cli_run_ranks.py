@@ -115,7 +115,7 @@ def test_only_the_first_rank_speaks_and_writes(tmp_path, undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_after_a_kill_all_go_on_from_the_last_checkpoint(tmp_path, undisturbed, rank):
     job = begin(tmp_path, TRAIN, "runs", "2")
     wait_for_step(tmp_path, 17, job)

@@ -103,7 +103,7 @@ def test_what_cannot_be_had_together_is_an_error_before_training(tmp_path):
     [
         ("world.reduction=ring", 1e-5),
         ("world.reduction=hierarchical", 1e-5),
-        ("world.compression=bf16", 1e-1),
+        pytest.param("world.compression=bf16", 1e-1, marks=pytest.mark.long),
     ],
 )
 def test_a_script_trains_as_with_plain_sums(tmp_path, plain, setting, close):

@@ -96,7 +96,7 @@ def test_a_module_and_an_exit_code(folder) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["all", "skip"])
+@pytest.mark.parametrize("how", [pytest.param("all", marks=pytest.mark.long), "skip"])
 def test_ranks_add_up_gradients_once_a_step(folder, how) -> None:
     Path("train.py").write_text(RANKS)
     settings = ["script.gradient_sync=last_backward", "script.unused_parameters=no_search"]

@@ -28,6 +28,7 @@ NAMES = {
     "shapes_recompile": (),
     "openmp_settings_inert": (),
 }
+LONG = ("saved_by_all", "shards_uneven", "shapes_recompile")
 
 
 def found_in(script, start, folder, machine=None):
@@ -48,7 +49,9 @@ def found_in(script, start, folder, machine=None):
     return judge(ranks, machine or inventory()).findings
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in NAMES]
+)
 def test_the_pitfall_is_named_with_its_line_and_the_twin_has_none(name, tmp_path):
     script = CORPUS / "pitfall" / f"{name}.py"
     lines = script.read_text().splitlines()

@@ -144,6 +144,7 @@ def test_what_wins_and_learns_the_same_is_prescribed_and_nothing_else(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_gives_what_was_proven_until_then(tmp_path):
     script = written(tmp_path, SCRIPT)
 

@@ -156,6 +156,7 @@ def what(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_exact_cure_gives_the_same_losses_for_each_seed(what):
     told = []
     given = prescription(recipe={"script.zero_grad": "set_to_none"})

@@ -114,6 +114,7 @@ def test_mnist_reads_idx_files_and_resumes(tmp_path, idx_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fashion_mnist_learns_saves_and_predicts(tmp_path, idx_folder):
     said = run(tmp_path, "fashion_mnist.py", str(idx_folder), "3")
     assert len(re.findall(r"^epoch \d: [\d.]+ s, [\d.]+ ms a step", said, re.MULTILINE)) == 3

@@ -268,7 +268,9 @@ for _ in range(int(sys.argv[1])):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plain_steps", [0, pytest.param(8, marks=pytest.mark.long)])
-@pytest.mark.parametrize("how", ["module", "function", "break"])
+@pytest.mark.parametrize(
+    "how", ["module", pytest.param("function", marks=pytest.mark.long), "break"]
+)
 def test_compiled_frames_are_kept(tmp_path, how, plain_steps):
     source = f"import sys{LOOP}{PLAIN_STEPS}" + (
         "from torch._dynamo.utils import counters\n"

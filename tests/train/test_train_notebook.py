@@ -272,6 +272,7 @@ def heard(client):
 
 @two_cpus
 @pytest.mark.slow
+@pytest.mark.long
 def test_keras_models_without_compile_train_there_too(tmp_path):
     pytest.importorskip("keras")
     prompt = Prompt(tmp_path)

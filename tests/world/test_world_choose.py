@@ -76,6 +76,7 @@ def run_auto(folder, script):
 
 @pytest.mark.slow
 @pytest.mark.skipif(candidates() == [1], reason="one device alone leaves nothing to choose")
+@pytest.mark.long
 def test_the_script_is_measured_then_run_once_to_its_end(tmp_path):
     found = run_auto(tmp_path, SCRIPT)
     assert found.returncode == 0, found.stderr

@@ -296,11 +296,11 @@ CASES = (
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    for size in (1, 2, 3):
+    for size in (1, 3):
         run(JOB, size, folder)
     return {
         (size, rank): torch.load(folder / f"found-{size}-{rank}.pt", weights_only=False)
-        for size in (1, 2, 3)
+        for size in (1, 3)
         for rank in range(size)
     }
 
@@ -309,8 +309,8 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_keras_is_the_same_on_any_world(found, case):
     alone = found[1, 0][case]
-    for size, rank in ((2, 0), (2, 1), (3, 0), (3, 1), (3, 2)):
-        one = found[size, rank][case]
+    for rank in range(3):
+        one = found[3, rank][case]
         assert one.keys() == alone.keys()
         for key in alone:
             torch.testing.assert_close(one[key], alone[key], rtol=2e-4, atol=5e-6)
@@ -319,16 +319,16 @@ def test_keras_is_the_same_on_any_world(found, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_keras_has_the_same_bits_on_all_ranks(found, case):
-    for size, rank in ((2, 1), (3, 1), (3, 2)):
-        one, first = found[size, rank][case], found[size, 0][case]
+    for rank in (1, 2):
+        one, first = found[3, rank][case], found[3, 0][case]
         for key in one:
             torch.testing.assert_close(one[key], first[key], rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_ranks_draw_their_own_from_the_same_states(found):
-    for size, rank in ((2, 1), (3, 1), (3, 2)):
-        one, first = found[size, rank]["draws"], found[size, 0]["draws"]
+    for rank in (1, 2):
+        one, first = found[3, rank]["draws"], found[3, 0]["draws"]
         assert torch.equal(one["seed"], first["seed"])
         assert torch.equal(one["torch"], first["torch"])
         for name in ("seeded", "plain", "noise"):

@@ -180,7 +180,11 @@ JOB = '''
 
 @pytest.fixture(
     scope="module",
-    params=[2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],
+    params=[
+        2,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
 )
 def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reductions")

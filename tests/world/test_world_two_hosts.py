@@ -62,6 +62,7 @@ def test_two_hosts_give_what_one_rank_gives(tmp_path, hosts):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.long
 def test_a_short_cut_does_no_harm(tmp_path, hosts):
     nodes = begin(hosts, tmp_path, "4")
     wait_for_step(tmp_path, 10, nodes)

@@ -64,6 +64,7 @@ def test_after_a_rank_was_killed_all_start_again_on_both_nodes(tmp_path, undistu
     assert same(undisturbed, tmp_path / "runs.safetensors")
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_when_the_other_node_is_done(tmp_path, undisturbed):
     late = """
     if os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "00":
