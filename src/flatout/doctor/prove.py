@@ -256,15 +256,19 @@ class Proving:
             if len(chosen) == 1:
                 self._drop(chosen[0], worst)
                 return
-            worst = f"together {worst}"
             best = max(chosen, key=self._ratio)
             for cure in chosen:
-                if cure is not best:
-                    self._drop(cure, worst)
+                if cure is best:
+                    continue
+                if final.proof.outcome == "not tried":
+                    reason = "no time was left to measure it with the others"
+                    self._drop(cure, reason, "not tried")
+                else:
+                    self._drop(cure, f"together {worst}")
             chosen, everything = [best], best
 
     def _confirmed(self, plain: Against, cure: Cure) -> _Tried:
-        """A trial of its own where there is time for one, else the one that was made."""
+        """A trial of its own where there is time for it, else the one that was made."""
         if not self._has_time(1) and cure.names in self._tried:
             return self._tried[cure.names]
         self._told(f"measuring anew: {cure.words} ...")
@@ -280,6 +284,8 @@ class Proving:
         )
         proof = self._judged(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")
+        if proof.outcome == "not tried" and cure.names in self._tried:
+            return self._tried[cure.names]
         return _Tried(cure, proof, pair)
 
     # -- judging ----------------------------------------------------------------------------------
@@ -358,9 +364,9 @@ class Proving:
             proof = replace(tried.proof, outcome="prescribed", reason=reason)
             self._tried[cure.names] = replace(tried, proof=proof)
 
-    def _drop(self, cure: Cure, reason: str) -> None:
+    def _drop(self, cure: Cure, reason: str, outcome: Outcome = "left alone") -> None:
         tried = self._tried[cure.names]
-        proof = replace(tried.proof, outcome="left alone", reason=reason)
+        proof = replace(tried.proof, outcome=outcome, reason=reason)
         self._tried[cure.names] = replace(tried, proof=proof)
 
     def _has_time(self, trials: int, starts: int = 1) -> bool:
