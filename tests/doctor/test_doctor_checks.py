@@ -703,6 +703,20 @@ def look_of(name):
     return next(check.look for check in (*CHECKS, *RANK_CHECKS) if check.name == name)
 
 
+@pytest.mark.parametrize(
+    ("detail", "recipe"),
+    [
+        ({}, {"script.log_every": 50}),
+        ({"logged": True}, {"script.log_every": 50}),
+        ({"logged": True, "fsync": True}, {"script.log_every": 50}),
+        ({"fsync": True}, {}),
+    ],
+)
+def test_what_a_script_writes_itself_is_left_out_by_no_recipe(detail, recipe):
+    (found,) = look_of("log_each_step")(job(calls=[call("log", 1.0, **detail)]))
+    assert found.recipe == recipe
+
+
 def test_a_line_in_memory_that_is_no_sample_is_no_cache():
     look = look_of("cache_too_large")
     many = {"length": 10**6}

@@ -133,6 +133,7 @@ def test_looks_at_some_steps_see_much_and_change_nothing(tmp_path):
     assert model.pool_site.code == "x = self.pool(self.act(x))"
     calls = {call.kind: call for call in seen.calls}
     assert (calls["log"].site.code, calls["log"].steps) == ("record(loss)", 110)
+    assert calls["log"].detail["fsync"]
     assert calls["metric"].detail == {"name": "f1_score"}
     assert seen.optimizers[0].backward_site.code == "loss.backward()"
     assert len(seen.graph_nodes) >= 2

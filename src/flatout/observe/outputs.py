@@ -20,14 +20,19 @@ from flatout.observe.watch import Watch
 _SAVED = 200
 # Of so many of them it is also seen whether ranks save the same.
 _NUMBERED = 8
+# By a package, where what is told can be left out.
+_LOGGED = {"logged": True}
 
 
 def watch_outputs(watch: Watch) -> None:
     """Hooks into print and logging."""
     builtins.print = _timed(builtins.print, "print", HOST, watch)
-    logging.Logger._log = _timed(logging.Logger._log, "log", HOST, watch)  # type: ignore[method-assign]
+    logging.Logger._log = _timed(  # type: ignore[method-assign]
+        logging.Logger._log, "log", HOST, watch, detail=_LOGGED
+    )
     os.putenv = _noting_openmp(os.putenv, watch)
-    os.fsync = _timed(os.fsync, "log", HOST, watch)  # a line that is to survive a crash
+    # A line that is to survive a crash.
+    os.fsync = _timed(os.fsync, "log", HOST, watch, detail={"fsync": True})
     when_imported("torch.utils.tensorboard.writer", lambda module: _watch_writer(module, watch))
 
 
@@ -53,10 +58,17 @@ def _watch_writer(module: Any, watch: Watch) -> None:
     """Hooks into TensorBoard's writer."""
     owner = module.SummaryWriter
     for name in [name for name in vars(owner) if name.startswith("add_")]:
-        setattr(owner, name, _timed(getattr(owner, name), "log", HOST, watch))
+        setattr(owner, name, _timed(getattr(owner, name), "log", HOST, watch, detail=_LOGGED))
 
 
-def _timed(original: Any, kind: str, lane: int, watch: Watch, depth: int = 2) -> Any:
+def _timed(
+    original: Any,
+    kind: str,
+    lane: int,
+    watch: Watch,
+    depth: int = 2,
+    detail: dict[str, Any] | None = None,
+) -> Any:
     lanes, calls = watch.lanes, watch.calls
 
     @wraps(original)
@@ -69,7 +81,7 @@ def _timed(original: Any, kind: str, lane: int, watch: Watch, depth: int = 2) ->
             return original(*args, **kwargs)
         finally:
             lanes.switch(before)
-            calls.note(kind, lanes.last - began, depth)
+            calls.note(kind, lanes.last - began, depth, detail)
 
     return call
 

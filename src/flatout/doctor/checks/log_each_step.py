@@ -17,6 +17,8 @@ def look(seen: Observation) -> list[Finding]:
         cost = cost_ms(seen, call)
         if not is_each_step(seen, call):
             continue
+        # No Recipe reaches what the script itself writes into a file.
+        is_own = call.detail.get("fsync", False) and not call.detail.get("logged", False)
         takes = "" if cost is None else f", which takes {ms(cost)}"
         found.append(
             Finding(
@@ -28,7 +30,7 @@ def look(seen: Observation) -> list[Finding]:
                 where=str(call.site),
                 cost_ms=cost,
                 parity="bit-identical",
-                recipe={"script.log_every": _EVERY_STEPS},
+                recipe={} if is_own else {"script.log_every": _EVERY_STEPS},
             )
         )
     return found
