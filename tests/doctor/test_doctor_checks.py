@@ -717,6 +717,13 @@ def test_what_a_script_writes_itself_is_left_out_by_no_recipe(detail, recipe):
     assert found.recipe == recipe
 
 
+def test_what_a_log_line_shows_is_computed_in_the_same_line():
+    (found,) = look_of("log_each_step")(job(lanes={"host": 5.0}, calls=[call("log", 1.0)]))
+    assert (found.kind, found.cost_ms) == ("slow", 5.0)
+    (found,) = look_of("log_each_step")(job(lanes={"host": 5.0}, calls=[call("log", 0.01)]))
+    assert (found.kind, found.cost_ms) == ("note", pytest.approx(0.01))
+
+
 def test_a_line_in_memory_that_is_no_sample_is_no_cache():
     look = look_of("cache_too_large")
     many = {"length": 10**6}

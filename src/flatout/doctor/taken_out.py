@@ -19,7 +19,6 @@ _FINDINGS = {
         "workers_too_many",
         "workers_zero",
     ),
-    "log": ("log_each_step",),
     "item": ("item_each_step",),
     "sync": ("no_sync_missing",),
     "evaluation": ("evaluate_with_grad",),
