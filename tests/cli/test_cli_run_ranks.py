@@ -107,6 +107,7 @@ def same(weights, path):
     return all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_only_the_first_rank_speaks_and_writes(tmp_path, undisturbed):
     code, _, error = finish(begin(tmp_path, TRAIN, "runs", "2"))
     assert code == 0, error

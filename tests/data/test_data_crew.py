@@ -76,6 +76,7 @@ def test_processes_make_the_same_batches_as_threads():
     ended(crew)
 
 
+@pytest.mark.slow
 def test_processes_draw_what_this_process_would():
     made = Pipeline(MadeUp(30)).shuffle(seed=1).map(noisy).batch(8)
     crew = made.options(processes=2)

@@ -121,6 +121,7 @@ JOB = """
 
 
 @two_cpus
+@pytest.mark.slow
 def test_two_ranks_take_it_unasked_and_get_the_same_bits(tmp_path):
     run(JOB, 2, tmp_path)
     for rank in range(2):
