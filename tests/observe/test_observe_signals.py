@@ -253,6 +253,16 @@ def test_what_is_told_in_a_function_is_told_by_the_loop():
     assert item.site.line > log.site.line
 
 
+def test_the_time_of_the_set_up_is_that_of_no_step():
+    # The first optimiser of a process imports much of torch.
+    watch = Watch()
+    watch.calls.note("optimizer", 2 * 10**9, depth=1)
+    watch.calls.note("log", 5, depth=1)
+    watch.calls.forget()
+    (made,) = watch.calls.all()
+    assert (made.kind, made.count, made.steps, made.seconds) == ("optimizer", 1, 1, 0.0)
+
+
 def test_metrics_are_timed_once_though_they_call_one_another():
     owner = types.ModuleType("metrics")
     owner.__all__ = ["f1_score", "make_scorer"]

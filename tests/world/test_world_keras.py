@@ -293,42 +293,47 @@ CASES = (
 )
 
 
+def made_by(size, folder):
+    """What each of so many ranks has come to."""
+    run(JOB, size, folder)
+    return [
+        torch.load(folder / f"found-{size}-{rank}.pt", weights_only=False) for rank in range(size)
+    ]
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    for size in (1, 3):
-        run(JOB, size, folder)
-    return {
-        (size, rank): torch.load(folder / f"found-{size}-{rank}.pt", weights_only=False)
-        for size in (1, 3)
-        for rank in range(size)
-    }
+def alone(tmp_path_factory):
+    (found,) = made_by(1, tmp_path_factory.mktemp("alone"))
+    return found
+
+
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 3])
+def found(request, tmp_path_factory):
+    return made_by(request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_keras_is_the_same_on_any_world(found, case):
-    alone = found[1, 0][case]
-    for rank in range(3):
-        one = found[3, rank][case]
-        assert one.keys() == alone.keys()
-        for key in alone:
-            torch.testing.assert_close(one[key], alone[key], rtol=2e-4, atol=5e-6)
+def test_keras_is_the_same_on_any_world(alone, found, case):
+    for one in found:
+        assert one[case].keys() == alone[case].keys()
+        for key, value in alone[case].items():
+            torch.testing.assert_close(one[case][key], value, rtol=2e-4, atol=5e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_keras_has_the_same_bits_on_all_ranks(found, case):
-    for rank in (1, 2):
-        one, first = found[3, rank][case], found[3, 0][case]
-        for key in one:
-            torch.testing.assert_close(one[key], first[key], rtol=0, atol=0)
+    first = found[0][case]
+    for one in found[1:]:
+        for key in one[case]:
+            torch.testing.assert_close(one[case][key], first[key], rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_ranks_draw_their_own_from_the_same_states(found):
-    for rank in (1, 2):
-        one, first = found[3, rank]["draws"], found[3, 0]["draws"]
+    first = found[0]["draws"]
+    for one in (each["draws"] for each in found[1:]):
         assert torch.equal(one["seed"], first["seed"])
         assert torch.equal(one["torch"], first["torch"])
         for name in ("seeded", "plain", "noise"):

@@ -148,10 +148,7 @@ def _input(device: str, rank: Observation) -> tuple[str, Site | None]:
 
 
 def _host(rank: Observation) -> tuple[str, Site | None]:
-    # What comes in one step alone, such as the making of an optimiser, is no habit of the loop's.
-    timed: list[Call] = [
-        call for call in rank.calls if call.seconds and call.steps > 1 and call.kind != "backward"
-    ]
+    timed: list[Call] = [call for call in rank.calls if call.seconds and call.kind != "backward"]
     dearest = max(timed, key=lambda call: call.seconds or 0.0, default=None)
     words = "Python between the steps takes the largest part"
     if dearest is None:

@@ -256,15 +256,14 @@ class Proving:
             if len(chosen) == 1:
                 self._drop(chosen[0], worst)
                 return
+            outcome: Outcome = "left alone"
+            worst = f"together {worst}"
+            if final.proof.outcome == "not tried":  # for lack of time, which says nothing of it
+                outcome, worst = "not tried", "no time was left to measure it with the others"
             best = max(chosen, key=self._ratio)
             for cure in chosen:
-                if cure is best:
-                    continue
-                if final.proof.outcome == "not tried":
-                    reason = "no time was left to measure it with the others"
-                    self._drop(cure, reason, "not tried")
-                else:
-                    self._drop(cure, f"together {worst}")
+                if cure is not best:
+                    self._drop(cure, worst, outcome)
             chosen, everything = [best], best
 
     def _confirmed(self, plain: Against, cure: Cure) -> _Tried:

@@ -138,9 +138,14 @@ class Calls:
         return entry
 
     def forget(self) -> None:
-        """Drops the counts: what came before the first step is no part of what is observed."""
+        """Drops the counts: what came before the first step is no part of what is observed.
+
+        Of the set-up the counts stay, but its time is that of no step.
+        """
         for entry in self._of_lines.values():
-            if entry.kind not in _OF_SETUP:
+            if entry.kind in _OF_SETUP:
+                entry.ns = 0
+            else:
                 entry.forget()
         self.noted = self.passed = self.sought = 0
 
