@@ -38,6 +38,7 @@ class Machine:
         self.setup_s = dict[frozenset[str], float]()
         self.out_of_reach = set[str]()
         self.too_long = list[frozenset[str]]()  # to be measured anew
+        self.faults = dict[frozenset[str], int]()  # per step
         self._step_ms = step_ms
         self._rng = np.random.default_rng(seed)
 
@@ -68,14 +69,16 @@ class Machine:
             return Pair(reason=late, held="overlay")
         blocks = []
 
-        def block(step_ms):
-            blocks.append(Block("a", 10, 0, 10))
-            return step_ms * np.exp(self._rng.normal(0, 0.02)) / 1e3
+        def block(side, step_ms, fields=frozenset()):
+            step_ms *= np.exp(self._rng.normal(0, 0.02))
+            faults = 10 * self.faults.get(fields, 0)
+            blocks.append(Block(side, 10, 0, int(step_ms * 1e7), 0, faults))
+            return step_ms / 1e3
 
         step_ms = self._process(cure)
         result = run_trial(
-            lambda: block(against.step_ms),
-            lambda: block(step_ms),
+            lambda: block("a", against.step_ms),
+            lambda: block("b", step_ms, cure.fields),
             min_pairs=min_pairs,
             max_pairs=max_pairs,
             floor=self.floor,
@@ -147,6 +150,43 @@ def test_what_adds_nothing_to_another_goes():
             assert given.together is not None
             assert given.together.names == (BF16,)
     assert dropped >= 14  # in the others noise speaks for it
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_memory_that_a_cure_makes_come_anew_in_each_step_is_tried_to_be_kept(seed):
+    machine = Machine(by_set(plain=10, memory_format=8, allocator_and_memory_format=5), seed)
+    machine.faults[frozenset({LAST})] = 3000
+    given = proven(machine, LAST)
+    assert outcomes(given) == {LAST: "prescribed", "memory_returned": "prescribed"}
+    kept = given.proofs[1]
+    assert kept.reason == "beside channels_last"
+    assert kept.trial is not None
+    assert kept.trial.ratio == pytest.approx(8 / 5, rel=0.05)
+    assert given.together is not None
+    assert given.together.recipe == {LAST: "channels_last", "memory.allocator": "keep"}
+    assert given.together.trial is not None
+    assert given.together.trial.ratio == pytest.approx(2, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_memory_that_costs_nothing_to_come_anew_is_left_to_the_allocator(seed):
+    machine = Machine(by_set(plain=10, memory_format=8, allocator_and_memory_format=8), seed)
+    machine.faults[frozenset({LAST})] = 3000
+    given = proven(machine, LAST)
+    assert outcomes(given) == {LAST: "prescribed", "memory_returned": "left alone"}
+    assert given.together is not None
+    assert given.together.recipe == {LAST: "channels_last"}
+
+
+def test_memory_that_comes_anew_in_a_few_steps_is_not_looked_after():
+    machine = Machine(by_set(plain=10, memory_format=8, allocator_and_memory_format=5))
+    machine.faults[frozenset({LAST})] = 100  # a hundredth of a step
+    assert outcomes(proven(machine, LAST)) == {LAST: "prescribed"}
+    late = Machine(by_set(plain=10, memory_format=8, allocator_and_memory_format=5), budget_s=30)
+    late.faults[frozenset({LAST})] = 3000
+    given = proven(late, LAST)
+    assert outcomes(given) == {LAST: "prescribed", "memory_returned": "not tried"}
+    assert given.proofs[1].reason == "no time was left for it"
 
 
 @pytest.mark.parametrize("seed", range(5))

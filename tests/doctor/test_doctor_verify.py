@@ -66,6 +66,7 @@ def test_student_is_students():
         ([1.0, 2.0, 3.0], [0.5, 1.5, 2.49], "it falls"),
         ([1.0, 2.0], [1.0, 2.0], "the same in each"),
         ([1.0, 1.0], [1.1, 1.1], "the script seeds itself"),
+        ([1.0, 1.0], [1.0, 1.0], "in each, which is one comparison only: the script seeds itself"),
         ([1.0], [1.1], "one comparison only"),
     ],
 )

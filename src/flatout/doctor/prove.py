@@ -3,7 +3,8 @@
     1  itself     the script against itself: the noise, and whether it repeats its losses
     2  alone      each cure against the script as it is; numbers of workers and threads in variants
     3  beside     what did not win alone is tried on top of what did: bf16 alone may be slower where
-                  bf16 with channels_last is three times faster. What adds nothing goes
+                  bf16 with channels_last is three times faster. So is the cure of what another
+                  brings about, such as memory that comes anew in each step. What adds nothing goes
     4  together   all that is left against the script as it is, measured anew, which also keeps a
                   chance win of step 2 from being prescribed
 
@@ -22,9 +23,11 @@ from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Outcome, Prescription, Proof
 from flatout.doctor.proving.bench import LEFT, Bench, counts_between
 from flatout.doctor.proving.cure import NOTHING, Cure, cures_of, together
-from flatout.doctor.proving.losses import Compared, compare
+from flatout.doctor.proving.follow import brought_about
+from flatout.doctor.proving.judging import CHANGES, Judging
+from flatout.doctor.proving.losses import compare
 from flatout.doctor.proving.obstacles import obstacle
-from flatout.doctor.proving.whole_run import between_s, run_steps, setup_s, whole_s
+from flatout.doctor.proving.whole_run import between_s, run_steps, whole_s
 from flatout.doctor.trials.pair import Against, Pair
 from flatout.doctor.trials.scratch import scratch
 from flatout.errors import FlatoutError
@@ -38,8 +41,6 @@ _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
 # there is time, how far apart the ends of its interval may lie, and the seconds in which each side
 # finds its pace before a block counts.
 _LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION, _PACE_S = 4, 16, 0.04, 1.0
-# What takes less once needs no words.
-_LEAST_SETUP_S = 0.5
 # A variant that is nearly as fast with fewer workers or threads is as good.
 _AS_GOOD = 0.98
 
@@ -113,10 +114,11 @@ class Proving:
         self._told = told
         self._kept_s = bench.left_s * _KEPT
         self._run_steps = run_steps(verdict, what)
-        self._is_repeatable = False
+        self._judging = Judging(verdict, allow, self._run_steps)
         self._floor = 0.0
         self._tried: dict[tuple[str, ...], _Tried] = {}
         self._untried: dict[tuple[str, ...], Proof] = {}
+        self._brought: list[Cure] = []  # of what other cures bring about
         self._final: _Tried | None = None
 
     def run(self, cures: Sequence[Cure]) -> None:
@@ -129,6 +131,8 @@ class Proving:
             self._itself(plain)
             for at, cure in enumerate(cures):
                 self._alone(plain, cure, remaining=len(cures) - at)
+            known = {name for cure in cures for name in cure.fields}
+            self._brought = [one for one in self._follows() if not one.fields & known]
             chosen = self._beside(plain)
             if chosen:
                 self._together(plain, chosen)
@@ -148,7 +152,7 @@ class Proving:
             self._bench.floor = max(self._bench.floor, strayed)
         self._floor = max(self._bench.floor, pair.result.floor)
         compared = compare(pair.a, pair.b, Parity.EXACT, is_repeatable=True)
-        self._is_repeatable = compared.is_equal is not False
+        self._judging.is_repeatable = compared.is_equal is not False
         self._told(f"  A/A noise ±{self._floor:.1%}")
 
     def _alone(self, plain: Against, cure: Cure, remaining: int) -> None:
@@ -180,13 +184,23 @@ class Proving:
     def _try(self, against: Against, cure: Cure, budget_s: float, *, min_pairs: int = 2) -> _Tried:
         self._told(f"trying {cure.words} ...")
         pair = self._bench.measure(against, cure, budget_s, min_pairs=min_pairs)
-        proof = self._judged(cure, pair)
+        proof = self._judging.proof(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")
         tried = _Tried(cure, proof, pair)
         if against.has_ended:
             self._tried[cure.names] = tried
             raise _Stopped(f"the script as it is: {pair.reason.partition(': ')[2]}")
         return tried
+
+    def _follows(self) -> list[Cure]:
+        """Cures of what those that win bring about."""
+        found = {
+            finding.name: finding
+            for tried in self._tried.values()
+            if tried.proof.outcome == "prescribed"
+            for finding in brought_about(self._verdict, tried.pair)
+        }
+        return cures_of(replace(self._verdict, findings=[*found.values()]), self._allow)
 
     def _beside(self, plain: Against) -> list[Cure]:
         """Which cures belong together."""
@@ -196,6 +210,7 @@ class Proving:
             found = self._try(plain, together(rest), self._bench.left_s / 2)
             if found.proof.outcome == "prescribed":
                 chosen, rest = rest, []
+        rest += self._brought
         if not chosen or len(chosen) + len(rest) < 2:
             return chosen
         for cure in rest:
@@ -207,7 +222,7 @@ class Proving:
         proof = tried.proof
         if proof.outcome != "left alone" or proof.trial is None or proof.repays_after:
             return False
-        return not proof.reason.startswith((_CHANGES, LEFT))
+        return not proof.reason.startswith((CHANGES, LEFT))
 
     def _with(self, chosen: list[Cure], cure: Cure) -> list[Cure]:
         """The chosen and one more, if that is faster still."""
@@ -216,7 +231,13 @@ class Proving:
         with self._bench.against(together(chosen)) as base:
             self._told(f"trying {cure.words} beside {together(chosen).words} ...")
             pair = self._bench.measure(base, together([*chosen, cure]), self._spare())
-        if pair.result is None or not pair.result.wins or not self._learns(cure, pair):
+        if cure in self._brought:  # there is no trial of it alone
+            proof = self._judging.proof(cure, pair)
+            if proof.outcome == "prescribed":
+                proof = replace(proof, reason=f"beside {together(chosen).words}")
+            self._tried[cure.names] = _Tried(cure, proof, pair)
+        learns = self._judging.compared(cure, pair).holds
+        if pair.result is None or not pair.result.wins or not learns:
             return chosen
         self._keep(cure, f"pays beside {together(chosen).words}: {pair.result.words}")
         return [*chosen, cure]
@@ -281,80 +302,18 @@ class Proving:
             precision=_PRECISION,
             pace_s=_PACE_S,
         )
-        proof = self._judged(cure, pair)
+        proof = self._judging.proof(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")
         if proof.outcome == "not tried" and cure.names in self._tried:
             return self._tried[cure.names]
         return _Tried(cure, proof, pair)
 
-    # -- judging ----------------------------------------------------------------------------------
-
-    def _judged(self, cure: Cure, pair: Pair) -> Proof:
-        compared = self._compared(cure, pair)
-        proof = Proof(
-            names=cure.names,
-            words=cure.words,
-            recipe=dict(cure.recipe),
-            edits=cure.edits,
-            trial=pair.result,
-            parity=compared.parity.words,
-            loss=compared.words,
-            same_batches=compared.same_batches,
-            held=pair.held,
-        )
-        result = pair.result
-        if result is None:
-            is_late = "in the time given" in pair.reason
-            reason = pair.reason.partition(": ")[2]
-            if not reason.startswith(LEFT):
-                reason = f"with it {reason}"
-            return replace(proof, outcome="not tried" if is_late else "left alone", reason=reason)
-        a_step, b_step = result.step_s
-        once = setup_s(pair.a, pair.b, a_step, b_step)
-        if once >= _LEAST_SETUP_S:
-            repays = math.ceil(once / (a_step - b_step)) if result.wins else None
-            proof = replace(proof, setup_s=once, repays_after=repays)
-        # A Trainer or Loop takes a Recipe itself, and tells nobody here.
-        is_foreign = self._verdict.observations[0].framework != "flatout"
-        if is_foreign and cure.recipe and not cure.own_edits and not pair.b.applied:
-            reason = f"{LEFT}: nothing was found in the script that it concerns"
-            return replace(proof, outcome="left alone", reason=reason)
-        if not compared.holds:
-            return replace(proof, outcome="left alone", reason=f"{_CHANGES}: {compared.words}")
-        if not result.wins:
-            why = "slower" if result.loses else pair.reason or "noise"
-            return replace(proof, outcome="left alone", reason=f"{result.ratio:.2f}x, {why}")
-        if compared.parity > self._allow:
-            return replace(proof, outcome="needs your OK", reason=compared.parity.words)
-        late = self._too_late(proof)
-        return replace(proof, outcome="left alone" if late else "prescribed", reason=late)
-
-    def _too_late(self, proof: Proof) -> str:
-        """Why a cure that takes something once does not pay in this run; "" where it does."""
-        after, run = proof.repays_after, self._run_steps
-        if after is None or run is None or after < run:
-            return ""
-        assert proof.trial is not None
-        return (
-            f"{proof.trial.ratio:.2f}x, {proof.setup_s:.0f} s of set-up repay after {after:,} "
-            f"steps; you run {run:,}"
-        )
-
-    def _learns(self, cure: Cure, pair: Pair) -> bool:
-        return self._compared(cure, pair).holds
-
-    def _compared(self, cure: Cure, pair: Pair) -> Compared:
-        return compare(
-            pair.a,
-            pair.b,
-            cure.parity,
-            is_repeatable=self._is_repeatable,
-            same_input=cure.same_input,
-        )
+    # -- what was tried ---------------------------------------------------------------------------
 
     def _ratio(self, cure: Cure) -> float:
+        """Against the script as it is."""
         trial = self._tried[cure.names].proof.trial
-        return 0.0 if trial is None else trial.ratio
+        return 0.0 if trial is None or cure in self._brought else trial.ratio
 
     def _keep(self, cure: Cure, reason: str) -> None:
         """Prescribed although it has not won alone; where it has, that stands."""
@@ -381,7 +340,7 @@ class Proving:
     def prescription(self, cures: Sequence[Cure]) -> Prescription:
         """What came of all that."""
         proofs = []
-        for cure in cures:
+        for cure in [*cures, *self._brought]:
             if cure.names in self._tried:
                 proofs.append(self._tried[cure.names].proof)
             else:
@@ -416,9 +375,6 @@ class Proving:
             found["before_s"] = whole_s(pair.a, pair.a, steps, a_step, a_between)
             found["after_s"] = whole_s(pair.a, pair.b, steps, b_step, b_between)
         return found
-
-
-_CHANGES = "changes what is learned"
 
 
 def _untried(cure: Cure, reason: str, outcome: Outcome = "not tried") -> Proof:

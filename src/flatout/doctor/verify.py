@@ -107,7 +107,8 @@ class Verified:
 
     def _judgement(self, seeds: str) -> str:
         if all(plain.loss == cured.loss for plain, cured in self.pairs):
-            return "the same in each"
+            seeded = ", which is one comparison only: the script seeds itself"
+            return f"the same in each{seeded if self.draws_alike else ''}"
         if self.draws_alike:
             return "one comparison only, since the script seeds itself"
         if self.difference is None:

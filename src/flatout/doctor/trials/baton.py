@@ -15,7 +15,7 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
-from flatout.measure.meters import finish_device
+from flatout.measure.meters import finish_device, page_faults
 
 # Name of the abstract Unix socket on which the trial listens.
 VARIABLE = "FLATOUT_BATON"
@@ -36,7 +36,7 @@ class Baton:
         # The steps after which there is something to do: where the block's clock starts, and its
         # end. Before the first block that is the script's first step.
         self._first = self._last = self._next = 1
-        self._began = self._resumed = self._between = 0
+        self._began = self._resumed = self._between = self._faults = 0
 
     def step(self) -> None:
         """A step has ended; returns when the next one may begin."""
@@ -46,13 +46,14 @@ class Baton:
         finish_device()
         now = perf_counter_ns()
         if self._done == self._first < self._last:
-            self._began, self._next, self._between = now, self._last, _between()
+            self._began, self._next = now, self._last
+            self._between, self._faults = _between(), page_faults()
             return
         steps = self._last - self._first
-        between = _between() - self._between
-        times = {"resumed": self._resumed, "began": self._began, "ended": now, "between": between}
+        times = {"resumed": self._resumed, "began": self._began, "ended": now}
+        spent = {"between": _between() - self._between, "faults": page_faults() - self._faults}
         self._tell(
-            {"steps": steps, "done": self._done, **times, **_more()}
+            {"steps": steps, "done": self._done, **times, **spent, **_more()}
             if steps
             else {"queue": _queued_batches(), "pid": self._pid, **_more()}
         )

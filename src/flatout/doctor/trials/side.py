@@ -35,6 +35,7 @@ class Block:
         steps: how many.
         began, ended: of their time, on the clock that all processes share, in nanoseconds.
         between: how much of it was evaluation or saving, in nanoseconds.
+        faults: minor page faults of the process that trains.
     """
 
     side: str
@@ -42,6 +43,7 @@ class Block:
     began: int
     ended: int
     between: int = 0
+    faults: int = 0
 
     @property
     def step_s(self) -> float:
@@ -213,8 +215,8 @@ class Side:
         self._connection.sendall(f"{dropped} {steps}\n".encode())
         said = self._heard(f"the end of a block of {dropped + steps} steps")
         self._stop()
-        times = (int(said[name]) for name in ("began", "ended", "between"))
-        block = Block(self.name, int(said["steps"]), *times)
+        figures = (int(said[name]) for name in ("steps", "began", "ended", "between", "faults"))
+        block = Block(self.name, *figures)
         self._done = int(said["done"])
         self._take(said)
         self.step_s = block.step_s

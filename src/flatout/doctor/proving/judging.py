@@ -1,0 +1,100 @@
+"""From a trial to a Proof: whether a cure is prescribed, and why not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from flatout.doctor.judge import Verdict
+from flatout.doctor.prescription import Proof
+from flatout.doctor.proving.bench import LEFT
+from flatout.doctor.proving.cure import Cure
+from flatout.doctor.proving.losses import Compared, compare
+from flatout.doctor.proving.whole_run import setup_s
+from flatout.doctor.trials.pair import Pair
+from flatout.recipe import Parity
+
+CHANGES = "changes what is learned"
+# What takes less once needs no words.
+_LEAST_SETUP_S = 0.5
+
+
+class Judging:
+    """Judges the trials of one script.
+
+    Args:
+        verdict: of a first look at it.
+        allow: the farthest parity of what may be prescribed.
+        run_steps: of the user's whole run; None where nobody knows.
+
+    Attributes:
+        is_repeatable: whether the script as it is repeats its losses from one run to the next.
+    """
+
+    def __init__(self, verdict: Verdict, allow: Parity, run_steps: int | None) -> None:
+        self.is_repeatable = False
+        # A Trainer or Loop takes a Recipe itself, and tells nobody here.
+        self._tells_what_applied = verdict.observations[0].framework != "flatout"
+        self._allow = allow
+        self._run_steps = run_steps
+
+    def proof(self, cure: Cure, pair: Pair) -> Proof:
+        """What a trial says of a cure."""
+        compared = self.compared(cure, pair)
+        proof = Proof(
+            names=cure.names,
+            words=cure.words,
+            recipe=dict(cure.recipe),
+            edits=cure.edits,
+            trial=pair.result,
+            parity=compared.parity.words,
+            loss=compared.words,
+            same_batches=compared.same_batches,
+            held=pair.held,
+        )
+        result = pair.result
+        if result is None:
+            is_late = "in the time given" in pair.reason
+            reason = pair.reason.partition(": ")[2]
+            if not reason.startswith(LEFT):
+                reason = f"with it {reason}"
+            return replace(proof, outcome="not tried" if is_late else "left alone", reason=reason)
+        a_step, b_step = result.step_s
+        once = setup_s(pair.a, pair.b, a_step, b_step)
+        if once >= _LEAST_SETUP_S:
+            repays = math.ceil(once / (a_step - b_step)) if result.wins else None
+            proof = replace(proof, setup_s=once, repays_after=repays)
+        is_by_recipe = bool(cure.recipe) and not cure.own_edits
+        if self._tells_what_applied and is_by_recipe and not pair.b.applied:
+            reason = f"{LEFT}: nothing was found in the script that it concerns"
+            return replace(proof, outcome="left alone", reason=reason)
+        if not compared.holds:
+            return replace(proof, outcome="left alone", reason=f"{CHANGES}: {compared.words}")
+        if not result.wins:
+            why = "slower" if result.loses else pair.reason or "noise"
+            return replace(proof, outcome="left alone", reason=f"{result.ratio:.2f}x, {why}")
+        if compared.parity > self._allow:
+            return replace(proof, outcome="needs your OK", reason=compared.parity.words)
+        late = self._too_late(proof)
+        return replace(proof, outcome="left alone" if late else "prescribed", reason=late)
+
+    def compared(self, cure: Cure, pair: Pair) -> Compared:
+        """Whether the script learns the same with a cure."""
+        return compare(
+            pair.a,
+            pair.b,
+            cure.parity,
+            is_repeatable=self.is_repeatable,
+            same_input=cure.same_input,
+        )
+
+    def _too_late(self, proof: Proof) -> str:
+        """Why a cure that takes something once does not pay in this run; "" where it does."""
+        after, run = proof.repays_after, self._run_steps
+        if after is None or run is None or after < run:
+            return ""
+        assert proof.trial is not None
+        return (
+            f"{proof.trial.ratio:.2f}x, {proof.setup_s:.0f} s of set-up repay after {after:,} "
+            f"steps; you run {run:,}"
+        )
