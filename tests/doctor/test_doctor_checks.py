@@ -1,11 +1,11 @@
 """Each check finds its pitfall, nothing in the twin without it, and says where it cannot see."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from flatout.doctor.checks import CHECKS, RANK_CHECKS, NoSignal
+from flatout.doctor.checks import CHECKS, RANK_CHECKS, NoSignal, garbage_each_step
 from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
 from flatout.recipe import Parity, Recipe
 
@@ -537,6 +537,14 @@ TABLE = [
     for check in checks
     for row in [rows[check.name]]
 ]
+
+
+def test_garbage_of_a_late_import_is_none_of_each_step():
+    late = Call("gc", HERE, 161, 0.2, 1, {"generation": 0})
+    seen = job(calls=[late], lanes={"gc": 2.0})
+    assert garbage_each_step.CHECK.look(seen) == []
+    by_itself = [replace(late, site=Site("train.py", line)) for line in (7, 8, 9)]
+    assert garbage_each_step.CHECK.look(job(calls=by_itself, lanes={"gc": 2.0}))
 
 
 def test_no_row_is_without_its_check_and_no_name_is_taken_twice():

@@ -109,6 +109,22 @@ def test_a_dear_call_between_the_steps_is_named():
     assert found.where == "train.py:90"
 
 
+def test_what_one_step_alone_took_is_told_apart():
+    seen = rank(forward=2.0, backward=8.0, host=9.0, gc=1.0)
+    seen.steps, seen.step_ms = 150, [6000.0, *[11.0] * 74, 1400.0, *[11.0] * 74]
+    found = critical([seen])
+    assert found.lanes == ("forward", "backward")
+    assert found.words.endswith("; a single step, which is not counted in that, took 1,400 ms")
+    assert found.share > 0.8
+
+    habit = rank(forward=2.0, backward=8.0, host=14.0)
+    habit.steps, habit.step_ms = 150, [6000.0, *([11.0] * 49 + [700.0]) * 3]
+    assert critical([habit]).lanes == ("host",)
+    waiting = rank(input=12.0, forward=2.0, backward=8.0, host=1.0)
+    waiting.steps, waiting.step_ms = seen.steps, seen.step_ms
+    assert "single" not in critical([waiting]).words
+
+
 def test_the_rank_that_the_others_wait_for_is_named_with_its_slow_lane():
     fast = [rank(at, input=2.0, forward=40.0, backward=40.0, sync=41.0) for at in (0, 1, 2)]
     slow = rank(3, input=41.0, forward=40.0, backward=40.0, sync=2.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from flatout.doctor.checks.signals import HUNGRY, is_gpu, ms
@@ -25,6 +25,10 @@ _TOGETHER = (
     ("idle",),
 )
 """Lanes that are judged as one: forward and backward are the same work."""
+
+_ONCE, _ALL_OF_IT, _FEWEST = 0.5, 1.05, 20
+"""Shares of Python's time between which a single step has taken it by something done once, and how
+many steps have to be seen for that. More than all of it was no time of Python's."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ def critical(ranks: Sequence[Observation]) -> Critical | None:
     if slowest is not None:
         return _of_straggler(slowest, [rank for rank in ranks if rank is not slowest])
     lanes = {name: fmean(_ms(rank, name) for rank in ranks) for name in LANES} if ranks else {}
+    once = max(map(_once, ranks), default=(0.0, ""))
+    if lanes:
+        lanes["host"] -= min(once[0], lanes["host"])
     whole = sum(lanes.values())
     if not whole:
         return None
@@ -65,7 +72,27 @@ def critical(ranks: Sequence[Observation]) -> Critical | None:
     taken = sum(lanes[name] for name in largest)
     most = max(ranks, key=lambda rank: _sum(rank, largest))
     words, site = _explained(largest, most)
-    return Critical(largest, taken, taken / whole, words + without(largest, most), str(site or ""))
+    words += without(largest, most) + once[1]
+    return Critical(largest, taken, taken / whole, words, str(site or ""))
+
+
+def _once(rank: Observation) -> tuple[float, str]:
+    """What a single step took beyond the others, per step, and what to say of it.
+
+    That is no habit, such as an import in the first evaluation.
+    """
+    steps = rank.step_ms[1:]  # the first one sets things up
+    if len(steps) < _FEWEST:
+        return 0.0, ""
+    longest = max(steps)
+    usual = median(steps)
+    beyond = (longest - usual) / rank.steps
+    others = sum(max(0.0, one - usual) for one in steps) / rank.steps - beyond
+    pythons = _sum(rank, ("host", "gc"))  # an import makes much that is looked through for garbage
+    is_pythons = _ONCE * pythons <= beyond <= _ALL_OF_IT * pythons
+    if not (pythons and is_pythons) or beyond < others:
+        return 0.0, ""
+    return beyond, f"; a single step, which is not counted in that, took {ms(longest)}"
 
 
 def _straggler(ranks: Sequence[Observation]) -> Observation | None:

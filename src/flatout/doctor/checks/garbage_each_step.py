@@ -7,6 +7,9 @@ from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, is_worth
 from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
 
+_SEVERAL = 3
+"""Steps with collections, at least: a late import asks for many in one, and never again."""
+
 
 def look(seen: Observation) -> list[Finding]:
     """Whether collections take time, asked for by the script in each step or by themselves."""
@@ -19,7 +22,8 @@ def look(seen: Observation) -> list[Finding]:
     if found:
         return found
     pauses = lane(seen, "gc")
-    if not is_worth(seen, pauses):
+    collected = sum(call.steps for call in calls(seen, "gc"))
+    if not is_worth(seen, pauses) or 0 < collected < _SEVERAL:
         return []
     do = (
         "gc.freeze() after the model and the dataset are made, gc.disable() in training, and "
