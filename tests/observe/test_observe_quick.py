@@ -2,20 +2,21 @@
 
 import gc
 import threading
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from weakref import ref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from flatout.kernels import clock
 from flatout.observe import quick as quick_hooks
 from flatout.observe.backward import watch_backward
-from flatout.observe.lanes import BACKWARD, FORWARD, INPUT, OPTIMISER
+from flatout.observe.lanes import BACKWARD, EVALUATION, FORWARD, HOST, INPUT, OPTIMISER
 from flatout.observe.models import Models
 from flatout.observe.optimizers import Steps
 from flatout.observe.quick import Quick
@@ -115,7 +116,7 @@ class Job:
             getattr(lanes.loader, "in_training", None),
             [(m.calls, m.due, len(m.shapes), m.ref() is not None) for m in self.watch.models],
             [(dict(o.backwards), o.ends_round) for o in self.watch.optimizers],
-            [lane > 0 for lane in lanes.spent],
+            [(lane > 0, lane < 0) for lane in lanes.spent],
             [m.calls for m in self.models[:2]],
             self.watch.calls.noted,
         )
@@ -136,6 +137,7 @@ EVENTS = st.one_of(
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(EVENTS, max_size=40))
+@example([("renew",), ("call", 0, "no_grad"), ("call", 0, "train")])
 def test_they_see_what_the_hooks_in_python_see(events):
     said = []
     for is_quick in (False, True):
@@ -197,6 +199,17 @@ def test_lanes_are_told_apart():
     seen.append(lanes.current)
     assert seen == [FORWARD, OPTIMISER]
     assert lanes.spent[BACKWARD] > 0
+
+
+def test_an_evaluation_before_the_first_step_takes_no_more_than_its_own_time():
+    job = Job()
+    time.sleep(0.3)  # which is forgotten
+    job.call(0, "no_grad")
+    job.call(0, "train")
+    spent = job.watch.lanes.spent
+    assert min(spent) == 0
+    assert 0 < spent[EVALUATION] < 3e8
+    assert spent[HOST] < 3e8
 
 
 @pytest.mark.parametrize("where", ["another thread", "a batch"])

@@ -105,6 +105,8 @@ class Lanes(Clock):
     def _forget(self) -> None:
         self.spent = _NOTHING
         self.began = self.last
+        if self.before is not None:
+            self.mark()  # where they stood is forgotten, too
 
     def begin_evaluation(self, seen: Any) -> None:
         """A model is called, perhaps to be evaluated."""
