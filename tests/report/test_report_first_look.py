@@ -42,6 +42,22 @@ def verdict():
     return judge([observation()], inventory())
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "us", "words"),
+    [
+        (412.0, 3.1, "added 3.1 us per step\n"),
+        (0.31, 3.1, "added 3.1 us per step (1.0%)\n"),
+        (40.0, 158.2, "added 158 us per step (0.4%)\n"),
+        (40.0, None, "added not counted\n"),
+    ],
+)
+def test_what_observing_costs_is_told_with_its_share_of_a_step(step_ms, us, words):
+    seen = dataclasses.replace(
+        observation(), step_ms=[step_ms, step_ms, 900.0], added_us_per_step=us
+    )
+    assert words in shown(judge([seen], inventory()))
+
+
 def test_what_matters_most_comes_first(verdict):
     text = shown(verdict)
     begins = (

@@ -9,6 +9,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
@@ -81,11 +82,9 @@ class FirstLookReport:
         steps = self.verdict.steps
         if not steps:
             return f"{at} no optimiser step was seen: there is nothing to judge yet"
-        added = self.verdict.added_us_per_step
-        cost = "not counted" if added is None else f"{_figure(added)} us per step"
         return (
             f"{at} FIRST LOOK at {steps:,} step{'s' if steps > 1 else ''}, nothing proven; "
-            f"added {cost}"
+            f"added {_added(self.verdict.observations)}"
         )
 
     def _dangers(self) -> Iterator[RenderableType]:
@@ -249,6 +248,20 @@ def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
 
 def _bound(finding: Finding) -> str:
     return "unknown" if finding.cost_ms is None else f"{_figure(finding.cost_ms)} ms"
+
+
+def _added(ranks: Sequence[Observation]) -> str:
+    """What observing has cost the rank that paid most, and what share of its steps that is."""
+    counted = [
+        (rank.added_us_per_step, median(rank.step_ms))
+        for rank in ranks
+        if rank.added_us_per_step is not None and rank.step_ms
+    ]
+    if not counted:
+        return "not counted"
+    us, step_ms = max(counted)
+    share = us / 1e3 / step_ms if step_ms else 0.0
+    return f"{_figure(us)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
 
 
 def _figure(value: float) -> str:
