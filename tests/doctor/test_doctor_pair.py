@@ -237,6 +237,34 @@ def test_what_fills_a_cache_is_not_counted_where_nobody_knows_how_long_it_does(t
             assert (first.step_s > 0.008) is not settles
 
 
+@pytest.mark.parametrize("slower_ms", [0.0, 0.02])
+def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_path, slower_ms):
+    growing = PLAIN.replace("0.004", f"0.004 + step * {slower_ms} / 1000")
+    same = job(tmp_path, growing, "1000000")
+    started = []
+    terms = Terms(max_pairs=2, block_s=0.25)
+    with (
+        scratch() as folder,
+        closing(
+            Against(
+                same,
+                folder,
+                time.monotonic() + 60,
+                started=lambda side, process: started.append(side),
+            )
+        ) as against,
+    ):
+        pairs = [against.measure(same, terms, budget_s=20) for _ in range(2)]
+        assert "".join(started) == ("abab" if slower_ms else "abb")
+        pairs.append(against.measure(same, terms, budget_s=20, anew=True))
+        assert started[-2:] == ["a", "b"]
+    for pair in pairs:
+        assert pair.reason == ""
+        assert pair.result is not None
+        # An old one would be twice as slow as a young one, and more.
+        assert pair.result.ratio == pytest.approx(1, abs=0.25)
+
+
 @pytest.mark.slow
 def test_a_killed_keeper_takes_its_script_along(tmp_path):
     processes = []

@@ -8,7 +8,8 @@
     4  together   all that is left against the script as it is, measured anew, which also keeps a
                   chance win of step 2 from being prescribed
 
-The script as it is stays alive, stopped, from the first trial to the last.
+The script as it is stays alive, stopped, from the first trial to the last but one. For that it
+is started anew, where there is time: both sides are equally old there.
 """
 
 from __future__ import annotations
@@ -301,6 +302,7 @@ class Proving:
             block_s=1.0,
             precision=_PRECISION,
             pace_s=_PACE_S,
+            anew=self._has_time(1, starts=2),
         )
         proof = self._judging.proof(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")

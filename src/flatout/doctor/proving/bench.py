@@ -95,6 +95,7 @@ class Bench:
         block_s: float = 0.5,
         precision: float = math.inf,
         pace_s: float = 0.0,
+        anew: bool = False,
     ) -> Pair:
         """Measures the script with a cure, until the answer is clear.
 
@@ -103,6 +104,7 @@ class Bench:
             cure: what is done differently.
             budget_s: seconds at most, unless there is less left for all.
             min_pairs, max_pairs, block_s, precision, pace_s: as of Terms.
+            anew: as of Against.measure.
 
         Raises:
             FlatoutError: it cannot be started here.
@@ -126,6 +128,7 @@ class Bench:
             budget_s=budget_s,
             warm=(self.epoch_steps or 0) if fills else 0,
             is_vain=lambda b: why_left(cure, b),
+            anew=anew,
         )
         self.start_s = max(self.start_s, pair.a.started_s)
         if pair.blocks:

@@ -11,7 +11,9 @@ make a ratio smaller than it is when each runs alone. So the trial that says wha
 each side find its pace before it counts.
 
 A script that ends by itself may be started anew, so that short ones can be measured too. A stays
-alive from one B to the next.
+alive from one B to the next. A script may become slower with each step, as where something grows,
+or where numbers become so small that the CPU takes longer over them. An old A would make any young
+B look fast: where A has become slower than it was, it is started anew before the next B.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from flatout.doctor.trials.process import Ended, Job, Process
 from flatout.doctor.trials.scratch import scratch
@@ -32,6 +35,8 @@ from flatout.measure.trial import TrialResult, run_trial
 _SLACK = 1.5
 # Blocks in which a cache of unknown size may fill, and when it hardly gains any more.
 _SETTLES_WITHIN, _AS_FAST = 4, 0.9
+# A that has become slower by so much, or by more than noise, is too old for a young B.
+_AGED = 0.05
 
 
 @dataclass
@@ -106,6 +111,7 @@ class Against:
         self._until = until
         self._start = start
         self._has_met = False
+        self._young_s = self._old_s = math.inf  # a step of A, when it was fastest and at last
         self._a = start("a", a, until, 0)
 
     @property
@@ -126,6 +132,7 @@ class Against:
         budget_s: float,
         warm: int = 0,
         is_vain: Callable[[Showed], str] = lambda b: "",
+        anew: bool = False,
     ) -> Pair:
         """Measures the steps of A against those of B, in the current folder.
 
@@ -136,6 +143,8 @@ class Against:
                 take longer.
             warm: steps that B runs before anything is counted, such as those that fill a cache.
             is_vain: says why nothing need be measured, once B has warmed up; else "".
+            anew: A is started anew first, so that both are equally old, also where it is as fast as
+                it was.
 
         Raises:
             FlatoutError: a process cannot be started at all.
@@ -148,6 +157,8 @@ class Against:
             if not self._has_met:
                 self._a.meet()
                 self._has_met = True
+            elif anew or self._has_aged(terms.floor):
+                self._start_anew()
             # B starts as long as A did; for what it does beyond that there is the trial's time.
             starts = time.monotonic() + _SLACK * self.start_s
             with closing(self._start("b", b, min(self._until, max(until, starts)), warm)) as other:
@@ -167,7 +178,25 @@ class Against:
         pair.a = self._a.showed
         pair.b = other.showed if other is not None else Showed()
         pair.seconds = time.monotonic() - began
+        self._grow_old(pair)
         return pair
+
+    def _grow_old(self, pair: Pair) -> None:
+        """Remembers how fast A was in the first and in the second half of a trial."""
+        steps_s = [block.step_s for block in pair.blocks if block.side == "a"]
+        if len(steps_s) > 1:
+            half = len(steps_s) // 2
+            self._old_s = median(steps_s[-half:])
+            self._young_s = min(self._young_s, median(steps_s[:half]), self._old_s)
+
+    def _has_aged(self, floor: float) -> bool:
+        return self._old_s > self._young_s * (1 + max(floor, _AGED))
+
+    def _start_anew(self) -> None:
+        """A from its beginning; a script that is short begins again and again as it is."""
+        if self._a.most_steps is None:
+            self._a.renew(self._a.queue + WARM_STEPS)
+            self._young_s = self._old_s = math.inf
 
     def _warm_up(self, pair: Pair, b: Side) -> None:
         """What a step takes: blocks that are not counted, and bring both past their first steps."""

@@ -190,20 +190,20 @@ class Side:
         """Let it run for `dropped` steps, and then for `steps` more that are counted."""
         would_end = self.most_steps and self._done + dropped + steps > self.most_steps
         if self._is_renewed and would_end and self._blocks:
-            self._renew(dropped)
+            self.renew(dropped)
         try:
             block, _ = self._block(dropped, steps)
         except Ended:
             if not (self._is_renewed and self.process.exit == 0 and self._blocks):
                 raise
             self.has_ended = False
-            self._renew(dropped)
+            self.renew(dropped)
             block, _ = self._block(dropped, steps)
         self._blocks += 1
         return block
 
-    def _renew(self, dropped: int) -> None:
-        """The same script from its beginning."""
+    def renew(self, dropped: int) -> None:
+        """The same script from its beginning, past its first steps."""
         self._leave()
         self._start()
         self.meet()
