@@ -1,11 +1,15 @@
 """Numbers that are none, and those too small to be quick: models are read now and then.
 
+Their optimisers' moments are read too: that of a weight whose gradient has become zero shrinks by a
+tenth with each step, down to the smallest numbers that there are, and stays there.
+
 Reading all numbers of a model takes time, so the next look waits until it is a small share of it.
 Before a save all are read anyway, and an evaluation of a broken model is what the look is for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from time import perf_counter_ns
 from typing import Any
 
@@ -50,17 +54,28 @@ class Numbers:
         """Reads all numbers of the models."""
         began = perf_counter_ns()
         is_flushed = flushes_subnormals(self._torch)
+        moments = {} if is_flushed else self._moments()
         for seen in self._watch.models:
             module = seen.ref()
             if module is None or not seen.is_stepped:
                 continue
             found = {*seen.facts.not_finite, *not_finite(module)}
             seen.facts.not_finite = sorted(found)[:_NAMED]
-            share = 0.0 if is_flushed else subnormal_share(module)
+            share = 0.0 if is_flushed else subnormal_share(module, moments)
             seen.facts.subnormal_share = max(seen.facts.subnormal_share or 0.0, share)
         now = perf_counter_ns()
         self._took = now - began
         self._due = now + int(self._took / _SHARE_EVALUATING)
+
+    def _moments(self) -> dict[Any, list[Any]]:
+        """What torch's optimisers keep for each parameter, such as means of its gradients."""
+        found: dict[Any, list[Any]] = {}
+        for seen in self._watch.optimizers:
+            states = getattr(seen.ref(), "state", None)
+            for owner, state in states.items() if isinstance(states, Mapping) else ():
+                if isinstance(state, Mapping):
+                    found[owner] = [v for v in state.values() if self._torch.is_tensor(v)]
+        return found
 
 
 def flushes_subnormals(torch: Any) -> bool:
@@ -69,24 +84,32 @@ def flushes_subnormals(torch: Any) -> bool:
     return float((smallest * 0.5).item()) == 0.0
 
 
-def subnormal_share(module: Any) -> float:
-    """The largest share that subnormal numbers have of a parameter, buffer or gradient on a CPU.
+def subnormal_share(module: Any, moments: Mapping[Any, Iterable[Any]]) -> float:
+    """The largest share that subnormal numbers have of a tensor on a CPU that is stepped with.
 
     Small tensors are left out: what they take is nothing.
-    """
-    import torch
 
-    largest = 0.0
+    Args:
+        module: its parameters, buffers and gradients are looked at.
+        moments: by parameter, what its optimiser keeps.
+    """
+    tensors = []
     for owner in [*module.parameters(), *module.buffers()]:
         tensor = local(owner)
-        for numbers in (tensor, tensor.grad if tensor.is_leaf else None):
-            if numbers is None or numbers.device.type != "cpu" or numbers.dtype != torch.float32:
-                continue
-            if numbers.numel() < _LEAST_NUMBERS or numbers.layout != torch.strided:
-                continue
-            # As bits: where the units for floats flush subnormals, they compare as zeros too.
-            every = max(1, numbers.numel() // _SAMPLE)
-            bits = numbers.detach().reshape(-1)[::every].view(torch.int32) & 0x7FFFFFFF
-            is_subnormal = (bits > 0) & (bits < 0x00800000)
-            largest = max(largest, int(is_subnormal.sum()) / bits.numel())
-    return largest
+        gradient = tensor.grad if tensor.is_leaf else None
+        tensors += [tensor, gradient, *map(local, moments.get(owner, ()))]
+    return max((_share(one) for one in tensors if one is not None), default=0.0)
+
+
+def _share(numbers: Any) -> float:
+    import torch
+
+    if numbers.device.type != "cpu" or numbers.dtype != torch.float32:
+        return 0.0
+    if numbers.numel() < _LEAST_NUMBERS or numbers.layout != torch.strided:
+        return 0.0
+    # As bits: where the units for floats flush subnormals, they compare as zeros too.
+    every = max(1, numbers.numel() // _SAMPLE)
+    bits = numbers.detach().reshape(-1)[::every].view(torch.int32) & 0x7FFFFFFF
+    is_subnormal = (bits > 0) & (bits < 0x00800000)
+    return int(is_subnormal.sum()) / bits.numel()

@@ -196,7 +196,7 @@ class Model:
         not_finite: names of parameters and buffers with NaN or infinity at the end of what was
             seen, or before an evaluation or a save.
         subnormal_share: the largest share that numbers too small for full precision had in one of
-            its parameters, buffers or gradients on a CPU that computes with them.
+            its parameters, buffers, gradients or moments on a CPU that computes with them.
         frozen_share: share of the forward time in leading modules without trainable parameters.
         pool_after: names of (activation, pooling) pairs that could change places.
         pool_site: the line of the first of them.

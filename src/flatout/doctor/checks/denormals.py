@@ -12,7 +12,7 @@ _MANY = 0.01
 
 
 def look(seen: Observation) -> list[Finding]:
-    """Whether a tensor of a model has many of them, on a CPU that does not flush them to zero."""
+    """Whether a tensor of a model or its optimiser has many, on a CPU that does not flush them."""
     if is_gpu(seen):
         return []
     trained = models(seen)
@@ -25,8 +25,9 @@ def look(seen: Observation) -> list[Finding]:
         Finding(
             name="denormals",
             kind="slow",
-            what=f"up to {model.subnormal_share:.0%} of the numbers in a tensor of the model are "
-            f"subnormal (below 1.2e-38); forward, backward and optimiser take {ms(cost)}",
+            what=f"up to {model.subnormal_share:.0%} of the numbers in a tensor of the model or "
+            "its optimiser are subnormal (below 1.2e-38); forward, backward and optimiser take "
+            f"{ms(cost)}",
             do="torch.set_flush_denormal(True) at the start, before anything is computed",
             number=35,
             where=at(model.site),
