@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from flatout.doctor.checks import CHECKS, RANK_CHECKS, NoSignal, garbage_each_step
+from flatout.doctor.checks import CHECKS, RANK_CHECKS, NoSignal, denormals, garbage_each_step
 from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
 from flatout.recipe import Parity, Recipe
 
@@ -606,6 +606,17 @@ def test_what_is_below_noise_is_noted_and_left_alone():
     quick = job(optimizer={"fused": False}, lanes={"optimiser": 0.1})
     (unfused,) = named["optimiser_unfused"](quick)
     assert (item.kind, unfused.kind) == ("note", "note")
+
+
+def test_small_numbers_in_moments_alone_cost_no_more_than_the_optimiser():
+    (found,) = denormals.look(job(lanes={"optimiser": 1.5}, optimizer={"subnormal_share": 0.2}))
+    assert found.cost_ms == 1.5
+    assert found.what.startswith("up to 20% of the numbers in a tensor of the optimiser are")
+    both = job(model={"subnormal_share": 0.1}, optimizer={"subnormal_share": 0.2})
+    (found,) = denormals.look(both)
+    assert "of the model are" in found.what
+    assert denormals.look(gpu_job(optimizer={"subnormal_share": 0.2})) == []
+    assert denormals.look(job(optimizer={"subnormal_share": None})) == []
 
 
 def test_bf16_is_not_proposed_where_calling_operators_takes_the_time():

@@ -3,7 +3,6 @@
 import random
 import sys
 import types
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from flatout.observe.metrics import MetricHooks
 from flatout.observe.model_facts import not_finite
 from flatout.observe.models import SeenModel
 from flatout.observe.numbers import Numbers, flushes_subnormals, subnormal_share
-from flatout.observe.observation import Model, Optimizer
+from flatout.observe.observation import Optimizer
 from flatout.observe.optimizers import SeenOptimizer
 from flatout.observe.padding import Padding
 from flatout.observe.watch import Watch
@@ -163,15 +162,15 @@ def test_numbers_that_are_none():
 
 def test_numbers_that_are_too_small():
     model = nn.Linear(32, 32)
-    assert subnormal_share(model, {}) == 0.0
+    assert subnormal_share(model.parameters()) == 0.0
     with torch.no_grad():
         model.weight[:8] = 1e-40
-    assert subnormal_share(model, {}) == 0.25
+    assert subnormal_share(model.parameters()) == 0.25
     assert not flushes_subnormals(torch)
     torch.set_flush_denormal(True)
     try:
         assert flushes_subnormals(torch)
-        assert subnormal_share(model, {}) == 0.25
+        assert subnormal_share(model.parameters()) == 0.25
     finally:
         torch.set_flush_denormal(False)
 
@@ -179,9 +178,8 @@ def test_numbers_that_are_too_small():
 def test_moments_of_weights_that_are_no_longer_trained_become_too_small():
     model = nn.Linear(32, 32, bias=False)
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    facts, watch = Model("Linear"), Watch()
-    watch.optimizers.append(SeenOptimizer(optimizer, Optimizer("Adam")))
-    watch.models.append(SimpleNamespace(ref=lambda: model, is_stepped=True, facts=facts))
+    facts, watch = Optimizer("Adam"), Watch()
+    watch.optimizers.append(SeenOptimizer(optimizer, facts))
     numbers = Numbers(torch, watch)
     for step in range(1, 1101):
         used = model(torch.ones(4, 32))[:, : 16 if step > 5 else 32]
@@ -193,7 +191,7 @@ def test_moments_of_weights_that_are_no_longer_trained_become_too_small():
             assert facts.subnormal_share == 0.0
     numbers.look()
     assert facts.subnormal_share == 0.5
-    assert subnormal_share(model, {}) == 0.0
+    assert subnormal_share(model.parameters()) == 0.0
 
 
 class Finder(nn.Module):

@@ -9,7 +9,7 @@ Before a save all are read anyway, and an evaluation of a broken model is what t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from time import perf_counter_ns
 from typing import Any
 
@@ -54,28 +54,20 @@ class Numbers:
         """Reads all numbers of the models."""
         began = perf_counter_ns()
         is_flushed = flushes_subnormals(self._torch)
-        moments = {} if is_flushed else self._moments()
         for seen in self._watch.models:
             module = seen.ref()
             if module is None or not seen.is_stepped:
                 continue
             found = {*seen.facts.not_finite, *not_finite(module)}
             seen.facts.not_finite = sorted(found)[:_NAMED]
-            share = 0.0 if is_flushed else subnormal_share(module, moments)
+            share = 0.0 if is_flushed else subnormal_share(_tensors_of(module))
             seen.facts.subnormal_share = max(seen.facts.subnormal_share or 0.0, share)
+        for one in self._watch.optimizers:
+            share = 0.0 if is_flushed else subnormal_share(_moments_of(one.ref()))
+            one.facts.subnormal_share = max(one.facts.subnormal_share or 0.0, share)
         now = perf_counter_ns()
         self._took = now - began
         self._due = now + int(self._took / _SHARE_EVALUATING)
-
-    def _moments(self) -> dict[Any, list[Any]]:
-        """What torch's optimisers keep for each parameter, such as means of its gradients."""
-        found: dict[Any, list[Any]] = {}
-        for seen in self._watch.optimizers:
-            states = getattr(seen.ref(), "state", None)
-            for owner, state in states.items() if isinstance(states, Mapping) else ():
-                if isinstance(state, Mapping):
-                    found[owner] = [v for v in state.values() if self._torch.is_tensor(v)]
-        return found
 
 
 def flushes_subnormals(torch: Any) -> bool:
@@ -84,21 +76,31 @@ def flushes_subnormals(torch: Any) -> bool:
     return float((smallest * 0.5).item()) == 0.0
 
 
-def subnormal_share(module: Any, moments: Mapping[Any, Iterable[Any]]) -> float:
-    """The largest share that subnormal numbers have of a tensor on a CPU that is stepped with.
+def subnormal_share(tensors: Iterable[Any]) -> float:
+    """The largest share that subnormal numbers have of a tensor on a CPU.
 
     Small tensors are left out: what they take is nothing.
-
-    Args:
-        module: its parameters, buffers and gradients are looked at.
-        moments: by parameter, what its optimiser keeps.
     """
-    tensors = []
+    return max(map(_share, tensors), default=0.0)
+
+
+def _tensors_of(module: Any) -> Iterator[Any]:
+    """Parameters, buffers and gradients."""
     for owner in [*module.parameters(), *module.buffers()]:
         tensor = local(owner)
-        gradient = tensor.grad if tensor.is_leaf else None
-        tensors += [tensor, gradient, *map(local, moments.get(owner, ()))]
-    return max((_share(one) for one in tensors if one is not None), default=0.0)
+        yield tensor
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
+
+
+def _moments_of(optimizer: Any) -> Iterator[Any]:
+    """What one of torch's optimisers keeps of past gradients."""
+    import torch
+
+    states = getattr(optimizer, "state", None)
+    for state in states.values() if isinstance(states, Mapping) else ():
+        kept = state.values() if isinstance(state, Mapping) else ()
+        yield from (local(one) for one in kept if torch.is_tensor(one))
 
 
 def _share(numbers: Any) -> float:
@@ -112,4 +114,4 @@ def _share(numbers: Any) -> float:
     every = max(1, numbers.numel() // _SAMPLE)
     bits = numbers.detach().reshape(-1)[::every].view(torch.int32) & 0x7FFFFFFF
     is_subnormal = (bits > 0) & (bits < 0x00800000)
-    return int(is_subnormal.sum()) / bits.numel()
+    return float(is_subnormal.float().mean())

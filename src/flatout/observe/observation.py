@@ -148,6 +148,8 @@ class Optimizer:
         sparse_share: share of the elements whose gradient is not zero, of tables of embeddings.
         rates: the learning rate of its first group in some of its first steps: [step, rate].
         first_target: what a scheduler took for the full rate; None without a scheduler.
+        subnormal_share: the largest share that numbers too small for full precision had in one of
+            its moments on a CPU that computes with them.
     """
 
     kind: str
@@ -165,6 +167,7 @@ class Optimizer:
     sparse_share: float | None = None
     rates: list[tuple[int, float]] = field(default_factory=list)
     first_target: float | None = None
+    subnormal_share: float | None = None
 
 
 @dataclass
@@ -196,7 +199,7 @@ class Model:
         not_finite: names of parameters and buffers with NaN or infinity at the end of what was
             seen, or before an evaluation or a save.
         subnormal_share: the largest share that numbers too small for full precision had in one of
-            its parameters, buffers, gradients or moments on a CPU that computes with them.
+            its parameters, buffers or gradients on a CPU that computes with them.
         frozen_share: share of the forward time in leading modules without trainable parameters.
         pool_after: names of (activation, pooling) pairs that could change places.
         pool_site: the line of the first of them.
