@@ -85,7 +85,7 @@ class Machine:
             floor=self.floor,
             precision=precision,
         )
-        self.left_s -= self.start_s + (block_s + pace_s) * len(blocks)
+        self.left_s -= self.start_s + (block_s + pace_s / 2) * len(blocks)
         applied = [name for name in cure.recipe if name not in self.out_of_reach]
         first_s = self.setup_s.get(cure.fields, 0.0)
         a, b = Showed(LOSSES), Showed(LOSSES, applied=applied, first_s=first_s)

@@ -296,6 +296,7 @@ def test_both_sides_leave_out_as_many_steps_unless_each_is_to_find_its_pace():
     paced = terms.length(0.01, 1e3, dropped=2, steps=100, most=None)
     assert paced.of(0.01) == (50, 100)
     assert paced.of(0.001) == (500, 1000)
+    assert paced.of(0.001, is_paced=False) == (2, 1000)  # it has just run
     assert paced.seconds(0.01) == pytest.approx(1.5)
     queue = terms.length(1.0, 1e3, dropped=14, steps=13, most=None)
     assert queue.of(1.0) == (14, 13)  # never fewer

@@ -222,7 +222,9 @@ class Against:
 
         def measured(side: Side) -> Callable[[], float]:
             def one() -> float:
-                block = side.block(*length.of(side.step_s))
+                # Who goes on alone has its pace.
+                goes_on = bool(pair.blocks) and pair.blocks[-1].side == side.name
+                block = side.block(*length.of(side.step_s, is_paced=not goes_on))
                 pair.blocks.append(block)
                 return _time_of(block, terms)
 

@@ -27,9 +27,9 @@ class Terms:
         precision: how far apart the ends of the interval of a clear answer may lie.
         epoch_steps: of an epoch; blocks that are longer are whole epochs. None: nobody knows.
         in_epochs: all blocks are whole epochs, for what happens once in each.
-        pace_s: seconds that a side runs before a block counts, where there is time; each side
-            counts as many seconds then, not as many steps. What ran before has left its traces in
-            the machine.
+        pace_s: seconds that a side runs after the other one before a block counts, where there is
+            time; each side counts as many seconds then, not as many steps. What ran before has
+            left its traces in the machine.
         settles: B becomes faster for as long as nobody knows, as one that fills a cache.
         counts_between: evaluation and saving are a part of what is measured.
     """
@@ -103,7 +103,8 @@ class Length:
     Attributes:
         dropped: steps at the start of a block that are left out at least.
         steps: that are counted at least.
-        pace_s: seconds that a side runs before it counts; 0: both sides count the same steps.
+        pace_s: seconds that a side runs after the other one before it counts; 0: both sides count
+            the same steps.
         counts_s: seconds that each side counts otherwise.
         unit: steps of which whole ones are taken for these seconds: an epoch, or 1.
     """
@@ -114,11 +115,16 @@ class Length:
     counts_s: float = 0.0
     unit: int = 1
 
-    def of(self, step_s: float) -> tuple[int, int]:
-        """Steps at the start of a block that a side leaves out, and those that it counts."""
+    def of(self, step_s: float, *, is_paced: bool = True) -> tuple[int, int]:
+        """Steps at the start of a block that a side leaves out, and those that it counts.
+
+        Args:
+            step_s: seconds per step of this side.
+            is_paced: whether the other side has run last, so that this one must find its pace.
+        """
         if not self.pace_s:
             return self.dropped, self.steps
-        left_out = int(self.pace_s / (self.unit * step_s)) * self.unit
+        left_out = int(self.pace_s / (self.unit * step_s)) * self.unit if is_paced else 0
         counted = int(self.counts_s / (self.unit * step_s)) * self.unit
         return max(self.dropped, left_out), max(self.steps, counted)
 
