@@ -15,6 +15,7 @@ def main():
     parser.add_argument("--steps", type=int, default=0, help="of an epoch; 0: all")
     args = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_flush_denormal(True)
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels)
     model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
