@@ -13,7 +13,8 @@ each side find its pace before it counts.
 A script that ends by itself may be started anew, so that short ones can be measured too. A stays
 alive from one B to the next. A script may become slower with each step, as where something grows,
 or where numbers become so small that the CPU takes longer over them. An old A would make any young
-B look fast: where A has become slower than it was, it is started anew before the next B.
+B look fast: where A has become slower than it was, it is started anew before the next B, if that
+takes less than half of the trial's time.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Against:
             if not self._has_met:
                 self._a.meet()
                 self._has_met = True
-            elif anew or self._has_aged(terms.floor):
+            elif anew or (self._has_aged(terms.floor) and self.start_s < budget_s / 2):
                 self._start_anew()
             # B starts as long as A did; for what it does beyond that there is the trial's time.
             starts = time.monotonic() + _SLACK * self.start_s
