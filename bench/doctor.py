@@ -265,12 +265,12 @@ def ask_all(
 def ask_one(seen: Seen, asked: Asked) -> None:
     pitfall, times = seen.pitfall, range(asked.restarts)
     seen.script = [ask(pitfall.script, pitfall.ranks, asked) for _ in times]
-    seen.twin = [ask(pitfall.twin, pitfall.ranks, asked) for _ in times]
     together = next((one.together for one in seen.script if one.together), None)
-    if together and asked.remeasure:
+    if together and asked.remeasure:  # at once: a machine drifts
         seen.remeasured = remeasure(
             pitfall.script, pitfall.ranks, together, seconds=asked.remeasure
         )
+    seen.twin = [ask(pitfall.twin, pitfall.ranks, asked) for _ in times]
 
 
 def take_kept(file: Path, seen: Seen, asked: Asked) -> bool:
