@@ -1,6 +1,7 @@
 """What a side of a trial tells of its batches: numbers that are equal where the contents are."""
 
 import time
+from threading import get_ident
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_workers_give_the_same_numbers_and_drawing_anew_does_not():
 
 
 def test_waiting_for_the_other_side_is_no_evaluation(monkeypatch):
-    monkeypatch.setattr(recording, "at_step", lambda: time.sleep(0.05))
+    monkeypatch.setattr(recording, "at_step", lambda steps: time.sleep(0.05) or steps)
     watch = Stepping()
     lanes = watch.lanes
     for _ in range(3):
@@ -88,6 +89,37 @@ def test_waiting_for_the_other_side_is_no_evaluation(monkeypatch):
         lanes.judge()
     assert 2e6 <= watch.between < 40e6
     assert sum(lanes.step_ms()) < 40
+
+
+def test_once_the_losses_are_recorded_only_steps_that_a_block_needs_are_looked_at(monkeypatch):
+    asked = []
+    monkeypatch.setattr(recording, "_MOST", 6)
+    monkeypatch.setattr(recording, "at_step", lambda steps: asked.append(steps) or 40)
+
+    def plain(*args):
+        lanes.switch(BACKWARD)
+        lanes.leave_backward(AFTER)
+
+    stub = SimpleNamespace(
+        autograd=SimpleNamespace(backward=plain), compiler=torch.compiler, Tensor=torch.Tensor
+    )
+    watch = Stepping()
+    lanes = watch.lanes
+    watch.record.watch_losses(stub)
+    lanes.thread = get_ident()
+    looked_at = []
+    for step in range(1, 101):
+        stub.autograd.backward(torch.tensor(float(step)))
+        if lanes.leave_step():
+            watch.attend()
+            looked_at.append(step)
+    assert stub.autograd.backward is plain
+    assert looked_at[:6] == [1, 2, 3, 4, 5, 6]
+    assert 46 in looked_at
+    assert 86 in looked_at
+    assert len(looked_at) < 12  # other looks are rare
+    assert sum(asked) == looked_at[-1]
+    assert watch.told()["losses"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_an_evaluation_lasts_until_the_next_step_begins():

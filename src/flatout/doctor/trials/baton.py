@@ -1,8 +1,8 @@
 """A trial's process at a step boundary: it tells how long its block took, and waits for the next.
 
-Whoever sees the script's optimiser steps calls `at_step()` after each. Outside a trial that does
-nothing. The first process of a script that gets here takes part; its other ranks and workers wait
-for it where they always do.
+Whoever sees the script's optimiser steps calls `at_step()` after each, or after as many as it was
+told to. Outside a trial that does nothing. The first process of a script that gets here takes part;
+its other ranks and workers wait for it where they always do.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from flatout.measure.meters import finish_device, page_faults
 
 # Name of the abstract Unix socket on which the trial listens.
 VARIABLE = "FLATOUT_BATON"
+# Steps after which there is something to do, where there will be nothing.
+_NEVER = 2**40
 
 
 class Baton:
@@ -38,11 +40,17 @@ class Baton:
         self._first = self._last = self._next = 1
         self._began = self._resumed = self._between = self._faults = 0
 
-    def step(self) -> None:
-        """A step has ended; returns when the next one may begin."""
-        self._done += 1
-        if self._done < self._next or os.getpid() != self._pid:
-            return
+    def step(self, steps: int) -> int:
+        """Steps have ended; returns when the next one may begin, as `at_step` does."""
+        if os.getpid() != self._pid:
+            return _NEVER
+        self._done += steps
+        if self._done >= self._next:
+            self._act()
+        return self._next - self._done
+
+    def _act(self) -> None:
+        """A block's clock starts, or it ends here."""
         finish_device()
         now = perf_counter_ns()
         if self._done == self._first < self._last:
@@ -90,12 +98,18 @@ def tell_also(between: Callable[[], int], more: Callable[[], dict[str, Any]]) ->
     _between, _more = between, more
 
 
-def at_step() -> None:
-    """To be called after each optimiser step, before the next one's work begins."""
-    if _baton is not None:
-        _baton.step()
-    elif not _is_asked:
+def at_step(steps: int = 1) -> int:
+    """To be called after an optimiser step, before the next one's work begins.
+
+    Args:
+        steps: that have ended since the last call.
+
+    Returns:
+        After how many more steps it must be called again; it may be earlier.
+    """
+    if _baton is None and not _is_asked:
         _join()
+    return _NEVER if _baton is None else _baton.step(steps)
 
 
 def _join() -> None:
@@ -111,7 +125,6 @@ def _join() -> None:
         connection.close()
         return
     _baton = Baton(connection)
-    _baton.step()
 
 
 def _queued_batches() -> int:

@@ -46,13 +46,14 @@ class _All(Record):
         self._pid = os.getpid()
         atexit.register(self._write)
 
-    def end_step(self) -> None:
-        """The loss that was met first is the step's."""
+    def end_step(self) -> bool:
+        """The loss that was met first is the step's; that of the next is wanted, too."""
         self._losses.append(self._loss)
         self._at.append(time.monotonic())
         self._loss = None
         if len(self._losses) >= _EVERY:
             self._write()
+        return True
 
     def _write(self) -> None:
         if os.getpid() == self._pid:  # a fork is another process
