@@ -150,6 +150,7 @@ def test_yes_is_proven_written_down_and_run_by(folder):
     if "in the time given" in seen.text or "no time was left" in seen.text:
         pytest.skip("this machine is too busy to prove anything in a minute")
     _, proven = seen.text.split("PROVEN  (A/A noise")
+    assert "workers 0 to " in proven
     assert "480 steps: " in proven
     assert "next  flatout run --recipe flatout.toml train.py --epochs 40" in proven
     assert leftovers(folder) == []
