@@ -8,8 +8,8 @@
     4  together   all that is left against the script as it is, measured anew, which also keeps a
                   chance win of step 2 from being prescribed
 
-The script as it is stays alive, stopped, from the first trial to the last but one. For that it
-is started anew, where there is time: both sides are equally old there.
+The script as it is stays alive, stopped, from the first trial to the last but one. For the
+last it is started anew, where there is time: both sides are equally old there.
 """
 
 from __future__ import annotations

@@ -63,7 +63,10 @@ class Numbers:
             share = 0.0 if is_flushed else subnormal_share(_tensors_of(module))
             seen.facts.subnormal_share = max(seen.facts.subnormal_share or 0.0, share)
         for one in self._watch.optimizers:
-            share = 0.0 if is_flushed else subnormal_share(_moments_of(one.ref()))
+            states = getattr(one.ref(), "state", None)
+            if not isinstance(states, Mapping):  # none of torch's, or gone
+                continue
+            share = 0.0 if is_flushed else subnormal_share(_moments_in(states))
             one.facts.subnormal_share = max(one.facts.subnormal_share or 0.0, share)
         now = perf_counter_ns()
         self._took = now - began
@@ -93,12 +96,11 @@ def _tensors_of(module: Any) -> Iterator[Any]:
             yield tensor.grad
 
 
-def _moments_of(optimizer: Any) -> Iterator[Any]:
+def _moments_in(states: Mapping[Any, Any]) -> Iterator[Any]:
     """What one of torch's optimisers keeps of past gradients."""
     import torch
 
-    states = getattr(optimizer, "state", None)
-    for state in states.values() if isinstance(states, Mapping) else ():
+    for state in states.values():
         kept = state.values() if isinstance(state, Mapping) else ()
         yield from (local(one) for one in kept if torch.is_tensor(one))
 
@@ -114,4 +116,4 @@ def _share(numbers: Any) -> float:
     every = max(1, numbers.numel() // _SAMPLE)
     bits = numbers.detach().reshape(-1)[::every].view(torch.int32) & 0x7FFFFFFF
     is_subnormal = (bits > 0) & (bits < 0x00800000)
-    return float(is_subnormal.float().mean())
+    return int(is_subnormal.sum()) / int(bits.numel())

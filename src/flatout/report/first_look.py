@@ -84,7 +84,7 @@ class FirstLookReport:
             return f"{at} no optimiser step was seen: there is nothing to judge yet"
         return (
             f"{at} FIRST LOOK at {steps:,} step{'s' if steps > 1 else ''}, nothing proven; "
-            f"added {_added(self.verdict.observations)}"
+            f"added {_added(self.verdict)}"
         )
 
     def _dangers(self) -> Iterator[RenderableType]:
@@ -250,16 +250,13 @@ def _bound(finding: Finding) -> str:
     return "unknown" if finding.cost_ms is None else f"{_figure(finding.cost_ms)} ms"
 
 
-def _added(ranks: Sequence[Observation]) -> str:
+def _added(verdict: Verdict) -> str:
     """What observing has cost the rank that paid most, and what share of its steps that is."""
-    counted = [
-        (rank.added_us_per_step, median(rank.step_ms))
-        for rank in ranks
-        if rank.added_us_per_step is not None and rank.step_ms
-    ]
-    if not counted:
+    us = verdict.added_us_per_step
+    if us is None:
         return "not counted"
-    us, step_ms = max(counted)
+    steps_ms = next(r.step_ms for r in verdict.observations if r.added_us_per_step == us)
+    step_ms = median(steps_ms) if steps_ms else 0.0
     share = us / 1e3 / step_ms if step_ms else 0.0
     return f"{_figure(us)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
 

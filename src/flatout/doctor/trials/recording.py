@@ -57,10 +57,10 @@ class Stepping(Watch):
             self._done = lanes.steps
             if lanes.steps == 1:
                 self._first_s = lanes.step_ms()[0] / 1e3
-            is_recorded = self.record.end_step()
+            wants_next = self.record.end_step()
             more = at_step(taken)
             lanes.skip()  # nor was waiting for the baton
-            if is_recorded:
+            if wants_next:
                 more = 1
             elif self.record.let_go():
                 self.quick.begin()  # as far as the record stood in its way
