@@ -9,7 +9,7 @@ from flatout.observe.watch import Watch
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_it_is_counted_in_an_evaluation_too(mode, monkeypatch):
-    monkeypatch.setattr(cost, "_ROUNDS", 3)
+    monkeypatch.setattr(cost, "_QUADRUPLES", 3)
     cost._once.cache_clear()
     watch = Watch()
     watch.lanes.steps = 10
@@ -23,7 +23,8 @@ def test_it_is_counted_in_an_evaluation_too(mode, monkeypatch):
     "name", [name for name in vars(cost) if name[0] == "_" and name.endswith("_ns")]
 )
 def test_each_hook_can_be_timed(name, monkeypatch):
-    monkeypatch.setattr(cost, "_SERIES", 1)
-    monkeypatch.setattr(cost, "_ROUNDS", 20)
+    monkeypatch.setattr(cost, "_QUADRUPLES", 20)
     if name != "_extra_ns":
+        state = torch.get_rng_state()
         assert 0 <= getattr(cost, name)() < 1e8
+        assert torch.equal(torch.get_rng_state(), state)  # it is the script's

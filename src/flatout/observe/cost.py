@@ -1,10 +1,11 @@
 """What observing adds to a step, counted directly.
 
 The hooks themselves are timed, on a Watch of their own and around functions that do nothing, and
-multiplied by how often each of them ran. Between two calls lies some training work: in a step a
+multiplied by how often each of them ran. Between two calls lies a small training step: there a
 hook finds the processor's caches full of other things, and takes several times as long as in a
-tight loop. To that comes what the looks at some steps, and the writing thread, have taken. A
-comparison of runs with and without could not resolve it.
+tight loop. That step is timed with the hook, since it finds in the caches what the hook has left
+there. To that comes what the looks at some steps, and the writing thread, have taken. A comparison
+of runs with and without could not resolve it.
 
 What is done once, in the first steps, is not counted: it is no part of each step.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from statistics import median
 from time import perf_counter_ns
 from types import SimpleNamespace
@@ -29,7 +31,7 @@ from flatout.observe.tensors import copying, timed
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import probed
 
-_SERIES, _ROUNDS = 6, 40
+_QUADRUPLES = 150
 
 
 def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
@@ -76,33 +78,43 @@ def _once(cost: Callable[[], float]) -> float:
 def _extra_ns(
     hooked: Callable[[], Any], plain: Callable[[], Any], first: Callable[[], Any] | None = None
 ) -> float:
-    """How much longer one call takes than another after some training work, in the median.
+    """How much longer one call, and the training step after it, take than another, in the median.
 
     They take turns, so that other jobs on the machine take from both; `first` runs before each.
     """
     work = _work()
+
+    def took(call: Callable[[], Any]) -> int:
+        if first is not None:
+            first()
+        began = perf_counter_ns()
+        call()
+        work()
+        return perf_counter_ns() - began
+
     differences = []
-    for _ in range(_SERIES):
-        took: tuple[list[int], list[int]] = ([], [])
-        for _ in range(_ROUNDS):
-            for call, rounds in zip((hooked, plain), took, strict=True):
-                if first is not None:
-                    first()
-                work()
-                began = perf_counter_ns()
-                call()
-                rounds.append(perf_counter_ns() - began)
-        differences.append(median(took[0]) - median(took[1]))
+    for _ in range(_QUADRUPLES):
+        one, other, again, last = took(hooked), took(plain), took(plain), took(hooked)
+        differences.append((one + last - other - again) / 2)
     return max(0.0, median(differences))
 
 
 def _work() -> Callable[[], Any]:
-    """A small training step that no hook sees."""
+    """A small training step that no hook sees, and that draws no random number."""
     torch = sys.modules["torch"]
-    weight = torch.ones(64, 64, requires_grad=True)
-    rows = torch.ones(64, 64)
-    relu, grad = torch.nn.functional.relu, torch.autograd.grad
-    return lambda: grad(relu(rows @ weight).mean(), weight)
+    functional, grad = torch.nn.functional, torch.autograd.grad
+    inner = torch.ones(16, 16, requires_grad=True)
+    outer = torch.ones(4, 16, requires_grad=True)
+    rows, classes = torch.ones(64, 16), torch.zeros(64, dtype=torch.long)
+
+    def step() -> None:
+        hidden = functional.relu(functional.linear(rows, inner))
+        loss = functional.cross_entropy(functional.linear(hidden, outer), classes)
+        gradients = grad(loss, (inner, outer))
+        with torch.no_grad():
+            torch._foreach_add_([inner, outer], gradients, alpha=-1e-3)
+
+    return step
 
 
 def _batch_ns() -> float:
@@ -185,12 +197,17 @@ def _of_step(*, is_quick: bool) -> float:
     hooks[1](optimizer, args, kwargs)  # it is met
     if is_quick:
         watch.quick.begin()
-    begin, end = hooks[0], hooks[1]
-    return _extra_ns(lambda: begin(optimizer, args, kwargs), lambda: None) + _extra_ns(
-        lambda: end(optimizer, args, kwargs),
-        lambda: None,
-        first=lambda: begin(optimizer, args, kwargs),
-    )
+    none: dict[int, Callable[..., None]] = {}
+    begins, ends = {0: hooks[0]}, {1: hooks[1]}
+
+    def step(befores: dict[int, Any], afters: dict[int, Any]) -> None:
+        """As torch does it: its own loops are shorter, too, where nobody is hooked in."""
+        for hook in chain(none.values(), befores.values()):
+            hook(optimizer, args, kwargs)
+        for hook in chain(none.values(), afters.values()):
+            hook(optimizer, args, kwargs)
+
+    return _extra_ns(lambda: step(begins, ends), lambda: step(none, none))
 
 
 def _forward_ns() -> float:

@@ -21,8 +21,9 @@ from flatout.observe.replicas import look_at_replica
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Shapes of inputs that are told apart, and how often they are looked at after the first calls.
-_SHAPES, _FIRST_CALLS, _EVERY = 64, 256, 32
+# Shapes of inputs that are told apart. They are looked at in each of the first calls, and then the
+# more seldom the more calls there were: a look takes as long as a fifth of a very short step.
+_SHAPES, _FIRST_CALLS, _EVERY, _SHARE = 64, 256, 32, 16
 # A model that is called no oftener may be a part of another one that is being built.
 _BUILDING = 2
 # After so many steps only the classes of the outermost modules are watched.
@@ -204,8 +205,10 @@ class Models:
             lanes.begin_evaluation(seen)
             seen.evaluates(mode)
         if has_grad and seen.calls >= seen.due and not self._torch.compiler.is_compiling():
-            self._look_at_input(seen, args[0] if args else next(iter(kwargs.values()), None))
-            seen.due = seen.calls + (1 if seen.calls < _FIRST_CALLS else _EVERY)
+            batch = args[0] if args else next(iter(kwargs.values()), None)
+            self._watch.aside(lambda: self._look_at_input(seen, batch))
+            is_first = seen.calls < _FIRST_CALLS
+            seen.due = seen.calls + (1 if is_first else max(_EVERY, seen.calls // _SHARE))
 
     def _trains_on_loader(self) -> bool:
         lanes = self._watch.lanes
@@ -218,7 +221,7 @@ class Models:
             if len(seen.shapes) < _SHAPES:
                 seen.shapes[batch.shape, batch.dtype] += 1
             if seen.calls >= seen.padding_due:
-                self._watch.aside(lambda: seen.padding.look(batch))
+                seen.padding.look(batch)
                 seen.padding_due = seen.calls + max(1, seen.calls // 2)
         if seen.calls == 1 or seen.calls >= _FIRST_CALLS:
             for device in ("cuda", "cpu"):

@@ -1,0 +1,34 @@
+"""What models are called with is looked at now and then."""
+
+import torch
+
+from flatout.observe.models import Models
+from flatout.observe.watch import Watch
+
+
+def test_inputs_are_looked_at_the_more_seldom_the_more_calls_there_were():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, rows):
+            return rows * self.weight
+
+    watch = Watch()
+    Models(torch, watch).watch_class(Model)
+    watch.lanes.steps = 1
+    model, rows = Model(), torch.zeros(3)
+    looks = []
+    for most in (256, 1024, 16384):
+        while not watch.models or watch.models[0].calls < most:
+            model(rows)
+        looks.append(watch.models[0].shapes.total())
+    assert looks[0] == 256  # each of the first
+    assert 10 <= looks[1] - looks[0] <= 24
+    assert 40 <= looks[2] - looks[1] <= 64
+    model(torch.zeros(5))
+    assert len(watch.models[0].shapes) == 1
+    for _ in range(1100):
+        model(torch.zeros(5))
+    assert len(watch.models[0].shapes) == 2  # never given up
