@@ -73,6 +73,12 @@ def test_startup(tmp_path):
     assert {row["reason"] for row in found["rows"]} == {""}
 
 
+def test_observing(tmp_path):
+    found = run_bench("observing.py", "--quadruples", "8", cwd=tmp_path)
+    assert found["keys"]["added_us_counted"] > 0
+    assert {len(values) for values in found["differences"].values()} == {8}
+
+
 def test_large_batches(tmp_path):
     source = tmp_path / "images"
     source.mkdir()
