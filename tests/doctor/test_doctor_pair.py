@@ -16,6 +16,7 @@ import pytest
 from flatout.doctor.trials.pair import Against, run_pair
 from flatout.doctor.trials.process import Job
 from flatout.doctor.trials.scratch import scratch, trials_folder
+from flatout.doctor.trials.side import Side
 from flatout.doctor.trials.terms import Terms
 
 STEPPING = Path(__file__).with_name("stepping.py")
@@ -263,6 +264,30 @@ def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_pa
         assert pair.result is not None
         # An old one would be twice as slow as a young one, and more.
         assert pair.result.ratio == pytest.approx(1, abs=0.25)
+
+
+@pytest.mark.parametrize("most_steps", [None, 150])
+def test_a_script_that_ends_before_a_block_does_finds_its_pace_anew(tmp_path, most_steps):
+    waking = PLAIN.replace("0.004", "0.01 if step < 60 else 0.002")
+    with (
+        scratch() as folder,
+        closing(
+            Side(
+                "a",
+                job(tmp_path, waking, "150"),
+                folder,
+                time.monotonic() + 60,
+                most_steps=most_steps,
+                is_renewed=True,
+            )
+        ) as side,
+    ):
+        side.meet()
+        side.warm_up(2)
+        assert side.block(60, 60).step_s < 0.006
+        assert side.block(2, 40, dropped_anew=60).step_s < 0.006  # it had no 42 steps left
+        assert side.block(2, 30, dropped_anew=60).step_s < 0.006  # and now it has
+        assert side.block(2, 40).step_s > 0.006
 
 
 @pytest.mark.slow

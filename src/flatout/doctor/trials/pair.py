@@ -223,9 +223,11 @@ class Against:
 
         def measured(side: Side) -> Callable[[], float]:
             def one() -> float:
-                # Who goes on alone has its pace.
+                # Who goes on alone has its pace, unless its script ends by itself meanwhile.
                 goes_on = bool(pair.blocks) and pair.blocks[-1].side == side.name
-                block = side.block(*length.of(side.step_s, is_paced=not goes_on))
+                paced, _ = length.of(side.step_s)
+                left_out, counted = length.of(side.step_s, is_paced=not goes_on)
+                block = side.block(left_out, counted, dropped_anew=paced)
                 pair.blocks.append(block)
                 return _time_of(block, terms)
 

@@ -186,11 +186,15 @@ class Side:
         self._seen.warm_s = (block.ended - resumed - block.between) / 1e9
         self._seen.warm_steps = dropped + self._warm + FEWEST_STEPS
 
-    def block(self, dropped: int, steps: int) -> Block:
-        """Let it run for `dropped` steps, and then for `steps` more that are counted."""
+    def block(self, dropped: int, steps: int, dropped_anew: int = 0) -> Block:
+        """Let it run for `dropped` steps, and then for `steps` more that are counted.
+
+        Where it is started anew for that, it leaves out `dropped_anew` if those are more.
+        """
         would_end = self.most_steps and self._done + dropped + steps > self.most_steps
         if self._is_renewed and would_end and self._blocks:
             self.renew(dropped)
+            dropped = max(dropped, dropped_anew)
         try:
             block, _ = self._block(dropped, steps)
         except Ended:
@@ -198,7 +202,7 @@ class Side:
                 raise
             self.has_ended = False
             self.renew(dropped)
-            block, _ = self._block(dropped, steps)
+            block, _ = self._block(max(dropped, dropped_anew), steps)
         self._blocks += 1
         return block
 
