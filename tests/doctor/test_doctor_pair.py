@@ -266,6 +266,32 @@ def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_pa
         assert pair.result.ratio == pytest.approx(1, abs=0.25)
 
 
+@pytest.mark.parametrize("waits_s", [0, 8])
+def test_both_are_begun_several_times_where_that_takes_little(tmp_path, waits_s):
+    same = job(tmp_path, f"import time; time.sleep({waits_s})\n" + PLAIN, "1000000")
+    terms = Terms(max_pairs=6, block_s=0.1, precision=0.0, lives=3)
+    started = []
+    with (
+        scratch() as folder,
+        closing(
+            Against(
+                same,
+                folder,
+                time.monotonic() + 60,
+                started=lambda side, process: started.append((side, process.pid)),
+            )
+        ) as against,
+    ):
+        pair = against.measure(same, terms, budget_s=20)
+    assert pair.reason == ""
+    assert_in_order(pair)
+    # One life of two quadruples each, unless they take too long to begin.
+    assert "".join(side for side, _ in started) == ("ab" if waits_s else "ababab")
+    assert not alive([pid for _, pid in started])
+    if not waits_s:
+        assert pair.result.pairs > 4
+
+
 @pytest.mark.parametrize("most_steps", [None, 150])
 def test_a_script_that_ends_before_a_block_does_finds_its_pace_anew(tmp_path, most_steps):
     waking = PLAIN.replace("0.004", "0.01 if step < 60 else 0.002")

@@ -64,6 +64,7 @@ class Machine:
         precision=math.inf,
         pace_s=0.0,
         anew=False,
+        lives=1,
     ) -> Pair:
         if min_pairs > 2 and cure.fields in self.too_long:
             late = "b: the end of a block of 9 steps did not come in the time given"

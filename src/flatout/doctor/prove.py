@@ -39,9 +39,9 @@ from flatout.recipe import Parity
 _ITSELF, _KEPT = 0.25, 0.25
 _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
 # The trial that has the last word says what is promised: its quadruples at least and at most, where
-# there is time, how far apart the ends of its interval may lie, and the seconds in which each side
-# finds its pace before a block counts.
-_LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION, _PACE_S = 4, 16, 0.04, 1.0
+# there is time, how far apart the ends of its interval may lie, the seconds in which each side
+# finds its pace before a block counts, and how often both are begun.
+_LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION, _PACE_S, _LIVES = 4, 16, 0.04, 1.0, 3
 # A variant that is nearly as fast with fewer workers or threads is as good.
 _AS_GOOD = 0.98
 
@@ -303,6 +303,7 @@ class Proving:
             precision=_PRECISION,
             pace_s=_PACE_S,
             anew=self._has_time(1, starts=2),
+            lives=_LIVES,
         )
         proof = self._judging.proof(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")

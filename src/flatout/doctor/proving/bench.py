@@ -96,6 +96,7 @@ class Bench:
         precision: float = math.inf,
         pace_s: float = 0.0,
         anew: bool = False,
+        lives: int = 1,
     ) -> Pair:
         """Measures the script with a cure, until the answer is clear.
 
@@ -103,7 +104,7 @@ class Bench:
             against: what it is measured against.
             cure: what is done differently.
             budget_s: seconds at most, unless there is less left for all.
-            min_pairs, max_pairs, block_s, precision, pace_s: as of Terms.
+            min_pairs, max_pairs, block_s, precision, pace_s, lives: as of Terms.
             anew: as of Against.measure.
 
         Raises:
@@ -121,6 +122,7 @@ class Bench:
             in_epochs=bool(cure.fields & set(IN_EPOCHS)) and self.epoch_steps is not None,
             settles=fills and self.epoch_steps is None,
             counts_between=counts_between(cure),
+            lives=lives,
         )
         pair = against.measure(
             self._job(cure),

@@ -15,6 +15,9 @@ alive from one B to the next. A script may become slower with each step, as wher
 or where numbers become so small that the CPU takes longer over them. An old A would make any young
 B look fast: where A has become slower than it was, it is started anew before the next B, if that
 takes less than half of the trial's time.
+
+Two processes of the same script may differ for as long as they live, as in how many pages of memory
+a step takes anew. The trial that says what is promised begins both several times.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from statistics import median
 from flatout.doctor.trials.process import Ended, Job, Process
 from flatout.doctor.trials.scratch import scratch
 from flatout.doctor.trials.side import Block, Showed, Side
-from flatout.doctor.trials.terms import WARM_STEPS, Terms
+from flatout.doctor.trials.terms import WARM_STEPS, Lives, Terms
 from flatout.measure.trial import TrialResult, run_trial
 
 _SLACK = 1.5
@@ -220,11 +223,19 @@ class Against:
         if a.most_steps:  # both may have to be started anew meanwhile
             two += 2 * (a.showed.started_s + b.showed.started_s)
         left = max(left, min(two, self._until - time.monotonic()))
+        renewal_s = a.renewal_s + b.renewal_s
+        lives = terms.lives_within(left, renewal_s, 4 * length.seconds(slowest))
+        if a.most_steps:  # short scripts are begun again and again anyway
+            lives = Lives(1, terms.max_pairs)
 
         def measured(side: Side) -> Callable[[], float]:
             def one() -> float:
+                is_anew = lives.begin_anew(len(pair.blocks))
+                if is_anew:
+                    a.renew(dropped)
+                    b.renew(dropped)
                 # Who goes on alone has its pace, unless its script ends by itself meanwhile.
-                goes_on = bool(pair.blocks) and pair.blocks[-1].side == side.name
+                goes_on = bool(pair.blocks) and pair.blocks[-1].side == side.name and not is_anew
                 paced, _ = length.of(side.step_s)
                 left_out, counted = length.of(side.step_s, is_paced=not goes_on)
                 block = side.block(left_out, counted, dropped_anew=paced)
@@ -237,8 +248,9 @@ class Against:
             measured(a),
             measured(b),
             max_pairs=terms.max_pairs,
-            min_pairs=min(terms.min_pairs, terms.max_pairs),
-            deadline_s=left,
+            min_pairs=min(max(terms.min_pairs, lives.fewest), terms.max_pairs),
+            # The slowest quadruple may be one that began anew: the last ones need no time for it.
+            deadline_s=left + (renewal_s if lives.count > 1 else 0.0),
             floor=terms.floor,
             precision=terms.precision,
         )

@@ -213,6 +213,11 @@ class Side:
         self.meet()
         self.warm_up(dropped)
 
+    @property
+    def renewal_s(self) -> float:
+        """What beginning it anew takes, up to the first step that can be counted."""
+        return self.showed.started_s + self.showed.warm_s
+
     def _block(self, dropped: int, steps: int) -> tuple[Block, int]:
         assert self._connection is not None
         self._go()

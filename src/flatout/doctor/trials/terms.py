@@ -10,6 +10,8 @@ from flatout.doctor.trials.side import FEWEST_STEPS
 
 _SHORTEST_S = 0.25
 WARM_STEPS = 2
+# Of a trial's time, for beginning anew.
+_RENEWING = 1 / 3
 # Blocks that a script of few steps should have room for, before it must be started anew.
 _BLOCKS_IN_A_LIFE = (4, 2, 1)
 _GOOD_STEPS = 8
@@ -32,6 +34,8 @@ class Terms:
             left its traces in the machine.
         settles: B becomes faster for as long as nobody knows, as one that fills a cache.
         counts_between: evaluation and saving are a part of what is measured.
+        lives: how often both sides are begun, where there is time for it. Two processes of the same
+            script may differ for as long as they live, as in how their memory lies.
     """
 
     max_pairs: int = 8
@@ -44,6 +48,7 @@ class Terms:
     pace_s: float = 0.0
     settles: bool = False
     counts_between: bool = False
+    lives: int = 1
 
     def steps(self, step_s: float, left_s: float, dropped: int, most: int | None) -> int:
         """Steps that a block counts.
@@ -77,6 +82,19 @@ class Terms:
             raise Ended(f"the script takes {most} steps only, too few to be measured")
         return min(steps, fits)
 
+    def lives_within(self, left_s: float, renewal_s: float, quadruple_s: float) -> Lives:
+        """How often both sides are begun in so many seconds.
+
+        Args:
+            left_s: seconds for what is left of the trial.
+            renewal_s: what it takes to begin both anew.
+            quadruple_s: what A B B A takes.
+        """
+        most = range(self.lives, 0, -1)
+        count = next(n for n in most if (n - 1) * renewal_s <= _RENEWING * left_s)
+        fit = (left_s - (count - 1) * renewal_s) / quadruple_s
+        return Lives(count, math.ceil(max(1.0, min(fit, self.max_pairs)) / count))
+
     def length(
         self, step_s: float, left_s: float, dropped: int, steps: int, most: int | None
     ) -> Length:
@@ -94,6 +112,29 @@ class Terms:
         epoch = self.epoch_steps or 1
         unit = 1 if steps % epoch else epoch
         return Length(dropped, steps, pace_s, steps * step_s, unit)
+
+
+@dataclass(frozen=True)
+class Lives:
+    """How often both sides of a trial are begun.
+
+    Attributes:
+        count: so often.
+        quadruples: that are measured in each life but the last, which has what is left.
+    """
+
+    count: int
+    quadruples: int
+
+    def begin_anew(self, blocks: int) -> bool:
+        """Whether one ends after so many blocks."""
+        life, rest = divmod(blocks, 4 * self.quadruples)
+        return rest == 0 and 0 < life < self.count
+
+    @property
+    def fewest(self) -> int:
+        """Quadruples after which each life has had one."""
+        return (self.count - 1) * self.quadruples + 1
 
 
 @dataclass(frozen=True)
