@@ -238,3 +238,44 @@ def test_a_script_with_a_loop_is_left_to_the_loop(scripts, tmp_path):
     assert done.out == scripts.run(path).out
     assert done.applied == {}
     assert done.err.count("Trainer or Loop") == 1
+
+
+THREADS = """
+import threading, torch
+from torch.utils.data import DataLoader
+
+class Counts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, i):
+        return torch.get_num_threads()
+
+def set_beside():
+    torch.set_num_threads(1)
+    beside.append(torch.get_num_threads())
+
+torch.set_num_threads(3)
+beside = []
+thread = threading.Thread(target=set_beside)
+thread.start()
+thread.join()
+in_worker = [int(one) for one in DataLoader(Counts(), num_workers=1)]
+before = torch.get_num_threads()
+weight = torch.zeros(1, requires_grad=True)
+optimizer = torch.optim.SGD([weight], 0.1)
+weight.sum().backward()
+optimizer.step()
+torch.set_num_threads(1)
+print(before, in_worker, beside, torch.get_num_threads())
+"""
+
+
+def test_threads_that_a_script_sets_before_its_first_step_give_way(scripts, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(THREADS)
+    assert scripts.run(path).out == "3 [1, 1] [1] 1\n"
+    done = scripts.run(path, "process.threads=2")
+    assert done.err == ""
+    # Workers, other threads and what is set while it trains are as they were.
+    assert done.out == "2 [1, 1] [1] 1\n"
+    assert done.applied == {"process.threads": "threads=2"}

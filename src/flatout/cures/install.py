@@ -111,8 +111,8 @@ def _hook(torch: Any, recipe: Recipe, asked: dict[str, Any]) -> None:
         return
     from flatout.cures.process import set_up
 
-    set_up(torch, recipe, asked)
     steps = Steps()
+    set_up(torch, steps, recipe, asked)
     steps.watch(torch)
     atexit.register(record.tell_unmet)
     _hook_models(torch, steps, asked)

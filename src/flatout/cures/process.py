@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from functools import wraps
+from threading import get_ident
 from typing import Any
 
-from flatout.cures.record import leave, took, words_of
+from flatout.cures.record import is_on, leave, took, words_of
+from flatout.cures.steps import Steps
 from flatout.devices import allocator
 from flatout.devices import process as settings
 from flatout.recipe import Recipe
 
 
-def set_up(torch: Any, recipe: Recipe, asked: dict[str, Any]) -> None:
+def set_up(torch: Any, steps: Steps, recipe: Recipe, asked: dict[str, Any]) -> None:
     """Applies, as a Loop does, what the Recipe asks of the process; torch has just been loaded."""
     of_process = {field: value for field, value in asked.items() if field.startswith("process.")}
     late = settings.apply(recipe.process) if of_process else []
@@ -20,6 +24,8 @@ def set_up(torch: Any, recipe: Recipe, asked: dict[str, Any]) -> None:
             leave(field, reason)
         else:
             took(field, words_of(field, value))
+    if "process.threads" in asked:
+        _keep_threads(torch, steps, asked["process.threads"])
     if "memory.allocator" in asked:
         _keep_memory()
     if "compute.matmul_precision" in asked:
@@ -31,6 +37,23 @@ def set_up(torch: Any, recipe: Recipe, asked: dict[str, Any]) -> None:
             took("script.cudnn_benchmark", "cuDNN benchmark")
         else:
             leave("script.cudnn_benchmark", "there is no cuDNN here")
+
+
+def _keep_threads(torch: Any, steps: Steps, count: int) -> None:
+    """A number that the script sets before its first step gives way to the Recipe's.
+
+    Workers set their own, and so does the thread that pins memory; what a script sets while it
+    trains belongs to a part of its step.
+    """
+    original, process = torch.set_num_threads, os.getpid()
+
+    @wraps(original)
+    def set_num_threads(wanted: int) -> None:
+        is_setting_up = not steps.count and get_ident() == steps.thread
+        gives_way = is_setting_up and os.getpid() == process and is_on()
+        original(count if gives_way else wanted)
+
+    torch.set_num_threads = set_num_threads
 
 
 def _keep_memory() -> None:
