@@ -176,6 +176,14 @@ def test_settings_are_there_before_python_starts(folder) -> None:
         )
 
 
+def test_threads_hold_where_the_script_sets_them_itself(folder) -> None:
+    (folder / "many.py").write_text(
+        "import torch\ntorch.set_num_threads(3)\nprint(torch.get_num_threads())\n"
+    )
+    assert run("many.py").stdout == "3\n"
+    assert run("--set", "process.threads=2", "many.py").stdout == "2\n"
+
+
 def test_a_recipe_is_named_by_its_whole_path_and_settings_go_before_it(folder) -> None:
     dump(Recipe(process={"threads": 1}, compute={"precision": "bf16"}), "mine.toml")
     done = run("--recipe", "mine.toml", "--set", "process.threads=3", "tell.py")

@@ -193,7 +193,9 @@ def _cures(asked: Recipe) -> dict[str, object]:
     from flatout.devices.process import at_start
 
     found = wanted(asked)
-    return found if set(found) - set(at_start(asked)) else {}
+    # A script may set its number of threads itself once it runs.
+    by_environment = set(at_start(asked)) - {"process.threads"}
+    return found if set(found) - by_environment else {}
 
 
 def _after_inherited(settings: list[str]) -> str:
