@@ -279,3 +279,12 @@ def test_threads_that_a_script_sets_before_its_first_step_give_way(scripts, tmp_
     # Workers, other threads and what is set while it trains are as they were.
     assert done.out == "2 [1, 1] [1] 1\n"
     assert done.applied == {"process.threads": "threads=2"}
+
+
+def test_a_script_that_sets_threads_between_operators_itself_does_not_fail(scripts, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\ntorch.set_num_interop_threads(3)\nprint(torch.get_num_interop_threads())\n"
+    )
+    done = scripts.run(path, "process.interop_threads=2")
+    assert (done.code, done.err, done.out) == (0, "", "2\n")

@@ -24,8 +24,10 @@ def set_up(torch: Any, steps: Steps, recipe: Recipe, asked: dict[str, Any]) -> N
             leave(field, reason)
         else:
             took(field, words_of(field, value))
-    if "process.threads" in asked:
-        _keep_threads(torch, steps, asked["process.threads"])
+            if field == "process.threads":
+                _keep_threads(torch, steps, value)
+            elif field == "process.interop_threads":
+                _keep_interop_threads(torch)
     if "memory.allocator" in asked:
         _keep_memory()
     if "compute.matmul_precision" in asked:
@@ -54,6 +56,18 @@ def _keep_threads(torch: Any, steps: Steps, count: int) -> None:
         original(count if gives_way else wanted)
 
     torch.set_num_threads = set_num_threads
+
+
+def _keep_interop_threads(torch: Any) -> None:
+    """They can be set once, so the script's own call would fail now: the Recipe's number stays."""
+    original, process = torch.set_num_interop_threads, os.getpid()
+
+    @wraps(original)
+    def set_num_interop_threads(wanted: int) -> None:
+        if os.getpid() != process or not is_on():
+            original(wanted)
+
+    torch.set_num_interop_threads = set_num_interop_threads
 
 
 def _keep_memory() -> None:
