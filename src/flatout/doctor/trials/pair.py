@@ -225,7 +225,8 @@ class Against:
         left = max(left, min(two, self._until - time.monotonic()))
         renewal_s = a.renewal_s + b.renewal_s
         lives = terms.lives_within(left, renewal_s, 4 * length.seconds(slowest))
-        if a.most_steps:  # short scripts are begun again and again anyway
+        # Short scripts are begun again and again anyway, and what has settled would do so anew.
+        if a.most_steps or terms.settles:
             lives = Lives(1, terms.max_pairs)
 
         def measured(side: Side) -> Callable[[], float]:
