@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -48,6 +48,13 @@ def job(tmp_path: Path, code: str, *arguments: str, name: str = "script") -> Job
     script = tmp_path / f"{name}.py"
     script.write_text(textwrap.dedent(code))
     return Job([sys.executable, str(script), *arguments])
+
+
+@contextmanager
+def measured_against(a: Job, seconds: float, started=lambda side, process: None):
+    until = time.monotonic() + seconds
+    with scratch() as folder, closing(Against(a, folder, until, started=started)) as against:
+        yield against
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -93,7 +100,7 @@ def test_two_processes_run_in_turn_a_b_b_a(tmp_path):
 @pytest.mark.slow
 def test_b_may_start_as_long_as_a_did(tmp_path):
     late = job(tmp_path, "import time; time.sleep(4)\n" + PLAIN, "1000000")
-    with scratch() as folder, closing(Against(late, folder, time.monotonic() + 90)) as against:
+    with measured_against(late, 90) as against:
         # A alone takes all of it to its first step.
         pair = against.measure(late, Terms(max_pairs=2, block_s=0.1), budget_s=4)
     assert pair.reason == ""
@@ -225,11 +232,7 @@ def test_a_killed_controller_leaves_no_process_and_the_next_start_no_folder(tmp_
 @pytest.mark.slow
 def test_what_fills_a_cache_is_not_counted_where_nobody_knows_how_long_it_does(tmp_path):
     filling = PLAIN.replace("0.004", "0.03 if step < 20 else 0.003")
-    until = time.monotonic() + 60
-    with (
-        scratch() as folder,
-        closing(Against(job(tmp_path, PLAIN, "1000000"), folder, until)) as plain,
-    ):
+    with measured_against(job(tmp_path, PLAIN, "1000000"), 60) as plain:
         for settles in (False, True):
             terms = Terms(max_pairs=2, block_s=0.6, settles=settles)
             name = f"filling_{settles}"
@@ -244,17 +247,7 @@ def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_pa
     same = job(tmp_path, growing, "1000000")
     started = []
     terms = Terms(max_pairs=2, block_s=0.25)
-    with (
-        scratch() as folder,
-        closing(
-            Against(
-                same,
-                folder,
-                time.monotonic() + 60,
-                started=lambda side, process: started.append(side),
-            )
-        ) as against,
-    ):
+    with measured_against(same, 60, lambda side, process: started.append(side)) as against:
         pairs = [against.measure(same, terms, budget_s=20) for _ in range(2)]
         assert "".join(started) == ("abab" if slower_ms else "abb")
         pairs.append(against.measure(same, terms, budget_s=20, anew=True))
@@ -269,19 +262,11 @@ def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_pa
 @pytest.mark.parametrize(("waits_s", "settles"), [(0, False), (8, False), (0, True)])
 def test_both_are_begun_several_times_where_that_takes_little(tmp_path, waits_s, settles):
     same = job(tmp_path, f"import time; time.sleep({waits_s})\n" + PLAIN, "1000000")
-    terms = Terms(max_pairs=6, block_s=0.1, precision=0.0, lives=3, settles=settles)
+    terms = Terms(max_pairs=6, min_pairs=5, block_s=0.1, precision=0.0, lives=3, settles=settles)
     started = []
-    with (
-        scratch() as folder,
-        closing(
-            Against(
-                same,
-                folder,
-                time.monotonic() + 60,
-                started=lambda side, process: started.append((side, process.pid)),
-            )
-        ) as against,
-    ):
+    with measured_against(
+        same, 60, lambda side, process: started.append((side, process.pid))
+    ) as against:
         pair = against.measure(same, terms, budget_s=20)
     assert pair.reason == ""
     assert_in_order(pair)

@@ -33,7 +33,7 @@ from statistics import median
 from flatout.doctor.trials.process import Ended, Job, Process
 from flatout.doctor.trials.scratch import scratch
 from flatout.doctor.trials.side import Block, Showed, Side
-from flatout.doctor.trials.terms import WARM_STEPS, Lives, Terms
+from flatout.doctor.trials.terms import WARM_STEPS, Terms
 from flatout.measure.trial import TrialResult, run_trial
 
 _SLACK = 1.5
@@ -224,10 +224,7 @@ class Against:
             two += 2 * (a.showed.started_s + b.showed.started_s)
         left = max(left, min(two, self._until - time.monotonic()))
         renewal_s = a.renewal_s + b.renewal_s
-        lives = terms.lives_within(left, renewal_s, 4 * length.seconds(slowest))
-        # Short scripts are begun again and again anyway, and what has settled would do so anew.
-        if a.most_steps or terms.settles:
-            lives = Lives(1, terms.max_pairs)
+        lives = terms.lives_within(left, renewal_s, 4 * length.seconds(slowest), a.most_steps)
 
         def measured(side: Side) -> Callable[[], float]:
             def one() -> float:

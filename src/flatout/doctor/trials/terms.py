@@ -82,16 +82,22 @@ class Terms:
             raise Ended(f"the script takes {most} steps only, too few to be measured")
         return min(steps, fits)
 
-    def lives_within(self, left_s: float, renewal_s: float, quadruple_s: float) -> Lives:
+    def lives_within(
+        self, left_s: float, renewal_s: float, quadruple_s: float, most: int | None
+    ) -> Lives:
         """How often both sides are begun in so many seconds.
 
         Args:
             left_s: seconds for what is left of the trial.
             renewal_s: what it takes to begin both anew.
             quadruple_s: what A B B A takes.
+            most: as of `steps`.
         """
-        most = range(self.lives, 0, -1)
-        count = next(n for n in most if (n - 1) * renewal_s <= _RENEWING * left_s)
+        # Short scripts are begun again and again anyway, and what has settled would do so anew.
+        if most is not None or self.settles:
+            return Lives(1, self.max_pairs)
+        counts = range(self.lives, 0, -1)
+        count = next(n for n in counts if (n - 1) * renewal_s <= _RENEWING * left_s)
         fit = (left_s - (count - 1) * renewal_s) / quadruple_s
         return Lives(count, math.ceil(max(1.0, min(fit, self.max_pairs)) / count))
 
