@@ -42,6 +42,13 @@ def tell(model, *more):
 PLAIN = "model = nn.Linear(4, 2)\nloader = DataLoader(Numbers(), 8, shuffle=True)\n"
 TRAIN = "train(model, loader)\ntell(model, loader.num_workers, set(SAY))\n"
 
+STREAM = (
+    "class Stream(IterableDataset):\n"
+    "    def __iter__(self):\n"
+    "        for i in range(24):\n"
+    "            if i >= 0:\n"
+)
+
 CONDITIONS = {
     "no images": (
         PLAIN + TRAIN,
@@ -104,6 +111,24 @@ CONDITIONS = {
         "the parameters of Linear are float64",
     ),
     "scaled": (PLAIN + TRAIN, "compute.precision=fp16", "it needs the loss scaled"),
+    "random stream": (
+        STREAM + "                yield torch.full((4,), float(i)) + torch.randn(4), i % 2\n"
+        "model = nn.Linear(4, 2)\nloader = DataLoader(Stream(), 8)\n" + TRAIN,
+        "script.cache=memory",
+        "Stream draws random numbers",
+    ),
+    "another stream in each epoch": (
+        STREAM + "                yield torch.full((4,), float(i + len(SAY))), i % 2\n"
+        "model = nn.Linear(4, 2)\nloader = DataLoader(Stream(), 8)\n" + TRAIN,
+        "script.cache=memory",
+        "samples of Stream are not the same in each epoch",
+    ),
+    "stream of workers": (
+        STREAM + "                yield torch.full((4,), float(i)), i % 2\n"
+        "model = nn.Linear(4, 2)\nloader = DataLoader(Stream(), 8, num_workers=1)\n" + TRAIN,
+        "script.cache=memory",
+        "workers make the samples of Stream, anew in each epoch",
+    ),
     "random": (
         "class Noisy(Numbers):\n"
         "    def __getitem__(self, i):\n"

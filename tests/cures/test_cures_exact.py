@@ -132,6 +132,44 @@ def test_each_sample_is_made_once_and_twice_at_first(scripts, training, plain):
     assert found["made"] == 44 + 2 * 16
 
 
+STREAM = """
+class Made(IterableDataset):
+    made = 0
+    def __iter__(self):
+        for i in range(43):
+            Made.made += 1
+            rng = np.random.default_rng(i)
+            image = rng.standard_normal((9, 9, 2)).astype(np.float32)
+            yield torch.from_numpy(image.transpose(2, 0, 1)), int(rng.integers(3))
+"""
+
+
+@pytest.mark.parametrize("ends", ["", "            if step == 3:\n                break\n"])
+def test_a_stream_is_made_twice_and_then_given_from_memory(scripts, tmp_path, ends):
+    begins, _, rest = TRAINING.partition("class Made")
+    _, _, rest = rest.partition("class Net")
+    source = begins.replace("Dataset", "IterableDataset") + STREAM + "\nclass Net" + rest
+    source = source.replace("Made(44)", "Made()").replace(", shuffle=True", "")
+    source = source.replace('            print("step"', ends + '            print("step"')
+    # Trained on and evaluated alike: each epoch comes past the samples twice.
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    plain, cured = scripts.run(path), scripts.run(path, "script.cache=memory")
+    assert plain.code == cured.code == 0, cured.err
+    assert cured.left == {}, cured.err
+    assert (
+        cured.applied.get("script.cache") == "samples of Made in memory, once two epochs were alike"
+    )
+    assert cured.left == {}
+    whole = 43 if not ends else 4 * 8
+    assert result(plain)["made"] == 4 * (whole + 43)
+    assert result(cured)["made"] == whole + 43 + (43 if ends else 0)
+    assert (result(cured)["weights"], result(cured)["tested"]) == (
+        result(plain)["weights"],
+        result(plain)["tested"],
+    )
+
+
 def test_only_each_nth_step_is_told_and_what_is_left_out_is_counted(scripts, training):
     done = scripts.run(training, "script.log_every=5")
     steps = [line for line in done.out.splitlines() if line.startswith("step")]

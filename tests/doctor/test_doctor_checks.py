@@ -625,6 +625,18 @@ def test_bf16_is_not_proposed_where_calling_operators_takes_the_time():
     assert look(job(bf16_units="AMX-bf16", model={"elements": 6_000_000}))
 
 
+def test_parsed_samples_of_a_stream_are_kept_in_the_process_that_trains():
+    look = next(check.look for check in CHECKS if check.name == "text_parse")
+
+    def recipe(**loader):
+        parts = {"hot": [(Site("train.py", 7, "a = line.split(',')"), 0.5)]}
+        return look(starving(loader=parts | loader))[0].recipe
+
+    assert recipe(num_workers=2) == recipe(num_workers=0, is_iterable=True)
+    assert recipe(num_workers=0, is_iterable=True) == {"script.cache": "memory"}
+    assert recipe(num_workers=2, is_iterable=True) == {}
+
+
 def test_samples_of_small_files_are_kept_where_they_fit():
     look = next(check.look for check in CHECKS if check.name == "small_files")
 

@@ -241,6 +241,31 @@ def test_what_fills_a_cache_is_not_counted_where_nobody_knows_how_long_it_does(t
             assert (first.step_s > 0.008) is not settles
 
 
+@pytest.mark.parametrize("most_steps", [None, 400])
+def test_what_says_that_it_keeps_more_is_not_counted_though_it_grows_no_faster(
+    tmp_path, most_steps
+):
+    """As what must have come twice alike: all epochs until then are equally slow."""
+    keeping = (
+        PLAIN.replace("0.004", "0.004 if step < 150 else 0.001")
+        .replace("import at_step\n", "import at_step, tell_also\nstep = 0\n")
+        .replace("for step", "tell_also(lambda: 0, lambda: {'is_full': step > 150})\nfor step")
+    )
+    a = job(tmp_path, PLAIN, str(most_steps or 1_000_000))
+    b = job(tmp_path, keeping, str(most_steps or 1_000_000), name="keeping")
+    with (
+        scratch() as folder,
+        closing(
+            Against(a, folder, time.monotonic() + 60, most_steps=most_steps, is_renewed=True)
+        ) as plain,
+    ):
+        pair = plain.measure(b, Terms(max_pairs=2, block_s=0.1), budget_s=40)
+    assert pair.reason == ""
+    assert max(block.step_s for block in pair.blocks if block.side == "b") < 0.003
+    assert pair.b.warm_steps >= 150
+    assert pair.b.warm_s > 150 * 0.004
+
+
 @pytest.mark.parametrize("slower_ms", [0.0, 0.02])
 def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_path, slower_ms):
     growing = PLAIN.replace("0.004", f"0.004 + step * {slower_ms} / 1000")

@@ -1,6 +1,7 @@
 """What is tried, how long, and what losses say: as plain data, without a trial."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,18 +9,21 @@ import pytest
 from flatout.doctor.edits.proposals import with_edits
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
-from flatout.doctor.proving.bench import why_left
-from flatout.doctor.proving.cure import cures_of, together
+from flatout.doctor.proving.bench import Bench, why_left
+from flatout.doctor.proving.cure import Cure, cures_of, together
 from flatout.doctor.proving.losses import compare
 from flatout.doctor.proving.obstacles import obstacle
 from flatout.doctor.proving.whole_run import (
     between_s,
     epoch_steps,
+    evaluated_every,
     run_steps,
     setup_s,
     whole_s,
 )
+from flatout.doctor.trials.pair import Pair
 from flatout.doctor.trials.process import Ended
+from flatout.doctor.trials.scratch import scratch
 from flatout.doctor.trials.side import Block, Showed
 from flatout.doctor.trials.terms import Terms
 from flatout.observe import Loader, Model, Observation, Optimizer
@@ -327,6 +331,20 @@ def test_steps_of_an_epoch_are_known_where_one_loader_gives_them():
     broken_off = seen()
     broken_off.loaders[0].batches = 8  # in two epochs: the loop breaks off early
     assert epoch_steps(broken_off) is None
+
+
+@pytest.mark.parametrize(("every", "found"), [([30], 30), ([30, None], 30), ([30, 8], None)])
+def test_a_loop_without_a_loader_is_measured_from_evaluation_to_evaluation(every, found):
+    models = [Model("Net", evaluated_every=steps) for steps in every]
+    judged = verdict(loaders=[], models=models)
+    assert evaluated_every(judged.observations[0]) == found
+    asked = []
+    against = SimpleNamespace(measure=lambda job, terms, **_: asked.append(terms) or Pair())
+    with scratch() as folder:
+        bench = Bench(judged, ["t.py"], folder, budget_s=60)
+        bench.measure(against, Cure(("a",), "a", {"script.evaluation": "no_grad"}), 10)
+    assert asked[0].steps(0.01, 1e3, 2, None) == (60 if found else 48)
+    assert asked[0].in_epochs == bool(found)
 
 
 def test_steps_of_the_run_are_known_from_its_end_or_its_options(tmp_path):

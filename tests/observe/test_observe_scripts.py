@@ -446,6 +446,7 @@ def test_evaluation_and_training_in_the_other_mode(tmp_path, mode):
     (model,) = seen.models
     assert seen.steps == 24
     assert [loader.in_training for loader in seen.loaders] == [True, False]
+    assert model.evaluated_every == (8 if mode == "eval" else None)
     if mode == "eval":
         assert model.evaluated_with_grad.line == 16
         assert model.trained_in_eval_mode.line == 12

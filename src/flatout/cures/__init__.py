@@ -6,6 +6,6 @@ there, and that is said once.
 """
 
 from flatout.cures.install import install
-from flatout.cures.record import applied, left
+from flatout.cures.record import applied, is_full, left
 
-__all__ = ["applied", "install", "left"]
+__all__ = ["applied", "install", "is_full", "left"]

@@ -1,4 +1,7 @@
-"""script.cache=memory: the samples of a map-style dataset are kept after they were first made."""
+"""script.cache=memory: samples are kept after they were first made.
+
+Those of a map-style dataset by their number; those of an iterable one by their place (stream.py).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from weakref import ref
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.sample_store import Form, Store, form_of
+from flatout.cures.stream import Stream
 from flatout.cures.unchanged import Attributes, parts_of
 from flatout.measure.meters import available_bytes
 from flatout.world.place import place
@@ -92,12 +96,37 @@ def keep_samples(torch: Any) -> None:
             del known[number]
         if id(dataset) not in known:
             known[id(dataset)] = _Known(torch, dataset)
+        if isinstance(dataset, torch.utils.data.IterableDataset):
+            _keep_stream(known[id(dataset)].stream, iterator, dataset)
+            return
         store = known[id(dataset)].store_for_epoch(dataset)
         if store is not None:
             iterator._dataset = Cached(dataset, store)
             took(FIELD, f"samples of {type(dataset).__name__} in memory")
 
     owner.__init__ = init
+
+
+def _keep_stream(stream: Stream | None, iterator: Any, dataset: Any) -> None:
+    """An epoch of an iterable dataset, in the process that trains."""
+    if stream is None:
+        return
+    if iterator._num_workers:
+        leave(FIELD, f"workers make the samples of {type(dataset).__name__}, anew in each epoch")
+        return
+    iterator._dataset = _Epoch(stream, dataset)
+    if stream.is_kept:
+        took(FIELD, f"samples of {type(dataset).__name__} in memory, once two epochs were alike")
+
+
+class _Epoch:
+    """What a loader iterates over in place of an iterable dataset."""
+
+    def __init__(self, stream: Stream, dataset: Any) -> None:
+        self._stream, self._dataset = stream, dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._stream.epoch(self._dataset, iter(self._dataset))
 
 
 class _Known:
@@ -108,7 +137,9 @@ class _Known:
             self.dataset: Any = ref(dataset)
         except TypeError:  # nothing can look after it
             self.dataset = lambda: dataset
-        self._store = _try_out(torch, dataset)
+        is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+        self.stream = _stream_of(torch, dataset) if is_stream else None
+        self._store = None if is_stream else _try_out(torch, dataset)
         self._before = None if self._store is None else Attributes(dataset)
 
     def store_for_epoch(self, dataset: Any) -> Store | None:
@@ -120,11 +151,28 @@ class _Known:
         return self._store
 
 
+def _room() -> int:
+    """Bytes that the samples of a dataset may take in this process."""
+    return int(available_bytes() * _SHARE / max(1, place().local_world_size))
+
+
+def _stream_of(torch: Any, dataset: Any) -> Stream | None:
+    """An iterable dataset's samples; None, with the reason told, where they cannot be kept."""
+    if isinstance(dataset, torch.utils.data.IterDataPipe):  # a loader treats it as one
+        leave(FIELD, f"{type(dataset).__name__} is a DataPipe")
+        return None
+    owner = next(_generators_in(torch, dataset), "")
+    if owner:
+        leave(FIELD, f"{owner} draws random numbers")
+        return None
+    return Stream(FIELD, dataset, _room())
+
+
 def _try_out(torch: Any, dataset: Any) -> Store | None:
     """A store for a dataset's samples; None, with the reason told, where they cannot be kept."""
     name = type(dataset).__name__
     data = torch.utils.data
-    if isinstance(dataset, data.IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if not hasattr(dataset, "__getitem__"):
         leave(FIELD, f"{name} has no samples by number")
         return None
     if isinstance(dataset, (data.TensorDataset, list, tuple)):
@@ -143,8 +191,7 @@ def _try_out(torch: Any, dataset: Any) -> Store | None:
     if form is None:
         leave(FIELD, reason)
         return None
-    room = int(available_bytes() * _SHARE / max(1, place().local_world_size))
-    kept = min(count, room // form.bytes)
+    kept = min(count, _room() // form.bytes)
     if kept < count:
         leave(FIELD, f"memory has room for {kept:,} of {count:,} samples")
     return Store(form, kept) if kept else None

@@ -16,17 +16,19 @@ _applied: dict[str, str] = {}
 _left: dict[tuple[str, str], None] = {}
 _process = 0
 _stood_down = ""
+_is_full = True
 
 
 def begin(asked: dict[str, Any]) -> None:
     """These are the cures that this process was asked for: value by dotted name."""
-    global _process, _stood_down
+    global _process, _stood_down, _is_full
     _asked.clear()
     _asked.update(asked)
     _applied.clear()
     _left.clear()
     _process = os.getpid()
     _stood_down = ""
+    _is_full = True
 
 
 def applied() -> list[tuple[str, str]]:
@@ -50,6 +52,17 @@ def leave(field: str, why: str) -> None:
         _left[field, why] = None
         if _is_speaker():
             say(f"left as written: {words_of(field, _asked.get(field))} ({why})")
+
+
+def fill(*, is_full: bool) -> None:
+    """Something is being kept that will be given in later epochs; or nothing more is."""
+    global _is_full
+    _is_full = is_full
+
+
+def is_full() -> bool:
+    """Whether what is kept for later epochs is all there, so that steps get no faster by it."""
+    return _is_full
 
 
 def stand_down(why: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -94,6 +95,8 @@ class SeenModel(Called):
         if len(self._evaluated_in) <= max(1, steps // 2):
             facts.evaluated_in_train_mode = self._evaluated.get((True, False))
             facts.evaluated_with_grad = self._evaluated.get((False, True))
+            apart = {after - before for before, after in pairwise(sorted(self._evaluated_in))}
+            facts.evaluated_every = apart.pop() if len(apart) == 1 else None
         facts.trained_in_eval_mode = self._trained.get((False, True))
         if facts.evaluated_in_train_mode and not changes_in_training(facts):
             facts.evaluated_in_train_mode = None

@@ -193,6 +193,7 @@ class Model:
         trained_in_eval_mode: where it was called with gradients, then stepped, in eval mode.
         evaluated_with_grad: where it was called in eval mode with gradients enabled, and no
             backward came.
+        evaluated_every: steps from one evaluation to the next, where there were always as many.
         first_weights, first_gradients: a number for the weights before the first step, and for the
             gradients that it was made with; equal ones are equal. None with a single rank, where
             ranks hold parts of the tensors, and where all gradients were zero.
@@ -223,6 +224,7 @@ class Model:
     evaluated_in_train_mode: Site | None = None
     trained_in_eval_mode: Site | None = None
     evaluated_with_grad: Site | None = None
+    evaluated_every: int | None = None
     first_weights: int | None = None
     first_gradients: int | None = None
     not_finite: list[str] = field(default_factory=list)

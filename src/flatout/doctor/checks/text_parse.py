@@ -46,7 +46,8 @@ def _found(loader: Loader, parsing: list[tuple[Site, float]], wait: float) -> Fi
         where=str(parsing[0][0]),
         cost_ms=part * wait,
         parity="bit-identical",
-        recipe={} if loader.is_iterable else {"script.cache": "memory"},
+        # The samples of an iterable dataset are kept in the process that trains only.
+        recipe={} if loader.is_iterable and loader.num_workers else {"script.cache": "memory"},
     )
 
 

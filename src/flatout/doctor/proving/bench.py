@@ -12,7 +12,7 @@ from typing import Any
 from flatout.doctor.judge import Verdict
 from flatout.doctor.proving.cure import BETWEEN_STEPS, FILLED_BY_AN_EPOCH, IN_EPOCHS, Cure
 from flatout.doctor.proving.jobs import job
-from flatout.doctor.proving.whole_run import epoch_steps, steps_at_all
+from flatout.doctor.proving.whole_run import epoch_steps, evaluated_every, steps_at_all
 from flatout.doctor.trials.pair import Against, Pair
 from flatout.doctor.trials.scratch import temporary_of
 from flatout.doctor.trials.side import Showed
@@ -49,6 +49,8 @@ class Bench:
     ) -> None:
         self.floor = _LEAST_FLOOR
         self.epoch_steps = epoch_steps(verdict.observations[0])
+        # A loop without a loader is known by its evaluations at least.
+        self._round = self.epoch_steps or evaluated_every(verdict.observations[0])
         self.start_s = 0.0
         self._block_s = _SHORTEST_S
         self.held = ""
@@ -118,8 +120,8 @@ class Bench:
             floor=self.floor,
             precision=precision,
             pace_s=pace_s,
-            epoch_steps=self.epoch_steps,
-            in_epochs=bool(cure.fields & set(IN_EPOCHS)) and self.epoch_steps is not None,
+            epoch_steps=self._round,
+            in_epochs=bool(cure.fields & set(IN_EPOCHS)) and self._round is not None,
             settles=fills and self.epoch_steps is None,
             counts_between=counts_between(cure),
             lives=lives,

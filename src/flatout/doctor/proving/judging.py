@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Proof
-from flatout.doctor.proving.bench import LEFT
+from flatout.doctor.proving.bench import LEFT, why_left
 from flatout.doctor.proving.cure import Cure
 from flatout.doctor.proving.losses import Compared, compare
 from flatout.doctor.proving.whole_run import setup_s
@@ -71,6 +71,9 @@ class Judging:
         if not compared.holds:
             return replace(proof, outcome="left alone", reason=f"{CHANGES}: {compared.words}")
         if not result.wins:
+            given_up = why_left(cure, pair.b)
+            if given_up:  # which it could not know in its first steps
+                return replace(proof, outcome="left alone", reason=given_up)
             why = "slower" if result.loses else pair.reason or "noise"
             return replace(proof, outcome="left alone", reason=f"{result.ratio:.2f}x, {why}")
         if compared.parity > self._allow:

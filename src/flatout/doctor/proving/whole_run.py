@@ -42,6 +42,12 @@ def epoch_steps(seen: Observation) -> int | None:
     return math.ceil(batches / backwards)
 
 
+def evaluated_every(seen: Observation) -> int | None:
+    """Steps from one evaluation to the next; None where nobody knows, or they are not as many."""
+    every = {model.evaluated_every for model in seen.models if model.evaluated_every}
+    return every.pop() if len(every) == 1 else None
+
+
 def _batches(loader: Loader, ranks: int) -> int | None:
     if not loader.length or not loader.batch_size:
         return None

@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -214,7 +214,8 @@ class Against:
         left = until - time.monotonic()
         slowest = max(a.step_s, b.step_s)
         steps = terms.steps(slowest, left, dropped, a.most_steps)
-        if terms.settles:
+        if terms.settles or not b.is_full:
+            terms = replace(terms, settles=True)
             _settle(b, dropped, steps, until)
             left = until - time.monotonic()
         length = terms.length(slowest, left, dropped, steps, a.most_steps)
@@ -296,7 +297,10 @@ def run_pair(
 
 
 def _settle(side: Side, dropped: int, steps: int, until: float) -> None:
-    """Blocks that are not counted, until one is hardly faster than the one before it."""
+    """Blocks that are not counted, until all is kept, and one is hardly faster than the last."""
+    half = (time.monotonic() + until) / 2
+    while not side.is_full and time.monotonic() < half:
+        side.warm_on(dropped, steps)
     for _ in range(_SETTLES_WITHIN):
         before = side.step_s
         side.block(dropped, steps)

@@ -110,6 +110,7 @@ class Side:
     Attributes:
         queue: batches that it makes ahead.
         step_s: seconds per step of its latest block.
+        is_full: whether all is kept that later epochs will find, as far as it says.
         has_ended: whether it has failed, or did not come in time.
         showed: what else it has shown.
     """
@@ -133,6 +134,7 @@ class Side:
         self.has_ended = False
         self.queue = 0
         self.step_s = math.inf
+        self.is_full = True
         self.showed = Showed()
         self.most_steps = most_steps
         self._job, self._folder = job, folder
@@ -206,6 +208,13 @@ class Side:
         self._blocks += 1
         return block
 
+    def warm_on(self, dropped: int, steps: int) -> None:
+        """More steps that fill caches and are not counted; from now on at each start of it."""
+        block, resumed = self._block(dropped, steps)
+        self._seen.warm_s += (block.ended - resumed - block.between) / 1e9
+        self._seen.warm_steps += dropped + steps
+        self._warm += dropped + steps
+
     def renew(self, dropped: int) -> None:
         """The same script from its beginning, past its first steps."""
         self._leave()
@@ -239,6 +248,7 @@ class Side:
     def _take(self, said: dict[str, Any]) -> None:
         """Keeps what the longest life of it has shown."""
         self._seen.add(said)
+        self.is_full = said.get("is_full", True)
         if len(self._seen.losses) >= len(self.showed.losses):
             self.showed = self._seen
 

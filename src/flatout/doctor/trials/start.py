@@ -76,6 +76,7 @@ def _install_cures(watch: Stepping) -> None:
     watch.more = lambda: {
         "applied": [name for name, _ in cures.applied()],
         "left": dict(cures.left()),
+        "is_full": cures.is_full(),
     }
 
 

@@ -27,7 +27,8 @@ class Terms:
             where the budget has no room for `max_pairs`.
         floor: how far from 1 a ratio of the script to itself may lie, as known beforehand.
         precision: how far apart the ends of the interval of a clear answer may lie.
-        epoch_steps: of an epoch; blocks that are longer are whole epochs. None: nobody knows.
+        epoch_steps: of an epoch, or from one evaluation to the next; blocks that are longer are
+            whole epochs. None: nobody knows.
         in_epochs: all blocks are whole epochs, for what happens once in each.
         pace_s: seconds that a side runs after the other one before a block counts, where there is
             time; each side counts as many seconds then, not as many steps. What ran before has

@@ -1,0 +1,140 @@
+"""script.cache=memory for an IterableDataset: what it gave twice alike is given without being made.
+
+Its samples have no numbers, but places: the first one of an epoch, the second, and so on. What
+comes in the first epoch is kept, what comes in the second one is made anew and compared. From the
+third one on, what was alike is given from memory, and the dataset is asked only behind that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from flatout.cures import record
+from flatout.cures.record import leave
+from flatout.cures.sample_store import Form, form_of
+from flatout.cures.unchanged import Attributes
+from flatout.data.randomness import random_state, same_state
+from flatout.measure.meters import available_bytes
+
+# After so many samples that were kept it looks whether so much memory is still free.
+_LOOK_EVERY, _RESERVE = 256, 512 * 2**20
+# Bytes that the interpreter takes for each.
+_OF_A_ROW = 200
+_FILLED = 3  # the epoch
+_END = object()
+
+
+class Stream:
+    """What an iterable dataset gives in an epoch, as far as it is known.
+
+    Args:
+        field: of the Recipe.
+        dataset: whose samples these are; it is not kept alive.
+        room: bytes that they may take.
+
+    Attributes:
+        is_kept: whether anything is; once it has turned out that nothing can be, nothing is.
+    """
+
+    def __init__(self, field: str, dataset: Any, room: int) -> None:
+        self.is_kept = True
+        self._field = field
+        self._name = type(dataset).__name__
+        self._room = room
+        self._before = Attributes(dataset)
+        self._epochs = 0
+        self._rows: list[tuple[Form, bytearray]] = []
+        self._alike = 0  # so many of them, from the first one on, came twice
+        self._length: int | None = None
+        self._ends = 0  # so often it ended there
+
+    def epoch(self, dataset: Any, made: Iterator[Any]) -> Iterator[Any]:
+        """An epoch.
+
+        Args:
+            dataset: the same one.
+            made: what it makes, from its first sample on; asked only for what is not known.
+        """
+        changed = self._before.changed(dataset)
+        if self.is_kept and changed:
+            self._give_up(f"{changed} is another one in each epoch")
+        self._epochs += 1
+        record.fill(is_full=not self.is_kept or self._epochs >= _FILLED)
+        return self._given(made) if self.is_kept else made
+
+    def _given(self, made: Iterator[Any]) -> Iterator[Any]:
+        at = behind = 0
+        while True:
+            if at < self._alike:
+                form, row = self._rows[at]
+                sample = form.unpack(np.frombuffer(row, np.uint8))
+                behind += 1
+            elif at == self._length and self._ends > 1:
+                return
+            else:
+                while behind:  # it must come past what was given without it
+                    next(made, _END)
+                    behind -= 1
+                sample = self._made(at, made)
+                if sample is _END:
+                    return
+            at += 1
+            yield sample
+
+    def _made(self, at: int, made: Iterator[Any]) -> Any:
+        """What the dataset gives at a place: kept, or compared with what came there before."""
+        if not self.is_kept:
+            return next(made, _END)
+        before = random_state()
+        sample = next(made, _END)
+        if not same_state(before, random_state()):
+            self._give_up(f"{self._name} draws random numbers")
+        elif sample is _END:
+            self._ended(at)
+        elif at == self._length:
+            self._give_up(f"{self._name} gives more samples than in the epoch before")
+        elif at == len(self._rows):
+            self._keep(sample)
+        else:
+            self._compare(at, sample)
+        return sample
+
+    def _keep(self, sample: Any) -> None:
+        form = self._rows[-1][0] if self._rows else None
+        row = form.packed(sample) if form else None
+        if row is None:
+            form = form_of(sample)
+            row = form.packed(sample) if form else None
+        if form is None or row is None:
+            why = "are not made of tensors, arrays and numbers alone"
+            self._give_up(f"samples of {self._name} {why}")
+            return
+        self._rows.append((form, bytearray(row)))
+        self._room -= form.bytes + _OF_A_ROW
+        looks = len(self._rows) % _LOOK_EVERY == 0
+        if self._room < 0 or (looks and available_bytes() < _RESERVE):
+            self._give_up(f"memory has no room for the samples of {self._name}")
+
+    def _compare(self, at: int, sample: Any) -> None:
+        form, row = self._rows[at]
+        now = form.packed(sample)
+        if now is None or bytearray(now) != row:
+            self._give_up(f"samples of {self._name} are not the same in each epoch")
+        elif at == self._alike:
+            self._alike += 1
+
+    def _ended(self, at: int) -> None:
+        if at < len(self._rows):
+            self._give_up(f"{self._name} gives fewer samples than in the epoch before")
+        else:
+            self._length = at
+            self._ends += 1
+
+    def _give_up(self, why: str) -> None:
+        leave(self._field, why)
+        record.fill(is_full=True)
+        self.is_kept = False
+        self._rows, self._alike, self._length = [], 0, None
