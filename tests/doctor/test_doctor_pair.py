@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -277,6 +278,10 @@ def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_pa
         assert "".join(started) == ("abab" if slower_ms else "abb")
         pairs.append(against.measure(same, terms, budget_s=20, anew=True))
         assert started[-2:] == ["a", "b"]
+        started.clear()
+        pairs.append(against.measure(same, replace(terms, lives=3), budget_s=20, anew=True))
+        # What it becomes is seen in one long life.
+        assert "".join(started) == ("ab" if slower_ms else "abab")
     for pair in pairs:
         assert pair.reason == ""
         assert pair.result is not None

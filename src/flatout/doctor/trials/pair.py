@@ -41,6 +41,8 @@ _SLACK = 1.5
 _SETTLES_WITHIN, _AS_FAST = 4, 0.9
 # A that has become slower by so much, or by more than noise, is too old for a young B.
 _AGED = 0.05
+# One that becomes slower by so much does so whenever it begins: the user's run has one long life.
+_AGES = 0.25
 
 
 @dataclass
@@ -116,6 +118,7 @@ class Against:
         self._start = start
         self._has_met = False
         self._young_s = self._old_s = math.inf  # a step of A, when it was fastest and at last
+        self._ages = False
         self._a = start("a", a, until, 0)
 
     @property
@@ -192,6 +195,7 @@ class Against:
             half = len(steps_s) // 2
             self._old_s = median(steps_s[-half:])
             self._young_s = min(self._young_s, median(steps_s[:half]), self._old_s)
+            self._ages = self._ages or self._old_s > (1 + _AGES) * self._young_s
 
     def _has_aged(self, floor: float) -> bool:
         return self._old_s > self._young_s * (1 + max(floor, _AGED))
@@ -225,6 +229,7 @@ class Against:
             two += 2 * (a.showed.started_s + b.showed.started_s)
         left = max(left, min(two, self._until - time.monotonic()))
         renewal_s = a.renewal_s + b.renewal_s
+        terms = replace(terms, lives=1) if self._ages else terms
         lives = terms.lives_within(left, renewal_s, 4 * length.seconds(slowest), a.most_steps)
 
         def measured(side: Side) -> Callable[[], float]:
