@@ -119,6 +119,9 @@ class Accumulation:
         self._torch = torch
         self._steps = steps
         self._seen: dict[Any, _Micro] = {}
+        # What was added up last, until the next step. gloo's thread lets go of it a bit later: as
+        # the last one to do so, while Python ends, it would bring the process down.
+        self._held: list[Any] = []
         self._hook_forward(torch.nn.parallel.DistributedDataParallel)
         self._hook_backward()
         self._hook_readers()
@@ -141,6 +144,7 @@ class Accumulation:
         owner.forward = forward
 
     def _before_forward(self, module: Any) -> None:
+        self._held.clear()
         micro = self._seen.setdefault(module, _Micro())
         if micro.is_left or not module.training:
             return
@@ -185,7 +189,7 @@ class Accumulation:
         for module, micro in self._seen.items():
             if micro.is_local:
                 micro.is_local = False
-                _add_up(self._torch, module)
+                self._held += _add_up(self._torch, module)
 
     def _after_step(self) -> None:
         for module, micro in self._seen.items():
@@ -228,10 +232,13 @@ class _Micro:
         self.is_local = False
 
 
-def _add_up(torch: Any, module: Any) -> None:
+def _add_up(torch: Any, module: Any) -> list[Any]:
     """The mean of the ranks' gradients, as DistributedDataParallel makes it after a backward pass.
 
     A parameter that some ranks have used and others not has a gradient on all afterwards.
+
+    Returns:
+        The tensors that were sent.
     """
     distributed, group = torch.distributed, module.process_group
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -244,3 +251,4 @@ def _add_up(torch: Any, module: Any) -> None:
             parameter.grad = torch.zeros_like(parameter)
         distributed.all_reduce(parameter.grad, group=group)
         parameter.grad /= distributed.get_world_size(group)
+    return [used, *(p.grad for p in parameters if p.grad is not None)]
