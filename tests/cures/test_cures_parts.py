@@ -3,12 +3,15 @@
 import json
 import math
 import pickle
+import sys
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 from flatout.cures.cache import Cached
+from flatout.cures.ddp import _all_reduce
 from flatout.cures.install import in_words, is_tested, wanted
 from flatout.cures.later import Later
 from flatout.cures.sample_store import Store, form_of
@@ -246,3 +249,17 @@ def test_a_dataset_that_makes_samples_together_makes_those_that_are_not_there():
     assert (len(cached), cached.made, rows.made) == (6, 5, 5)
     cached.made = 0
     assert rows.made == 0
+
+
+def test_gloo_holds_nothing_any_more_that_was_added_up():
+    # It would be the last to let go of it, while Python ends: the rank would end with SIGABRT.
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for _ in range(1000):
+            tensor = torch.ones(8)
+            holders = sys.getrefcount(tensor), tensor._use_count()
+            _all_reduce(distributed, tensor, distributed.ReduceOp.SUM, None)
+            assert (sys.getrefcount(tensor), tensor._use_count()) == holders
+    finally:
+        distributed.destroy_process_group()

@@ -161,9 +161,7 @@ def _stream_of(torch: Any, dataset: Any) -> Stream | None:
     if isinstance(dataset, torch.utils.data.IterDataPipe):  # a loader treats it as one
         leave(FIELD, f"{type(dataset).__name__} is a DataPipe")
         return None
-    owner = next(_generators_in(torch, dataset), "")
-    if owner:
-        leave(FIELD, f"{owner} draws random numbers")
+    if _draws(torch, dataset):
         return None
     return Stream(FIELD, dataset, _room())
 
@@ -178,9 +176,7 @@ def _try_out(torch: Any, dataset: Any) -> Store | None:
     if isinstance(dataset, (data.TensorDataset, list, tuple)):
         leave(FIELD, f"{name} is in memory already")
         return None
-    owner = next(_generators_in(torch, dataset), "")
-    if owner:
-        leave(FIELD, f"{owner} draws random numbers")
+    if _draws(torch, dataset):
         return None
     try:
         count = len(dataset)
@@ -199,6 +195,8 @@ def _try_out(torch: Any, dataset: Any) -> Store | None:
 
 def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]:
     """The form of the samples; None and why where they are not the same each time."""
+    import numpy as np
+
     from flatout.data.randomness import random_state, same_state, set_random_state
 
     name = type(dataset).__name__
@@ -229,16 +227,17 @@ def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]
         a, b = form.packed(one), form.packed(other)
         if a is None or b is None:
             return None, f"samples of {name} differ in shape"
-        if a != b:
+        if not np.array_equal(a, b):
             return None, f"samples of {name} are not the same each time"
     return form, ""
 
 
-def _generators_in(torch: Any, dataset: Any) -> Iterator[str]:
-    """Names of random generators that the dataset, or what it holds, has of its own."""
+def _draws(torch: Any, dataset: Any) -> bool:
+    """Whether the dataset, or what it holds, has a random generator of its own, which is told."""
     import numpy as np
 
     kinds = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-    for name, part in parts_of(dataset):
-        if isinstance(part, kinds):
-            yield name
+    owner = next((name for name, part in parts_of(dataset) if isinstance(part, kinds)), "")
+    if owner:
+        leave(FIELD, f"{owner} draws random numbers")
+    return bool(owner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import wraps
 from threading import get_ident
+from time import monotonic, sleep
 from typing import Any
 
 from flatout.cures.record import is_on, leave, took
@@ -13,6 +14,8 @@ from flatout.cures.steps import Steps
 SYNC, SEARCH = "script.gradient_sync", "script.unused_parameters"
 # Steps as written, in which the script shows what it does.
 _WATCHED_SEARCH, _WATCHED_SYNC = 3, 2
+# The longest wait, in seconds, for a thread of gloo to let go of what it has sent.
+_LET_GO_S = 0.5
 
 
 class Search:
@@ -62,7 +65,7 @@ class Search:
         device = next(module.parameters()).device
         told = torch.tensor(int(is_whole), device=device)
         distributed = torch.distributed
-        distributed.all_reduce(told, distributed.ReduceOp.MIN, group=module.process_group)
+        _all_reduce(distributed, told, distributed.ReduceOp.MIN, module.process_group)
         if not int(told):
             words = unused or "a parameter on another rank"
             why = "has a hook for what is sent" if module._comm_hooks else f"{words} is unused"
@@ -119,9 +122,6 @@ class Accumulation:
         self._torch = torch
         self._steps = steps
         self._seen: dict[Any, _Micro] = {}
-        # What was added up last, until the next step. gloo's thread lets go of it a bit later: as
-        # the last one to do so, while Python ends, it would bring the process down.
-        self._held: list[Any] = []
         self._hook_forward(torch.nn.parallel.DistributedDataParallel)
         self._hook_backward()
         self._hook_readers()
@@ -144,7 +144,6 @@ class Accumulation:
         owner.forward = forward
 
     def _before_forward(self, module: Any) -> None:
-        self._held.clear()
         micro = self._seen.setdefault(module, _Micro())
         if micro.is_left or not module.training:
             return
@@ -189,7 +188,7 @@ class Accumulation:
         for module, micro in self._seen.items():
             if micro.is_local:
                 micro.is_local = False
-                self._held += _add_up(self._torch, module)
+                _add_up(self._torch, module)
 
     def _after_step(self) -> None:
         for module, micro in self._seen.items():
@@ -232,23 +231,33 @@ class _Micro:
         self.is_local = False
 
 
-def _add_up(torch: Any, module: Any) -> list[Any]:
+def _add_up(torch: Any, module: Any) -> None:
     """The mean of the ranks' gradients, as DistributedDataParallel makes it after a backward pass.
 
     A parameter that some ranks have used and others not has a gradient on all afterwards.
-
-    Returns:
-        The tensors that were sent.
     """
     distributed, group = torch.distributed, module.process_group
     parameters = [p for p in module.parameters() if p.requires_grad]
     used = torch.tensor([int(p.grad is not None) for p in parameters], device=parameters[0].device)
-    distributed.all_reduce(used, distributed.ReduceOp.MAX, group=group)
+    _all_reduce(distributed, used, distributed.ReduceOp.MAX, group)
     for parameter, is_used in zip(parameters, used.tolist(), strict=True):
         if not is_used:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        distributed.all_reduce(parameter.grad, group=group)
+        _all_reduce(distributed, parameter.grad, distributed.ReduceOp.SUM, group)
         parameter.grad /= distributed.get_world_size(group)
-    return [used, *(p.grad for p in parameters if p.grad is not None)]
+
+
+def _all_reduce(distributed: Any, tensor: Any, op: Any, group: Any) -> None:
+    """An all-reduce after which only those hold the tensor who did before.
+
+    gloo's thread lets go of it a bit after its work is done. It needs Python's lock for that, and
+    where Python ends meanwhile, it brings the process down: "terminate called without an active
+    exception".
+    """
+    before = sys.getrefcount(tensor), tensor._use_count()
+    distributed.all_reduce(tensor, op, group=group)
+    until = monotonic() + (_LET_GO_S if tensor.device.type == "cpu" else 0)
+    while (sys.getrefcount(tensor), tensor._use_count()) > before and monotonic() < until:
+        sleep(1e-5)

@@ -51,10 +51,10 @@ class Form:
         # closed with the tensor before the other process has it.
         return _form_in, (pickle.dumps(self.unpack(np.zeros(self.bytes, np.uint8))),)
 
-    def packed(self, sample: Any) -> bytes | None:
-        """The bytes of a sample; None where it is of another form."""
+    def packed(self, sample: Any) -> Any:
+        """A row with the bytes of a sample; None where it is of another form."""
         row = np.zeros(self.bytes, np.uint8)
-        return row.tobytes() if self.pack(sample, row) else None
+        return row if self.pack(sample, row) else None
 
     def pack(self, sample: Any, row: Any) -> bool:
         """Writes a sample into a row of bytes; False where it is of another form."""
@@ -201,5 +201,9 @@ class Store:
         if self._form.pack(sample, self._rows[number]):
             self._there[number] = 1
             self._kept += 1
-            if self._kept % _LOOK_EVERY == 0:
-                self._is_full = available_bytes() < _RESERVE
+            self._is_full = is_memory_short(self._kept)
+
+
+def is_memory_short(kept: int) -> bool:
+    """Whether memory is nearly used up; looked at once in many samples that were kept."""
+    return kept % _LOOK_EVERY == 0 and available_bytes() < _RESERVE

@@ -14,13 +14,10 @@ import numpy as np
 
 from flatout.cures import record
 from flatout.cures.record import leave
-from flatout.cures.sample_store import Form, form_of
+from flatout.cures.sample_store import Form, form_of, is_memory_short
 from flatout.cures.unchanged import Attributes
 from flatout.data.randomness import random_state, same_state
-from flatout.measure.meters import available_bytes
 
-# After so many samples that were kept it looks whether so much memory is still free.
-_LOOK_EVERY, _RESERVE = 256, 512 * 2**20
 # Bytes that the interpreter takes for each.
 _OF_A_ROW = 200
 _FILLED = 3  # the epoch
@@ -46,7 +43,7 @@ class Stream:
         self._room = room
         self._before = Attributes(dataset)
         self._epochs = 0
-        self._rows: list[tuple[Form, bytearray]] = []
+        self._rows: list[tuple[Form, Any]] = []
         self._alike = 0  # so many of them, from the first one on, came twice
         self._length: int | None = None
         self._ends = 0  # so often it ended there
@@ -70,7 +67,7 @@ class Stream:
         while True:
             if at < self._alike:
                 form, row = self._rows[at]
-                sample = form.unpack(np.frombuffer(row, np.uint8))
+                sample = form.unpack(row)
                 behind += 1
             elif at == self._length and self._ends > 1:
                 return
@@ -112,16 +109,15 @@ class Stream:
             why = "are not made of tensors, arrays and numbers alone"
             self._give_up(f"samples of {self._name} {why}")
             return
-        self._rows.append((form, bytearray(row)))
+        self._rows.append((form, row))
         self._room -= form.bytes + _OF_A_ROW
-        looks = len(self._rows) % _LOOK_EVERY == 0
-        if self._room < 0 or (looks and available_bytes() < _RESERVE):
+        if self._room < 0 or is_memory_short(len(self._rows)):
             self._give_up(f"memory has no room for the samples of {self._name}")
 
     def _compare(self, at: int, sample: Any) -> None:
         form, row = self._rows[at]
         now = form.packed(sample)
-        if now is None or bytearray(now) != row:
+        if now is None or not np.array_equal(now, row):
             self._give_up(f"samples of {self._name} are not the same in each epoch")
         elif at == self._alike:
             self._alike += 1
