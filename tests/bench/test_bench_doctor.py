@@ -152,7 +152,7 @@ def test_why_there_was_no_trial_is_said():
 
 
 def test_what_costs_no_time_may_have_to_be_named_all_the_same():
-    row = PITFALLS["retained_graph"]
+    row = PITFALLS["batch_too_small"]
     assert not row.prescribe
     assert keys(seen(row, [finding(row)]))["recall"].met
     assert words_of(Seen(row, "", [Answer()], [Answer()])) == "MISSED"
