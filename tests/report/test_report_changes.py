@@ -3,6 +3,7 @@
 import io
 import re
 import subprocess
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -13,6 +14,7 @@ from flatout.doctor.prescription import Prescription, Proof
 from flatout.observe import Loader, Observation, Site
 from flatout.recipe import Parity
 from flatout.report import changes
+from flatout.report.visit import Asked, _change_code
 
 CODE = "a = 1\nb = 2\nc = 3\nd = 4\ne = 5\n"
 
@@ -112,3 +114,24 @@ def test_where_there_is_nothing_to_change_that_is_said(path):
     nothing = changes.changes_of(verdict())
     assert "there is nothing to change in your code" in told(changes.show, nothing)
     assert told(changes.write, nothing, Parity.EXACT) == "nothing was changed in your code\n"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "outcome", "is_shown"),
+    [
+        ({}, "prescribed", True),
+        ({}, "left alone", False),
+        ({"script.garbage": "scheduled"}, "prescribed", False),
+    ],
+)
+def test_what_was_proven_and_no_recipe_can_say_is_shown_unasked(
+    path, capfdbinary, recipe, outcome, is_shown
+):
+    found = finding(path, "collect", 2, after="")
+    proof = Proof(("collect",), "collect", edits=found.edits, recipe=recipe, outcome=outcome)
+    asked = Asked(["train.py"], path.parent / "flatout.toml")
+    for one, shows in ((asked, is_shown), (replace(asked, as_json=True), False)):
+        console = Console(highlight=False, markup=False)
+        _change_code(one, verdict(found), Prescription([proof]), console, runs=True)
+        assert (b"-b = 2\n" in capfdbinary.readouterr().out) is shows
+    assert path.read_text() == CODE

@@ -140,7 +140,8 @@ class ProvenReport:
         edits += [edit for danger in self.verdict.dangers for edit in danger.edits]
         if edits:
             places = sorted({f"{short(f'{edit.file}:{edit.line}')}" for edit in edits})
-            lines.append(f"flatout doctor --yes --diff {self._what}   # {', '.join(places)}")
+            command = f"flatout doctor --yes --diff {self._what} | patch -p1"
+            lines.append(f"{command}   # {', '.join(places)}")
         if self._needs_time:
             minutes = math.ceil(2 * self.prescription.seconds / 60)
             lines.append(

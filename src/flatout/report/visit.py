@@ -175,14 +175,20 @@ def _change_code(
     *,
     runs: bool,
 ) -> None:
-    if not asked.diff and asked.fix is None:
+    shows = asked.diff or (asked.fix is None and not asked.as_json and _only_edits(prescription))
+    if not shows and asked.fix is None:
         return
     found = changes.changes_of(verdict, prescription)
     console.print()
-    if asked.diff:
+    if shows:
         changes.show(found, console)
     if asked.fix is not None and runs:
         changes.write(found, asked.fix, console)
+
+
+def _only_edits(given: Prescription | None) -> bool:
+    """Whether something was proven that no Recipe can say: to ask anew would cost the trials."""
+    return given is not None and any(one.edits and not one.recipe for one in given.prescribed)
 
 
 def _can_ask(asked: Asked) -> bool:
