@@ -13,6 +13,8 @@ from time import monotonic
 from typing import Any
 from weakref import ref
 
+import numpy as np
+
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.sample_store import Form, Store, form_of
 from flatout.cures.stream import Stream
@@ -75,8 +77,6 @@ class Cached:
 
 def _number(index: Any) -> int:
     """A sample's number; -1 for what is none, which is never kept."""
-    import numpy as np
-
     return int(index) if isinstance(index, (int, np.integer)) else -1
 
 
@@ -195,8 +195,6 @@ def _try_out(torch: Any, dataset: Any) -> Store | None:
 
 def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]:
     """The form of the samples; None and why where they are not the same each time."""
-    import numpy as np
-
     from flatout.data.randomness import random_state, same_state, set_random_state
 
     name = type(dataset).__name__
@@ -234,8 +232,6 @@ def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]
 
 def _draws(torch: Any, dataset: Any) -> bool:
     """Whether the dataset, or what it holds, has a random generator of its own, which is told."""
-    import numpy as np
-
     kinds = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
     owner = next((name for name, part in parts_of(dataset) if isinstance(part, kinds)), "")
     if owner:

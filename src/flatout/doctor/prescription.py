@@ -80,6 +80,11 @@ class Prescription:
         """Those that are worth it, alone."""
         return [proof for proof in self.proofs if proof.outcome == "prescribed"]
 
+    @property
+    def own_edits(self) -> tuple[Edit, ...]:
+        """Changes of code among what is prescribed that no Recipe can say."""
+        return tuple(edit for one in self.prescribed if not one.recipe for edit in one.edits)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)

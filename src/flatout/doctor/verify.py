@@ -174,7 +174,7 @@ def _prescribed(prescription: Prescription) -> Cure:
     proofs = prescription.prescribed
     together = prescription.together
     fields = together.recipe if together else {f: v for p in proofs for f, v in p.recipe.items()}
-    own_edits = tuple(edit for proof in proofs if not proof.recipe for edit in proof.edits)
+    own_edits = prescription.own_edits
     return Cure(("prescribed",), "what was prescribed", recipe=dict(fields), own_edits=own_edits)
 
 

@@ -175,7 +175,9 @@ def _change_code(
     *,
     runs: bool,
 ) -> None:
-    shows = asked.diff or (asked.fix is None and not asked.as_json and _only_edits(prescription))
+    # What was proven and no Recipe can say is shown unasked: to ask anew would cost the trials.
+    is_news = prescription is not None and bool(prescription.own_edits)
+    shows = asked.diff or (is_news and asked.fix is None and not asked.as_json)
     if not shows and asked.fix is None:
         return
     found = changes.changes_of(verdict, prescription)
@@ -184,11 +186,6 @@ def _change_code(
         changes.show(found, console)
     if asked.fix is not None and runs:
         changes.write(found, asked.fix, console)
-
-
-def _only_edits(given: Prescription | None) -> bool:
-    """Whether something was proven that no Recipe can say: to ask anew would cost the trials."""
-    return given is not None and any(one.edits and not one.recipe for one in given.prescribed)
 
 
 def _can_ask(asked: Asked) -> bool:
