@@ -112,6 +112,23 @@ def test_the_steps_are_those_of_keras(name, fused):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
 
 
+class Leaves(keras.callbacks.Callback):
+    """Leaves gradients in the model before every batch, as another loss's backward does."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        for variable in self.model.trainable_variables:
+            variable.value.grad = torch.ones_like(variable.value)
+
+
+def test_gradients_that_another_loss_left_do_not_count():
+    model, disturbed = twins(lambda: compiled("sgd"))
+    x, y = points()
+    for one, callbacks in ((model, []), (disturbed, [Leaves()])):
+        trainer = quiet(one, allow="exact")
+        trainer.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
+    assert_same_weights(model, disturbed, 0)
+
+
 def test_weights_that_decay_must_not_are_left_alone():
     def make():
         optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)

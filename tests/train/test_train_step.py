@@ -84,6 +84,47 @@ def test_one_step_is_that_of_a_plain_loop(micro_batch):
     assert min(done.forward, done.backward, done.optimiser) > 0
 
 
+def leave_gradients(model):
+    """What another loss's backward leaves in the parameters that it went through."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("sizes", [[11], [4, 7]])
+@pytest.mark.parametrize("micro_batch", ["whole", "auto", 3])
+def test_the_gradients_of_a_step_are_its_own(micro_batch, sizes, precision):
+    batches = [data(size, seed, torch.float32) for seed, size in enumerate(sizes)]
+    found = []
+    for leaves in (False, True):
+        model, other = network(torch.float32), network(torch.float32)
+        stepper, compute = job(model, micro_batch=micro_batch)
+        stepper.use(stepper.switch.now.but(precision=precision))
+        if stepper.scaler is not None:
+            stepper.scaler.load_state_dict({**stepper.scaler.state_dict(), "scale": 16.0})
+        for step in (1, 2):
+            if leaves:
+                leave_gradients(model)
+                leave_gradients(other)
+            stepper(compute, batches, step)
+            assert all(p.grad is None for p in model.parameters())
+        # Parameters that this optimizer does not train are not the step's to touch.
+        assert all((p.grad is not None) == leaves for p in other.parameters())
+        found.append(weights(model))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_gradients_left_in_parameters_that_joined_the_optimizer_later():
+    model, joined = network(), network()
+    stepper, compute = job(model)
+    stepper(compute, [data(5)], 1)
+    stepper.switch.optimizer.add_param_group({"params": list(joined.parameters())})
+    leave_gradients(joined)
+    before = weights(joined)
+    stepper(compute, [data(5)], 2)
+    assert all(torch.equal(a, b) for a, b in zip(weights(joined), before, strict=True))
+
+
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_pieces_and_accumulation_add_up_to_the_whole_batch(data):

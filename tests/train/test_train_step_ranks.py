@@ -131,6 +131,19 @@ def test_the_next_step_sends_all_buckets_again():
     assert world.names == world.names[:2] * 3
 
 
+@pytest.mark.parametrize("micro_batch", ["auto", 3])
+def test_gradients_that_another_loss_left_are_not_sent(micro_batch):
+    given, found = data(), []
+    for leaves in (False, True):
+        model = network()
+        if leaves:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        step(model, NextToNobody(), given, micro_batch=micro_batch)
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_batch_norm_is_not_split_unasked_and_the_rank_is_named():
     model = network(nn.BatchNorm1d(800), Limited(3, "forward"))
     with pytest.raises(OutOfMemory, match="memory ran out on rank 1, and BatchNorm") as caught:

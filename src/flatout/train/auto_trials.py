@@ -156,11 +156,12 @@ class Trials:
         for wanted in (self.plain, settings):
             self.stepper.use(wanted)
             set_random_state(before)
+            self.stepper.update.begin()
             value = self.compute(batch)
             loss = value[0] if isinstance(value, tuple) else value
             loss.backward()  # type: ignore[no-untyped-call]
             found.append([loss.detach(), *(p.grad for p in self.stepper.update.parameters)])
-            self.stepper.switch.optimizer.zero_grad(set_to_none=True)
+            self.stepper.update.forget()
         plain, rewritten = found
         same = _nearly if is_keras(self.stepper.switch.model) else torch.equal
         return all(

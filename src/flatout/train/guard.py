@@ -192,6 +192,7 @@ def _first_bad_value(
 ) -> _Found:
     """Run the step's forward and backward again and say where the first bad value appears."""
     compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    model.zero_grad()  # what other losses left in it is not of this step
     try:
         with untouched(model):
             for piece in pieces:

@@ -1,5 +1,6 @@
 """One optimiser step.
 
+    begin        gradients that others left are forgotten         (optim/update.py)
     forward      compute(batch) under autocast, a mean or (sum, weight)
     backward     of the loss; of each micro-batch where the batch is split
     sums         of gradients and losses over all ranks              (strategies/)
@@ -122,6 +123,7 @@ class Stepper:
         Raises:
             OutOfMemory: where the batch cannot be split further, or only by changing learning.
         """
+        self.update.begin()
         if self.dropout is None:
             found = self._gradients(compute, batches, step)
         else:
