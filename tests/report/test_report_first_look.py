@@ -95,6 +95,12 @@ def test_what_was_taken_out_is_one_line():
     assert "a step would take 161 ms instead of 412 ms" in " ".join(text.split())
 
 
+def test_a_cost_that_is_no_bound_is_shown_as_more_than_that():
+    found = Finding("a", "slow", "w", "d", cost_ms=3.0, side_effects=True)
+    text = shown(Verdict([observation()], {}, None, [found], [], []))
+    assert "\n> 3 ms     w" in text
+
+
 def test_each_rank_has_its_line():
     ranks = [dataclasses.replace(observation(), rank=at, world_size=2) for at in (0, 1)]
     text = shown(judge(ranks, inventory()))

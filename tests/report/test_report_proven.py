@@ -112,6 +112,16 @@ def test_nothing_to_prescribe_is_a_verdict_too():
     assert "next  flatout doctor --budget 2m train.py" in shown(late, [], recipe=None)
 
 
+def test_cures_without_time_leave_the_question_open():
+    given = prescription(proofs=[ITEM, UNTRIED], together=None, before_s=None, refused=[])
+    text = shown(given, [], recipe=None)
+    assert "NOTHING PROVEN YET: 1 cure not tried" in text
+    assert "leave it as it is" not in text
+    assert "flatout doctor --budget 5m train.py" in text
+    said = sentence({"prescription": given.as_dict(), "observations": []})
+    assert said == "Nothing is proven yet: 1 change had no time to be tried."
+
+
 def test_what_wins_only_beside_others_says_so():
     beside = dataclasses.replace(
         BF16, trial=trial(0.98), loss="", reason="beside workers 0 to 6: 1.40x [1.38,1.42]"

@@ -45,6 +45,8 @@ class Finding:
         number: of the pitfall in the list of those known, or None.
         where: file:line of the user's code.
         cost_ms: the most per step that the cure can give back; None where that is not known.
+        side_effects: the cost slows other parts of the step down too, so that a cure can give back
+            more than `cost_ms`.
         parity: of the cure, in the four words; "" where it changes no result.
         recipe: the cure as changes of a Recipe, by dotted name; empty where code must change.
         edits: the cure as changes of the user's code; empty where none can be written down.
@@ -58,6 +60,7 @@ class Finding:
     number: int | None = None
     where: str = ""
     cost_ms: float | None = None
+    side_effects: bool = False
     parity: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
     edits: tuple[Edit, ...] = ()

@@ -247,7 +247,9 @@ def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
 
 
 def _bound(finding: Finding) -> str:
-    return "unknown" if finding.cost_ms is None else f"{_figure(finding.cost_ms)} ms"
+    if finding.cost_ms is None:
+        return "unknown"
+    return f"{'> ' if finding.side_effects else ''}{_figure(finding.cost_ms)} ms"
 
 
 def _added(verdict: Verdict) -> str:

@@ -167,6 +167,8 @@ def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow:
             return "No change was measured, so nothing is proven"
         if any(_trial(one, verdict.get("floor")).wins for one in verdict["trials"]):
             return "At least one change was proven to make a step faster than noise can explain"
+        if untried := sum(one.get("group") == "not tried" for one in verdict["trials"]):
+            return f"Nothing is proven yet: {counted(untried, 'change')} had no time to be tried"
         if verdict.get("prescription"):
             return "No change that was tried is worth it for this run: leave it as it is"
         return "No change that was tried is faster than noise can explain: leave it as it is"

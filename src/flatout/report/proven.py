@@ -80,6 +80,10 @@ class ProvenReport:
             return f"{clock(self.seconds)} PROVEN{noise}"
         if any(proof.outcome == "needs your OK" and proof.trial for proof in given.proofs):
             return f"{clock(self.seconds)} NOTHING PRESCRIBED: what is faster needs your OK{noise}"
+        if self._needs_time:
+            untried = sum(one.outcome == "not tried" for one in given.proofs)
+            left = f"{counted(untried, 'cure')} not tried"
+            return f"{clock(self.seconds)} NOTHING PROVEN YET: {left}{noise}"
         if measured:
             return f"{clock(self.seconds)} NOTHING TO PRESCRIBE: leave it as it is{noise}"
         return f"{clock(self.seconds)} NOTHING PROVEN: no cure was measured"

@@ -50,6 +50,8 @@ def _found(what: str, do: str, where: str, cost: float | None) -> Finding:
         number=42,
         where=where,
         cost_ms=cost,
+        # A collection walks over all objects, which empties the caches for the step after it.
+        side_effects=True,
         parity="bit-identical",
         recipe={"script.garbage": "scheduled"},
     )
