@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import torch
 from data_made_up import MadeUp, same
 
 from flatout.data.pipeline import Pipeline
-from flatout.data.running.crew import refusal
+from flatout.data.running.crew import Crew, refusal
 from flatout.errors import DataError
 
 
@@ -46,7 +47,7 @@ KILLED = """
     if __name__ == "__main__":
         made = Pipeline(MadeUp(60)).map(slow).batch(8).options(processes=2)
         next(iter(made.batches(0)))
-        print(*made._program.crew._pool._processes, flush=True)
+        print(*made._program.crew.pids, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -84,10 +85,131 @@ def test_processes_draw_what_this_process_would():
     ended(crew)
 
 
-def test_a_process_that_dies_is_named():
-    made = Pipeline(MadeUp(60)).map(fatal).batch(8).options(processes=1)
-    with pytest.raises(DataError, match="a process that makes batches has died"):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_process_that_dies_over_a_batch_is_named(processes):
+    made = Pipeline(MadeUp(60)).map(fatal).batch(8).options(processes=processes)
+    named = rf"worker process \d of {processes} .*SIGKILL.*making batch 4"
+    with pytest.raises(DataError, match=named):
         list(made.batches(0))
+    assert made._program.crew.pids == []
+
+
+def test_a_process_that_is_killed_between_two_batches_is_named():
+    made = Pipeline(MadeUp(60)).map(slow).batch(2).options(processes=1)
+    batches = made.batches(0)
+    next(batches)
+    (pid,) = made._program.crew.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(DataError, match=rf"worker process 1 of 1 \(pid {pid}\) was killed"):
+        list(batches)
+
+
+DEAD_AT_IMPORT = """
+    import os, signal, sys
+    if __name__ == "__mp_main__":
+        {death}
+    import torch
+    import flatout
+
+    def same(x, y):
+        return x, y
+
+    if __name__ == "__main__":
+        rows = flatout.data.arrays(torch.zeros(20_000, 10), torch.zeros(20_000))
+        list(rows.map(same).batch(32).options(processes=2).batches(0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("death", "named"),
+    [
+        ("os._exit(7)", "ended with exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+    ],
+)
+def test_a_process_that_dies_while_starting_is_named(tmp_path, death, named):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(DEAD_AT_IMPORT).format(death=death))
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert named in done.stderr
+    assert "while starting" in done.stderr
+
+
+STUCK = """
+    import os, signal, sys
+    import torch
+    import flatout
+
+    def asked_to_end(number, frame):
+        sys.exit(3)
+
+    def stuck(x, y):
+        if int(y) == 40:
+            print(os.getpid(), flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return x, y
+
+    if __name__ == "__main__":
+        signal.signal(signal.SIGTERM, asked_to_end)
+        rows = flatout.data.arrays(torch.zeros(200, 10), torch.arange(200))
+        list(rows.map(stuck).batch(4).options(processes=2).batches(0))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_heeded_while_a_process_makes_nothing(tmp_path, number):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(STUCK))
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        stopped = int(job.stdout.readline())
+        job.send_signal(number)
+        _, told = job.communicate(timeout=60)
+    if number == signal.SIGTERM:
+        assert job.returncode == 3
+    else:
+        assert "KeyboardInterrupt" in told
+    assert not psutil.pid_exists(stopped)
+
+
+def only_here(inputs, target):
+    if multiprocessing.parent_process() is not None:
+        os._exit(3)
+    return inputs["x"], target
+
+
+def test_threads_go_on_where_processes_that_were_not_asked_for_die():
+    made = Pipeline(MadeUp(60)).shuffle(seed=1).map(only_here).batch(8)
+    wanted = list(made.batches(0))
+    program = made._program
+    program.crew = Crew(program.maker, 2)
+    assert all(map(same, made.batches(0), wanted))
+    assert program.crew is None
+    assert any("threads again: worker process" in note for note in made.notes())
+
+
+def complains(inputs, target):
+    if int(inputs["x"][0]) == 9:
+        raise Complaint(9, target)
+    return inputs["x"], target
+
+
+class Complaint(Exception):
+    """One that cannot be made of its message alone, and so not be sent."""
+
+    def __init__(self, number, target):
+        super().__init__(f"{number} of {target}")
+
+
+def test_an_error_in_a_process_comes_with_its_traceback():
+    made = Pipeline(MadeUp(60)).map(complains).batch(8).options(processes=1)
+    with pytest.raises(DataError, match="in complains"):
+        list(made.batches(0))
+    ended(made)
 
 
 def test_what_cannot_be_sent_is_refused():

@@ -17,7 +17,7 @@ _ITEMS, _SECONDS = 16, 0.25
 _TOO_LITTLE_S = 0.02
 # Of the time that the consumer may wait for input before more threads are tried.
 _WAIT = 0.03
-# For a thread that waits for a pipe when the loop is left.
+# For all threads that wait for a pipe when the loop is left.
 _PATIENCE_S = 5.0
 
 
@@ -240,7 +240,8 @@ class Ahead(Generic[T]):
             self._made.clear()
             self._room.notify_all()
             self._ready.notify_all()
+        until = perf_counter() + _PATIENCE_S
         for thread in self._threads:
             # The garbage collector may close it in one of its own threads.
             if thread is not threading.current_thread():
-                thread.join(_PATIENCE_S)
+                thread.join(max(0.0, until - perf_counter()))

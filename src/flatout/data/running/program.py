@@ -21,6 +21,7 @@ from flatout.data.running.cut import Cut
 from flatout.data.running.orders import Orders
 from flatout.data.running.parallel import Ahead, Tuner
 from flatout.data.running.samples import Costs, Samples, name_of, sample_rng, takes_rng
+from flatout.data.running.worker import WorkerDied
 from flatout.data.tensors import as_batch
 from flatout.errors import DataError, FlatoutError
 
@@ -181,10 +182,25 @@ class Program:
             return order[start:stop], self.cut.padding(step), epoch, step
 
         if self.crew is not None and self._crew_is_worth_it():
-            return self.crew.batches(task, start_step, steps)
+            return self._by_crew(self.crew, task, start_step, steps)
         if self.in_this_thread:
             return (self.maker.seeded(*task(step)) for step in range(start_step, steps))
         return self._ahead(task, start_step, steps)
+
+    def _by_crew(
+        self, crew: Crew, task: Callable[[int], Task], step: int, steps: int
+    ) -> Iterator[Batch]:
+        try:
+            for batch in crew.batches(task, step, steps):
+                step += 1
+                yield batch
+        except WorkerDied as death:
+            if self._asked:
+                raise
+            # Threads make the same batches, and were enough before.
+            self.notes.append(f"threads again: {death.what}")
+            self.crew = None
+            yield from self._ahead(task, step, steps)
 
     def _ahead(self, task: Callable[[int], Task], step: int, steps: int) -> Iterator[Batch]:
         # What a batch costs decides how they are made. The first one opens files and fills pools,
