@@ -67,6 +67,18 @@ def test_lightning_and_we_learn_the_same(tmp_path):
 
 
 @pytest.mark.slow
+def test_hugging_face_and_we_learn_the_same(tmp_path):
+    need("transformers")
+    write_files(DOCS / "migrate" / "hugging_face.md", tmp_path)
+    theirs = python("with_hugging_face.py", tmp_path, HF_HUB_OFFLINE="1")
+    ours = python("with_flatout.py", tmp_path)
+    assert figures(ours) == figures(theirs)
+    assert_same_weights(
+        torch.load(tmp_path / "model.pt"), load_file(tmp_path / "out" / "model.safetensors")
+    )
+
+
+@pytest.mark.slow
 def test_accelerate_and_we_learn_the_same(tmp_path):
     need("accelerate")
     write_files(DOCS / "migrate" / "accelerate.md", tmp_path)
