@@ -461,6 +461,21 @@ def test_a_pass_that_is_left_early_frees_the_pipe(made, write):
     assert features(data.batches(1)) == list(range(ROWS))
 
 
+def test_a_pass_that_was_left_with_its_writer_in_the_middle_is_followed_by_none(made, write):
+    """What that writer still writes would come as rows of the next pass."""
+    fifo = made()
+    data = read(fifo).batch(100)
+    write(libsvm_rows() * 2000, fifo)
+    batches = data.batches(0)
+    next(batches)
+    data.origin.leave()
+    batches.close()
+    write(libsvm_rows(), fifo)
+    with pytest.raises(DataError, match="pass 1 was left before its end") as failed:
+        next(data.batches(1))
+    assert str(fifo) in str(failed.value)
+
+
 def test_closing_ends_a_pass_that_waits(made):
     stream = FifoStream([made("a"), made("b")], LIBSVM, timeout_s=LIMIT_S)
     timer = threading.Timer(0.2, stream.close)

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from data_made_up import MadeUp, same
 
+from flatout.data import own_pipes
+from flatout.data.own_pipes import OwnPipe, own_pipe
 from flatout.data.pipeline import Pipeline
 from flatout.errors import DataError
 
@@ -121,10 +123,43 @@ def test_an_error_in_the_stream_comes_to_the_loop():
         (lambda p: p.shuffle(1).batch(4), "shuffled only among rows that are near"),
         (lambda p: p.batch(4).cache(), "cache wants rows that can be found by number"),
         (lambda p: p.batch(4).split(0.5)[0], "split wants rows"),
-        (lambda p: p.batch(4).shard(0, 2), "shard wants rows"),
+        (lambda p: p.batch(4).shard(0, 2, by="rows"), r"shard\(by='rows'\) wants rows"),
+        (lambda p: p.batch(4).shard(0, 8), "each of which reads a pipe of its own"),
         (lambda p: p.batch(4, last="pad"), 'last="pad"'),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(make, words):
     with pytest.raises(DataError, match=words):
         list(make(Pipeline(Flow())).batches(0))
+
+
+def test_a_rank_has_its_share_of_each_batch_in_any_number_of_rows():
+    for known in (True, False):
+        sizes = [
+            [batch.size for batch in Pipeline(Flow(known=known)).batch(9).shard(rank, 2).batches(0)]
+            for rank in range(2)
+        ]
+        assert sizes == [[4] * 12 + [2], [5] * 10]
+
+
+def test_rows_are_spread_over_the_steps_that_ranks_have_agreed_on():
+    made = Pipeline(Flow()).shuffle(seed=1, window=8).batch(16)
+    own = own_pipe(made, 0, 2, lambda one: [one, {"places": [], "rows": 19}])
+    assert own.steps == 5  # 69 rows in batches of 16
+    assert [batch.size for batch in own.batches(0)] == [10] * 5
+    assert own_pipe(made, 0, 2, None) is own
+    few = own_pipe(Pipeline(Flow()).batch(4), 0, 2, lambda one: [one, {"places": [], "rows": 9}])
+    assert few.steps is None  # fewer rows than steps: all end when it runs dry
+
+
+def test_a_pipe_that_was_left_in_the_middle_is_not_read_again(monkeypatch):
+    monkeypatch.setattr(own_pipes, "_LEFT_OVER_S", 0.0)
+    flow, said = Flow(), []
+    flow.leave = lambda: said.append("left")
+    made = own_pipe(Pipeline(flow).batch(8), 0, 2, lambda one: [one, {"places": [], "rows": None}])
+    dry = iter([0, 0, 1])
+    pipe = OwnPipe(made, lambda own: next(dry), lambda own: [own, [0, False]], said.append)
+    assert [batch.size for batch in pipe.batches(0)] == [4, 4]
+    assert said[0] == "left"
+    assert said[1].endswith("after 2 steps, when a rank's pipe had run dry; "
+                            "left over: more than 8 samples of rank 0")  # fmt: skip

@@ -59,10 +59,16 @@ class Pipeline(Staged):
         self._epoch = 0
         self._step = 0
         self._ahead: Iterator[Batch] | None = None
+        # Of a pipe: what this rank of several reads, once they have agreed on it (own_pipes.py).
+        self.of_rank: Pipeline | None = None
         check(self.stages)
 
     def _with(self, stage: Stage) -> Pipeline:
-        return Pipeline(self.origin, (*self.stages, stage), self._options, self._say)
+        return self.with_stages((*self.stages, stage))
+
+    def with_stages(self, stages: Sequence[Stage]) -> Pipeline:
+        """The same source with other stages behind it."""
+        return Pipeline(self.origin, stages, self._options, self._say)
 
     def options(
         self,
@@ -148,15 +154,13 @@ class Pipeline(Staged):
         shard, size = self.sharded, self.batch_size
         if shard is None or not shard.presharded or shard.steps is not None or size is None:
             return self
-        assert not is_stream(self.origin)
+        if is_stream(self.origin):
+            return self  # own_pipes.py
         stages = [stage for stage in self.stages if stage is not shard]
-        one = replace(shard, steps=1)
-        own = Pipeline(self.origin, (*stages, one), self._options, self._say).samples
+        own = self.with_stages((*stages, replace(shard, steps=1))).samples
         assert own is not None
         steps = -(-sum(gather(own)) // size)
-        return Pipeline(
-            self.origin, (*stages, replace(shard, steps=steps)), self._options, self._say
-        )
+        return self.with_stages((*stages, replace(shard, steps=steps)))
 
     @property
     def seekable(self) -> bool:
@@ -181,7 +185,9 @@ class Pipeline(Staged):
         """Batches of an epoch."""
         if not is_stream(self.origin):
             return self._built.cut.steps
-        size, rows = self.batch_size, self.samples
+        size, rows, shard = self.batch_size, self.samples, self.sharded
+        if shard is not None and shard.world_size > 1:
+            return shard.steps  # those of all ranks
         if rows is None or size is None:
             return None
         times = next((s.times for s in self.stages if isinstance(s, Repeat)), 1)
@@ -196,6 +202,8 @@ class Pipeline(Staged):
     @cached_property
     def digest(self) -> str:
         """16 hex digits over the source, the samples chosen, and the functions."""
+        if is_stream(self.origin) and self.has_own_rows:  # the same on all ranks
+            return digest_of(self.origin.schema.dumps(), *(words(stage) for stage in self.stages))
         if is_stream(self.origin):
             return digest_of(self.origin.digest, *(words(stage) for stage in self.stages))
         if self.has_own_rows:  # the same on all ranks, though each has other rows

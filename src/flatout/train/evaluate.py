@@ -45,7 +45,8 @@ def evaluate(
     job = trainer.job()
     tally = Tally()
     with evaluating(trainer.model), trainer.autocast():
-        for batch in watched(part_of(agreed(source, world), world).batches(0, 0)):
+        part = part_of(agreed(source, world), world, trainer.loop.say)
+        for batch in watched(part.batches(0, 0)):
             batch = trainer.ready(batch)
             value = job.compute(batch)
             if batch.is_copy:

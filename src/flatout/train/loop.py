@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from flatout.data.batch import Batch, split, to, to_memory_format
+from flatout.data.own_pipes import is_pipe
 from flatout.data.pipeline import Pipeline
 from flatout.data.ranked import ranked
 from flatout.data.running.prefetch import prefetch
@@ -58,7 +59,7 @@ from flatout.train.checks import check_first_batch
 from flatout.train.large_batch import as_rule, resumed_words, scale_rates
 from flatout.train.micro_batch import estimate_pieces, pieces_for
 from flatout.train.rank_trial import RankTrial, is_trial
-from flatout.train.ranks import check_ranks, part_of
+from flatout.train.ranks import agreed, check_ranks, part_of
 from flatout.train.resume import (
     check_same_data,
     check_same_job,
@@ -167,7 +168,7 @@ class Loop:
         self._taken = 0
         self._gathered: list[Batch] = []
         self._flags: list[_Flag] = []
-        self._lanes: tuple[int, int, int] | None = None
+        self._lanes: tuple[int, int, int, int] | None = None
         self._checkpoints: Checkpoints | None = None
         self._saved: tuple[int, int] | None = None
         self._undo = ExitStack()
@@ -248,10 +249,12 @@ class Loop:
         for line in process.apply(self.requested.process):
             self.say(line)
         self._place(model)
+        if data is not None and is_pipe(data):
+            data = agreed(data, self.world)
         check_ranks(model, data, self.world)
         check_reduction(self.requested.world, self.world, self.say)
         if data is not None:
-            data = ranked(data, self.world.rank, self.world.size)
+            data = part_of(data, self.world, self._note)
         first = data.peek(2) if compute is not None and data is not None else []
         if first and data is not None:
             # The first rank's part begins with the same samples on any World.
@@ -475,21 +478,21 @@ class Loop:
             DataError: where the source cannot give them, or a resume finds other data.
         """
         self.source = source
-        iterator = self._begin(source)
+        iterator, trail = self._begin(source), self.world.trail
         while True:
-            start = clock()
+            start, before = clock(), trail.waited
             batch = next(iterator, None)
             if batch is None:
                 break
-            fetched = clock()
+            # Where ranks agree on whether all have a batch, the slowest keeps the others waiting.
+            fetched, others = clock(), trail.waited - before
             self._taken += 1
             batch = self.ready(batch)
             ready = clock()
-            if self._lanes is None:
-                self._lanes = (start, fetched - start, ready - fetched)
-            else:  # one more of the batches that make a step together
-                first, waited, copied = self._lanes
-                self._lanes = (first, waited + fetched - start, copied + ready - fetched)
+            first, fetch, copy, waited = self._lanes or (start, 0, 0, 0)
+            # Of several batches that make a step together all count.
+            fetch += fetched - start - others
+            self._lanes = (first, fetch, copy + ready - fetched, waited + others)
             yield batch
 
     def ready(self, batch: Batch) -> Batch:
@@ -507,11 +510,17 @@ class Loop:
             # Once more, because callbacks may have drawn since the checkpoint was loaded.
             set_random_state(own["random"])
         self._taken = self.batch_in_epoch
-        part = part_of(source, self.world)
+        part = part_of(source, self.world, self._note)
         batches = part.batches(self.epoch, self.batch_in_epoch)
         if isinstance(source, Pipeline) and source.prefetches is None and self.device.type != "cpu":
             return prefetch(batches, self.device)
         return batches
+
+    def _note(self, line: str) -> None:
+        """Say what the user should know, and keep it for the History of the rank that speaks."""
+        self.say(line)
+        if self.world.is_first:
+            self.stepper.notes.append(line)
 
     def step(self, compute: Compute, batch: Batch) -> bool:
         """Train on one batch; returns whether that completed an optimiser step.
@@ -539,7 +548,7 @@ class Loop:
         return True
 
     def _step(self, compute: Compute, batches: tuple[Batch, ...]) -> None:
-        start, fetch, copy = self._lanes or (clock(), 0, 0)
+        start, fetch, copy, others = self._lanes or (clock(), 0, 0, 0)
         self._lanes = None
         done = self.stepper(compute, batches, self.step_count + 1)
         stepped = clock()
@@ -559,7 +568,7 @@ class Loop:
             copy,
             done.forward,
             done.backward,
-            done.sync,
+            done.sync + others,
             done.optimiser,
             now - stepped,
         )

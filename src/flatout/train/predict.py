@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.data.batch import map_tensors
+from flatout.data.own_pipes import is_pipe
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.errors import DataError, ModelError
@@ -32,15 +33,16 @@ def predict(trainer: Trainer, source: Source) -> Any:
     guard.check_state(trainer.model, "prediction")
     trainer.be_ready()
     world = trainer.world()
-    if world.size > 1 and isinstance(source, Pipeline) and source.has_own_rows:
+    own_rows = isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source))
+    if world.size > 1 and own_rows:
         raise DataError(
             "predictions come in the order of the samples, and ranks with samples of their own "
             "have no common order",
-            do="leave shard out: each rank predicts its share of every batch",
+            do="leave shard out and read files: each rank predicts its share of every batch",
         )
     outputs = []
     with evaluating(trainer.model), trainer.autocast():
-        for batch in part_of(source, world).batches(0, 0):
+        for batch in part_of(source, world, trainer.loop.say).batches(0, 0):
             batch = trainer.ready(batch)
             output = trainer.output(batch.inputs)
             _check(output)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from flatout.data.batch import Batch, named_tensors
+from flatout.data.own_pipes import OwnPipe, is_pipe, own_pipe
 from flatout.data.pipeline import Pipeline
 from flatout.data.ranked import ranked
 from flatout.data.source import Source
 from flatout.errors import ModelError, WorldError
 from flatout.models.keras_model import modules_of
+from flatout.say import say
 from flatout.strategies.keras_batch_norm import has_own_moments
 from flatout.strategies.replicas import digest_of
 from flatout.world import World
 
 
 def agreed(source: Source, world: World) -> Source:
-    """The source, of which all ranks know how many steps it makes."""
+    """The source, of which all ranks know how many steps it makes; of pipes, this rank's own."""
+    if world.size > 1 and is_pipe(source):
+        return own_pipe(source, world.rank, world.size, world.gather)
     return source.agreed(world.gather) if isinstance(source, Pipeline) else source
 
 
@@ -64,16 +70,32 @@ def _check_layer(layer: Any) -> None:
         )
 
 
-def part_of(source: Source, world: World) -> Source:
+def part_of(source: Source, world: World, say: Callable[[str], None] = say) -> Source:
     """What this rank reads of a source.
 
     Where an iterator of the user's own decides the order, the ranks compare an epoch's first batch.
+    Of pipes each rank reads its own, and all end an epoch together.
+
+    Args:
+        source: the same on all ranks.
+        world: of this rank.
+        say: gets a line about what is left over in pipes, on all ranks.
 
     Raises:
         WorldError: while reading, on every rank: they have read different batches.
     """
+    if world.size > 1 and is_pipe(source):
+        own = own_pipe(source, world.rank, world.size, world.gather)
+        return OwnPipe(own, partial(_dry, world), world.gather, say)
     look = None if source.seekable else partial(_check_same_batch, world=world)
     return ranked(source, world.rank, world.size, look)
+
+
+def _dry(world: World, is_dry: bool) -> int:
+    """How many ranks have come to the end of their pipes."""
+    count = torch.tensor([int(is_dry)])
+    world.sum(count, "whether a pipe has run dry")
+    return int(count)
 
 
 def _check_same_batch(batch: Batch, world: World) -> None:

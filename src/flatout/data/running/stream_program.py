@@ -30,6 +30,7 @@ from flatout.data.stages import (
     words,
 )
 from flatout.errors import DataError
+from flatout.say import counted
 
 
 class StreamProgram:
@@ -45,13 +46,14 @@ class StreamProgram:
     """
 
     def __init__(self, stream: Stream, stages: Sequence[Stage], seed: int) -> None:
-        _check(stages)
+        _check(stages, stream)
         self.stream = stream
         self.costs = Costs()
         self.tuner = Tuner(1, threads=1)
         self._buffers = Buffers()
         self._batch = next(stage for stage in stages if isinstance(stage, Batch))
         self._repeat = next((s.times for s in stages if isinstance(s, Repeat)), 1)
+        self._size = self._sizes(next((s for s in stages if isinstance(s, Shard)), None))
         self._shuffle = next((s for s in stages if isinstance(s, Shuffle)), None)
         self.seed = seed if self._shuffle is None else self._shuffle.seed
         at = list(stages).index(self._batch)
@@ -91,17 +93,25 @@ class StreamProgram:
             getattr(self.stream, "close", lambda: None)()
             ahead.close()
 
+    def _sizes(self, shard: Shard | None) -> Callable[[int], int]:
+        """How many rows batch k has: of several ranks, this one's share of the batch size.
+
+        Where the steps of an epoch were agreed on, this rank's rows are spread over them.
+        """
+        whole = self._batch.size
+        if shard is None or shard.world_size == 1:
+            return lambda at: whole
+        if shard.steps is not None and self.stream.rows is not None:
+            rows, steps = self.stream.rows * self._repeat, shard.steps
+            return lambda at: rows * (at + 1) // steps - rows * at // steps
+        share = whole * (shard.rank + 1) // shard.world_size
+        share -= whole * shard.rank // shard.world_size
+        return lambda at: share
+
     def _batches(self, epoch: int) -> Iterator[Made]:
-        rows = self._rows(epoch)
-        size = self._batch.size
-        for block in _cut(rows, size):
-            missing = size - len(block)
-            if missing and self._batch.last == "drop":
+        for at, block in enumerate(_cut(self._rows(epoch), self._size)):
+            if len(block) < self._size(at) and self._batch.last == "drop":
                 return
-            if missing and self._batch.last == "pad":
-                raise DataError(
-                    'batch(last="pad") is not for streams', do='use last="keep" or "drop"'
-                )
             start = clock()
             batch = self._last.form.batch(block, self._buffers)
             self.costs.add("batch", clock() - start)
@@ -137,7 +147,7 @@ class StreamProgram:
         assert self._shuffle.window is not None
         window, seed = self._shuffle.window, self._shuffle.seed
         pool: Block | None = None
-        for at, unit in enumerate(_cut(blocks, window)):
+        for at, unit in enumerate(_cut(blocks, lambda at: window)):
             if pool is None:
                 pool = unit
                 continue
@@ -187,21 +197,22 @@ def _applied(blocks: Iterator[Block], step: _Stage, epoch: int) -> Iterator[Bloc
             yield made
 
 
-def _cut(blocks: Iterator[Block], size: int) -> Iterator[Block]:
-    """The same rows in blocks of `size`; the last may be smaller."""
+def _cut(blocks: Iterator[Block], size: Callable[[int], int]) -> Iterator[Block]:
+    """The same rows in blocks of which block k has `size(k)`; the last may be smaller."""
     waiting: list[Block] = []
-    count = 0
+    count = at = 0
     for block in blocks:
         waiting.append(block)
         count += len(block)
-        if count < size:
+        if count < size(at):
             continue
-        whole = join(waiting)
-        for start in range(0, count - size + 1, size):
-            yield take(whole, _range(start, start + size))
-        rest = count % size
-        waiting = [take(whole, _range(count - rest, count))] if rest else []
-        count = rest
+        whole, start = join(waiting), 0
+        while count - start >= size(at):
+            yield take(whole, _range(start, start + size(at)))
+            start += size(at)
+            at += 1
+        waiting = [take(whole, _range(start, count))] if start < count else []
+        count -= start
     if count:
         yield join(waiting)
 
@@ -210,15 +221,39 @@ def _range(start: int, stop: int) -> Numbers:
     return np.arange(start, stop, dtype=np.int64)
 
 
-def _check(stages: Sequence[Stage]) -> None:
+def _check(stages: Sequence[Stage], stream: Stream) -> None:
     for stage in stages:
         if isinstance(stage, Shuffle) and stage.window is None:
             raise DataError(
                 "a stream can be shuffled only among rows that are near each other",
                 do="use shuffle(seed, window=10_000), or convert the data to files",
             )
-        if isinstance(stage, (Cache, Split, Shard)):
+        if isinstance(stage, Batch) and stage.last == "pad":
+            raise DataError('batch(last="pad") is not for streams', do='use last="keep" or "drop"')
+        if isinstance(stage, Shard):
+            _check_shard(stage, stages, stream)
+        if isinstance(stage, (Cache, Split)):
             raise DataError(
                 f"{words(stage)} wants rows that can be found by number, and a stream has none",
                 do="convert the data to files first: flatout data convert",
             )
+
+
+def _check_shard(shard: Shard, stages: Sequence[Stage], stream: Stream) -> None:
+    if shard.by != "batch":
+        raise DataError(
+            f"shard(by={shard.by!r}) wants rows that can be found by number, and a stream has none",
+            do="leave it out: each rank reads a pipe of its own",
+        )
+    if shard.steps is not None and stream.rows is None:
+        raise DataError(
+            "shard(steps=...) of a stream wants to know how many rows come",
+            do="pass rows= to fifo, or leave steps out: ranks end an epoch together",
+        )
+    size = next(stage.size for stage in stages if isinstance(stage, Batch))
+    if size < shard.world_size:
+        raise DataError(
+            f"a batch of {counted(size, 'sample')} has none for some of {shard.world_size} ranks, "
+            "each of which reads a pipe of its own",
+            do="use a larger batch, or fewer ranks",
+        )

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
@@ -21,6 +21,7 @@ from flatout.data.running.parallel import Ahead, Tuner
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.fifo_formats import WORDS, Format, Wrap, decoder_of, stream_schema
 from flatout.errors import DataError
+from flatout.lifetimes import machine
 from flatout.say import say_as_is
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class FifoStream:
         self._block = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // max(1, _row_bytes(schema))))
         self._passes = 0
         self._open: list[Pipe] = []
+        self._left: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": []}
@@ -114,12 +116,31 @@ class FifoStream:
             # All before the first is read: a writer may wait for its reader in any of them.
             for pipe in pipes:
                 pipe.open()
+                self._check_new(pipe, turn)
             with closing(self._parts(pipes, faults, buffers)) as parts:
                 yield from self._numbered(parts)
         finally:
             for pipe in pipes:
                 pipe.stop()
                 pipe.close()
+
+    def _check_new(self, pipe: Pipe, turn: int) -> None:
+        if pipe.name in self._left:
+            raise DataError(
+                f"pass {turn} was left before its end, and what is still written of it cannot be "
+                f"told from pass {turn + 1}",
+                where=pipe.name,
+                do="give each pass a FIFO of its own (PATH_0, PATH_1, ...), or write as many rows "
+                "to each rank's",
+            )
+
+    def leave(self) -> None:
+        """The pass that is being read is left before its end, with its writer in the middle."""
+        self._left.update(pipe.name for pipe in self._open)
+
+    def places(self) -> list[str]:
+        """Where its pipes are: the same for two readers of one pipe, and for them alone."""
+        return [f"{machine()} {_real(path)}" for path in self._paths]
 
     def _numbered(self, parts: Iterator[Part]) -> Iterator[Block]:
         """Number the rows, and compare how many there are with what was said."""
@@ -209,6 +230,14 @@ class FifoStream:
     def notes(self) -> list[str]:
         """What was skipped in the latest pass."""
         return self._faults.notes()
+
+
+def _real(path: str) -> str:
+    if path != STANDARD_INPUT:
+        return os.path.realpath(path)
+    with suppress(OSError):
+        return os.readlink("/proc/self/fd/0")
+    return "standard input"
 
 
 def _row_bytes(schema: Schema) -> int:

@@ -1,0 +1,155 @@
+"""Pipes on several ranks: each reads one of its own, and all end an epoch at the same step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+from flatout.data.batch import Batch
+from flatout.data.origins import is_stream
+from flatout.data.pipeline import Pipeline
+from flatout.data.source import Source
+from flatout.data.stages import Repeat, Shard
+from flatout.errors import DataError
+from flatout.say import counted
+
+# So long a pipe is read on to count what is left over, and so that its writer comes to its end.
+_LEFT_OVER_S = 10.0
+
+
+def is_pipe(source: Source) -> TypeGuard[Pipeline]:
+    """Whether a rank reads rows that no other can read again."""
+    return isinstance(source, Pipeline) and is_stream(source.origin)
+
+
+def own_pipe(
+    pipeline: Pipeline, rank: int, world_size: int, gather: Callable[[Any], list[Any]]
+) -> Pipeline:
+    """The pipeline over this rank's pipe, with batches of this rank's share of the batch size.
+
+    Where all ranks know how many rows come, each spreads its own over the same number of steps, so
+    that none is left over. All ranks call it together.
+
+    Args:
+        pipeline: the same on all ranks but for its pipe.
+        rank: of this process.
+        world_size: how many ranks there are.
+        gather: gives what all ranks have said, by rank.
+
+    Raises:
+        DataError: on all ranks, that two of them read one pipe; or the stages make no sense.
+    """
+    if pipeline.of_rank is not None:
+        return pipeline.of_rank
+    assert is_stream(pipeline.origin)
+    shard = pipeline.sharded or Shard(rank, world_size)
+    if (shard.rank, shard.world_size) != (rank, world_size):
+        raise DataError(
+            f"this is rank {rank} of {world_size}, but the pipeline is the part of rank "
+            f"{shard.rank} of {shard.world_size}",
+            do="write .shard(presharded=True), or leave it out: each rank reads a pipe of its own",
+        )
+    places: list[str] = getattr(pipeline.origin, "places", list)()
+    known = pipeline.samples
+    if known is not None:
+        known *= next((s.times for s in pipeline.stages if isinstance(s, Repeat)), 1)
+    found = gather({"places": places, "rows": known})
+    _check_apart([one["places"] for one in found])
+    steps = shard.steps or _steps([one["rows"] for one in found], pipeline.batch_size)
+    stages = [stage for stage in pipeline.stages if not isinstance(stage, Shard)]
+    own = pipeline.with_stages((*stages, replace(shard, presharded=True, steps=steps)))
+    # What was looked at beforehand is gone from the pipe: only the same object still has it.
+    own.of_rank = pipeline.of_rank = own
+    return own
+
+
+def _check_apart(places: list[list[str]]) -> None:
+    readers: dict[str, int] = {}
+    for rank, theirs in enumerate(places):
+        for place in theirs:
+            if place in readers:
+                raise DataError(
+                    f"ranks {readers[place]} and {rank} read one pipe, and would tear its records "
+                    "apart",
+                    where=place.rpartition(" ")[2],
+                    do="give each rank a pipe of its own, such as "
+                    'fifo(f"train-{place().rank}"), with place of flatout.world',
+                )
+            readers[place] = rank
+
+
+def _steps(rows: list[int | None], size: int | None) -> int | None:
+    """Over how many steps all ranks spread their rows, where they know them."""
+    known = [count for count in rows if count is not None]
+    if size is None or len(known) < len(rows):
+        return None
+    steps = -(-sum(known) // size)
+    return steps if min(known) >= steps else None
+
+
+class OwnPipe:
+    """Follows `flatout.data.source.Source`: the batches of one rank's pipe, while all have one.
+
+    Args:
+        own: as `own_pipe` gives it.
+        dry: gets whether this rank's pipe has run dry, and gives how many ranks' have.
+        gather: gives what all ranks have said, by rank.
+        say: gets a line about what was left over.
+    """
+
+    def __init__(
+        self,
+        own: Pipeline,
+        dry: Callable[[bool], int],
+        gather: Callable[[Any], list[Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._own, self._dry, self._gather, self._say = own, dry, gather, say
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._own, name)
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """This rank's batches of an epoch, until the first rank's pipe runs dry."""
+        made = self._own.batches(epoch, start_step)
+        step = start_step
+        batch = next(made, None)
+        while not self._dry(batch is None):
+            assert batch is not None
+            yield batch
+            step += 1
+            del batch  # not held while the next one is made
+            batch = next(made, None)
+        self._tell(epoch, step, *((0, False) if batch is None else self._rest(batch, made)))
+
+    def _rest(self, batch: Batch, made: Iterator[Batch]) -> tuple[int, bool]:
+        """How many samples are left, and whether there may be more."""
+        samples, until = batch.size, time.monotonic() + _LEFT_OVER_S
+        for more in made:
+            samples += more.size
+            if time.monotonic() > until:
+                # The writer is in the middle: its rows must not be taken for those of a next pass.
+                getattr(self._own.origin, "leave", lambda: None)()
+                return samples, True
+        return samples, False
+
+    def _tell(self, epoch: int, step: int, samples: int, more: bool) -> None:
+        found = enumerate(self._gather([samples, more]))
+        left = [(rank, count, more) for rank, (count, more) in found if count]
+        if left:
+            words = ", ".join(
+                f"{'more than ' if more else ''}{counted(count, 'sample')} of rank {rank}"
+                for rank, count, more in left
+            )
+            self._say(
+                f"epoch {epoch + 1} ended after {counted(step, 'step')}, when a rank's pipe had "
+                f"run dry; left over: {words}"
+            )
+
+    def peek(self, count: int) -> list[Batch]:
+        """This rank's first batches."""
+        return self._own.peek(count)
