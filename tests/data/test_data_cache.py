@@ -85,7 +85,9 @@ def test_a_cache_behind_a_function_keeps_what_it_made():
     pipeline = plain().options(threads=1)
     first = Pipeline(MadeUp()).shuffle(seed=1).map(double).batch(8).cache()
     found = epochs(first)
-    assert len(calls) <= 100 + 64 + 1  # each sample, the probe, and a look at the form
+    assert (
+        len(calls) <= 100 + 64 + 1 + 32
+    )  # each sample, the probe, a look at the form, 16 of them twice
     for ours, theirs in zip(found, epochs(pipeline), strict=True):
         assert ours.inputs.tolist() == (theirs.inputs["x"] * 2).tolist()
 

@@ -134,17 +134,6 @@ def twice(x):
     return 2 * x
 
 
-def test_what_draws_by_another_seed_has_another_cache(tmp_path):
-    def drawn(x, y, rng):
-        return x + rng.random(), y
-
-    found = []
-    for seed in (1, 2):
-        data = rows().map(drawn).cache("disk", folder=str(tmp_path)).shuffle(seed).batch(40)
-        found.append(dict(pairs(data)))
-    assert found[0] != found[1]
-
-
 def test_a_dataset_without_a_name_shares_no_cache(tmp_path):
     for factor in (1, 2):
         dataset = torch.utils.data.TensorDataset(torch.tensor(X) * factor)
@@ -177,11 +166,66 @@ def test_what_draws_is_the_same_in_every_run(drawing):
     assert found[0] == found[1]
 
 
-def test_a_cached_draw_depends_on_the_sample_alone():
-    kept = []
-    for size in (8, 40):
-        kept.append(dict(pairs(rows().map(noisy).cache("memory").shuffle(size).batch(size))))
-    assert kept[0] == kept[1]
+def drawn(x, y, rng):
+    return x + rng.random(), y
+
+
+_own = np.random.default_rng(0)
+
+
+def by_own_generator(x, y):
+    return x + _own.random(), y
+
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.tensor(X[index]) + torch.rand(1), index
+
+
+def shown(data, capsys):
+    data.explain()
+    return capsys.readouterr().out
+
+
+def twice_of_two(x, y):
+    return 2 * x, y
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("function", [noisy, drawn, by_own_generator])
+def test_a_cache_behind_a_random_function_does_not_freeze_it(function, where, tmp_path, capsys):
+    folder = str(tmp_path)
+    data = rows().map(twice_of_two).map(function).cache(where, folder=folder).shuffle(1).batch(8)
+    first, second = (dict(pairs(data, epoch)) for epoch in (0, 1))
+    assert all(0 <= first[n] - 2 * X[n] < 1 for n in range(40))
+    assert sum(first[n] == second[n] for n in range(40)) < 3
+    said = shown(data, capsys)
+    assert f"cache before map {function.__name__}: map {function.__name__} is random" in said
+    assert said.index("map twice_of_two") < said.index("CACHE")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_draws_behind_a_cache_are_those_without_one(threads):
+    plain, kept = (
+        data.shuffle(1).batch(8).options(threads=threads)
+        for data in (
+            rows().map(twice_of_two).map(drawn),
+            rows().map(twice_of_two).map(drawn).cache(),
+        )
+    )
+    for epoch in (0, 1):
+        assert pairs(plain, epoch) == pairs(kept, epoch)
+
+
+def test_a_random_source_has_no_cache(capsys):
+    noise = flatout.data.mix(rows().map(drawn), rows().map(twice_of_two))
+    for data in (flatout.data.torch_dataset(Noisy()), noise):
+        kept = data.cache().batch(8)
+        assert pairs(kept, 0) != pairs(kept, 1)
+        assert "cache was left out" in shown(kept, capsys)
 
 
 # -- batches are their owner's ---------------------------------------------------------------------
@@ -218,7 +262,7 @@ def test_vectors_of_different_lengths_are_kept(where, tmp_path):
 
 
 def test_vectors_that_differ_late_are_refused_by_a_cache():
-    many = flatout.data.arrays(np.arange(200)).map(lambda x: torch.zeros(3 + (int(x) > 150)))
+    many = flatout.data.arrays(np.arange(200)).map(lambda x: torch.zeros(3 + (int(x) == 150)))
     with pytest.raises(DataError, match="differ in length, and the first 64 did not"):
         list(many.cache("memory").batch(10).batches(0))
 

@@ -6,7 +6,8 @@ Only Flatout's own stages move, and only where the batches stay the same:
   split, a filter or a shard before or behind a shuffle chooses the same rows, and what is made of
   one row does not depend on when it is made.
 - A cache keeps samples, never their order. Behind a shuffle or a batch it would hold the same
-  samples, so it goes before them, where it also holds for every later epoch.
+  samples, so it goes before them, where it also holds for every later epoch. Behind a random
+  function it would give every epoch the same draws, so it goes before that too.
 - A user's function stays where it was written, relative to other functions and to the batch.
 """
 
@@ -32,6 +33,7 @@ from flatout.data.running.cut import Cut
 from flatout.data.running.parallel import Tuner
 from flatout.data.running.program import Maker, Program
 from flatout.data.running.samples import Costs, Decoded, Fetched, Joined, Mapped, Samples, name_of
+from flatout.data.running.varying import constant_part
 from flatout.data.sources.arrays import Arrays, ArraySource
 from flatout.data.sources.torch_dataset import DatasetRows
 from flatout.data.stages import (
@@ -281,9 +283,18 @@ def _chain(
             samples = Mapped(samples, stage.function, _seed(stages, options))
             runs.append(samples.name)
         elif isinstance(stage, Cache):
-            if isinstance(samples, ArraySamples):
-                moved.append("cache was left out: the samples are in memory already")
+            kept, behind = constant_part(samples, numbers)
+            if kept is None:
+                moved.append(
+                    f"cache was left out: {base.name} is random, and a cache would give every "
+                    "epoch the same samples"
+                )
                 continue
+            if isinstance(kept, ArraySamples) or (behind and isinstance(kept, Cached)):
+                moved.append(_left_out(behind))
+                continue
+            if behind:
+                moved.append(_moved(behind))
             before = [words(s) for s in stages[:at] if isinstance(s, (Shuffle, Batch, Repeat))]
             if before:
                 moved.append(
@@ -297,12 +308,33 @@ def _chain(
                 )
             folder = None if stage.folder is None else Path(stage.folder)
             cached = Cached(
-                samples, numbers, stage.where, budget=options.memory, folder=folder, say=say
+                kept, numbers, stage.where, budget=options.memory, folder=folder, say=say
             )
             samples = cached
+            for one in behind:
+                samples = Mapped(samples, one.function, one.seed)
             caches.append(cached)
-            runs.append("CACHE")
+            runs.insert(len(runs) - len(behind), "CACHE")
     return samples, runs
+
+
+def _left_out(behind: Sequence[Mapped]) -> str:
+    """Why there is no cache, where what it could hold is there already."""
+    if not behind:
+        return "cache was left out: the samples are in memory already"
+    return (
+        f"cache was left out: {behind[0].name} is random and runs in every epoch, and the samples "
+        "before it are in memory already"
+    )
+
+
+def _moved(behind: Sequence[Mapped]) -> str:
+    """Why a cache runs before the first random function."""
+    names = " and ".join(one.name for one in behind)
+    return (
+        f"cache before {names}: {behind[0].name} is random, and a cache behind it would give every "
+        "epoch the same samples"
+    )
 
 
 def _cut(

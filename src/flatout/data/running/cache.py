@@ -19,8 +19,6 @@ import numpy.typing as npt
 from flatout.cache_folder import cache_folder
 from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, take
 from flatout.data.form import Form
-from flatout.data.order import batch_seed
-from flatout.data.randomness import seeded
 from flatout.data.running.buffers import Buffers
 from flatout.data.running.digests import digest_of
 from flatout.data.running.row_folder import Filling, RowFolder
@@ -41,7 +39,7 @@ class Cached:
     """Samples as they were when they were first made; the order is never kept, only the samples.
 
     Args:
-        inner: makes a sample the first time.
+        inner: makes a sample the first time; the same one in every epoch (`running/varying.py`).
         numbers: which of them there will be, ascending; the others are never asked for.
         where: "memory", "disk", or "auto": memory where it fits, else the disk.
         budget: bytes of memory that it may take; None means half of what is free.
@@ -66,8 +64,8 @@ class Cached:
         self.rows = inner.rows
         self.random = True
         self.name = "cache"
+        self.draws = False
         self.probe = inner.probe
-        self.draws = inner.draws
         self._numbers = numbers
         self._whole = len(numbers) == inner.rows
         self._lock = Lock()
@@ -167,7 +165,7 @@ class Cached:
         return 1 - self._missing / max(1, len(self._numbers))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
-        """These samples: those that were never made before are, as in epoch 0, and then kept."""
+        """These samples: those that were never made before are, and then kept."""
         if self._store is None:
             return self._made(numbers, buffers, costs)
         slots = numbers if self._whole else np.searchsorted(self._numbers, numbers)
@@ -187,14 +185,8 @@ class Cached:
         return bool((self._numbers[within] == numbers).all())
 
     def _made(self, numbers: Numbers, buffers: Buffers, costs: Costs) -> Block:
-        """New samples. Those that draw do so from (number) alone, whatever batch they come in."""
-        if not self.draws:
-            return self.inner.make(numbers, buffers, 0, costs)
-        blocks = []
-        for at in range(len(numbers)):
-            with seeded(batch_seed(0, 0, int(numbers[at]))):
-                blocks.append(self.inner.make(numbers[at : at + 1], buffers, 0, costs))
-        return join([block for block in blocks if len(block)] or blocks[:1])
+        """New samples, which no epoch changes."""
+        return self.inner.make(numbers, buffers, 0, costs)
 
     def _fill(
         self,

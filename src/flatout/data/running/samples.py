@@ -296,7 +296,7 @@ class Mapped(Made):
             own = function_name(self.function)
         except Nameless:
             return None
-        return digest_of(inner, "map", own, str(self.seed) if self.wants_rng else "")
+        return digest_of(inner, "map", own)
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """The function's results for these rows."""
