@@ -18,18 +18,18 @@ def _own():
     return cache_folder() / "live" / f"{os.getpid()}.json"
 
 
-def _record(timeline, *, steps, input, forward):
+def _record(timeline, *, steps, input, forward, samples=0):
     start = perf_counter_ns()
     for step in range(steps):
         at = start + step * (input + forward) * MS
-        timeline.record(at, input * MS, 0, forward * MS, 0, 0, 0, 0)
+        timeline.record(at, input * MS, 0, forward * MS, 0, 0, 0, 0, samples)
 
 
 def test_what_a_rank_writes_is_read_and_goes_with_it():
     timeline = Timeline()
-    live = Live(timeline, rank=1, world_size=2, samples_per_step=64, job="j", run="runs/a")
+    live = Live(timeline, rank=1, world_size=2, job="j", run="runs/a")
     assert Ranks().read() == []
-    _record(timeline, steps=10, input=30, forward=10)
+    _record(timeline, steps=10, input=30, forward=10, samples=64)
     live.write()
     (rank,) = Ranks().read()
     assert (rank.pid, rank.rank, rank.world_size, rank.job) == (os.getpid(), 1, 2, "j")
@@ -40,6 +40,9 @@ def test_what_a_rank_writes_is_read_and_goes_with_it():
     assert rank.lanes_ms["input"] == pytest.approx(30)
     assert rank.lanes_ms["forward"] == pytest.approx(10)
     assert rank.throughput == pytest.approx(64 / 0.04)
+    _record(timeline, steps=10, input=30, forward=10, samples=16)
+    live.write()
+    assert Ranks().read()[0].throughput == pytest.approx(40 / 0.04)  # as many as there were
     live.close()
     live.close()
     assert Ranks().read() == []

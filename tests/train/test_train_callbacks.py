@@ -92,7 +92,7 @@ class Fit:
         with torch.no_grad():
             self.model.weight.fill_(state.step + 1)
         now = time.perf_counter_ns()
-        state.history.timeline.record(now, 0, 0, 1_000_000, 0, 0, 0, 0)
+        state.history.timeline.record(now, 0, 0, 1_000_000, 0, 0, 0, 0, 10)
         state.step += 1
         state.step_in_epoch += 1
         for callback in self.callbacks:

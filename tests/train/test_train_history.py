@@ -18,12 +18,12 @@ from flatout.train.history import History, json_safe
 MS = 1_000_000
 
 
-def recorded(milliseconds: list[int]) -> Timeline:
+def recorded(milliseconds: list[int], samples: int = 64) -> Timeline:
     """A Timeline whose steps took these times: a fifth input, the rest backward."""
     timeline = Timeline()
     start = 0
     for ms in milliseconds:
-        timeline.record(start, ms * MS // 5, 0, 0, ms * MS * 4 // 5, 0, 0, 0)
+        timeline.record(start, ms * MS // 5, 0, 0, ms * MS * 4 // 5, 0, 0, 0, samples)
         start += ms * MS
     return timeline
 
@@ -51,6 +51,15 @@ def test_throughput_is_that_of_the_median_step() -> None:
     assert history.throughput == pytest.approx(64 / 0.030)
     assert history.percentiles()[50] == pytest.approx(0.030)
     np.testing.assert_allclose(history.step_times, [0.01, 0.02, 0.03, 0.04, 0.1])
+
+
+def test_throughput_is_that_of_the_samples_that_were_there() -> None:
+    timeline = recorded([10, 10, 30])
+    timeline.record(10**9, 0, 0, 5 * MS, 0, 0, 0, 0, 2)
+    history = History(batch_size=1000, timeline=timeline)
+    # Three steps of 64 at 10 ms, one of 2 at 5 ms.
+    assert history.throughput == pytest.approx(194 / 0.035)
+    assert "4 steps of 64 samples" in history.summary()
 
 
 def test_lanes_add_up_to_the_mean_step() -> None:

@@ -638,6 +638,18 @@ def test_evaluate_and_predict_are_those_of_keras():
     np.testing.assert_allclose(predicted, model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 
 
+def test_what_fills_a_batch_up_counts_in_no_loss_and_no_metric():
+    x, y = points(51)
+    kept, padded = (flatout.data.arrays(x, y).batch(16, last=last) for last in ("keep", "pad"))
+    plain, other = (quiet(compiled(weighted_metrics=["accuracy"])) for _ in range(2))
+    expected = plain.fit(kept, epochs=2, verbose=0).history
+    assert_same_history(other.fit(padded, epochs=2, verbose=0).history, expected)
+    assert_same_weights(other.model, plain.model)
+    found = other.evaluate(padded)
+    assert found == pytest.approx(plain.evaluate(kept), rel=1e-5)
+    assert len(other.predict(padded)) == 51
+
+
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5", "model.safetensors"])
 def test_files_come_and_go(name, tmp_path):
     x, y = points()

@@ -106,8 +106,58 @@ def test_training_that_waits_for_its_input_hears_so():
     assert "map " in history.notes[-1]
 
 
-def test_padded_batches_weigh_what_is_there():
+def _mean_of_squares(output, target):
+    return (output - target[:, None]).square().mean()
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", torch.nn.CrossEntropyLoss(), _mean_of_squares])
+def test_padded_batches_weigh_what_is_there(loss):
+    # 2 samples and 14 rows of filling in the last batch.
     plain, padded = (data(50).batch(16, last=last) for last in ("keep", "pad"))
-    assert trainer().evaluate(padded)["loss"] == pytest.approx(
-        trainer().evaluate(plain)["loss"], rel=1e-6
-    )
+    job = trainer(loss=loss)
+    expected, found = job.evaluate(plain), job.evaluate(padded)
+    assert found == pytest.approx(expected, rel=1e-6)
+    ours, theirs = trainer(loss=loss), trainer(loss=loss)
+    logs = ours.fit(padded, epochs=2, progress=False).epochs
+    others = theirs.fit(plain, epochs=2, progress=False).epochs
+    for one, other in zip(logs, others, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["accuracy"] == pytest.approx(other["accuracy"])
+    for one, other in zip(weights(ours), weights(theirs), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_predictions_are_of_the_samples_and_not_of_what_fills_batches_up():
+    job = trainer()
+    x = torch.from_numpy(np.array([b.inputs for b in data(50).batch(1).batches(0)])[:, 0])
+    found = job.predict(data(50).batch(16, last="pad"))
+    assert torch.equal(found, job.predict(x, batch_size=16))
+    assert len(found) == 50
+
+
+def test_samples_per_second_are_of_the_samples_that_are_there():
+    for last in ("keep", "pad"):
+        job = trainer()
+        history = job.fit(data(50).batch(48, last=last), epochs=3, progress=False)
+        assert history.timeline.step_samples().tolist() == [48, 2] * 3
+        assert history.timeline.samples == 150
+        seconds = sum(3 * np.median(history.step_times[n::2]) for n in (0, 1))
+        assert history.throughput == pytest.approx(150 / seconds)
+        assert job._fit.state.samples == 150
+
+
+def test_samples_of_accumulated_and_ragged_batches_are_counted():
+    draw = torch.Generator().manual_seed(0)
+    ready = [(torch.randn(n, 4, generator=draw), torch.zeros(n).long()) for n in (40, 3, 5, 2, 9)]
+    history = trainer(accumulate=2).fit(ready, epochs=1, progress=False)
+    assert history.timeline.step_samples().tolist() == [43, 7, 9]
+    assert "3 steps of up to 43 samples" in history.summary()
+
+
+@pytest.mark.parametrize("last", ["keep", "drop", "pad"])
+def test_a_batch_of_a_pipeline_larger_than_the_data_is_an_error(last):
+    made = data(30).batch(31, last=last)
+    with pytest.raises(DataError, match="the batch is larger than the data"):
+        trainer().fit(made, progress=False)
+    if last != "drop":
+        assert len(trainer().predict(made)) == 30

@@ -163,6 +163,18 @@ JOB = '''
     everything("loader", *job(layers(), loader, batch_size=None))
     rows = flatout.data.libsvm(text).map(lambda i, t: (i.float(), t)).shuffle(seed=4).batch(10)
     everything("pipeline", *job(layers(), rows, batch_size=None))
+    # One sample in the last batch: of a larger world some ranks have filling alone.
+    rows = flatout.data.libsvm(text).map(lambda i, t: (i.float(), t)).shuffle(seed=4)
+    rows = rows.batch(10, last="pad")
+    everything("padded", *job(layers(), rows, batch_size=None), rows, None)
+
+    def own_loss(output, target):
+        return torch.nn.functional.cross_entropy(output, target)
+
+    given = {"loss": own_loss, "batch_size": None}
+    trainer, figures = job(layers(), rows, **given)
+    everything("padded, a loss of one's own", trainer, figures, rows, None)
+    found["samples"] = trainer.history.timeline.step_samples().tolist()
     even = (x[:100], y[:100])  # the last batch has two samples: one for each rank, or too few
     everything("batch norm", *job(normed(), even, batch_size=7), *even)
     everything("batch norm, all batches alike", *job(normed(None), even, batch_size=7), *even)
@@ -220,6 +232,8 @@ CASES = (
     "auc",
     "loader",
     "pipeline",
+    "padded",
+    "padded, a loss of one's own",
     "batch norm",
     "batch norm, all batches alike",
     "batch norm of images",
@@ -251,6 +265,15 @@ def test_all_ranks_have_the_same_bits(found, case):
         one, first = found[size, rank][case], found[size, 0][case]
         for key in ("weights", "history", "evaluation", "prediction"):
             torch.testing.assert_close(one[key], first[key], rtol=0, atol=0)
+
+
+def test_what_fills_a_batch_up_is_no_sample(found):
+    plain = found[1, 0]["pipeline"]
+    for one in found.values():
+        for case in ("padded", "padded, a loss of one's own"):
+            torch.testing.assert_close(one[case]["weights"], plain["weights"], rtol=1e-4, atol=5e-5)
+            assert len(one[case]["prediction"]) == 101
+        assert one["samples"] == [*[10] * 10, 1] * 2
 
 
 def test_a_batch_of_one_value_is_refused_by_batch_norm_on_any_world(found):

@@ -188,6 +188,11 @@ JOB = '''
     distances = [keras.metrics.R2Score(), keras.metrics.RootMeanSquaredError()]
     line = compiled(dense(last=1, activation=None), "mse", distances)
     fitted("metrics of a line", line, x, x[:, :1] + truth)
+    # One sample in the last batch: of a larger world some ranks have filling alone.
+    rows = flatout.data.arrays(x[:51], y[:51]).batch(10, last="pad")
+    fitted("padded", compiled(dense()), rows, batch_size=None, test=(x, y))
+    rows = flatout.data.arrays(words[:31], tags[:31]).batch(10, last="pad")
+    fitted("padded, with masks", compiled(tagger()), rows, batch_size=None, test=(words, tags))
     fitted("a PyDataset", compiled(dense()), Rows(), batch_size=None, test=(x, y))
     fitted("a generator", compiled(dense()), forever(), batch_size=None, steps_per_epoch=4,
            test=(x, y))
@@ -285,6 +290,8 @@ CASES = (
     "scores",
     "a slow metric",
     "metrics of a line",
+    "padded",
+    "padded, with masks",
     "a PyDataset",
     "a generator",
     "an optimiser that gathers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ class Batch(NamedTuple):
         is_copy: of such a batch, whether another rank's counts.
         start: where among the samples of all ranks the first of these stands.
         whole: how many samples all ranks have together; 0 where that is not known.
+        padding: how many of the last rows only fill the batch up and are no samples.
     """
 
     inputs: Tensors
@@ -38,6 +40,12 @@ class Batch(NamedTuple):
     is_copy: bool = False
     start: int = 0
     whole: int = 0
+    padding: int = 0
+
+    @property
+    def samples(self) -> int:
+        """How many samples, without the rows that only fill the batch up."""
+        return self.size - self.padding
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -84,16 +92,48 @@ def split(batch: Batch, n: int) -> list[Batch]:
 def rows(batch: Batch, start: int, stop: int) -> Batch:
     """Samples `start` to `stop` of the batch, as views."""
     inputs, targets, weight, indices = map_tensors(lambda tensor: tensor[start:stop], batch[:4])
-    size = min(stop, batch.size) - start
+    stop = min(stop, batch.size)
     return batch._replace(
         inputs=inputs,
         targets=targets,
         weight=weight,
         indices=indices,
-        size=size,
+        size=stop - start,
         start=batch.start + start,
         whole=batch.whole or batch.size,
+        padding=max(0, stop - max(start, batch.samples)),
     )
+
+
+def without_padding(batch: Batch) -> Batch:
+    """The batch without the rows that only fill it up; the same object if there are none.
+
+    Weights of one are left out: filling up has added them.
+    """
+    if not batch.padding:
+        return batch
+    own = rows(batch, 0, batch.samples)
+    is_even = own.weight is not None and not bool((own.weight != 1).any())
+    return own._replace(weight=None) if is_even else own
+
+
+def rows_of_samples(value: Any, batch: Batch) -> Any:
+    """What a model returned for the batch, without the rows that only fill it up.
+
+    What has no row for each of the batch's rows stays as it is.
+    """
+    if not batch.padding:
+        return value
+    if isinstance(value, Tensor):
+        return value[: batch.samples] if value.dim() and len(value) == batch.size else value
+    if isinstance(value, dict):
+        cut = copy(value)
+        cut.update({key: rows_of_samples(part, batch) for key, part in value.items()})
+        return cut
+    if isinstance(value, (tuple, list)):
+        parts = [rows_of_samples(part, batch) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 def to(batch: Batch, device: torch.device, non_blocking: bool = False) -> Batch:

@@ -160,19 +160,27 @@ def as_source(
 
 def _of_pipeline(train: Pipeline, batch_size: int | None, clip_batch: bool) -> Source:
     """A pipeline as it was written, in batches of `batch_size` where it says nothing of batches."""
+    samples = None if train.has_own_rows else train.samples
     if train.in_batches:
-        return _made_elsewhere(train, batch_size)
+        made = _made_elsewhere(train, batch_size)
+        if not clip_batch and made.batch_size is not None and samples is not None:
+            _check_not_larger(made.batch_size, samples)
+        return made
     size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
-    samples = train.samples
     if samples is not None and samples < size:
         if batch_size is not None and not clip_batch:
-            raise DataError(
-                f"the batch is larger than the data: batch_size is {size:,}, but there are "
-                f"{samples:,} samples",
-                do=f"lower batch_size to at most {samples:,}",
-            )
+            _check_not_larger(size, samples)
         size = samples
     return train.batch(size)
+
+
+def _check_not_larger(size: int, samples: int) -> None:
+    if size > samples:
+        raise DataError(
+            f"the batch is larger than the data: batch_size is {size:,}, but there are "
+            f"{samples:,} samples",
+            do=f"lower batch_size to at most {samples:,}",
+        )
 
 
 def _made_elsewhere(train: Any, batch_size: int | None) -> Source:

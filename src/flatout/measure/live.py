@@ -48,7 +48,6 @@ class Live:
         timeline: of the steps.
         rank: of this process.
         world_size: how many ranks train together.
-        samples_per_step: of all ranks together; None where it is not known.
         job: the same text in all ranks of a job, and in no other job of this machine; None takes
             where rank 0 listens, or who started the ranks.
         run: the folder of the run, if it has one.
@@ -60,14 +59,12 @@ class Live:
         *,
         rank: int = 0,
         world_size: int = 1,
-        samples_per_step: int | None = None,
         job: str | None = None,
         run: str | None = None,
     ) -> None:
         self._timeline = timeline
-        self._samples = samples_per_step
         self._who = _who(rank, world_size, job, run)
-        self._looks = deque([_Look(clock() / 1e9, timeline.steps, self._totals())])
+        self._looks = deque([self._look_at(clock() / 1e9)])
         self._finalize: Callable[[], object] | None = None
         self.due = _NEVER if _is_off() else clock() + _EVERY_NS
 
@@ -88,20 +85,20 @@ class Live:
         if self._finalize is None:
             self._finalize = weakref.finalize(self, _remove, _own_file(), os.getpid())
         figures = _recent(self._look(now / 1e9))
-        throughput = figures["steps_per_s"] * self._samples if self._samples else None
-        steps = self._timeline.steps
-        _write({**_process(), **self._who, "steps": steps, **figures, "throughput": throughput})
+        _write({**_process(), **self._who, "steps": self._timeline.steps, **figures})
 
     def _look(self, now: float) -> deque[_Look]:
         steps = self._timeline.steps
         if steps < self._looks[-1].steps:  # the Timeline was begun anew
             self._looks = deque([_Look(now - _EVERY_NS / 1e9, 0, {})])
-        _note(self._looks, _Look(now, steps, self._totals()))
+        _note(self._looks, self._look_at(now))
         return self._looks
 
-    def _totals(self) -> dict[str, float]:
-        steps = self._timeline.steps
-        return {lane: ms * steps for lane, ms in self._timeline.lanes().items()}
+    def _look_at(self, now: float) -> _Look:
+        timeline = self._timeline
+        steps = timeline.steps
+        totals = {lane: ms * steps for lane, ms in timeline.lanes().items()}
+        return _Look(now, steps, totals, timeline.samples)
 
 
 def point_to(
@@ -222,11 +219,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class _Look:
-    """What had been done at a time, in seconds: steps, and ms in each lane."""
+    """What had been done at a time, in seconds: steps, ms in each lane, and samples."""
 
     at: float
     steps: int
     totals: Mapping[str, float]
+    samples: int = 0
 
 
 def _note(looks: deque[_Look], look: _Look) -> None:
@@ -252,9 +250,12 @@ def _recent(looks: Sequence[_Look]) -> dict[str, Any]:
         watched += took / 1e3
         waited = other.totals.get("input", 0.0) - one.totals.get("input", 0.0)
         starved += took / 1e3 if took > 0 and waited >= _STARVED * took else 0.0
+    rate = 1e3 / sum(lanes.values()) if sum(lanes.values()) > 0 else 0.0
+    samples = (last.samples - before.samples) / steps if steps else 0.0
     return {
         "lanes_ms": lanes,
-        "steps_per_s": 1e3 / sum(lanes.values()) if sum(lanes.values()) > 0 else 0.0,
+        "steps_per_s": rate,
+        "throughput": rate * samples if samples else None,
         "watched_s": min(watched, _WATCHED_S),
         "starved_s": min(starved, watched, _WATCHED_S),
     }

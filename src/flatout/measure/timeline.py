@@ -4,7 +4,7 @@ The loop reads the clock between its lanes and hands the durations over once per
 
     timeline.start()
     for every step:
-        timeline.record(start, input, copy, forward, backward, sync, optimiser, host)
+        timeline.record(start, input, copy, forward, backward, sync, optimiser, host, samples)
         timeline.add("evaluation", ns)          # what happens between two steps
     timeline.stop()
 
@@ -46,7 +46,7 @@ LANES = (
 )
 _STEP_LANES = LANES[:7]
 _CHUNK = 1024
-_ROW = struct.Struct("8q")
+_ROW = struct.Struct("9q")
 _pack_row = _ROW.pack_into
 
 
@@ -54,7 +54,7 @@ class Timeline:
     """The lanes of one rank's steps. One thread records; any thread may read.
 
     Args:
-        capacity: how many of the latest steps are kept singly (64 bytes each), rounded up to whole
+        capacity: how many of the latest steps are kept singly (72 bytes each), rounded up to whole
             chunks; older ones live on in the totals alone.
         clock_reads: how often the loop reads the clock for each step, counted into
             `added_us_per_step`: before the first lane and after each of the seven.
@@ -86,8 +86,8 @@ class Timeline:
     def reset(self) -> None:
         """Forgets everything recorded so far."""
         with self._lock:
-            # Rows of start and seven durations: a ring, filled in place by struct.
-            self._rows = np.zeros((self.capacity, 8), dtype=np.int64)
+            # Rows of start, seven durations and samples: a ring, filled in place by struct.
+            self._rows = np.zeros((self.capacity, 9), dtype=np.int64)
             self._buffer = self._rows.data
             self._at = 0
             self._fold_at = self._chunk * _ROW.size
@@ -97,6 +97,7 @@ class Timeline:
             self._first_start: int | None = None
             self._last_end = 0
             self._in_steps = 0
+            self._samples = 0
             # Time between steps that has an owner: in the gaps before, and in the gap after step
             # number `_owned_at`.
             self._owned = 0
@@ -128,11 +129,17 @@ class Timeline:
         sync: int,
         optimiser: int,
         host: int,
+        samples: int = 0,
     ) -> None:
-        """Records one step: its start on `perf_counter_ns`' clock, then durations, all in ns."""
+        """Records one step: its start on `perf_counter_ns`' clock, then durations, all in ns.
+
+        `samples` are those that the step trained on, of all ranks; 0 where that is not known.
+        """
         # A quarter of a microsecond: the row goes straight into the ring, sums wait for the chunk.
         at = self._at
-        _pack_row(self._buffer, at, start, input, copy, forward, backward, sync, optimiser, host)
+        _pack_row(
+            self._buffer, at, start, input, copy, forward, backward, sync, optimiser, host, samples
+        )
         self._at = at = at + _ROW.size
         if at == self._fold_at:
             self._end_chunk()
@@ -158,6 +165,13 @@ class Timeline:
         """How many steps were recorded."""
         return self._rounds * self.capacity + self._at // _ROW.size
 
+    @property
+    def samples(self) -> int:
+        """On how many samples all steps have trained, those that are no longer kept included."""
+        with self._lock:
+            self._fold()
+            return self._samples
+
     def lanes(self) -> dict[str, float]:
         """Returns the milliseconds per step by lane, over all steps; zeros without a step."""
         with self._lock:
@@ -178,15 +192,23 @@ class Timeline:
 
     def rows(self) -> npt.NDArray[np.int64]:
         """Returns the last `capacity` steps, oldest first, as (steps, 8): start, durations; ns."""
-        with self._lock:
-            filled = self._at // _ROW.size
-            older = self._rows[filled:] if self._rounds else self._rows[:0]
-            return np.concatenate([older, self._rows[:filled]])
+        return self._kept()[:, :8]
 
     def step_times(self) -> npt.NDArray[np.float64]:
         """Returns the durations in seconds of the last `capacity` steps, oldest first (float64)."""
         seconds: npt.NDArray[np.float64] = self.rows()[:, 1:].sum(axis=1) / 1e9
         return seconds
+
+    def step_samples(self) -> npt.NDArray[np.int64]:
+        """Returns on how many samples each of the last `capacity` steps trained (int64)."""
+        return self._kept()[:, 8]
+
+    def _kept(self) -> npt.NDArray[np.int64]:
+        """The rows of the last `capacity` steps, oldest first."""
+        with self._lock:
+            filled = self._at // _ROW.size
+            older = self._rows[filled:] if self._rounds else self._rows[:0]
+            return np.concatenate([older, self._rows[:filled]])
 
     def percentiles(self, qs: Sequence[float] = (50, 90, 99)) -> dict[float, float]:
         """Returns the percentiles of `step_times()` in seconds; nothing without a step."""
@@ -246,8 +268,10 @@ class Timeline:
         self._folded = filled
         starts = rows[:, 0]
         # ends[i, k] is when step i left its k-th lane.
-        ends = starts[:, None] + np.cumsum(rows[:, 1:], axis=1)
-        for lane, ns in zip(_STEP_LANES, rows[:, 1:].sum(axis=0).tolist(), strict=True):
+        ends = starts[:, None] + np.cumsum(rows[:, 1:8], axis=1)
+        *sums, samples = rows[:, 1:].sum(axis=0).tolist()
+        self._samples += samples
+        for lane, ns in zip(_STEP_LANES, sums, strict=True):
             self._totals[lane] += ns
         self._in_steps += int((ends[:, -1] - starts).sum())
         if self._first_start is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch
+from flatout.data.batch import Batch, rows_of_samples, without_padding
 from flatout.errors import FlatoutError
 from flatout.train.checks import MISFITS, check_targets, loss_misfit
 from flatout.train.losses import Loss, Value
@@ -55,7 +55,7 @@ def build_compute(
             if isinstance(error, FlatoutError) or is_out_of_memory(error):
                 raise
             raise loss_misfit(error, loss, output, batch) from error
-        if metrics and not batch.is_copy:
+        if metrics and not batch.is_copy and batch.samples:
             _feed(metrics, output, batch)
         return value
 
@@ -65,5 +65,6 @@ def build_compute(
 @torch.no_grad()
 def _feed(metrics: list[Metric], output: Any, batch: Batch) -> None:
     detached = output.detach() if torch.is_tensor(output) else output
+    detached, batch = rows_of_samples(detached, batch), without_padding(batch)
     for metric in metrics:
         metric.update(detached, batch)

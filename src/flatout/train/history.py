@@ -31,7 +31,7 @@ class History:
     """The figures of a fit, by epoch and by step.
 
     Attributes:
-        batch_size: samples per optimiser step.
+        batch_size: samples that an optimiser step is to have; a last one may have fewer.
         timeline: where the time of the steps went.
         epochs: the logs of each epoch, such as `loss`, `val_accuracy`, `seconds`.
         recipe: how the steps ran; None before it was decided.
@@ -70,9 +70,17 @@ class History:
 
     @property
     def throughput(self) -> float:
-        """Samples per second at the median step; 0 without a step."""
-        times = self.step_times
-        return self.batch_size / float(np.median(times)) if times.size else 0.0
+        """Samples per second, each step taking what the median step of its size takes.
+
+        Samples are those that are there: a smaller last batch counts as such, padding does not.
+        0 without a step.
+        """
+        times, samples = self.step_times, self.timeline.step_samples()
+        order = np.argsort(samples, kind="stable")
+        _, first = np.unique(samples[order], return_index=True)
+        alike = np.split(times[order], first[1:])
+        seconds = sum(float(np.median(some)) * some.size for some in alike if some.size)
+        return float(samples.sum()) / seconds if seconds else 0.0
 
     def percentiles(self) -> dict[float, float]:
         """Return the 50th, 90th and 99th percentile of the step times, in seconds."""
@@ -85,7 +93,7 @@ class History:
     def summary(self) -> str:
         """Return the fit in a few lines of plain words."""
         lines = [f"{counted(len(self.epochs), 'epoch')}, {counted(self.timeline.steps, 'step')}"]
-        lines[0] += f" of {counted(self.batch_size, 'sample')}"
+        lines[0] += f" of {self._step_in_words()}"
         if self.timeline.steps:
             of = {q: f"{seconds * 1e3:.3g} ms" for q, seconds in self.percentiles().items()}
             lines[0] += f": {self.throughput:,.0f} samples/s"
@@ -102,6 +110,13 @@ class History:
         if self.stop_reason:
             lines.append(f"stopped: {self.stop_reason}")
         return "\n".join([*lines, *self.notes])
+
+    def _step_in_words(self) -> str:
+        """The samples of a step, such as "64 samples"."""
+        sizes = self.timeline.step_samples()
+        largest = int(sizes.max(initial=0)) or self.batch_size
+        differ = sizes.size > 0 and float(np.median(sizes)) != largest
+        return f"{'up to ' if differ else ''}{counted(largest, 'sample')}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data: times in seconds, lanes in ms per step."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flatout.data.batch import Batch, map_tensors
+from flatout.data.batch import Batch, map_tensors, rows_of_samples, without_padding
 from flatout.data.sources.keras_data import WEIGHTS
 from flatout.models.keras_rewrites import training_step
 from flatout.train.keras_ranks import adds_up, over_all, put_back, shared_losses, whole_batch
@@ -61,19 +61,28 @@ class KerasJob:
         if world.size > 1:
             return self._compute_part(batch, world)
         loss, given = self._forward(batch)
-        self._update(*given)
-        return loss
+        if batch.samples:
+            self._update(*given)
+        return _of_samples(loss, batch)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, _Given]:
         """The batch's loss, and what metrics take."""
-        model, x = self._model, batch.inputs
-        y, weight = targets_of(batch)
+        model = self._model
         with training_step() if self._training else nullcontext():
-            y_pred = in_full_precision(call(model, x, training=self._training))
+            y_pred = in_full_precision(call(model, batch.inputs, training=self._training))
+        if batch.samples:
+            y_pred, batch = _outputs_of_samples(y_pred, batch), without_padding(batch)
+        else:
+            batch = batch._replace(weight=None)  # whatever its loss, it counts nothing
+        y, weight = targets_of(batch)
         loss: torch.Tensor = model._compute_loss(
-            x=x, y=y, y_pred=y_pred, sample_weight=weight, training=self._training
+            x=batch.inputs, y=y, y_pred=y_pred, sample_weight=weight, training=self._training
         )
-        return loss, (x, y, _with_masks(torch.Tensor.detach, y_pred), weight)
+        y_pred = _with_masks(torch.Tensor.detach, y_pred)
+        if batch.padding:  # nothing else, so that metrics get nothing
+            y_pred, batch = _outputs_of_samples(y_pred, batch), without_padding(batch)
+            y, weight = targets_of(batch)
+        return loss, (batch.inputs, y, y_pred, weight)
 
     @torch.no_grad()
     def _update(self, x: Any, y: Any, y_pred: Any, weight: Any) -> None:
@@ -83,7 +92,7 @@ class KerasJob:
         elif model._compile_metrics is not None:
             model._compile_metrics.update_state(y, y_pred, weight)
 
-    def _compute_part(self, batch: Batch, world: World) -> torch.Tensor:
+    def _compute_part(self, batch: Batch, world: World) -> Value:
         """The same where the ranks have parts of the batch, or each a copy of it."""
         # Another rank counts a copy, also in what the loss and layers feed.
         counted = self._summed() if batch.is_copy else []
@@ -97,9 +106,9 @@ class KerasJob:
                 x = whole_batch(world, x) if self._computes_own else x
                 given = (x, *whole_batch(world, tuple(rest)))
             self._update(*given)
-        elif not batch.is_copy:
+        elif not batch.is_copy and batch.samples:
             self._update(*given)
-        return loss
+        return _of_samples(loss, batch)
 
     @property
     def _takes_whole_batches(self) -> bool:
@@ -187,6 +196,26 @@ def in_full_precision(outputs: Any) -> Any:
     if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
         return outputs
     return _with_masks(lambda t: t.float() if t.dtype in _HALF else t, outputs)
+
+
+def _of_samples(loss: torch.Tensor, batch: Batch) -> Value:
+    """The mean loss over the batch's samples, which weighs as many as those are."""
+    return (loss * float(batch.samples), batch.samples) if batch.padding else loss
+
+
+def _outputs_of_samples(outputs: Any, batch: Batch) -> Any:
+    """The outputs, and the masks fastened to them, without rows that only fill the batch up."""
+    if not batch.padding:
+        return outputs
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = rows_of_samples(tensor, batch)
+        mask = getattr(tensor, "_keras_mask", None)
+        if mask is not None:
+            found._keras_mask = rows_of_samples(mask, batch)  # type: ignore[attr-defined]
+        return found
+
+    return map_tensors(cut, outputs)
 
 
 def _with_masks(function: Callable[[torch.Tensor], torch.Tensor], outputs: Any) -> Any:

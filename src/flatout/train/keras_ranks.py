@@ -50,7 +50,7 @@ def shared_losses(world: World, batch: Batch) -> Iterator[None]:
         if not values.shape or reduction in (None, "none"):
             return value
         if reduction == "sum":
-            return value * _share(world, batch.size, None)
+            return value * _share(world, batch.samples, None)
         if reduction != "mean_with_sample_weight":
             sample_weight = None  # divides by the samples, whatever they weigh
         if mask is None and sample_weight is None:
@@ -58,7 +58,8 @@ def shared_losses(world: World, batch: Batch) -> Iterator[None]:
         # A copy, because Keras multiplies by the mask in place.
         weight = None if sample_weight is None else sample_weight.clone()
         counted = module.apply_mask(weight, mask, dtype=value.dtype, reduction="sum")
-        return value * _share(world, batch.size, counted.sum())
+        # Of filling alone nothing counts.
+        return value * _share(world, batch.samples, counted.sum() * bool(batch.samples))
 
     module.reduce_weighted_values = reduce
     try:
@@ -81,7 +82,7 @@ def _share(world: World, size: int, counted: torch.Tensor | None) -> torch.Tenso
     if counted is not None:
         both[1] = counted
     world.sum(both)
-    share: torch.Tensor = both[0] / size
+    share: torch.Tensor = both[0] / max(1, size)
     if counted is None:
         return share.float()
     return (share * counted / both[1].clamp_min(1e-12)).to(counted.dtype)

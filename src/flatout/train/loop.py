@@ -274,12 +274,11 @@ class Loop:
 
     def _show(self) -> Live:
         """Let `flatout top` see the steps."""
-        here, size = self.world.place, self.first_batch_size
+        here = self.world.place
         return Live(
             self.timeline,
             rank=self.world.rank,
             world_size=self.world.size,
-            samples_per_step=None if size is None else size * self.accumulate,
             job=None if self.world.size == 1 else f"{here.address}:{here.port}",
             run=self.run,
         )
@@ -571,6 +570,7 @@ class Loop:
             done.sync + others,
             done.optimiser,
             now - stepped,
+            sum([_on_all_ranks(batch, self.world.size) for batch in batches]),
         )
         if self._live is not None and now >= self._live.due:
             self._live.write()
@@ -854,6 +854,11 @@ class Loop:
 def _is_finite(value: Any) -> bool:
     loss = value[0] if isinstance(value, tuple) else value
     return bool(torch.isfinite(loss).all())
+
+
+def _on_all_ranks(batch: Batch, ranks: int) -> int:
+    """Samples of the batch that this one is a part of; about, where ranks have samples of own."""
+    return batch.samples if ranks == 1 else batch.whole or batch.samples * ranks
 
 
 def _samples_of(batches: Sequence[Batch]) -> float:

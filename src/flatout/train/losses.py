@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flatout.data.batch import Batch
+from flatout.data.batch import Batch, rows_of_samples, without_padding
 from flatout.errors import ModelError
 
 Value = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
@@ -81,6 +81,8 @@ class Loss:
         return weight
 
     def _own_value(self, own: Callable[[Any, Any], Value], output: Any, batch: Batch) -> Value:
+        if batch.padding:
+            return self._own_value_of_samples(own, output, batch)
         if batch.weight is not None:
             raise ModelError(
                 f"sample weights were given, but the loss {self.name} does not take them",
@@ -95,6 +97,17 @@ class Loss:
                 do="reduce it with .mean(), or return (values.sum(), how_many)",
             )
         return value
+
+    def _own_value_of_samples(
+        self, own: Callable[[Any, Any], Value], output: Any, batch: Batch
+    ) -> Value:
+        """Over the samples alone, without the rows that only fill the batch up."""
+        if not batch.samples:  # this rank's part is filling alone, and weighs nothing
+            value = self._own_value(own, output, batch._replace(padding=0, weight=None))
+            return (value[0] if isinstance(value, tuple) else value) * 0.0, 0.0
+        real = without_padding(batch)
+        value = self._own_value(own, rows_of_samples(output, batch), real)
+        return value if isinstance(value, tuple) else (value * real.size, real.size)
 
     def _sample_weighted(
         self, output: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, are_labels: bool

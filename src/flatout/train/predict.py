@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.data.batch import map_tensors
+from flatout.data.batch import map_tensors, rows_of_samples
 from flatout.data.own_pipes import is_pipe
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def predict(trainer: Trainer, source: Source) -> Any:
     """Outputs of all batches joined along the first dimension, on the CPU, in fp32 where bf16 ran.
 
+    What only fills a batch up is left out.
     Of several ranks each computes its part of every batch, and all get the whole.
 
     Raises:
@@ -47,7 +48,7 @@ def predict(trainer: Trainer, source: Source) -> Any:
             output = trainer.output(batch.inputs)
             _check(output)
             kept = map_tensors(partial(_to_host, batch.size), output)
-            outputs.append(None if batch.is_copy else [kept])
+            outputs.append(None if batch.is_copy else [rows_of_samples(kept, batch)])
     # Batch by batch, and in each the ranks in turn: the order of the samples.
     by_batch = zip(*world.gather(outputs), strict=True)
     return _joined([kept for ranks in by_batch for part in ranks for kept in part or ()])

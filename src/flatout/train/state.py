@@ -20,7 +20,7 @@ class FitState:
         history: the History being filled.
         epochs: how many epochs were asked for.
         steps_per_epoch: optimiser steps per epoch; None where the source is not counted.
-        batch_size: samples per optimiser step.
+        batch_size: samples that an optimiser step is to have.
         epoch: number of the current epoch, from 0.
         step: optimiser steps done since training began (a resume goes on counting).
         step_in_epoch: optimiser steps done in this epoch.
@@ -47,6 +47,11 @@ class FitState:
     def read_loss(self) -> float:
         """Mean loss of this epoch so far. Waits for the device: call it rarely."""
         return self._read_loss()
+
+    @property
+    def samples(self) -> int:
+        """Samples that the steps of this fit have trained on, of all ranks, without padding."""
+        return self.history.timeline.samples
 
     @property
     def learning_rate(self) -> float:

@@ -349,4 +349,4 @@ def _padded(batch: Batch, rows: int, padding: int, epoch: int, step: int) -> Bat
         )
     weight = torch.ones(batch.size) if batch.weight is None else batch.weight.clone()
     weight[batch.size - padding :] = 0
-    return batch._replace(weight=weight)
+    return batch._replace(weight=weight, padding=padding)

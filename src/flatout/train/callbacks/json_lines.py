@@ -55,7 +55,7 @@ class JsonLines(Callback):
 
     def on_epoch_start(self, state: FitState) -> None:
         """Leave what lies between epochs out of the throughput."""
-        self._rate.restart(state.step)
+        self._rate.restart(state.samples)
 
     def on_step(self, state: FitState) -> None:
         """Write a line about the steps since the last one."""
@@ -64,7 +64,7 @@ class JsonLines(Callback):
         figures = {
             "loss": state.read_loss(),
             "lr": state.learning_rate,
-            "samples_per_s": self._rate.samples_per_s(state.step, state.batch_size),
+            "samples_per_s": self._rate.samples_per_s(state.samples),
         }
         self._write("step", state, figures)
 

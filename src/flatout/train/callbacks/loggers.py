@@ -57,7 +57,7 @@ class Log(Callback):
 
     def on_epoch_start(self, state: FitState) -> None:
         """Leave what lies between epochs out of the throughput."""
-        self._rate.restart(state.step)
+        self._rate.restart(state.samples)
 
     def on_step(self, state: FitState) -> None:
         """Report the steps since the last call."""
@@ -66,7 +66,7 @@ class Log(Callback):
         figures = {
             "step/loss": state.read_loss(),
             "step/lr": state.learning_rate,
-            "step/samples_per_s": self._rate.samples_per_s(state.step, state.batch_size),
+            "step/samples_per_s": self._rate.samples_per_s(state.samples),
         }
         self._log(state.step, figures)
 

@@ -67,7 +67,8 @@ class Progress(Callback):
     def on_epoch_start(self, state: FitState) -> None:
         """Begin a new bar and leave what lies between epochs out of the throughput."""
         now = perf_counter()
-        self._rate.restart(state.step)
+        self._rate.restart(state.samples)
+        self._began = state.step_in_epoch, state.samples
         self._looked_step, self._looked_at = state.step, now
         self._rated_at, self._waited, self._waited_at = now, _waited(state), now
         if now >= self._draw_at:
@@ -133,7 +134,7 @@ class Progress(Callback):
             return figures
         figures.append(f"{_short(rate)} samples/s")
         if total:
-            figures.append(f"ETA {_clock((total - done) * state.batch_size / rate)}")
+            figures.append(f"ETA {_clock((total - done) * self._step_size(state) / rate)}")
         figures.append(f"loss {_figure(state.read_loss())}")
         figures.append(f"input wait {self._input_share(state):.0%}")
         return figures
@@ -141,12 +142,17 @@ class Progress(Callback):
     def _throughput(self, state: FitState) -> float:
         """Return samples per second, smoothed over some seconds; 0 before the first steps."""
         since = perf_counter() - self._rated_at
-        rate = self._rate.samples_per_s(state.step, state.batch_size)
+        rate = self._rate.samples_per_s(state.samples)
         self._rated_at += since
         if rate and self._smooth:
             rate = self._smooth + (1 - math.exp(-since / _SMOOTHED_OVER_S)) * (rate - self._smooth)
         self._smooth = rate or self._smooth
         return self._smooth
+
+    def _step_size(self, state: FitState) -> float:
+        """Return the samples of a step, as the mean over this epoch's steps so far."""
+        step, samples = self._began
+        return (state.samples - samples) / max(1, state.step_in_epoch - step)
 
     def _input_share(self, state: FitState) -> float:
         """Return the share of the time since the last drawing that went into waiting for input."""
@@ -217,9 +223,9 @@ def _epoch_of(state: FitState) -> str:
 def _epoch_line(state: FitState, width: float) -> str:
     """Return the figures of an epoch, on a line of at most `width` where that can be."""
     words = [_epoch_of(state)]
-    times = state.history.step_times[-state.step_in_epoch :] if state.step_in_epoch else None
-    if times is not None and times.size:
-        words.append(f"{_short(times.size * state.batch_size / times.sum())} samples/s")
+    if (done := state.step_in_epoch) and (times := state.history.step_times[-done:]).size:
+        samples = state.history.timeline.step_samples()[-done:]
+        words.append(f"{_short(samples.sum() / times.sum())} samples/s")
     logs = dict(state.logs)
     seconds = logs.pop("seconds", None)
     for name, value in logs.items():

@@ -11,14 +11,14 @@ class Rate:
     def __init__(self) -> None:
         self.restart(0)
 
-    def restart(self, step: int) -> None:
-        """Begin to measure at this step."""
-        self._step, self._at = step, perf_counter()
+    def restart(self, samples: int) -> None:
+        """Begin to measure where so many samples were trained on."""
+        self._samples, self._at = samples, perf_counter()
 
-    def samples_per_s(self, step: int, batch_size: int) -> float:
-        """Return samples per second since the last look, and begin anew; 0 without a new step."""
+    def samples_per_s(self, samples: int) -> float:
+        """Return samples per second since the last look, and restart; 0 without a new step."""
         now = perf_counter()
         elapsed = max(now - self._at, 1e-9)
-        rate = (step - self._step) * batch_size / elapsed
-        self._step, self._at = step, now
+        rate = (samples - self._samples) / elapsed
+        self._samples, self._at = samples, now
         return rate
