@@ -45,6 +45,39 @@ def test_own_rows_are_spread_over_the_steps_of_all(samples, steps):
     assert [n for part in found for n in part] == list(range(samples))
 
 
+@given(
+    st.integers(1, 60),
+    st.integers(1, 20),
+    st.integers(1, 4),
+    st.sampled_from(["keep", "drop", "pad"]),
+    st.integers(1, 3),
+)
+def test_each_pass_is_cut_like_an_epoch(rows, size, passes, last, world):
+    one_order = cuts.shuffled(np.arange(rows), 3)
+    for rank in range(world):
+        one = Cut(rows, size, one_order, last, rank, world)
+        several = Cut(
+            passes * rows,
+            size,
+            cuts.repeated(one_order, passes),
+            last,
+            rank,
+            world,
+            passes=passes,
+        )
+        turns = [numbers_of(one, epoch) for epoch in range(passes)]
+        assert numbers_of(several) == [batch for turn in turns for batch in turn]
+        assert (several.steps, several.used) == (passes * one.steps, passes * one.used)
+        padding = [one.padding(step) for step in range(one.steps)] * passes
+        assert [several.padding(step) for step in range(several.steps)] == padding
+
+
+def test_own_rows_keep_the_borders_of_passes():
+    order = cuts.repeated(cuts.in_order(np.arange(5)), 2)
+    cut = Cut(10, 4, order, even_steps=4, passes=2)
+    assert numbers_of(cut) == [[0, 1], [2, 3, 4]] * 2
+
+
 def test_a_step_that_is_not_there_is_refused():
     with pytest.raises(DataError, match="no step 3"):
         Cut(8, 4, cuts.in_order(np.arange(8))).first(3)
@@ -67,13 +100,15 @@ def test_by_length_moves_rows_only_within_a_window(samples, size, window, epoch)
     for start in range(0, samples, size * window):
         part = slice(start, start + size * window)
         assert sorted(found[part]) == sorted(before[part])
-    assert cuts.padding_share(found, lengths, size) <= cuts.padding_share(before, lengths, size)
+    starts = Cut(len(before), size, cuts.in_order(before)).starts()
+    assert cuts.padding_share(found, lengths, starts) <= cuts.padding_share(before, lengths, starts)
 
 
 def test_padding_is_counted():
     lengths = np.array([1, 3, 2, 2])
-    assert cuts.padding_share(np.arange(4), lengths, 2) == pytest.approx(1 - 8 / 10)
-    assert cuts.padding_share(np.arange(4), np.zeros(4, np.int64), 2) == 0
+    starts = np.array([0, 2])
+    assert cuts.padding_share(np.arange(4), lengths, starts) == pytest.approx(1 - 8 / 10)
+    assert cuts.padding_share(np.arange(4), np.zeros(4, np.int64), starts) == 0
 
 
 @given(st.integers(0, 5))

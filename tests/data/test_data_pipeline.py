@@ -217,6 +217,43 @@ def test_repeat_makes_one_epoch_of_several_passes():
     assert made.steps == 5
 
 
+@pytest.mark.parametrize(("last", "sizes"), [("keep", [4, 4, 2]), ("drop", [4, 4])])
+def test_batches_that_are_repeated_keep_the_borders_of_passes(last, sizes):
+    once = Pipeline(MadeUp(10)).shuffle(seed=1).batch(4, last=last)
+    made = once.repeat(2)
+    assert [len(n) for n in numbers(made)] == sizes * 2
+    assert numbers(made) == numbers(once, 0) + numbers(once, 1)
+    assert numbers(made, 1) == numbers(once, 2) + numbers(once, 3)
+    assert numbers(made, 0, 3) == numbers(made)[3:]
+    assert (made.steps, made.samples) == (2 * len(sizes), 2 * sum(sizes))
+    assert made.explanation().runs[-2:] == ["batch", "repeat"]
+    two = [numbers(made.shard(rank, 2)) for rank in range(2)]
+    assert [flat(parts) for parts in zip(*two, strict=True)] == numbers(made)
+
+
+def test_repeated_batches_of_arrays_and_with_padding_and_by_length():
+    arrays = flatout.data.arrays(torch.arange(10))
+    assert [len(n) for n in numbers(arrays.batch(4).repeat(2))] == [4, 4, 2] * 2
+    assert [len(n) for n in numbers(arrays.repeat(2).batch(4))] == [4] * 5
+    padded = list(Pipeline(MadeUp(10)).batch(4, last="pad").repeat(2).batches(0))
+    assert [batch.size for batch in padded] == [4] * 6
+    assert padded[2].weight.tolist() == padded[5].weight.tolist() == [1, 1, 0, 0]
+    grouped = Pipeline(MadeUp(50)).shuffle(seed=1).batch(8, by_length=3)
+    assert numbers(grouped.repeat(2)) == numbers(grouped, 0) + numbers(grouped, 1)
+
+
+def test_ranks_with_own_rows_keep_the_borders_of_passes():
+    made = Pipeline(MadeUp(21)).batch(8).repeat(2)
+    ranks = [numbers(made.shard(rank, 2, by="rows")) for rank in range(2)]
+    assert {len(one) for one in ranks} == {6}
+    for turn in (slice(0, 3), slice(3, 6)):
+        assert sorted(flat(flat(one[turn]) for one in ranks)) == list(range(21))
+    agreed = made.shard(0, 2, presharded=True).agreed(lambda own: [own, 20])
+    assert agreed.steps == 2 * 4  # 21 + 10 samples by 8 in each pass
+    with pytest.raises(DataError, match="a multiple of 2 as steps"):
+        made.shard(0, 2, presharded=True, steps=7)
+
+
 def test_by_length_saves_padding():
     made = Pipeline(MadeUp(400)).shuffle(seed=1)
     grouped, plain = made.batch(8, by_length=10), made.batch(8)

@@ -54,6 +54,16 @@ def test_batches_do_not_depend_on_how_rows_come():
     assert Pipeline(Flow(known=False)).batch(8).steps is None
 
 
+@pytest.mark.parametrize(("last", "sizes"), [("keep", [20, 20, 10]), ("drop", [20, 20])])
+def test_repeated_batches_keep_the_borders_of_passes(last, sizes):
+    made = Pipeline(Flow()).batch(20, last=last).repeat(2)
+    assert [len(n) for n in numbers(made)] == sizes * 2
+    assert made.steps == 2 * len(sizes)
+    samples = Pipeline(Flow()).repeat(2).batch(20, last=last)
+    assert [len(n) for n in numbers(samples)] == [20] * 5
+    assert samples.steps == 5
+
+
 def test_windows_are_shuffled_alike_however_rows_come():
     found = [
         numbers(Pipeline(Flow(sizes=sizes)).shuffle(seed=1, window=10).batch(8), 1)
@@ -148,6 +158,11 @@ def test_rows_are_spread_over_the_steps_that_ranks_have_agreed_on():
     assert own.steps == 5  # 69 rows in batches of 16
     assert [batch.size for batch in own.batches(0)] == [10] * 5
     assert own_pipe(made, 0, 2, None) is own
+    twice = own_pipe(
+        Pipeline(Flow()).batch(16).repeat(2), 0, 2, lambda one: [one, {"places": [], "rows": 19}]
+    )
+    assert twice.steps == 10
+    assert [batch.indices[0].item() for batch in twice.batches(0)] == [0, 10, 20, 30, 40] * 2
     few = own_pipe(Pipeline(Flow()).batch(4), 0, 2, lambda one: [one, {"places": [], "rows": 9}])
     assert few.steps is None  # fewer rows than steps: all end when it runs dry
 

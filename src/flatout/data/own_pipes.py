@@ -11,7 +11,7 @@ from flatout.data.batch import Batch
 from flatout.data.origins import is_stream
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
-from flatout.data.stages import Repeat, Shard
+from flatout.data.stages import Repeat, Shard, passes
 from flatout.errors import DataError
 from flatout.say import counted
 
@@ -52,12 +52,12 @@ def own_pipe(
             do="write .shard(presharded=True), or leave it out: each rank reads a pipe of its own",
         )
     places: list[str] = getattr(pipeline.origin, "places", list)()
-    known = pipeline.samples
-    if known is not None:
+    known, turns = pipeline.samples, passes(pipeline.stages)
+    if known is not None and turns == 1:
         known *= next((s.times for s in pipeline.stages if isinstance(s, Repeat)), 1)
     found = gather({"places": places, "rows": known})
     _check_apart([one["places"] for one in found])
-    steps = shard.steps or _steps([one["rows"] for one in found], pipeline.batch_size)
+    steps = shard.steps or _steps([one["rows"] for one in found], pipeline.batch_size, turns)
     stages = [stage for stage in pipeline.stages if not isinstance(stage, Shard)]
     own = pipeline.with_stages((*stages, replace(shard, presharded=True, steps=steps)))
     # What was looked at beforehand is gone from the pipe: only the same object still has it.
@@ -80,13 +80,13 @@ def _check_apart(places: list[list[str]]) -> None:
             readers[place] = rank
 
 
-def _steps(rows: list[int | None], size: int | None) -> int | None:
-    """Over how many steps all ranks spread their rows, where they know them."""
+def _steps(rows: list[int | None], size: int | None, turns: int) -> int | None:
+    """Over how many steps all ranks spread the rows of `turns` passes, where they know them."""
     known = [count for count in rows if count is not None]
     if size is None or len(known) < len(rows):
         return None
     steps = -(-sum(known) // size)
-    return steps if min(known) >= steps else None
+    return turns * steps if min(known) >= steps else None
 
 
 class OwnPipe:

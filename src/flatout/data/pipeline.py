@@ -27,7 +27,7 @@ from flatout.data.sources.arrays import Arrays
 from flatout.data.sources.torch_dataset import DatasetRows
 from flatout.data.staged import Staged
 from flatout.data.stages import Batch as BatchStage
-from flatout.data.stages import Filter, Map, Prefetch, Repeat, Shard, Shuffle, Stage, words
+from flatout.data.stages import Filter, Map, Prefetch, Repeat, Shard, Shuffle, Stage, passes, words
 from flatout.errors import DataError
 from flatout.say import say_as_is
 
@@ -157,9 +157,10 @@ class Pipeline(Staged):
         if is_stream(self.origin):
             return self  # own_pipes.py
         stages = [stage for stage in self.stages if stage is not shard]
-        own = self.with_stages((*stages, replace(shard, steps=1))).samples
+        turns = passes(stages)
+        own = self.with_stages((*stages, replace(shard, steps=turns))).samples
         assert own is not None
-        steps = -(-sum(gather(own)) // size)
+        steps = turns * -(-sum(gather(own)) // (turns * size))
         return self.with_stages((*stages, replace(shard, steps=steps)))
 
     @property
@@ -190,9 +191,10 @@ class Pipeline(Staged):
             return shard.steps  # those of all ranks
         if rows is None or size is None:
             return None
-        times = next((s.times for s in self.stages if isinstance(s, Repeat)), 1)
+        turns = passes(self.stages)
+        rows *= 1 if turns > 1 else next((s.times for s in self.stages if isinstance(s, Repeat)), 1)
         drop = any(isinstance(s, BatchStage) and s.last == "drop" for s in self.stages)
-        return rows * times // size if drop else -(-rows * times // size)
+        return turns * (rows // size if drop else -(-rows // size))
 
     @property
     def batch_size(self) -> int | None:
@@ -339,7 +341,8 @@ class Pipeline(Staged):
         size = self.batch_size
         if lengths is None or size is None:
             return None
-        return padding_share(self._built.cut.order(self._epoch), lengths, size)
+        cut = self._built.cut
+        return padding_share(cut.order(self._epoch), lengths, cut.starts())
 
 
 def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int = 0) -> Pipeline:

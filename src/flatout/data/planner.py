@@ -46,6 +46,7 @@ from flatout.data.stages import (
     Shuffle,
     Split,
     Stage,
+    passes,
     words,
 )
 from flatout.errors import DataError
@@ -131,12 +132,10 @@ def build(
     samples, runs = _chain(base, numbers, stages, options, say, moved, caches)
     cut = _cut(samples, origin, numbers, everywhere, stages, base_order)
     functions = tuple(stage.function for stage in _behind_batch(stages) if isinstance(stage, Map))
-    names = [
-        *runs,
-        *(n for n in ("shuffle", "repeat") if any(words(s) == n for s in stages)),
-        "batch",
-    ]
-    names += [f"map {name_of(function)}" for function in functions]
+    batched = ["batch", *(f"map {name_of(function)}" for function in functions)]
+    repeats = ["repeat"] if _only(stages, Repeat) else []
+    order = ["shuffle"] if _only(stages, Shuffle) else []
+    names = [*runs, *order, *(batched + repeats if cut.passes > 1 else repeats + batched)]
     if isinstance(base, ArraySamples) and samples is base and not functions and _plain(cut):
         source = ArraySource(base.data, cut)
         return Built(source, samples, numbers, cut, names, moved, caches)
@@ -160,6 +159,13 @@ def check(stages: Sequence[Stage]) -> None:
             raise DataError(
                 f"{kind.__name__.lower()} stands twice in the pipeline", do="leave one of them out"
             )
+    shard, turns = _only(stages, Shard), passes(stages)
+    if shard is not None and shard.steps is not None and shard.steps % turns:
+        raise DataError(
+            f"shard(presharded=True, steps={shard.steps:,}) cannot be shared out alike among the "
+            f"{turns:,} passes of repeat, which stands behind batch",
+            do=f"pass a multiple of {turns:,} as steps, or put repeat before batch",
+        )
     for stage in _behind_batch(stages):
         if isinstance(stage, Filter):
             raise DataError(
@@ -350,6 +356,7 @@ def _cut(
     batch = _only(stages, Batch) or Batch(min(DEFAULT_BATCH_SIZE, len(numbers)))
     shard = _only(stages, Shard) or Shard(0, 1)
     repeat = _only(stages, Repeat)
+    times, turns = 1 if repeat is None else repeat.times, passes(stages)
     if base_order is not None:
         order, count = base_order, len(base_order(0))
         if shuffle is not None:
@@ -362,8 +369,8 @@ def _cut(
             order = cuts.shuffled(numbers, shuffle.seed)
         else:
             order = cuts.shuffled_in_windows(numbers, shuffle.seed, shuffle.window)
-    if repeat is not None:
-        order, count = cuts.repeated(order, repeat.times), count * repeat.times
+    if times > turns:
+        order = cuts.repeated(order, times)
     if batch.window is not None:
         lengths = origin.lengths() if is_rows(origin) else None
         if lengths is None:
@@ -373,11 +380,21 @@ def _cut(
             )
         seed = None if shuffle is None else shuffle.seed
         order = cuts.by_length(order, lengths, batch.size, batch.window, seed)
+    if turns > 1:
+        order = cuts.repeated(order, turns)
+    count *= times
     if not shard.has_own_rows:
         in_place = shuffle is None and batch.window is None and repeat is None
         moves = not (in_place and base_order is None and count == samples.rows)
         return Cut(
-            count, batch.size, order, batch.last, shard.rank, shard.world_size, shuffle=moves
+            count,
+            batch.size,
+            order,
+            batch.last,
+            shard.rank,
+            shard.world_size,
+            shuffle=moves,
+            passes=turns,
         )
     if shard.presharded:
         if shard.steps is None:
@@ -386,9 +403,9 @@ def _cut(
                 do="hand the pipeline to a Trainer, whose ranks find it out, or pass steps=, the "
                 "same on every rank: samples of all ranks / batch size, rounded up",
             )
-        return Cut(count, batch.size, order, batch.last, even_steps=shard.steps)
-    steps = max(1, -(-everywhere * (repeat.times if repeat else 1) // batch.size))
-    return Cut(count, batch.size, order, batch.last, even_steps=steps)
+        return Cut(count, batch.size, order, batch.last, even_steps=shard.steps, passes=turns)
+    steps = turns * max(1, -(-everywhere * (times // turns) // batch.size))
+    return Cut(count, batch.size, order, batch.last, even_steps=steps, passes=turns)
 
 
 def _shuffled_again(inner: cuts.Order, seed: int) -> cuts.Order:
@@ -417,7 +434,8 @@ def _reorders(stage: Stage) -> bool:
 
 
 def _plain(cut: Cut) -> bool:
-    return cut.world_size == 1 and cut.even_steps is None and cut.last != "pad"
+    alone = cut.world_size == 1 and cut.even_steps is None
+    return alone and cut.passes == 1 and cut.last != "pad"
 
 
 def _functions_draw(maker: Maker, cut: Cut) -> bool:

@@ -99,7 +99,11 @@ class Staged:
         return self._with(Cache(where, folder))
 
     def repeat(self, times: int) -> Pipeline:
-        """Several passes as one epoch, each in an order of its own."""
+        """Several passes as one epoch, each in an order of its own.
+
+        Behind `batch` each pass ends with its own last batch, which may be smaller; before it, a
+        batch may hold the end of one pass and the beginning of the next.
+        """
         return self._with(Repeat(_at_least_one("repeat: times", times)))
 
     def split(

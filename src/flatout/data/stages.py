@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -104,6 +104,20 @@ class Shard:
 
 
 Stage: TypeAlias = Shuffle | Map | Filter | Batch | Cache | Repeat | Split | Shard | Prefetch
+
+
+def passes(stages: Sequence[Stage]) -> int:
+    """Passes of an epoch that each end with a last batch of their own.
+
+    As written: `batch(n).repeat(k)` repeats batches, `repeat(k).batch(n)` repeats samples, so that
+    a batch may hold the end of one pass and the beginning of the next.
+    """
+    in_batches = False
+    for stage in stages:
+        if isinstance(stage, Repeat):
+            return stage.times if in_batches else 1
+        in_batches = in_batches or isinstance(stage, Batch)
+    return 1
 
 
 def words(stage: Stage) -> str:

@@ -32,6 +32,7 @@ class Cut:
         even_steps: where `samples` are this rank's own rows: over how many steps they are spread,
             so that all ranks, whose rows may be more or fewer, make equally many.
         shuffle: whether rows come otherwise than 0, 1, 2, ...
+        passes: equal parts of the epoch that each end with a last batch of their own.
     """
 
     samples: int
@@ -42,22 +43,35 @@ class Cut:
     world_size: int = 1
     even_steps: int | None = None
     shuffle: bool = True
+    passes: int = 1
 
     @property
     def steps(self) -> int:
         """Batches in an epoch, the same on every rank."""
-        if self.even_steps is not None:
-            return self.even_steps
-        if self.last == "drop":
-            return self.samples // self.batch_size
-        return -(-self.samples // self.batch_size)
+        return self.passes * self._pass_steps
 
     @property
     def used(self) -> int:
         """Rows in an epoch that count, of all ranks."""
+        return self.passes * self._pass_used
+
+    @property
+    def _pass_rows(self) -> int:
+        return self.samples // self.passes
+
+    @property
+    def _pass_steps(self) -> int:
         if self.even_steps is not None:
-            return self.samples
-        return min(self.samples, self.steps * self.batch_size)
+            return self.even_steps // self.passes
+        if self.last == "drop":
+            return self._pass_rows // self.batch_size
+        return -(-self._pass_rows // self.batch_size)
+
+    @property
+    def _pass_used(self) -> int:
+        if self.even_steps is not None:
+            return self._pass_rows
+        return min(self._pass_rows, self._pass_steps * self.batch_size)
 
     def bounds(self, step: int) -> tuple[int, int]:
         """Where in the order this rank's part of batch `step` begins and ends.
@@ -65,13 +79,15 @@ class Cut:
         A batch of fewer rows than ranks goes whole to every rank, so that none is left without;
         where it is filled up, some ranks have filling alone.
         """
+        turn, step = divmod(step, self._pass_steps)
+        begin, rows = turn * self._pass_rows, self._pass_rows
         if self.even_steps is not None:
             return (
-                self.samples * step // self.even_steps,
-                self.samples * (step + 1) // self.even_steps,
+                begin + rows * step // self._pass_steps,
+                begin + rows * (step + 1) // self._pass_steps,
             )
-        start = step * self.batch_size
-        size = min(self.batch_size, self.used - start)
+        size = min(self.batch_size, self._pass_used - step * self.batch_size)
+        start = begin + step * self.batch_size
         if size < self.world_size and self.last != "pad":
             return start, start + size
         return (
@@ -95,7 +111,15 @@ class Cut:
     def first(self, step: int) -> int:
         """Where in the order batch `step` begins; refuses a step that the epoch does not have."""
         check_start(step, self.steps)
-        return step * self.batch_size
+        if step == self.steps:
+            return self.samples
+        turn, step = divmod(step, self._pass_steps)
+        return turn * self._pass_rows + step * self.batch_size
+
+    def starts(self) -> Numbers:
+        """Where in the order the global batches begin, those that `last` drops too."""
+        turns = np.arange(self.passes) * self._pass_rows
+        return (turns[:, None] + np.arange(0, self._pass_rows, self.batch_size)).ravel()
 
 
 def in_order(numbers: Numbers) -> Order:
@@ -146,10 +170,9 @@ def by_length(
     return arranged
 
 
-def padding_share(numbers: Numbers, lengths: Numbers, batch_size: int) -> float:
+def padding_share(numbers: Numbers, lengths: Numbers, starts: Numbers) -> float:
     """Which part of the batches' values is padding: 0 where all rows of each are equally long."""
     found = lengths[numbers]
-    starts = np.arange(0, len(found), batch_size)
     widest = np.maximum.reduceat(found, starts)
     sizes = np.diff(np.append(starts, len(found)))
     padded = int((widest * sizes).sum())

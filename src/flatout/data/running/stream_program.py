@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter_ns as clock
 from typing import Any
 
@@ -27,6 +27,7 @@ from flatout.data.stages import (
     Shuffle,
     Split,
     Stage,
+    passes,
     words,
 )
 from flatout.errors import DataError
@@ -53,6 +54,7 @@ class StreamProgram:
         self._buffers = Buffers()
         self._batch = next(stage for stage in stages if isinstance(stage, Batch))
         self._repeat = next((s.times for s in stages if isinstance(s, Repeat)), 1)
+        self._passes = passes(stages)
         self._size = self._sizes(next((s for s in stages if isinstance(s, Shard)), None))
         self._shuffle = next((s for s in stages if isinstance(s, Shuffle)), None)
         self.seed = seed if self._shuffle is None else self._shuffle.seed
@@ -94,7 +96,7 @@ class StreamProgram:
             ahead.close()
 
     def _sizes(self, shard: Shard | None) -> Callable[[int], int]:
-        """How many rows batch k has: of several ranks, this one's share of the batch size.
+        """How many rows batch k of a pass has: of several ranks, its share of the batch size.
 
         Where the steps of an epoch were agreed on, this rank's rows are spread over them.
         """
@@ -102,14 +104,20 @@ class StreamProgram:
         if shard is None or shard.world_size == 1:
             return lambda at: whole
         if shard.steps is not None and self.stream.rows is not None:
-            rows, steps = self.stream.rows * self._repeat, shard.steps
+            rows = self.stream.rows * self._repeat // self._passes
+            steps = shard.steps // self._passes
             return lambda at: rows * (at + 1) // steps - rows * at // steps
         share = whole * (shard.rank + 1) // shard.world_size
         share -= whole * shard.rank // shard.world_size
         return lambda at: share
 
     def _batches(self, epoch: int) -> Iterator[Made]:
-        for at, block in enumerate(_cut(self._rows(epoch), self._size)):
+        turns = range(epoch * self._repeat, (epoch + 1) * self._repeat)
+        for some in ([turn] for turn in turns) if self._passes > 1 else [turns]:
+            yield from self._made(self._rows(some))
+
+    def _made(self, rows: Iterator[Block]) -> Iterator[Made]:
+        for at, block in enumerate(_cut(rows, self._size)):
             if len(block) < self._size(at) and self._batch.last == "drop":
                 return
             start = clock()
@@ -118,8 +126,8 @@ class StreamProgram:
             self.costs.batches += 1
             yield batch
 
-    def _rows(self, epoch: int) -> Iterator[Block]:
-        for turn in range(epoch * self._repeat, (epoch + 1) * self._repeat):
+    def _rows(self, turns: Iterable[int]) -> Iterator[Block]:
+        for turn in turns:
             blocks = self._timed(self.stream.blocks(turn, self._buffers))
             for step in self._steps:
                 blocks = (
