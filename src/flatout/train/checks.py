@@ -9,6 +9,7 @@ from torch import nn
 
 from flatout.data.batch import Batch, Tensors, named_tensors
 from flatout.errors import DataError, FlatoutError, ModelError
+from flatout.models import own_names
 from flatout.train.losses import Loss, Value
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
@@ -173,7 +174,8 @@ def _target_advice(loss: Loss, output: object, target: Tensors | None) -> str:
 def _first_layer(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if next(module.parameters(recurse=False), None) is not None:
-            return f"first layer {name or 'itself'} is {module}"
+            own = own_names(model, [name])[name]
+            return f"first layer {own or 'itself'} is {module}"
     return f"{type(model).__name__} without parameters"
 
 

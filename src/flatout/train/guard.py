@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from flatout.data.batch import Batch, named_tensors, split
 from flatout.errors import NumbersError
+from flatout.models import own_names
 from flatout.models.keras_model import is_keras, watching
 from flatout.train.losses import Value
 from flatout.train.snapshot import untouched
@@ -57,8 +58,9 @@ def check_state(model: nn.Module, before: str) -> None:
     buffers = _checkable(model.named_buffers())
     largest = _largest({**weights, **buffers})
     strict = weights.keys() | statistics.keys()
+    own = own_names(model, largest)
     bad = [
-        f"{'weight' if name in weights else 'buffer'} {name}"
+        f"{'weight' if name in weights else 'buffer'} {own[name]}"
         for name, value in largest.items()
         if math.isnan(value) or (math.isinf(value) and name in strict)
     ]
@@ -232,7 +234,8 @@ def _in_forward(model: nn.Module, compute: Callable[[Batch], Value], batch: Batc
                 watches.enter_context(watching(layer, look))
         else:
             for name, module in model.named_modules():
-                hook = looking_for(name or "model", type(module).__name__)
+                own = own_names(model, [name])[name]
+                hook = looking_for(own or "model", type(module).__name__)
                 watches.callback(module.register_forward_hook(hook).remove)
         value = compute(batch)
     loss = value[0] if isinstance(value, tuple) else value
@@ -251,7 +254,10 @@ def _in_backward(model: nn.Module) -> str | None:
         if parameter.grad is not None and _bad_rows(parameter.grad.reshape(1, -1))
     ]
     # Gradients flow from the last layer to the first, so the last name had its own first.
-    return f"forward is finite; first bad gradient: weight {names[-1]}" if names else None
+    if not names:
+        return None
+    last = own_names(model, names)[names[-1]]
+    return f"forward is finite; first bad gradient: weight {last}"
 
 
 def _bad_among(value: object, batch: Batch) -> str | None:

@@ -17,6 +17,7 @@ from flatout.data.source import Source, as_source
 from flatout.data.sources.arrays import Arrays
 from flatout.devices import place, resolve_device
 from flatout.errors import CheckpointError, ModelError
+from flatout.models import load_weights, weights_of
 from flatout.models.keras_model import is_keras
 from flatout.optim import Lamb, Lars, LrRule
 from flatout.recipe import Recipe, ResolvedRecipe
@@ -254,7 +255,7 @@ class Trainer:
         guard.check_state(self.model, "saving")
         world = self.world()
         if world.is_first:
-            save_model(str(path), self.model.state_dict(), None)
+            save_model(str(path), weights_of(self.model))
         world.wait()  # so that whoever comes back from here finds the file
         return Path(path)
 
@@ -265,8 +266,8 @@ class Trainer:
             CheckpointError: if the file is damaged, or of another model.
         """
         weights = load_model(str(path))
-        check_fits(self.model.state_dict(), weights)
-        self.model.load_state_dict(weights)
+        check_fits(weights_of(self.model), weights)
+        load_weights(self.model, weights)
 
     def save_checkpoint(self, score: float | None = None) -> str:
         """Write a checkpoint of everything into the run folder; returns its path.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flatout.models import load_weights, weights_of
 from flatout.train.callbacks.callback import Callback
 from flatout.train.callbacks.monitor import Mode, Monitor
 
@@ -68,7 +69,7 @@ class EarlyStopping(Callback):
             self.best_epoch = state.epoch + 1
             self.waited = 0
             if self.restore_best:
-                self._weights = _copied(state.model.state_dict())
+                self._weights = _copied(weights_of(state.model))
             return
         self.waited += 1
         self._stop_if_due(state)
@@ -82,7 +83,7 @@ class EarlyStopping(Callback):
         """Put the best weights back, unless the last epoch was the best."""
         self._resumed = False
         if self._weights and self.waited:
-            state.model.load_state_dict(self._weights)
+            load_weights(state.model, self._weights)
             state.history.notes.append(
                 f"weights of epoch {self.best_epoch} put back: {self._monitor.name} {self.best:.6g}"
             )
