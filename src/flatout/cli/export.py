@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,15 @@ def export(
             help="Keep only names that begin so, without it. Default: take off wrappers' prefixes."
         ),
     ] = None,
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="Of a run: the best weights. Default where something tells the best."
+        ),
+    ] = False,
+    last: Annotated[
+        bool, typer.Option("--last", help="Of a run: the weights of the last checkpoint.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target.")] = False,
     model: Annotated[
         str | None,
@@ -42,13 +51,16 @@ def export(
     """Write the weights of a checkpoint under the module's own names."""
     import json
 
+    if best and last:
+        raise typer.BadParameter("--best and --last are one or the other")
+    which: Literal["best", "last"] | None = "best" if best else "last" if last else None
     if target is not None and target.endswith(".pt2"):
         if model is None or not inputs:
             raise typer.BadParameter("a .pt2 target needs --model and --input")
         from flatout.save.export import export_program_of
 
         program = export_program_of(
-            checkpoint, target, model, inputs, prefix=prefix, overwrite=overwrite
+            checkpoint, target, model, inputs, which=which, prefix=prefix, overwrite=overwrite
         )
         if as_json:
             typer.echo(json.dumps(program.as_dict(), indent=2))
@@ -61,10 +73,13 @@ def export(
         raise typer.BadParameter("--model and --input are for a .pt2 target")
     from flatout.save.export import export as export_weights
 
-    done = export_weights(checkpoint, target, prefix=prefix, overwrite=overwrite)
+    done = export_weights(checkpoint, target, which=which, prefix=prefix, overwrite=overwrite)
     if as_json:
         typer.echo(json.dumps(done.as_dict(), indent=2))
         return
+    if done.kept and which is None:
+        typer.echo("the run has two; the best is taken (--last for the other):")
+        typer.echo("\n".join(f"  {line}" for line in done.kept))
     typer.echo(f"read {done.source}")
     typer.echo(f"taken off names: {' '.join(done.stripped) or 'nothing'}")
     if done.left_out:

@@ -226,6 +226,10 @@ class Checkpoints:
                 scores[name] = manifest.score
         return next(iter(self._best_first(scores)), None)
 
+    def score(self, name: str) -> float | None:
+        """The score of a whole checkpoint."""
+        return manifests.read(self._folder.child(name)).score
+
     def load(self, name: str | None = None) -> LoadedCheckpoint:
         """Read a checkpoint, by default the newest, and check every byte of it.
 
@@ -416,6 +420,11 @@ def read_weights(folder: Folder) -> tuple[dict[str, Tensor], str]:
     return _weights(folder, manifest), where
 
 
+def read_state(folder: Folder) -> Any:
+    """What was given as `state`, without the model, from the folder of one checkpoint, checked."""
+    return _state(*_state_files(folder, manifests.read(folder)))[0]
+
+
 def is_checkpoint(name: str) -> bool:
     """Whether a folder's name is one that a checkpoint has."""
     return _NAME.fullmatch(name) is not None
@@ -463,18 +472,8 @@ def _without_extra(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
 
 def _read(folder: Folder, name: str) -> LoadedCheckpoint:
     manifest = manifests.read(folder)
-    by_rank = [
-        decode(manifests.read_file(folder, manifest, file), folder.where(file))
-        for file in _files(manifest, "state", _TENSORS)
-    ]
-    trees = [
-        json.loads(manifests.read_file(folder, manifest, file))
-        for file in _files(manifest, "state", _TREE)
-    ]
-    tensors = {name: tensor for part in by_rank for name, tensor in part.items()}
-    state = unflatten(tensors, trees[0]["state"])
-    if "replicated" in trees[0]:
-        state |= unflatten(tensors, trees[0]["replicated"])
+    by_rank, trees = _state_files(folder, manifest)
+    state, tensors = _state(by_rank, trees)
     own = [unflatten(part, tree["own"]) for part, tree in zip(by_rank, trees, strict=True)]
     return LoadedCheckpoint(
         name=name,
@@ -485,6 +484,32 @@ def _read(folder: Folder, name: str) -> LoadedCheckpoint:
         score=manifest.score,
         own=[one for of_rank in own for one in of_rank],
     )
+
+
+def _state_files(
+    folder: Folder, manifest: Manifest
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
+    """The tensors of everything but the model, and the trees that they belong into, by rank."""
+    by_rank = [
+        decode(manifests.read_file(folder, manifest, file), folder.where(file))
+        for file in _files(manifest, "state", _TENSORS)
+    ]
+    trees = [
+        json.loads(manifests.read_file(folder, manifest, file))
+        for file in _files(manifest, "state", _TREE)
+    ]
+    return by_rank, trees
+
+
+def _state(
+    by_rank: list[dict[str, Tensor]], trees: list[dict[str, Any]]
+) -> tuple[Any, dict[str, Tensor]]:
+    """What was given as `state`, and the tensors of all ranks."""
+    tensors = {name: tensor for part in by_rank for name, tensor in part.items()}
+    state = unflatten(tensors, trees[0]["state"])
+    if "replicated" in trees[0]:
+        state |= unflatten(tensors, trees[0]["replicated"])
+    return state, tensors
 
 
 def _weights(folder: Folder, manifest: Manifest) -> dict[str, Tensor]:

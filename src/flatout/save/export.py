@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import CheckpointError, ModelError
+from flatout.save.best import Which
 from flatout.save.fits import check_fits
 from flatout.save.foreign import Weights, read_weights_of
 from flatout.save.model_file import MODEL, save_model
@@ -32,6 +33,8 @@ class Export:
         bytes: its size.
         stripped: what was taken off names: "_orig_mod.", "module.", ...
         left_out: names in the source that are not in the target.
+        which: of a run, whether these are its "best" weights or its "last".
+        kept: where a run has both and they differ, a line about each.
     """
 
     source: str
@@ -40,6 +43,8 @@ class Export:
     bytes: int
     stripped: tuple[str, ...]
     left_out: tuple[str, ...]
+    which: str | None = None
+    kept: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
@@ -69,6 +74,7 @@ def export(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str] | None = None,
     *,
+    which: Which | None = None,
     prefix: str | None = None,
     overwrite: bool = False,
 ) -> Export:
@@ -79,6 +85,9 @@ def export(
             .bin, .ckpt), as a path or an fsspec URL.
         target: a name in .safetensors, or a folder, which gets `model.safetensors`. By default
             the source's name with .safetensors, beside the source.
+        which: of a run, its "best" weights (of the checkpoint with the best score, or those that
+            EarlyStopping holds) or those of its "last" checkpoint; by default the best where
+            something tells which they are.
         prefix: keep only the names that begin so, without it. By default the wrappers' own are
             taken off: torch.compile's, FSDP's and checkpointing's anywhere in a name; "module."
             (DDP) and, in Lightning checkpoints, "model." where every name begins so. "" takes
@@ -91,7 +100,7 @@ def export(
     """
     path = _target(source, target)
     _refuse_existing(path, overwrite)
-    weights = read_weights_of(source)
+    weights = read_weights_of(source, which)
     plain, stripped = _plain_names(weights, prefix)
     tensors = {plain[name]: tensor for name, tensor in weights.tensors.items() if name in plain}
     written = save_model(path, tensors, weights.metadata)
@@ -103,6 +112,8 @@ def export(
         bytes=written.size,
         stripped=tuple(stripped),
         left_out=(*left_out, *weights.left_out),
+        which=weights.which,
+        kept=tuple(kept.words() for kept in weights.kept),
     )
 
 
@@ -148,6 +159,7 @@ def export_program_of(
     factory: str,
     inputs: Sequence[str],
     *,
+    which: Which | None = None,
     prefix: str | None = None,
     overwrite: bool = False,
 ) -> ExportedProgram:
@@ -160,6 +172,7 @@ def export_program_of(
             current folder is searched first.
         inputs: one "1x28x28" per input, the batch included, or "1x128:int64" for another dtype
             than float32.
+        which: as for `export`.
         prefix: as for `export`.
         overwrite: whether a file at `target` may be replaced.
 
@@ -170,7 +183,7 @@ def export_program_of(
     _refuse_existing(target, overwrite)
     examples = [_example(text) for text in inputs]
     model = _build(factory)
-    weights = read_weights_of(source)
+    weights = read_weights_of(source, which)
     plain, _ = _plain_names(weights, prefix)
     tensors = {plain[name]: tensor for name, tensor in weights.tensors.items() if name in plain}
     check_fits(model.state_dict(), tensors, weights.where)

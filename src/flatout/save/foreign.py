@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from flatout.errors import CheckpointError
-from flatout.save.checkpoint import Checkpoints, is_checkpoint, read_weights
+from flatout.save.best import Kept, Which, choose, kept_in
+from flatout.save.checkpoint import is_checkpoint, read_weights
 from flatout.save.manifest import MANIFEST
 from flatout.save.model_file import INDEX, MODEL, is_model_file, open_model
 from flatout.save.storage import Folder
@@ -36,6 +37,8 @@ class Weights:
         lightning: whether it is a Lightning checkpoint.
         metadata: of a safetensors file.
         left_out: names of entries that are no tensors.
+        which: of a run, whether these are its "best" or its "last".
+        kept: what the run has: its best and its last, where they differ.
     """
 
     tensors: dict[str, Tensor]
@@ -44,10 +47,17 @@ class Weights:
     lightning: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    which: str | None = None
+    kept: list[Kept] = field(default_factory=list)
 
 
-def read_weights_of(source: str | os.PathLike[str]) -> Weights:
+def read_weights_of(source: str | os.PathLike[str], which: Which | None = None) -> Weights:
     """Read the weights of a run, a checkpoint, a safetensors file, or a file made by torch.save.
+
+    Args:
+        source: a path or an fsspec URL.
+        which: of a run, its best weights or those of its last checkpoint; by default the best
+            where something tells which they are, else the last.
 
     Raises:
         CheckpointError: nothing is there, it is damaged, it holds no weights, or it could only be
@@ -55,7 +65,8 @@ def read_weights_of(source: str | os.PathLike[str]) -> Weights:
     """
     folder = Folder(source)
     if folder.is_folder():
-        return _of_folder(folder)
+        return _of_folder(folder, which)
+    _refuse_choice(which, folder)
     parent, name = folder.parent()
     if not parent.exists(name):
         raise CheckpointError("there is no such file or folder", where=folder.where())
@@ -71,14 +82,16 @@ def read_weights_of(source: str | os.PathLike[str]) -> Weights:
     )
 
 
-def _of_folder(folder: Folder) -> Weights:
+def _of_folder(folder: Folder, which: Which | None) -> Weights:
     if folder.exists(MANIFEST):
+        _refuse_choice(which, folder)
         return Weights(*read_weights(folder), own=True)
     for place in (folder, folder.child("checkpoints")):
         if any(map(is_checkpoint, place.list())):
-            name = Checkpoints(place.url).latest()
-            if name is not None:
-                return Weights(*read_weights(place.child(name)), own=True)
+            kept = kept_in(place)
+            if kept:
+                return _of_run(place, kept, choose(kept, which, folder.where()))
+    _refuse_choice(which, folder)
     for file in (MODEL, INDEX):
         if folder.exists(file):
             return read_weights_of(folder.where(file))
@@ -86,6 +99,20 @@ def _of_folder(folder: Folder) -> Weights:
         f"expected a checkpoint, a run with checkpoints, or {MODEL}; found none of them",
         where=folder.where(),
     )
+
+
+def _of_run(checkpoints: Folder, kept: list[Kept], chosen: Kept) -> Weights:
+    tensors, where = read_weights(checkpoints.child(chosen.checkpoint))
+    if chosen.weights is not None:
+        tensors = {name: chosen.weights[name] for name in tensors}
+    return Weights(tensors, where, own=True, which=chosen.which, kept=kept if len(kept) > 1 else [])
+
+
+def _refuse_choice(which: Which | None, folder: Folder) -> None:
+    if which is not None:
+        raise CheckpointError(
+            f"expected a run with checkpoints to take the {which} of", where=folder.where()
+        )
 
 
 def _of_torch(file: IO[bytes], where: str) -> Weights:

@@ -59,8 +59,8 @@ class BestCheckpoint(Callback):
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best figure and its checkpoint."""
-        return {"best": self.best, "path": self.path}
+        """Return the figure's name, the best and its checkpoint."""
+        return {"monitor": self._monitor.name, "best": self.best, "path": self.path}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""

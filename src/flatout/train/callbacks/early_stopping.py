@@ -93,8 +93,9 @@ class EarlyStopping(Callback):
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best figure, its epoch and its weights."""
+        """Return the figure's name, the best, its epoch and its weights."""
         return {
+            "monitor": self._monitor.name,
             "best": self.best,
             "best_epoch": self.best_epoch,
             "waited": self.waited,

@@ -1,0 +1,103 @@
+"""Which weights of a run: those of its newest checkpoint, or the best that were kept.
+
+The best are those of the checkpoint with the best score (BestCheckpoint gives one). Where no
+checkpoint has a score, EarlyStopping may hold weights: they are in the state of the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from flatout.errors import CheckpointError
+from flatout.save.checkpoint import Checkpoints, read_state
+from flatout.save.storage import Folder
+
+Which = Literal["best", "last"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Weights that a run has kept.
+
+    Attributes:
+        which: "best" or "last".
+        checkpoint: the name of the checkpoint that holds them.
+        score: the watched figure in words, "val_loss 0.3124"; "" where none is known.
+        weights: the tensors, where they are not the checkpoint's own: EarlyStopping's.
+    """
+
+    which: Which
+    checkpoint: str
+    score: str
+    weights: dict[str, Tensor] | None = field(default=None, repr=False)
+
+    def words(self) -> str:
+        """As a line: which, where, score."""
+        held = " (held by EarlyStopping)" if self.weights is not None else ""
+        return f"{self.which}  {self.checkpoint}{held}  {self.score or 'no score'}"
+
+
+def kept_in(folder: Folder) -> list[Kept]:
+    """The best and the last of a folder of checkpoints: one of them where they are the same.
+
+    Raises:
+        CheckpointError: the newest is damaged.
+    """
+    checkpoints = Checkpoints(folder.url)
+    newest = checkpoints.latest()
+    if newest is None:
+        return []
+    state = _mapping(read_state(folder.child(newest)))
+    extra = _mapping(state.get("extra"))
+    callbacks = [_mapping(its) for its in extra.get("callbacks") or ()]
+    scored = checkpoints.best()
+    if scored is not None:
+        watcher = next((its for its in callbacks if _name(its.get("path")) == scored), {})
+        score = _figure(watcher, watcher.get("best")) or f"score {checkpoints.score(scored):.6g}"
+        best = Kept("best", scored, score)
+    else:
+        watcher = next((its for its in callbacks if its.get("weights")), {})
+        if not watcher:
+            return [Kept("last", newest, "")]
+        is_newest = (watcher["best_epoch"], 0) == (state.get("epoch"), state.get("step_in_epoch"))
+        held = None if is_newest else dict(watcher["weights"])
+        best = Kept("best", newest, _figure(watcher, watcher["best"]), held)
+    if best.checkpoint == newest and best.weights is None:
+        return [best]
+    logs = _mapping(extra.get("logs"))
+    return [best, Kept("last", newest, _figure(watcher, logs.get(watcher.get("monitor", ""))))]
+
+
+def choose(kept: list[Kept], which: Which | None, where: str) -> Kept:
+    """The one asked for; without a wish the best where there is one.
+
+    Raises:
+        CheckpointError: the best is asked for and nothing tells which it is.
+    """
+    if which == "last":
+        return replace(kept[-1], which="last")
+    if which == "best" and kept[0].which != "best":
+        raise CheckpointError(
+            "nothing tells which checkpoint is the best: none has a score",
+            where=where,
+            do='take the last (--last), or train with BestCheckpoint("val_loss")',
+        )
+    return kept[0]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _name(path: Any) -> str:
+    return str(path).rpartition("/")[2] if path else ""
+
+
+def _figure(watcher: Mapping[str, Any], value: Any) -> str:
+    """A figure that a callback watches, in words."""
+    monitor = watcher.get("monitor")
+    return f"{monitor} {value:.6g}" if monitor and isinstance(value, (int, float)) else ""
