@@ -121,7 +121,7 @@ def test_the_same_bits_as_step_and_zero_grad(name, fused, groups, dtype):
     assert not update.was_bad()
     # The short way is taken where it may be, or this would not test it.
     takes_kernels = fused and name != "adam with lr tensor"
-    assert (update._direct is not None) == takes_kernels
+    assert (update.parts[0].direct is not None) == takes_kernels
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -135,7 +135,7 @@ def test_other_optimisers_step_themselves(name):
         stepped.step()
         stepped.zero_grad()
     assert_equal(numbers(model, optimizer), numbers(plain, stepped))
-    assert update._direct is None
+    assert update.parts[0].direct is None
 
 
 def test_an_optimiser_that_needs_a_closure_is_refused():
@@ -171,7 +171,7 @@ def test_schedulers_change_rate_and_momentum(name, kind):
             stepped.zero_grad()
             for schedule in schedules:
                 schedule.step()
-    assert update._direct is not None
+    assert update.parts[0].direct is not None
     assert_equal(numbers(model, optimizer), numbers(plain, stepped))
 
 
@@ -181,7 +181,7 @@ def test_a_scheduler_that_comes_later_sees_the_steps():
     for step in range(3):
         backward(model, step)
         update()
-    assert update._direct is not None
+    assert update.parts[0].direct is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedule = lr_scheduler.StepLR(optimizer, 1)
@@ -475,7 +475,7 @@ def test_parameters_that_are_added_later():
     run(model, update, 2)
     model.zero_grad()
     before = model[3].weight.detach().clone()
-    update.optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.01})
+    update.parts[0].optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.01})
     run(model, update, 1)
     assert not torch.equal(model[3].weight, before)
     assert model[3].weight.grad is None

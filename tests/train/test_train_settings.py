@@ -35,8 +35,8 @@ def step(switch, seed=0):
     x = torch.randn(3, 2, 12, 12, generator=torch.Generator().manual_seed(seed))
     with switch.autocast():
         switch.model(x).square().mean().backward()
-    switch.optimizer.step()
-    switch.optimizer.zero_grad()
+    switch.optimizers[0].step()
+    switch.optimizers[0].zero_grad()
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +58,11 @@ def test_it_knows_what_is():
     step(switch)
     switch.use(switch.now.but(memory_format="channels_last", fused_optimizer=True))
     # Another one over the same objects, as in a second fit.
-    again = switched(switch.model, switch.optimizer)
+    again = switched(switch.model, switch.optimizers[0])
     assert again.now == switch.now
     again.use(again.now.but(memory_format="contiguous", fused_optimizer=False))
     assert switch.model[0].weight.is_contiguous()
-    assert switch.optimizer.param_groups[0]["fused"] is None
+    assert switch.optimizers[0].param_groups[0]["fused"] is None
 
 
 def test_memory_format_moves_weights_state_and_gradients():
@@ -70,10 +70,10 @@ def test_memory_format_moves_weights_state_and_gradients():
     step(switch)
     weight = switch.model[0].weight
     weight.grad = torch.randn_like(weight)
-    before = copy.deepcopy([weight.data, weight.grad, *switch.optimizer.state[weight].values()])
+    before = copy.deepcopy([weight.data, weight.grad, *switch.optimizers[0].state[weight].values()])
     switch.use(switch.now.but(memory_format="channels_last"))
     assert switch.model[0].weight is weight
-    state = switch.optimizer.state[weight]
+    state = switch.optimizers[0].state[weight]
     for tensor in (weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
     after = [weight.data, weight.grad, *state.values()]
@@ -100,27 +100,27 @@ def test_a_model_with_convolutions_in_three_dimensions_can_be_channels_last():
 
 def test_fusing():
     switch = switched()
-    assert can_switch(switch.optimizer)
+    assert can_switch(switch.optimizers[0])
     switch.use(switch.now.but(fused_optimizer=True))
-    assert switch.optimizer.param_groups[0]["fused"] is True
-    assert can_switch(switch.optimizer)
+    assert switch.optimizers[0].param_groups[0]["fused"] is True
+    assert can_switch(switch.optimizers[0])
     # A state that was saved unfused, loaded meanwhile, does not make it forget.
-    switch.optimizer.load_state_dict(torch.optim.Adam(convnet().parameters()).state_dict())
+    switch.optimizers[0].load_state_dict(torch.optim.Adam(convnet().parameters()).state_dict())
     switch.use(switch.now)
-    assert switch.optimizer.param_groups[0]["fused"] is True
+    assert switch.optimizers[0].param_groups[0]["fused"] is True
     switch.use(switch.now.but(fused_optimizer=False))
-    assert switch.optimizer.param_groups[0]["fused"] is None
+    assert switch.optimizers[0].param_groups[0]["fused"] is None
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"fused": False}, {"foreach": False}])
 def test_what_the_user_chose_is_not_switched(options):
     model = convnet()
     switch = switched(model, torch.optim.Adam(model.parameters(), **options))
-    chosen = {k: switch.optimizer.param_groups[0][k] for k in ("fused", "foreach")}
-    assert not can_switch(switch.optimizer)
+    chosen = {k: switch.optimizers[0].param_groups[0][k] for k in ("fused", "foreach")}
+    assert not can_switch(switch.optimizers[0])
     for fused in (True, False):
         switch.use(switch.now.but(fused_optimizer=fused))
-        assert {k: switch.optimizer.param_groups[0][k] for k in chosen} == chosen
+        assert {k: switch.optimizers[0].param_groups[0][k] for k in chosen} == chosen
 
 
 def test_rewrites_and_recomputing_are_put_on_and_taken_off():
@@ -222,7 +222,7 @@ def test_a_change_of_code_that_fails_leaves_a_known_state():
 def test_the_process_is_switched():
     switch = switched()
     torch.set_float32_matmul_precision("high")
-    switch = switched(switch.model, switch.optimizer)
+    switch = switched(switch.model, switch.optimizers[0])
     switch.use(switch.now.but(matmul_precision="highest", threads=1))
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.get_num_threads() == 1

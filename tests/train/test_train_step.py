@@ -118,7 +118,7 @@ def test_gradients_left_in_parameters_that_joined_the_optimizer_later():
     model, joined = network(), network()
     stepper, compute = job(model)
     stepper(compute, [data(5)], 1)
-    stepper.switch.optimizer.add_param_group({"params": list(joined.parameters())})
+    stepper.switch.optimizers[0].add_param_group({"params": list(joined.parameters())})
     leave_gradients(joined)
     before = weights(joined)
     stepper(compute, [data(5)], 2)
@@ -204,7 +204,7 @@ def test_the_gradient_of_ignored_labels_is_torchs_bit_for_bit():
     loss = F.cross_entropy(model(given.inputs), given.targets)
     wanted = gradient_of(model, loss)
     seen = []
-    stepper.switch.optimizer.register_step_pre_hook(
+    stepper.switch.optimizers[0].register_step_pre_hook(
         lambda *_: seen.extend(p.grad.clone() for p in model.parameters())
     )
     done = stepper(compute, [given], 1)
@@ -475,8 +475,7 @@ def test_memory_that_runs_out_in_the_optimiser_is_no_reason_to_step_again(micro_
         stepper(compute, [data(4)], 1)
     assert limited.sizes == [4]
     # And it is not held against the next step.
-    stepper.switch.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    stepper.update.optimizer = stepper.switch.optimizer
+    stepper.update.parts[0].optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     limited.most = 2
     if micro_batch == "auto":
         stepper(compute, [data(4)], 2)

@@ -5,6 +5,7 @@ from flatout.optim.keras_optimizer import KerasOptimizer
 from flatout.optim.lamb import Lamb
 from flatout.optim.lars import Lars
 from flatout.optim.rates import LrRule, LrScale
+from flatout.optim.several import Optimizers, as_tuple
 from flatout.optim.update import Update
 
 __all__ = [
@@ -13,7 +14,9 @@ __all__ = [
     "Lars",
     "LrRule",
     "LrScale",
+    "Optimizers",
     "Update",
+    "as_tuple",
     "can_fuse",
     "defuse",
     "fuse",

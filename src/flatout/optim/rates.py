@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from flatout.errors import ModelError
 from flatout.optim.keras_optimizer import KerasOptimizer
+from flatout.optim.several import Optimizers, as_tuple
 
 RULES = ("linear", "sqrt", "power", "none")
 
@@ -185,8 +186,16 @@ class LrScale:
 
 
 @contextmanager
-def scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+def scaled(optimizers: Optimizers, factor: float) -> Iterator[None]:
     """The learning rates of all parameter groups times `factor`, while this lasts."""
+    with ExitStack() as each:
+        for optimizer in as_tuple(optimizers):
+            each.enter_context(_scaled(optimizer, factor))
+        yield
+
+
+@contextmanager
+def _scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
     if isinstance(optimizer, KerasOptimizer):
         with optimizer.scaled(factor):
             yield
@@ -202,9 +211,10 @@ def scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
             group["lr"] = rate
 
 
-def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+def rates_of(optimizers: Optimizers) -> list[float]:
     """The different learning rates of the parameter groups, in their order."""
-    return list(dict.fromkeys(float(group["lr"]) for group in optimizer.param_groups))
+    groups = [group for optimizer in as_tuple(optimizers) for group in optimizer.param_groups]
+    return list(dict.fromkeys(float(group["lr"]) for group in groups))
 
 
 def _is_number(value: Any) -> bool:

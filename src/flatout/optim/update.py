@@ -23,6 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from flatout.errors import ModelError
 from flatout.optim.fused import align_state, begins_late
+from flatout.optim.several import Optimizers, as_tuple
 
 Tensors = list[torch.Tensor]
 # Applies the gradients of one parameter group, unless the flag on their device is set.
@@ -30,57 +31,60 @@ Kernel = Callable[[Tensors, torch.Tensor | None], None]
 
 
 class Update:
-    """Applies the gradients of `optimizer`'s parameters, unless they hold a NaN or infinity.
+    """Applies the gradients of the optimizers' parameters, unless they hold a NaN or infinity.
 
     Args:
-        optimizer: any torch optimiser; it stays the owner of its state and options.
-        clip_norm: largest total 2-norm of the gradients (Pascanu et al. 2013), or None.
+        optimizers: any torch optimizer, or several that step together; they stay the owners of
+            their state and options.
+        clip_norm: largest total 2-norm of all gradients (Pascanu et al. 2013), or None.
         clip_value: largest absolute value of a gradient element, or None.
+        flags: of updates that stop together where one of them was bad.
+
+    Attributes:
+        parameters: of all optimizers, each once.
 
     Raises:
-        ModelError: the optimiser's step needs a closure, as that of LBFGS.
+        ModelError: an optimizer's step needs a closure, as that of LBFGS.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        flags: dict[torch.device, torch.Tensor] | None = None,
     ) -> None:
-        _refuse_closure(optimizer)
-        self.optimizer = optimizer
+        for optimizer in as_tuple(optimizers):
+            _refuse_closure(optimizer)
+        self.parts = [Part(optimizer) for optimizer in as_tuple(optimizers)]
         self.clip_norm = clip_norm
         self.clip_value = clip_value
-        self._flags: dict[torch.device, torch.Tensor] = {}
+        self._flags = {} if flags is None else flags
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the optimiser anew, after its options, state or parameters were exchanged."""
-        optimizer = self.optimizer
-        self._groups, self._state = optimizer.param_groups, optimizer.state
-        self.parameters: Tensors = [p for g in self._groups for p in g["params"]]
+        """Look at the optimizers again, after options, state or parameters were exchanged."""
+        for part in self.parts:
+            part.refresh()
+        self.parameters: Tensors = list(
+            dict.fromkeys(p for part in self.parts for p in part.parameters)
+        )
         devices = dict.fromkeys(p.device for p in self.parameters)
-        # A flag that is set stays set, until somebody clears it.
-        flags = self._flags
-        self._flags = {d: flags.get(d, torch.zeros((), device=d)) for d in devices}
+        for device in devices:
+            # A flag that is set stays set, until somebody clears it.
+            self._flags.setdefault(device, torch.zeros((), device=device))
         self._one = {d: torch.ones((), device=d) for d in devices}
         # The usual case, one device, without a walk through a dictionary in each step.
-        self.flag = next(iter(self._flags.values())) if len(devices) == 1 else None
+        self.flag = self._flags[next(iter(devices))] if len(devices) == 1 else None
         self._one_kind = _one_kind(self.parameters) and self.parameters[0].is_floating_point()
         self._on_cpu = list(devices) == [torch.device("cpu")]
-        self._fused = all(g.get("fused") for g in self._groups)
-        # torch's mark of optimisers that look at `found_inf` themselves, as Lars and Lamb.
-        self._heeds_flag = self._fused or getattr(optimizer, "_step_supports_amp_scaling", False)
-        if self._fused:
-            align_state(optimizer)
-        self._direct: list[Kernel] | None = None
-        self._sizes = [len(g["params"]) for g in self._groups]
 
     @property
     def gated(self) -> bool:
         """Whether a bad step is held back before it reaches the weights."""
-        return self._on_cpu or (self._heeds_flag and self.flag is not None)
+        heeded = all(part.heeds_flag for part in self.parts)
+        return self._on_cpu or (heeded and self.flag is not None)
 
     def was_bad(self) -> bool:
         """Whether some step had gradients that are not finite. Waits for the device."""
@@ -95,19 +99,40 @@ class Update:
 
     def clip(self) -> None:
         """Limit the gradients as asked."""
+        if self.clip_norm is None and self.clip_value is None:
+            return
+        if any(g.layout is not torch.strided for g in _gradients(self.parameters)):
+            self._clip_rows()
+            return
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         if self.clip_value is not None:
             torch.nn.utils.clip_grad_value_(self.parameters, self.clip_value)
 
+    def _clip_rows(self) -> None:
+        """The same where torch's functions refuse: of sparse gradients, the rows that they have."""
+        values = []
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.coalesce()
+                values.append(parameter.grad.values())
+            elif parameter.grad is not None:
+                values.append(parameter.grad)
+        if self.clip_norm is not None:
+            norm = torch.nn.utils.get_total_norm(values)
+            torch._foreach_mul_(values, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if self.clip_value is not None:
+            torch._foreach_clamp_min_(values, -self.clip_value)
+            torch._foreach_clamp_max_(values, self.clip_value)
+
     def begin(self) -> None:
         """Before a step's first backward: forget the gradients that are there."""
-        if self._is_stale():
+        if any(part.is_stale() for part in self.parts):
             self.refresh()
         self.forget()
 
     def forget(self) -> None:
-        """Set the gradients of this optimizer's parameters to None, and no others."""
+        """Set the gradients of the optimizers' parameters to None, and no others."""
         # Setting what is None already costs 50 ns, less than asking first.
         for parameter in self.parameters:
             parameter.grad = None
@@ -115,30 +140,17 @@ class Update:
     @torch.no_grad()
     def __call__(self) -> None:
         """Clip, check and apply the gradients, then set them to None."""
-        if self._is_stale():
+        if any(part.is_stale() for part in self.parts):
             self.refresh()
-        parameters = self.parameters
         self.clip()
-        gradients = [g for p in parameters if (g := p.grad) is not None]
+        gradients = _gradients(self.parameters)
         self._check(gradients)
         # On a CPU the flag can be read at no cost, and a bad step need not even begin.
         if not (self._on_cpu and self.was_bad()):
-            complete = len(gradients) == len(parameters)
-            # An empty state means that somebody had the optimiser start over.
-            if self._direct is not None and complete and self._state and not self._hooked():
-                self._step_directly(gradients)
-            else:
-                self._step_optimizer(complete)
+            alone = len(self.parts) == 1
+            for part in self.parts:
+                part(gradients if alone else _gradients(part.parameters), self.flag, self._on_cpu)
         self.forget()
-
-    def _is_stale(self) -> bool:
-        """Whether somebody loaded a state into the optimiser, or added parameters to it."""
-        optimizer, groups = self.optimizer, self._groups
-        return (
-            optimizer.param_groups is not groups
-            or optimizer.state is not self._state
-            or len(groups) != len(self._sizes)
-        )
 
     def _check(self, gradients: Tensors) -> None:
         """Set the flag of each device that holds a gradient with a NaN or infinity."""
@@ -157,22 +169,72 @@ class Update:
                 values = torch.view_as_real(values)
             _set_if_bad([values], self._flags[gradient.device], self._one[gradient.device])
 
-    def _step_optimizer(self, complete: bool) -> None:
+
+class Part:
+    """One optimizer's own step, gated where it can be.
+
+    Attributes:
+        heeds_flag: whether it leaves weights and state alone where a flag on the device says so.
+        direct: kernels that take the place of the optimizer's own step; None where none may.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the optimizer again."""
+        optimizer = self.optimizer
+        self._groups, self._state = optimizer.param_groups, optimizer.state
+        self.parameters: Tensors = [p for g in self._groups for p in g["params"]]
+        self._fused = all(g.get("fused") for g in self._groups)
+        # torch's mark of optimisers that look at `found_inf` themselves, as Lars and Lamb.
+        self.heeds_flag = self._fused or getattr(optimizer, "_step_supports_amp_scaling", False)
+        if self._fused:
+            align_state(optimizer)
+        self.direct: list[Kernel] | None = None
+        self._sizes = [len(g["params"]) for g in self._groups]
+
+    def is_stale(self) -> bool:
+        """Whether somebody loaded a state into the optimiser, or added parameters to it."""
+        optimizer, groups = self.optimizer, self._groups
+        return (
+            optimizer.param_groups is not groups
+            or optimizer.state is not self._state
+            or len(groups) != len(self._sizes)
+        )
+
+    def __call__(self, gradients: Tensors, flag: torch.Tensor | None, on_cpu: bool) -> None:
+        """Step.
+
+        Args:
+            gradients: those that its parameters have, in their order.
+            flag: on the one device where all parameters are, whether a gradient is bad.
+            on_cpu: whether that is the CPU, where the flag was read already.
+        """
+        complete = len(gradients) == len(self.parameters)
+        # An empty state means that somebody had the optimiser start over.
+        if self.direct is not None and complete and self._state and not self._hooked():
+            self._step_directly(gradients, None if on_cpu else flag)
+            return
+        self._step_optimizer(None if on_cpu else flag)
+        if self._fused and flag is not None and complete:
+            self.direct = direct_kernels(self.optimizer)
+
+    def _step_optimizer(self, flag: torch.Tensor | None) -> None:
         """The optimiser's own step, gated on the device where it can be."""
         optimizer = self.optimizer
         if self._fused and begins_late(optimizer):
             self._step_unfused()
-        elif self._heeds_flag and self.flag is not None and not self._on_cpu:
+        elif self.heeds_flag and flag is not None:
             optimizer.grad_scale = None  # type: ignore[attr-defined]
-            optimizer.found_inf = self.flag  # type: ignore[attr-defined]
+            optimizer.found_inf = flag  # type: ignore[attr-defined]
             try:
                 optimizer.step()
             finally:
                 del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         else:
             optimizer.step()
-        if self._fused and self.flag is not None and complete:
-            self._direct = direct_kernels(optimizer)
 
     def _step_unfused(self) -> None:
         for group in self._groups:
@@ -183,12 +245,11 @@ class Update:
             for group in self._groups:
                 group["fused"] = True
 
-    def _step_directly(self, gradients: Tensors) -> None:
+    def _step_directly(self, gradients: Tensors, flag: torch.Tensor | None) -> None:
         """The same kernels that the optimiser calls, without its bookkeeping (100 us a step)."""
-        assert self._direct is not None
-        flag = None if self._on_cpu else self.flag
+        assert self.direct is not None
         start = 0
-        for kernel, size in zip(self._direct, self._sizes, strict=True):
+        for kernel, size in zip(self.direct, self._sizes, strict=True):
             kernel(gradients[start : start + size], flag)
             start += size
         # torch's schedulers look here to see that the optimiser stepped before them.
@@ -203,6 +264,10 @@ class Update:
             or torch_optimizer._global_optimizer_post_hooks
             or _is_patched(optimizer)
         )
+
+
+def _gradients(parameters: Tensors) -> Tensors:
+    return [g for p in parameters if (g := p.grad) is not None]
 
 
 def _set_if_bad(gradients: Tensors, flag: torch.Tensor, one: torch.Tensor) -> None:

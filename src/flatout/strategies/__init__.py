@@ -3,6 +3,7 @@
 from flatout.strategies.ddp import Ddp, Sums
 from flatout.strategies.own_draws import own_draws
 from flatout.strategies.replicas import check_replicas
+from flatout.strategies.sparse import sparse_weights
 from flatout.strategies.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["Ddp", "Sums", "SyncBatchNorm", "check_replicas", "own_draws"]
+__all__ = ["Ddp", "Sums", "SyncBatchNorm", "check_replicas", "own_draws", "sparse_weights"]

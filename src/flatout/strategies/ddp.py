@@ -6,22 +6,26 @@ Experiences on Accelerating Data Parallel Training", 2020). The losses' sums and
 behind the last bucket's gradients, so that the division by the weight comes after, exactly as on
 one rank, without a collective of its own. With them goes which parameters any rank has used, and
 whether any rank wants to stop. Where gradients are compressed, or have few digits, these numbers
-are added up exactly in a small bucket of their own.
+are added up exactly in a small bucket of their own. Sparse gradients are no part of a bucket, and
+follow when backward is done (sparse.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from flatout.errors import ModelError
 from flatout.strategies.reductions import Beside, Flat
+from flatout.strategies.sparse import sum_rows
 from flatout.world import Later, World
 
 # As in torch's DistributedDataParallel: the first bucket is small, so that sending begins early.
 _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
+# Of one set of optimizers, so that a bucket's number tells whose it is.
+_MOST_BUCKETS = 1 << 20
 
 
 class Sums(NamedTuple):
@@ -83,8 +87,10 @@ class _Bucket:
                 continue
             if parameter.grad.layout is not torch.strided:
                 raise ModelError(
-                    "ranks cannot add up sparse gradients",
-                    do="use Embedding(sparse=False), or train on one rank",
+                    f"a parameter {tuple(parameter.shape)} has a sparse gradient, which ranks add "
+                    "up only for layers that say so",
+                    do="use nn.Embedding(sparse=True) as a layer of the model, a dense gradient, "
+                    "or one rank",
                 )
             views.append(view)
             gradients.append(parameter.grad)
@@ -100,12 +106,25 @@ class Ddp:
         world: of this rank.
         parameters: what the optimiser trains, in the same order on every rank.
         reduction: how gradients are added up.
+        sparse: those whose gradients have only some of their rows.
+        turn: which of the job's optimizers these are, from 1: each has buckets of its own.
     """
 
-    def __init__(self, world: World, parameters: Sequence[torch.Tensor], reduction: Beside) -> None:
+    def __init__(
+        self,
+        world: World,
+        parameters: Sequence[torch.Tensor],
+        reduction: Beside,
+        *,
+        sparse: Collection[torch.Tensor] = (),
+        turn: int = 1,
+    ) -> None:
         self.world, self.reduction = world, reduction
         self._of = parameters
-        self.parameters = [p for p in parameters if p.requires_grad]
+        trained = [p for p in parameters if p.requires_grad]
+        self._sparse = [p for p in trained if p in sparse]
+        self.parameters = [p for p in trained if p not in sparse]
+        self._device = trained[0].device
         groups = _groups(self.parameters)
         count = 3 + len(self.parameters)
         # In the last bucket the numbers cost no collective of their own.
@@ -115,14 +134,18 @@ class Ddp:
         ]
         self._buckets = [
             _Bucket(
-                n, group, names[n], reduction, count if self._rides and n + 1 == len(groups) else 0
+                (turn - 1) * _MOST_BUCKETS + n,
+                group,
+                names[n],
+                reduction,
+                count if self._rides and n + 1 == len(groups) else 0,
             )
             for n, group in enumerate(groups)
         ]
         self._numbers = (
             self._buckets[-1].more
             if self._rides
-            else torch.zeros(count, dtype=torch.float64, device=self.parameters[0].device)
+            else torch.zeros(count, dtype=torch.float64, device=self._device)
         )
         self._own = Sums(0.0, 0.0, 0.0)
         self._next = 0
@@ -163,7 +186,7 @@ class Ddp:
         if self.reduction.carries and not self._is_weighed:
             self._is_weighed = True
             weight = own.weight / samples
-            number = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
+            number = torch.zeros((), dtype=torch.float64, device=self._device)
             number += weight if scaler is None else scaler.scale(number + weight)
             self.reduction.weigh(self.world.sum(number, "weight of the step", later=True), number)
         self._armed = True
@@ -184,7 +207,7 @@ class Ddp:
         self._armed = self._is_weighed = False
         while self._next < len(self._buckets):
             self._send_next()
-        last = self._buckets[-1].sending
+        last = self._buckets[-1].sending if self._buckets else None
         if not self._rides:
             self._write_numbers()
             last = self.world.sum(self._numbers, "sum of the losses", later=True)
@@ -200,6 +223,8 @@ class Ddp:
         with self.world.within(last):
             # What this rank has used is used. Only where something is missing must it know more.
             self._give_out(used if all(used) else self._numbers[3:].tolist())
+        if self._sparse:
+            sum_rows(self.world, self._sparse)
         # A copy, for the next step writes here again.
         total, weight, votes = self._numbers[:3].to(torch.float64, copy=True)
         return Sums(total, weight, votes)
@@ -268,7 +293,7 @@ def _groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _has_room_for_numbers(groups: Sequence[Sequence[torch.Tensor]], reduction: Beside) -> bool:
     """Whether gradients are added up exactly, in numbers that losses and weights fit in as well."""
     kinds = {parameter.dtype for group in groups for parameter in group}
-    return reduction.is_exact and kinds in ({torch.float32}, {torch.float64})
+    return bool(groups) and reduction.is_exact and kinds in ({torch.float32}, {torch.float64})
 
 
 def _matrix(view: torch.Tensor) -> tuple[int, int]:

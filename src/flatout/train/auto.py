@@ -159,7 +159,7 @@ def _options(requested: Recipe, stepper: Stepper, facts: ModelFacts, allow: Pari
         options.append(Option(field, "memory_format", "channels_last", why, by_size=False))
     if find_rewrites(model):
         options.append(Option("compute.rewrites", "rewrites", True, "less memory traffic"))
-    if can_switch(stepper.switch.optimizer):
+    if any(map(can_switch, stepper.switch.optimizers)):
         why = "one kernel for the whole update"
         options.append(Option("compute.fused_optimizer", "fused_optimizer", True, why))
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):

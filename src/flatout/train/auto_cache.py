@@ -25,14 +25,14 @@ def key(
     requested: Recipe, stepper: Stepper, batches: list[Batch], allow: Parity, steps: int | None
 ) -> str:
     """24 hex digits that differ where the answer may."""
-    model, optimizer = stepper.switch.model, stepper.switch.optimizer
+    model, optimizers = stepper.switch.model, stepper.switch.optimizers
     parts: dict[str, Any] = {
         "version": flatout.__version__,
         "machine": fingerprint().digest,
         "process": [stepper.switch.now.allocator, torch.get_num_threads()],
         "model": keras_model.structure(model) if keras_model.is_keras(model) else repr(model),
         "parameters": [(n, list(p.shape), p.requires_grad) for n, p in model.named_parameters()],
-        "optimizer": [type(optimizer).__qualname__, *map(_options, optimizer.param_groups)],
+        "optimizers": [[type(o).__qualname__, *map(_options, o.param_groups)] for o in optimizers],
         "batches": [_shapes(batch) for batch in batches],
         "allow": allow.words,
         "requested": dumps(requested),

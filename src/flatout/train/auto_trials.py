@@ -97,7 +97,7 @@ class Trials:
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
         """Afterwards model, optimiser and random states are as before, under plain settings."""
-        snapshot = Snapshot(self.stepper.switch.model, self.stepper.switch.optimizer)
+        snapshot = Snapshot(self.stepper.switch.model, self.stepper.switch.optimizers)
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from flatout.optim.tried import warnings_of
 
 def scale_rates(
     rule: LrRule | None,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     data: Source | None,
     first_batch: int | None,
     accumulate: int,
@@ -26,7 +27,7 @@ def scale_rates(
 
     Args:
         rule: the user's, or None.
-        optimizer: with its rates for the reference batch.
+        optimizers: with their rates for the reference batch.
         data: the training data, for the size of a batch and the steps of an epoch.
         first_batch: samples of the first batch on all ranks, for data in batches of their own.
         accumulate: batches of one optimiser step.
@@ -38,7 +39,10 @@ def scale_rates(
     size = (data and data.batch_size) or first_batch
     batch = None if size is None else size * accumulate
     steps = None if data is None or data.steps is None else -(-data.steps // accumulate)
+    if len(optimizers) > 1:
+        steps = None  # whose turn it is in which batch is the loop's own
     updates = steps
+    optimizer = optimizers[0]
     if isinstance(optimizer, KerasOptimizer):
         # Keras may put batches together by itself; such a warm-up still counts ours.
         together = optimizer.batches_per_update
@@ -53,8 +57,9 @@ def scale_rates(
                 do="give prepare both compute and data",
             )
         scale = rule.for_batch(batch, steps)
-        words.append(scale.words(rates_of(optimizer), scheduled=scheduled))
-    return scale, words + warnings_of(optimizer, scale, batch, updates)
+        words.append(scale.words(rates_of(optimizers), scheduled=scheduled))
+    warnings = [w for one in optimizers for w in warnings_of(one, scale, batch, updates)]
+    return scale, words + list(dict.fromkeys(warnings))
 
 
 def resumed_words(scale: LrScale, step: int) -> str:

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain, count, islice
 from pathlib import Path
 from time import perf_counter_ns as clock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -33,11 +33,11 @@ from flatout.data.ranked import ranked
 from flatout.data.running.prefetch import prefetch
 from flatout.data.source import Source
 from flatout.devices import find_ping_pong, place, process, resolve_device
-from flatout.errors import CheckpointError, DeviceError, FlatoutError, NumbersError
+from flatout.errors import CheckpointError, DeviceError, FlatoutError, ModelError, NumbersError
 from flatout.measure import Timeline, fingerprint
 from flatout.measure.live import Live
 from flatout.models import facts_of, weights_of
-from flatout.optim import LrRule, LrScale
+from flatout.optim import LrRule, LrScale, Optimizers, as_tuple
 from flatout.recipe import (
     Choice,
     Parity,
@@ -73,7 +73,8 @@ from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import set_random_state, untouched
 from flatout.train.step import Compute, Stepper, placed
 from flatout.train.stragglers import Pace
-from flatout.train.tally import Tally
+from flatout.train.tally import mean_of
+from flatout.train.turn import Turn
 from flatout.world import ONE, LostRank, World, join, restarts
 from flatout.world import place as place_here
 from flatout.world.cpus import share_cpus
@@ -82,6 +83,10 @@ from flatout.world.cpus import share_cpus
 _LAST_PIECES_S = 5.0
 
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
+
+
+# What prepare was given and gives back: one optimizer, or several.
+_Given = TypeVar("_Given", bound=Optimizers)
 
 
 class _Flag(NamedTuple):
@@ -93,6 +98,7 @@ class _Flag(NamedTuple):
     batches: int
     rate: float
     bad: torch.Tensor
+    compute: Compute
 
 
 class Loop:
@@ -147,7 +153,6 @@ class Loop:
         self.accumulate = accumulate
         self.run = None if run is None or is_trial() else str(run).rstrip("/")
         self.timeline = Timeline()
-        self.tally = Tally()
         self.epoch = 0
         self.step_count = 0
         self.step_in_epoch = 0
@@ -166,7 +171,6 @@ class Loop:
         self._resumed: LoadedCheckpoint | None = None
         self._kept: ResolvedRecipe | None = None
         self._taken = 0
-        self._gathered: list[Batch] = []
         self._flags: list[_Flag] = []
         self._lanes: tuple[int, int, int, int] | None = None
         self._checkpoints: Checkpoints | None = None
@@ -211,19 +215,21 @@ class Loop:
     def prepare(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: _Given,
         scheduler: Scheduler | None = None,
         *,
         compute: Compute | None = None,
         data: Source | None = None,
         steps: int | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    ) -> tuple[nn.Module, _Given]:
         """Place the model, decide the settings and switch to them; resume if that was asked for.
 
         Args:
-            model: the user's own object; it is changed in place.
-            optimizer: any torch optimiser over its parameters.
-            scheduler: saved and resumed with the rest; stepping it is the caller's.
+            model: the user's own object; it is changed in place. Several models are one
+                `nn.ModuleDict`.
+            optimizer: any torch optimiser over its parameters, or a list of several.
+            scheduler: saved and resumed with the rest, or a list of several; stepping them is the
+                caller's.
             compute: forward and loss of one batch. With `data`, open settings are measured.
             data: where the first batches come from; they are not used up.
             steps: optimiser steps that are planned, so that measuring costs its share at most.
@@ -238,12 +244,17 @@ class Loop:
         self.join()
         for line in self._first_words:
             self.say(line)
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.model, self.optimizers = model, as_tuple(optimizer)
+        if not self.optimizers:
+            raise ModelError(
+                "prepare was given no optimizer", do="give it one, or a list of several"
+            )
+        self.schedulers = _listed(scheduler)
         if self.requested.process.threads == "auto":
             self._undo.callback(torch.set_num_threads, torch.get_num_threads())
         loaded = self._find_checkpoint()
         if loaded is not None:
-            check_same_job(loaded, self, model, optimizer, scheduler)
+            check_same_job(loaded, self)
             self._take_recipe(loaded)
         self._check_folder()
         for line in process.apply(self.requested.process):
@@ -323,9 +334,10 @@ class Loop:
         if asked.device not in ("auto", str(self.device), self.device.type):
             self.say(f"running on {self.device} {reason}")
         self.placement = place(model, self.device)
-        if self.device.type != "cpu" and self.optimizer.state:
-            # State of earlier steps follows its parameters: torch moves what it loads.
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
+        for optimizer in self.optimizers:
+            if self.device.type != "cpu" and optimizer.state:
+                # State of earlier steps follows its parameters: torch moves what it loads.
+                optimizer.load_state_dict(optimizer.state_dict())
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
@@ -342,7 +354,7 @@ class Loop:
         if keyed is not None:
             self._undo.callback(keyed.close)
         self.stepper = Stepper(
-            Switch(self.model, self.optimizer, self.device),
+            Switch(self.model, self.optimizers, self.device),
             clip_norm=self._clip[0],
             clip_value=self._clip[1],
             micro_batch=self.requested.memory.micro_batch,
@@ -397,7 +409,7 @@ class Loop:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, resolved: ResolvedRecipe
     ) -> None:
         """Evaluate in this process, at the precision at which ranks elsewhere have trained."""
-        self.model, self.optimizer, self.resolved = model, optimizer, resolved
+        self.model, self.optimizers, self.resolved = model, (optimizer,), resolved
         self._place(model)
         switch = Switch(model, optimizer, self.device)
         switch.now = switch.now.but(precision=resolved.compute.precision)
@@ -420,11 +432,11 @@ class Loop:
         """Follow the user's rule for the learning rate; trials ran without it."""
         scale, words = scale_rates(
             self.lr_rule,
-            self.optimizer,
+            self.optimizers,
             data,
             self.first_batch_size,
             self.accumulate,
-            scheduled=self.scheduler is not None,
+            scheduled=bool(self.schedulers),
         )
         if self._resumed is None:
             self.stepper.notes += words  # after a resume the History has them
@@ -468,7 +480,8 @@ class Loop:
         self.epoch += 1
         self.step_in_epoch = 0
         self.batch_in_epoch = self._taken = 0
-        self.tally.reset()
+        for turn in self.stepper.turns.values():
+            turn.tally.reset()
 
     def batches(self, source: Source) -> Iterator[Batch]:
         """This epoch's batches on the device, from where a resume left off.
@@ -521,45 +534,61 @@ class Loop:
         if self.world.is_first:
             self.stepper.notes.append(line)
 
-    def step(self, compute: Compute, batch: Batch) -> bool:
+    def step(self, compute: Compute, batch: Batch, optimizer: Optimizers | None = None) -> bool:
         """Train on one batch; returns whether that completed an optimiser step.
+
+        Gradients that other losses have left in the parameters do not count.
+
+        Args:
+            compute: forward and loss of the batch, or of each micro-batch.
+            batch: on the device, as `batches` gives it.
+            optimizer: which of several optimizers step, one or a list; None for all together.
+                With `accumulate`, each such set gathers batches of its own.
 
         Raises:
             NumbersError: where gradients were not finite; the weights are those before the step. Of
             several ranks the one whose part of the batch is the cause raises it.
             OutOfMemory: where no allowed micro-batch fits.
+            FlatoutError: `prepare` was not given this optimizer.
         """
+        turn = self._turn_of(optimizer)
         if self.accumulate > 1:
-            self._gathered.append(batch)
-            if len(self._gathered) < self.accumulate:
+            if not turn.gathered:
+                turn.gathered_from = self._taken
+            turn.gathered.append(batch)
+            if len(turn.gathered) < self.accumulate:
                 return False
-            return self.flush(compute)
-        self._step(compute, (batch,))
+            return self.flush(compute, optimizer)
+        self._step(compute, (batch,), turn)
         return True
 
-    def flush(self, compute: Compute) -> bool:
+    def flush(self, compute: Compute, optimizer: Optimizers | None = None) -> bool:
         """Make an optimiser step of the batches gathered so far, as at the end of an epoch."""
-        if not self._gathered:
+        turn = self._turn_of(optimizer)
+        if not turn.gathered:
             return False
-        batches = tuple(self._gathered)
-        self._gathered.clear()
-        self._step(compute, batches)
+        batches = tuple(turn.gathered)
+        turn.gathered.clear()
+        self._step(compute, batches, turn)
         return True
 
-    def _step(self, compute: Compute, batches: tuple[Batch, ...]) -> None:
+    def _turn_of(self, optimizer: Optimizers | None) -> Turn:
+        return self.stepper.joint if optimizer is None else self.stepper.turn_of(optimizer)
+
+    def _step(self, compute: Compute, batches: tuple[Batch, ...], turn: Turn) -> None:
         start, fetch, copy, others = self._lanes or (clock(), 0, 0, 0)
         self._lanes = None
-        done = self.stepper(compute, batches, self.step_count + 1)
+        done = self.stepper(compute, batches, self.step_count + 1, turn)
         stepped = clock()
         if self._reads_are_free:
-            if self.stepper.update.was_bad():
-                raise self._explain(compute, batches, self.step_count + 1, self.learning_rate)
+            if turn.update.was_bad():
+                raise self._explain(compute, batches, self.step_count + 1, self._rate_of(turn))
         else:
-            self._note_flag(compute, len(batches))
+            self._note_flag(compute, len(batches), turn)
         self.step_count += 1
         self.step_in_epoch += 1
         self.batch_in_epoch = self._taken
-        self.tally.add(done.loss, done.weight)
+        turn.tally.add(done.loss, done.weight)
         now = clock()
         self.timeline.record(
             start,
@@ -577,16 +606,24 @@ class Loop:
         if self.stepper.world.size > 1:
             self.pace.mark()
 
-    def mean_loss(self) -> float:
-        """Weighted mean loss of this epoch so far; waits for the device."""
-        return self.tally.mean()
+    def mean_loss(self, optimizer: Optimizers | None = None) -> float:
+        """Weighted mean loss of this epoch so far; waits for the device.
+
+        Args:
+            optimizer: of the steps of this one, or of these together; None for all steps.
+        """
+        turns = self.stepper.turns.values() if optimizer is None else [self._turn_of(optimizer)]
+        return mean_of([turn.tally.state_dict() for turn in turns])
 
     @property
     def learning_rate(self) -> float:
         """Of the first parameter group in the next step: what a rule makes of the optimiser's."""
+        return self._rate_of(self.stepper.joint)
+
+    def _rate_of(self, turn: Turn) -> float:
         scale = self.stepper.lr_scale
         factor = 1.0 if scale is None else scale.at(self.step_count)
-        return float(self.optimizer.param_groups[0]["lr"]) * factor
+        return float(turn.optimizers[0].param_groups[0]["lr"]) * factor
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that a step's forward runs at, for an evaluation of one's own."""
@@ -599,20 +636,24 @@ class Loop:
 
     # -- numbers guard -----------------------------------------------------------------------
 
-    def _note_flag(self, compute: Compute, batches: int) -> None:
+    def _note_flag(self, compute: Compute, batches: int, turn: Turn) -> None:
         """Remember this step's flag on the device; read the flags only now and then."""
-        flag = self.stepper.update.flag
+        flag = turn.update.flag
         if flag is None:
             return
-        rate = self.learning_rate
+        rate = self._rate_of(turn)
         step = self.step_count + 1
         first = self._taken - batches
-        self._flags.append(_Flag(step, self.epoch, first, batches, rate, flag.clone()))
+        flag = flag.clone()
+        self._flags.append(_Flag(step, self.epoch, first, batches, rate, flag, compute))
         if len(self._flags) >= guard.EVERY:
-            self.check_numbers(compute)
+            self.check_numbers()
 
-    def check_numbers(self, compute: Compute) -> None:
+    def check_numbers(self, compute: Compute | None = None) -> None:
         """Read the flags that are still unread; call it before evaluating or saving.
+
+        Args:
+            compute: makes a bad step once more to find its cause; that of the step by default.
 
         Raises:
             NumbersError: naming the first step that was bad.
@@ -623,7 +664,8 @@ class Loop:
         read = torch.stack([flag.bad for flag in flags]).tolist()
         for flag, was_bad in zip(flags, read, strict=True):
             if was_bad:
-                raise self._explain(compute, self._fetch_again(flag), flag.step, flag.rate)
+                again = self._fetch_again(flag)
+                raise self._explain(compute or flag.compute, again, flag.step, flag.rate)
 
     def _fetch_again(self, flag: _Flag) -> list[Batch]:
         source = self.source
@@ -722,16 +764,18 @@ class Loop:
 
         Raises:
             NumbersError: if a weight or buffer is not finite.
-            CheckpointError: if it, or the one before it, could not be written.
+            CheckpointError: if it, or the one before it, could not be written, or if batches that
+                wait for others to make a step would be lost in a resume.
         """
         assert self.resolved is not None
+        self._check_gathered()
         guard.check_state(self.model, "saving")
         meta = {"recipe": dumps(self.resolved)}
         state, weights = state_of(self, extra), weights_of(self.model)
         own_state = own_state_of(self, own)
         if self._writes_pieces:
             name = self.checkpoints.save(
-                self.step_count, weights, state, meta, score, [own_state], ["optimizer"]
+                self.step_count, weights, state, meta, score, [own_state], ["optimizers"]
             )
             path = f"{self._checkpoint_folder}/{name}"
         else:
@@ -743,6 +787,19 @@ class Loop:
                 path = f"{self._checkpoint_folder}/{name}"
         self._saved = (self.epoch, self.step_count)
         return path
+
+    def _check_gathered(self) -> None:
+        """A resume goes on behind the last batch of any optimizer's step."""
+        for turn in self.stepper.turns.values():
+            if turn.gathered and 0 < turn.gathered_from <= self.batch_in_epoch:
+                names = ", ".join(type(optimizer).__name__ for optimizer in turn.optimizers)
+                raise CheckpointError(
+                    f"{len(turn.gathered)} batches that {names} has gathered for a step would be "
+                    "lost in a resume, since another optimizer has stepped behind them",
+                    where=f"step {self.step_count:,}, batch {self.batch_in_epoch:,} of the epoch",
+                    do="save where no optimizer waits for batches, or call "
+                    "loop.flush(compute, optimizer) first",
+                )
 
     @property
     def is_saved(self) -> bool:
@@ -849,6 +906,13 @@ class Loop:
             if failed is not None:
                 self._checkpoints.give_up(0 if issubclass(failed, LostRank) else _LAST_PIECES_S)
             self._checkpoints.wait()
+
+
+def _listed(given: Any) -> tuple[Any, ...]:
+    """Nothing, one, or a list or tuple of several."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
 def _is_finite(value: Any) -> bool:

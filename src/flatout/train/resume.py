@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from flatout.data.batch import Batch
 from flatout.data.source import Source
 from flatout.errors import CheckpointError, DataError
 from flatout.models import load_weights, weights_of
-from flatout.optim.fused import align_state, fuse
+from flatout.optim.fused import align_state, fuse, is_fused
 from flatout.save.checkpoint import LoadedCheckpoint
 from flatout.save.fits import check_fits
 from flatout.train.large_batch import as_saved
@@ -27,7 +27,6 @@ _ANEW = "or begin a new run with warm_start"
 
 def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
     """Everything but the weights that the next step depends on, and what tells the job."""
-    scaler, scheduler = loop.stepper.scaler, loop.scheduler
     return {
         "epoch": loop.epoch,
         "step": loop.step_count,
@@ -36,13 +35,11 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "seed": loop.seed,
         "accumulate": loop.accumulate,
         "lr_rule": as_saved(loop.lr_rule),
-        "pieces": loop.stepper.pieces,
-        "optimizer": loop.optimizer.state_dict(),
-        "optimizer_kind": type(loop.optimizer).__qualname__,
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "scheduler_kind": None if scheduler is None else type(scheduler).__qualname__,
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "loss": loop.tally.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in loop.optimizers],
+        "optimizer_kinds": _kinds(loop.optimizers),
+        "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
+        "scheduler_kinds": _kinds(loop.schedulers),
+        "turns": [turn.state_dict() for turn in loop.stepper.turns.values()],
         "source": None if loop.source is None else source_state(loop.source),
         "first_samples": loop.first_samples,
         "extra": extra,
@@ -82,25 +79,19 @@ def first_samples(first: list[Batch]) -> list[int] | None:
     return [int(number) for number in first[0].indices[:_SHOWN]]
 
 
-def check_same_job(
-    loaded: LoadedCheckpoint,
-    loop: Loop,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-) -> None:
+def check_same_job(loaded: LoadedCheckpoint, loop: Loop) -> None:
     """Raise, before anything is changed, if the checkpoint is of another job.
 
     Raises:
         CheckpointError: naming what differs.
     """
     state = loaded.state
-    check_fits(weights_of(model), loaded.model, where=loaded.name)
-    check_optimizer(optimizer, state)
-    found = None if scheduler is None else type(scheduler).__qualname__
-    if state["scheduler_kind"] != found:
+    check_fits(weights_of(loop.model), loaded.model, where=loaded.name)
+    check_optimizers(loop.optimizers, state)
+    had, has = _words_of(state["scheduler_kinds"]), _words_of(_kinds(loop.schedulers))
+    if had != has:
         raise CheckpointError(
-            f"the checkpoint has the scheduler {state['scheduler_kind']}, found {found}",
+            f"the checkpoint has the scheduler {had}, found {has}",
             where=loaded.name,
             do=f"use the same scheduler, {_ANEW}",
         )
@@ -120,21 +111,35 @@ def check_same_job(
         )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise if the saved optimiser state is of another optimiser or other parameter groups.
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
+    """Raise if the saved optimizer states are of other optimizers or other parameter groups.
 
     Raises:
         CheckpointError: naming both.
     """
-    kind = type(optimizer).__qualname__
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-    if (state["optimizer_kind"], saved) != (kind, sizes):
+    then = [
+        _optimizer_words(kind, saved["param_groups"])
+        for kind, saved in zip(state["optimizer_kinds"], state["optimizers"], strict=True)
+    ]
+    now = [_optimizer_words(type(o).__qualname__, o.param_groups) for o in optimizers]
+    if then != now:
         raise CheckpointError(
-            f"the checkpoint's optimiser is {state['optimizer_kind']} with {saved} parameters in "
-            f"its groups, found {kind} with {sizes}",
+            f"the checkpoint's optimiser is {', '.join(then)}, found {', '.join(now)}",
             do=f"make the optimiser as it was, {_ANEW} from a model file",
         )
+
+
+def _optimizer_words(kind: str, groups: Sequence[Mapping[str, Any]]) -> str:
+    sizes = [len(group["params"]) for group in groups]
+    return f"{kind} with {sizes} parameters in its groups"
+
+
+def _kinds(objects: Sequence[object]) -> list[str]:
+    return [type(one).__qualname__ for one in objects]
+
+
+def _words_of(kinds: Sequence[str]) -> str:
+    return ", ".join(kinds) or "None"
 
 
 def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] | None) -> None:
@@ -166,34 +171,32 @@ def put_back(loop: Loop, loaded: LoadedCheckpoint, *, same_machine: bool) -> Non
     """Load what `state_of` gave, and the weights, into a prepared Loop."""
     state = loaded.state
     load_weights(loop.model, loaded.model)
-    load_optimizer(
-        loop.optimizer, state["optimizer"], fused=loop.stepper.switch.now.fused_optimizer
-    )
-    loop.stepper.update.refresh()
-    if loop.scheduler is not None:
-        loop.scheduler.load_state_dict(state["scheduler"])
-    if loop.stepper.scaler is not None and state["scaler"] is not None:
-        loop.stepper.scaler.load_state_dict(state["scaler"])
+    for optimizer, saved in zip(loop.optimizers, state["optimizers"], strict=True):
+        load_optimizer(optimizer, saved)
+    for scheduler, saved in zip(loop.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    for saved in state["turns"]:
+        turn = loop.stepper.turn_at(tuple(saved["optimizers"]))
+        turn.load_state_dict(saved, same_machine=same_machine)
+    for turn in loop.stepper.turns.values():
+        turn.update.refresh()
     if loop.stepper.reduction is not None:
         kept = [own["reduction"] for own in loaded.own]
         loop.stepper.reduction.load_state_dicts([one for one in kept if one is not None])
     loop.epoch, loop.step_count = state["epoch"], state["step"]
     loop.step_in_epoch, loop.batch_in_epoch = state["step_in_epoch"], state["batch_in_epoch"]
-    loop.tally.load_state_dict(state["loss"])
     loop.restored_extra = state["extra"]
-    if same_machine:
-        loop.stepper.pieces = state["pieces"]
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], *, fused: bool) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimiser's state and options; how its kernels run stays as it is decided now."""
     kernels = [{k: g.get(k) for k in ("fused", "foreach")} for g in optimizer.param_groups]
     optimizer.load_state_dict(saved)
     for group, own in zip(optimizer.param_groups, kernels, strict=True):
         group.update({k: v for k, v in own.items() if k in group})
     align_state(optimizer)
-    if fused:
-        fuse(optimizer)
+    if is_fused(optimizer):
+        fuse(optimizer)  # its state is where the kernel wants it
 
 
 def _words(state: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from flatout.devices import allocator, threads
 from flatout.models import find_rewrites, recompute_activations
 from flatout.models.layout import FORMATS, format_of, lay_out
-from flatout.optim import can_fuse, defuse, fuse
+from flatout.optim import Optimizers, as_tuple, can_fuse, defuse, fuse
 from flatout.optim.fused import align_state, is_fused
 from flatout.recipe import ResolvedRecipe
 
@@ -57,21 +57,19 @@ class Settings:
 
 
 class Switch:
-    """Holds a model and its optimiser at some Settings; `use` brings them to others.
+    """Holds a model and its optimizers at some Settings; `use` brings them to others.
 
     Everything is done in place: the user's objects, their parameters and their state dict keys
     stay.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Optimizers, device: torch.device) -> None:
         self.model = model
-        self.optimizer = optimizer
+        self.optimizers = as_tuple(optimizers)
         self.device = device
         self.now = Settings(
             memory_format=format_of(model),
-            fused_optimizer=is_fused(optimizer),
+            fused_optimizer=any(map(is_fused, self.optimizers)),
             matmul_precision=torch.get_float32_matmul_precision(),
             allocator=allocator.current(),
             threads=torch.get_num_threads(),
@@ -91,10 +89,12 @@ class Switch:
         # The optimiser's state follows its parameters before a fused kernel sees both.
         if wanted.memory_format != now.memory_format:
             lay_out(self.model, FORMATS[wanted.memory_format])
-            align_state(self.optimizer)
+            for optimizer in self.optimizers:
+                align_state(optimizer)
         # Asked of the optimiser itself: a state that was loaded meanwhile brings its own options.
-        if wanted.fused_optimizer != is_fused(self.optimizer) and can_switch(self.optimizer):
-            (fuse if wanted.fused_optimizer else defuse)(self.optimizer)
+        for optimizer in self.optimizers:
+            if wanted.fused_optimizer != is_fused(optimizer) and can_switch(optimizer):
+                (fuse if wanted.fused_optimizer else defuse)(optimizer)
         if wanted.matmul_precision != now.matmul_precision:
             torch.set_float32_matmul_precision(wanted.matmul_precision)
         if wanted.threads != now.threads:

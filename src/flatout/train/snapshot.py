@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from flatout.data import randomness
 from flatout.errors import ModelError
 from flatout.models.keras_model import is_keras, variables_of
+from flatout.optim import Optimizers, as_tuple
 from flatout.optim.fused import align_state
 
 
@@ -96,14 +97,13 @@ class Snapshot:
 
     Args:
         model: its parameters and buffers are cloned on their device, its plain attributes kept.
-        optimizer: its state dict is copied.
+        optimizers: one or several; their state dicts are copied.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
         self._weights = [(p, p.detach().clone(), _clone(p.grad)) for p in _parameters(model)]
         self._surroundings = _Surroundings(model)
-        self._state = copy.deepcopy(optimizer.state_dict())
+        self._states = [(o, copy.deepcopy(o.state_dict())) for o in as_tuple(optimizers)]
         self._random = random_state()
 
     @torch.no_grad()
@@ -115,9 +115,10 @@ class Snapshot:
             # A gradient of other strides would mislead fused kernels.
             parameter.grad = None if gradient is None else _like(parameter, gradient)
         self._surroundings.restore()
-        # Copied again, because the optimiser goes on to write into what it is given.
-        self._optimizer.load_state_dict(copy.deepcopy(self._state))
-        align_state(self._optimizer)
+        for optimizer, state in self._states:
+            # Copied again, because the optimiser goes on to write into what it is given.
+            optimizer.load_state_dict(copy.deepcopy(state))
+            align_state(optimizer)
         set_random_state(self._random)
 
 

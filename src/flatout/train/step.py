@@ -6,7 +6,8 @@
     sums         of gradients and losses over all ranks              (strategies/)
     update       clip, check, optimiser, gradients to None        (optim/update.py)
 
-A batch that does not fit in memory is taken again in smaller pieces.
+A batch that does not fit in memory is taken again in smaller pieces. Where a job has several
+optimizers, a step is that of one of them or of several together: its turn.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from typing import NamedTuple
 import torch
 
 from flatout.data.batch import Batch, split
-from flatout.errors import DataError, OutOfMemory
+from flatout.errors import DataError, FlatoutError, OutOfMemory
 from flatout.models import is_batch_coupled
 from flatout.models.keras_model import is_keras
 from flatout.models.sample_dropout import SampleDropout
-from flatout.optim import LrScale, Update
+from flatout.optim import LrScale, Optimizers, Update, as_tuple
 from flatout.optim.rates import scaled
-from flatout.strategies import Ddp, Sums, SyncBatchNorm, own_draws
+from flatout.strategies import Ddp, Sums, SyncBatchNorm, own_draws, sparse_weights
 from flatout.strategies.reductions import Beside, Reduction
 from flatout.train.losses import Value
 from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import Moving, untouched
+from flatout.train.turn import Turn
 from flatout.world import ONE, World
 
 Compute = Callable[[Batch], Value]
@@ -56,7 +58,7 @@ class Stepper:
     """Runs optimiser steps on a model under the Settings of a Switch.
 
     Args:
-        switch: holds model, optimiser and device.
+        switch: holds model, optimizers and device.
         clip_norm: largest total gradient norm, or None.
         clip_value: largest absolute gradient element, or None.
         micro_batch: "auto" (split only when memory runs out), "whole", or samples per micro-batch.
@@ -68,6 +70,9 @@ class Stepper:
         stopping: whether any rank has asked so; the same on all ranks.
         lr_scale: what the user's learning-rate rule does, or None.
         samples: about how many samples of all ranks make a step: only a scale, the same on all.
+        joint: the turn of all optimizers together.
+        turn: that of the present step, or the latest.
+        turns: all that there were, by the places of their optimizers.
     """
 
     def __init__(
@@ -86,44 +91,101 @@ class Stepper:
         self.wants_to_stop = self.stopping = False
         self.lr_scale: LrScale | None = None
         self.samples = 1.0
-        self._ddp: Ddp | None = None
         self.reduction: Beside | None = None
         self._norms: SyncBatchNorm | None = None
         self._moving: Moving | None = None
-        self.update = Update(switch.optimizer, clip_norm=clip_norm, clip_value=clip_value)
+        self._clip = (clip_norm, clip_value)
+        # One step with bad numbers holds back the steps of all optimizers.
+        self._flags: dict[torch.device, torch.Tensor] = {}
+        self.turns: dict[tuple[int, ...], Turn] = {}
+        self.joint = self.turn = self.turn_at(tuple(range(len(switch.optimizers))))
         self.micro_batch = micro_batch
-        self.pieces = 1
         self.notes: list[str] = []
-        self._scaler: torch.amp.GradScaler | None = None
         self._use_autocast = False
 
     def use(self, settings: Settings) -> None:
         """Switch to other settings before the next step."""
         self.switch.use(settings)
-        self.update.refresh()
         self._use_autocast = settings.precision != "fp32"
-        if settings.precision == "fp16" and self._scaler is None:
-            self._scaler = torch.amp.GradScaler(self.switch.device.type)
-        elif settings.precision != "fp16":
-            self._scaler = None
+        for turn in self.turns.values():
+            turn.update.refresh()
+            if settings.precision != "fp16":
+                turn.scaler = None
+            elif turn.scaler is None:
+                turn.scaler = self._new_scaler()
+
+    def turn_of(self, optimizers: Optimizers) -> Turn:
+        """The turn of some of the job's optimizers.
+
+        Raises:
+            FlatoutError: one of them is not among them.
+        """
+        known = {id(optimizer): place for place, optimizer in enumerate(self.switch.optimizers)}
+        asked = as_tuple(optimizers)
+        strangers = [type(o).__name__ for o in asked if id(o) not in known]
+        if strangers or not asked:
+            raise FlatoutError(
+                f"a step of {strangers[0]}, which is not among the {len(known)} optimizers that "
+                "prepare was given"
+                if strangers
+                else "a step of no optimizer",
+                do="give prepare a list of all of them, and step the same objects",
+            )
+        return self.turn_at(tuple(sorted({known[id(optimizer)] for optimizer in asked})))
+
+    def turn_at(self, places: tuple[int, ...]) -> Turn:
+        """The turn of the optimizers at these places of the job's."""
+        found = self.turns.get(places)
+        if found is None:
+            update = Update(
+                [self.switch.optimizers[place] for place in places],
+                clip_norm=self._clip[0],
+                clip_value=self._clip[1],
+                flags=self._flags,
+            )
+            scaler = self._new_scaler() if self.switch.now.precision == "fp16" else None
+            pieces = self.joint.pieces if self.turns else 1
+            found = self.turns[places] = Turn(places, update, scaler, pieces)
+        return found
+
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.switch.device.type)
+
+    @property
+    def update(self) -> Update:
+        """Applies the gradients of the present turn."""
+        return self.turn.update
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler where fp16 needs one."""
-        return self._scaler
+        """The loss scaler of the present turn where fp16 needs one."""
+        return self.turn.scaler
 
-    def __call__(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
+    @property
+    def pieces(self) -> int:
+        """Into how many micro-batches the present turn splits a batch."""
+        return self.turn.pieces
+
+    @pieces.setter
+    def pieces(self, pieces: int) -> None:
+        self.turn.pieces = pieces
+
+    def __call__(
+        self, compute: Compute, batches: Sequence[Batch], step: int, turn: Turn | None = None
+    ) -> Done:
         """One optimiser step on `batches` (more than one when gradients are accumulated).
 
         Args:
             compute: forward and loss of one (micro-)batch.
             batches: on the device already.
             step: number of the step, from 1; also for what is drawn.
+            turn: which optimizers step; None for all together.
 
         Raises:
             OutOfMemory: where the batch cannot be split further, or only by changing learning.
         """
-        self.update.begin()
+        self.turn = turn or self.joint
+        self.turn.update.begin()
         if self.dropout is None:
             found = self._gradients(compute, batches, step)
         else:
@@ -132,10 +194,10 @@ class Stepper:
         start = clock()
         # Here weights change: an error is no longer a reason to take the step again.
         if self.lr_scale is None:
-            self._apply()
+            self.turn.apply()
         else:
-            with scaled(self.switch.optimizer, self.lr_scale.at(step - 1)):
-                self._apply()
+            with scaled(self.turn.optimizers, self.lr_scale.at(step - 1)):
+                self.turn.apply()
         return Done(*found, clock() - start)
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
@@ -162,7 +224,7 @@ class Stepper:
             value = compute(batch)
         loss, weight = _mean(value, batch.size)
         middle = clock()
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), weight, middle - start, clock() - middle, 0
 
     def _with_others(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
@@ -230,11 +292,11 @@ class Stepper:
             total = total + part.detach() / piece.copies
             weight = weight + part_weight / piece.copies
             middle, waited = clock(), trail.waited
-            if self._scaler is not None:
-                scaled = self._scaler.scale(scaled)
+            if self.scaler is not None:
+                scaled = self.scaler.scale(scaled)
             if number + 1 == len(pieces):
                 vote = float(self.wants_to_stop)
-                ddp.arm(Sums(total, weight, vote), self.samples, self._scaler)
+                ddp.arm(Sums(total, weight, vote), self.samples, self.scaler)
             scaled.backward()  # type: ignore[no-untyped-call]
             forward += middle - start - (waited - begun)
             backward += clock() - middle - (trail.waited - waited)
@@ -288,18 +350,26 @@ class Stepper:
         return ONE if self._norms is None else self._norms.world
 
     def _strategy(self) -> Ddp:
-        if self._ddp is None or not self._ddp.is_of(self.update.parameters):
-            if self._ddp is not None:
-                self._ddp.close()
+        turn = self.turn
+        if turn.ddp is None or not turn.ddp.is_of(turn.update.parameters):
+            if turn.ddp is not None:
+                turn.ddp.close()
             assert self.reduction is not None
-            self._ddp = Ddp(self.world, self.update.parameters, self.reduction)
-        return self._ddp
+            turn.ddp = Ddp(
+                self.world,
+                turn.update.parameters,
+                self.reduction,
+                sparse=sparse_weights(self.switch.model),
+                turn=turn.number,
+            )
+        return turn.ddp
 
     def close(self) -> None:
         """Take off what was put on the model's parameters."""
-        if self._ddp is not None:
-            self._ddp.close()
-            self._ddp = None
+        for turn in self.turns.values():
+            if turn.ddp is not None:
+                turn.ddp.close()
+                turn.ddp = None
         if self.reduction is not None:
             self.reduction.close()
         if self._norms is not None:
@@ -336,8 +406,8 @@ class Stepper:
                 # Divided by the sample count already, so that fp16's loss scale keeps its range.
                 scaled = part / samples
                 middle = clock()
-                if self._scaler is not None:
-                    scaled = self._scaler.scale(scaled)
+                if self.scaler is not None:
+                    scaled = self.scaler.scale(scaled)
                 scaled.backward()  # type: ignore[no-untyped-call]
                 total = total + part.detach()
                 weight = weight + part_weight
@@ -361,27 +431,12 @@ class Stepper:
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def _apply(self) -> None:
-        if self._scaler is None:
-            self.update()
-        else:
-            self._update_scaled(self._scaler)
-
-    def _update_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        optimizer = self.switch.optimizer
-        if self.update.clip_norm is not None or self.update.clip_value is not None:
-            scaler.unscale_(optimizer)
-            self.update.clip()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-
     def _shrink(self, error: Exception, batches: Sequence[Batch], step: int) -> None:
         """After running out of memory: forget the attempt and split finer."""
         if not is_out_of_memory(error):
             raise error
         _forget_frames(error)
-        self.switch.optimizer.zero_grad(set_to_none=True)
+        self.update.forget()
         if self.switch.device.type == "cuda":
             torch.cuda.empty_cache()
         largest = max(batch.size for batch in batches)

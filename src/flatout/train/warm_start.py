@@ -12,7 +12,7 @@ from flatout.optim.fused import align_state
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint, is_checkpoint
 from flatout.save.fits import check_fits
 from flatout.save.model_file import is_model_file, load_model
-from flatout.train.resume import check_optimizer
+from flatout.train.resume import check_optimizers
 
 
 def warm_start(model: nn.Module, optimizer: torch.optim.Optimizer, source: str | Path) -> str:
@@ -37,10 +37,11 @@ def warm_start(model: nn.Module, optimizer: torch.optim.Optimizer, source: str |
         return "warm start: weights kept, optimiser new"
     loaded = _load(path)
     check_fits(weights_of(model), loaded.model, where=path)
-    check_optimizer(optimizer, loaded.state)
+    check_optimizers([optimizer], loaded.state)
     load_weights(model, loaded.model)
     groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({**loaded.state["optimizer"], "param_groups": groups})
+    (saved,) = loaded.state["optimizers"]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
     align_state(optimizer)
     return (
         f"warm start from step {loaded.step:,}: weights and optimiser kept, step and schedule anew"

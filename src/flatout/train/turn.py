@@ -1,0 +1,95 @@
+"""What steps of the same optimizers leave to the next: a job with several may step them in turn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatout.data.batch import Batch
+from flatout.optim import Update
+from flatout.train.tally import Tally
+
+if TYPE_CHECKING:
+    from flatout.strategies import Ddp
+
+
+class Turn:
+    """The steps of one optimizer, or of several that step together.
+
+    Args:
+        places: of its optimizers among those of the job.
+        update: applies the gradients.
+        scaler: of the loss, where fp16 needs one.
+        pieces: into how many micro-batches a batch is split.
+
+    Attributes:
+        ddp: adds up the gradients of several ranks.
+        tally: the losses of these steps.
+        gathered: batches that wait for others, to make a step together.
+        gathered_from: number in its epoch of the first of these.
+    """
+
+    def __init__(
+        self,
+        places: tuple[int, ...],
+        update: Update,
+        scaler: torch.amp.GradScaler | None,
+        pieces: int,
+    ) -> None:
+        self.places = places
+        self.update = update
+        self.scaler = scaler
+        self.pieces = pieces
+        self.ddp: Ddp | None = None
+        self.tally = Tally()
+        self.gathered: list[Batch] = []
+        self.gathered_from = 0
+
+    @property
+    def number(self) -> int:
+        """A number that no other turn of the job has, the same on every rank and in each run."""
+        return sum(1 << place for place in self.places)
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that step."""
+        return tuple(part.optimizer for part in self.update.parts)
+
+    def apply(self) -> None:
+        """Clip, check and apply the gradients, then set them to None."""
+        if self.scaler is None:
+            self.update()
+            return
+        # An optimizer whose parameters no loss has reached has nothing to do.
+        reached = [
+            optimizer
+            for optimizer in self.optimizers
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        ]
+        if self.update.clip_norm is not None or self.update.clip_value is not None:
+            for optimizer in reached:
+                self.scaler.unscale_(optimizer)
+            self.update.clip()
+        for optimizer in reached:
+            self.scaler.step(optimizer)
+        if reached:
+            self.scaler.update()
+        self.update.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs of it."""
+        return {
+            "optimizers": list(self.places),
+            "pieces": self.pieces,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "loss": self.tally.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, same_machine: bool) -> None:
+        """Go on from there; how far a batch must be split is another machine's own."""
+        if same_machine:
+            self.pieces = state["pieces"]
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self.tally.load_state_dict(state["loss"])
