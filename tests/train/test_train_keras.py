@@ -424,6 +424,14 @@ def test_all_that_fit_takes_gives_the_same(kind):
     assert here.timeline.steps == 12
 
 
+def test_a_pipeline_of_fewer_samples_than_a_batch_is_one_batch():
+    x, y = points(20)
+    made = flatout.data.arrays(x, y).batch(32)
+    ours = quiet(compiled())
+    assert len(ours.fit(made, validation_data=made, epochs=1).history["val_loss"]) == 1
+    assert ours.evaluate(made) == ours.evaluate(x, y, batch_size=32)
+
+
 def test_validation_of_any_kind_and_only_now_and_then():
     x, y = points(96)
     model = compiled("sgd")

@@ -157,7 +157,18 @@ def test_samples_of_accumulated_and_ragged_batches_are_counted():
 @pytest.mark.parametrize("last", ["keep", "drop", "pad"])
 def test_a_batch_of_a_pipeline_larger_than_the_data_is_an_error(last):
     made = data(30).batch(31, last=last)
-    with pytest.raises(DataError, match="the batch is larger than the data"):
+    with pytest.raises(DataError, match=r"the batch is larger .* but there are 30 samples"):
         trainer().fit(made, progress=False)
-    if last != "drop":
+    if last == "drop":
+        with pytest.raises(DataError, match="drops all of the 30 samples"):
+            trainer().evaluate(made)
+    else:
         assert len(trainer().predict(made)) == 30
+
+
+def test_a_batch_larger_than_a_pass_or_than_the_rows_of_all_ranks_is_an_error():
+    for made in (data(30).batch(31).repeat(2), data(30).batch(31).shard(0, 2, by="rows")):
+        with pytest.raises(DataError, match=r"the batch is larger .* but there are 30 samples"):
+            trainer().fit(made, progress=False)
+    for made in (data(30).repeat(2).batch(31), data(30).batch(30).shard(0, 2, by="rows")):
+        flatout.data.as_source(made)

@@ -11,7 +11,7 @@ from flatout.data.batch import Batch
 from flatout.data.origins import is_stream
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
-from flatout.data.stages import Repeat, Shard, passes
+from flatout.data.stages import Shard, passes, samples_times
 from flatout.errors import DataError
 from flatout.say import counted
 
@@ -53,8 +53,8 @@ def own_pipe(
         )
     places: list[str] = getattr(pipeline.origin, "places", list)()
     known, turns = pipeline.samples, passes(pipeline.stages)
-    if known is not None and turns == 1:
-        known *= next((s.times for s in pipeline.stages if isinstance(s, Repeat)), 1)
+    if known is not None:
+        known *= samples_times(pipeline.stages)
     found = gather({"places": places, "rows": known})
     _check_apart([one["places"] for one in found])
     steps = shard.steps or _steps([one["rows"] for one in found], pipeline.batch_size, turns)

@@ -27,7 +27,17 @@ from flatout.data.sources.arrays import Arrays
 from flatout.data.sources.torch_dataset import DatasetRows
 from flatout.data.staged import Staged
 from flatout.data.stages import Batch as BatchStage
-from flatout.data.stages import Filter, Map, Prefetch, Repeat, Shard, Shuffle, Stage, passes, words
+from flatout.data.stages import (
+    Filter,
+    Map,
+    Prefetch,
+    Shard,
+    Shuffle,
+    Stage,
+    passes,
+    samples_times,
+    words,
+)
 from flatout.errors import DataError
 from flatout.say import say_as_is
 
@@ -182,6 +192,19 @@ class Pipeline(Staged):
         return self._built.cut.used
 
     @property
+    def rows_to_cut(self) -> int | None:
+        """Samples that batches are cut from, over all ranks, those included that `last` drops.
+
+        Those of an epoch, or of one pass where each pass ends with a last batch of its own. None
+        where they are not known, as of presharded data before the ranks have agreed.
+        """
+        if self.sharded is not None and self.sharded.presharded:
+            return None
+        if not is_stream(self.origin):
+            return self._built.everywhere
+        return None if self.samples is None else self.samples * samples_times(self.stages)
+
+    @property
     def steps(self) -> int | None:
         """Batches of an epoch."""
         if not is_stream(self.origin):
@@ -191,8 +214,7 @@ class Pipeline(Staged):
             return shard.steps  # those of all ranks
         if rows is None or size is None:
             return None
-        turns = passes(self.stages)
-        rows *= 1 if turns > 1 else next((s.times for s in self.stages if isinstance(s, Repeat)), 1)
+        turns, rows = passes(self.stages), rows * samples_times(self.stages)
         drop = any(isinstance(s, BatchStage) and s.last == "drop" for s in self.stages)
         return turns * (rows // size if drop else -(-rows // size))
 

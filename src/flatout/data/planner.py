@@ -47,6 +47,7 @@ from flatout.data.stages import (
     Split,
     Stage,
     passes,
+    samples_times,
     words,
 )
 from flatout.errors import DataError
@@ -97,6 +98,8 @@ class Built:
         samples: what the rows become.
         numbers: the rows that take part.
         cut: how they become batches.
+        everywhere: the rows of all ranks that batches are cut from: of an epoch, or of one pass
+            where each pass ends with a last batch of its own.
         runs: names of the stages that run, in their order.
         moved: what runs elsewhere than it was written, and why that is the same.
         caches: the caches in it.
@@ -106,6 +109,7 @@ class Built:
     samples: Samples
     numbers: Numbers
     cut: Cut
+    everywhere: int
     runs: list[str]
     moved: list[str] = field(default_factory=list)
     caches: list[Cached] = field(default_factory=list)
@@ -131,6 +135,8 @@ def build(
     caches: list[Cached] = []
     samples, runs = _chain(base, numbers, stages, options, say, moved, caches)
     cut = _cut(samples, origin, numbers, everywhere, stages, base_order)
+    own_rows = cut.even_steps is not None
+    uncut = everywhere * samples_times(stages) if own_rows else cut.samples // cut.passes
     functions = tuple(stage.function for stage in _behind_batch(stages) if isinstance(stage, Map))
     batched = ["batch", *(f"map {name_of(function)}" for function in functions)]
     repeats = ["repeat"] if _only(stages, Repeat) else []
@@ -138,10 +144,10 @@ def build(
     names = [*runs, *order, *(batched + repeats if cut.passes > 1 else repeats + batched)]
     if isinstance(base, ArraySamples) and samples is base and not functions and _plain(cut):
         source = ArraySource(base.data, cut)
-        return Built(source, samples, numbers, cut, names, moved, caches)
+        return Built(source, samples, numbers, cut, uncut, names, moved, caches)
     tuner = Tuner(max(1, usable_cpus()), options.threads, options.depth)
     maker = Maker(samples, functions, _seed(stages, options))
-    draws = samples.draws or (bool(functions) and _functions_draw(maker, cut))
+    draws = samples.draws or (bool(functions) and cut.steps > 0 and _functions_draw(maker, cut))
     program = Program(
         maker,
         cut,
@@ -149,7 +155,7 @@ def build(
         processes=options.processes,
         in_this_thread=draws,
     )
-    return Built(program, samples, numbers, cut, names, moved, caches)
+    return Built(program, samples, numbers, cut, uncut, names, moved, caches)
 
 
 def check(stages: Sequence[Stage]) -> None:
@@ -404,7 +410,7 @@ def _cut(
                 "same on every rank: samples of all ranks / batch size, rounded up",
             )
         return Cut(count, batch.size, order, batch.last, even_steps=shard.steps, passes=turns)
-    steps = turns * max(1, -(-everywhere * (times // turns) // batch.size))
+    steps = turns * max(1, -(-everywhere * samples_times(stages) // batch.size))
     return Cut(count, batch.size, order, batch.last, even_steps=steps, passes=turns)
 
 

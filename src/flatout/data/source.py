@@ -160,11 +160,17 @@ def as_source(
 
 def _of_pipeline(train: Pipeline, batch_size: int | None, clip_batch: bool) -> Source:
     """A pipeline as it was written, in batches of `batch_size` where it says nothing of batches."""
-    samples = None if train.has_own_rows else train.samples
+    samples = train.rows_to_cut
     if train.in_batches:
         made = _made_elsewhere(train, batch_size)
-        if not clip_batch and made.batch_size is not None and samples is not None:
-            _check_not_larger(made.batch_size, samples)
+        if made.batch_size is not None and samples is not None:
+            if not clip_batch:
+                _check_not_larger(made.batch_size, samples)
+            if made.steps == 0:
+                raise DataError(
+                    f'batch({made.batch_size:,}, last="drop") drops all of the {samples:,} samples',
+                    do='use last="keep"',
+                )
         return made
     size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
     if samples is not None and samples < size:

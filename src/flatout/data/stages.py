@@ -120,6 +120,12 @@ def passes(stages: Sequence[Stage]) -> int:
     return 1
 
 
+def samples_times(stages: Sequence[Stage]) -> int:
+    """How often each sample comes between two borders of passes."""
+    times = next((stage.times for stage in stages if isinstance(stage, Repeat)), 1)
+    return times // passes(stages)
+
+
 def words(stage: Stage) -> str:
     """Short, for people, such as "shuffle" or "batch"."""
     return type(stage).__name__.lower()

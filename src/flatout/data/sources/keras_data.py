@@ -48,7 +48,7 @@ def as_keras_source(
     if x is None:
         raise DataError("x is None: expected inputs", do="pass arrays, or an iterable of batches")
     if isinstance(x, (Arrays, Pipeline)):
-        return as_source(x, batch_size=batch_size, shuffle=shuffle, seed=seed)
+        return as_source(x, batch_size=batch_size, shuffle=shuffle, seed=seed, clip_batch=True)
     if steps is not None or not _are_arrays(x):
         return _by_keras(x, y, sample_weight, batch_size, shuffle, class_weight, steps)
     x, y, sample_weight = (_in_floatx(part) for part in (x, y, sample_weight))
