@@ -38,22 +38,22 @@ JOB = """
 
     whole = flatout.data.arrays(x, y)
     # One step an epoch, so that the order of the samples does not matter.
-    train("whole", whole.batch(64))
+    train("whole", whole.batch(47))
     if size > 1:
-        train("rows", whole.batch(64).shard(by="rows"))
-        train("by hand", whole.batch(64).shard(rank, size))
+        train("rows", whole.batch(47).shard(by="rows"))
+        train("by hand", whole.batch(47).shard(rank, size))
         own = slice(0, 30) if rank == 0 else slice(30, 47)
         mine = flatout.data.arrays(x[own], y[own])
-        trainer = train("presharded", mine.batch(64).shard(rank, size, presharded=True))
+        trainer = train("presharded", mine.batch(47).shard(rank, size, presharded=True))
         steps = mine.batch(10).shard(rank, size, presharded=True)
         train("several steps", steps)
         found["steps"] = trainer.fit(steps, epochs=1, progress=False).timeline.steps
         try:
-            trainer.predict(whole.batch(64).shard(by="rows"))
+            trainer.predict(whole.batch(47).shard(by="rows"))
         except DataError as error:
             found["predict"] = str(error)
         try:
-            trainer.fit(whole.batch(64).shard(0, 3), epochs=1)
+            trainer.fit(whole.batch(47).shard(0, 3), epochs=1)
         except DataError as error:
             found["another part"] = str(error)
     torch.save(found, folder / f"found-{size}-{rank}.pt")
