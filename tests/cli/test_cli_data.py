@@ -108,6 +108,21 @@ def test_inspect_says_what_is_there_and_writes_the_schema(text, tmp_path):
     assert {one["topic"] for one in found["advice"]} >= {"files or pipe", "memory"}
 
 
+def test_inspect_leaves_a_schema_that_was_edited_as_it_is(text, tmp_path):
+    schema = tmp_path / "schema.toml"
+    run("inspect", text, "--schema", schema)
+    written = schema.read_text()
+    run("inspect", text, "--schema", schema)  # the same again is no loss
+    edited = written.replace('role = "target"', 'role = "unused"')
+    schema.write_text(edited)
+    with pytest.raises(DataError, match="is there already, and holds something else") as caught:
+        run("inspect", text, "--schema", schema)
+    assert "--overwrite" in caught.value.do
+    assert schema.read_text() == edited
+    run("inspect", text, "--schema", schema, "--overwrite")
+    assert schema.read_text() == written
+
+
 def test_inspect_counts_bad_rows_and_exits_with_0(text):
     text.write_text(text.read_text() + "1 5:1 2:1\n" * 150)
     said = run("inspect", text)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from flatout.data.inspection.inspected import Report
+
 data = typer.Typer(
     help="Look at input files, measure reading them, and write them in another format.",
     no_args_is_help=True,
@@ -63,14 +65,29 @@ def inspect(
     schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the schema to this TOML file.")
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a schema file that was edited.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what is in files: rows, classes, bad rows, a schema; and what to do about them."""
     from flatout.data.inspection.inspect import inspect as look
+    from flatout.errors import DataError
 
     report = look(paths, format)
+    refused: DataError | None = None
     if schema is not None:
-        report.write_schema(schema)
+        try:
+            report.write_schema(schema, overwrite=overwrite)
+        except DataError as error:  # what was found is shown all the same: looking took its time
+            refused = error
+    _show(report, None if refused else schema, as_json)
+    if refused is not None:
+        raise refused
+
+
+def _show(report: Report, schema: Path | None, as_json: bool) -> None:
+    """Print what was found, and where its schema was written."""
     if as_json:
         _print_json(report.as_dict())
         return

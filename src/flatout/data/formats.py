@@ -176,7 +176,7 @@ def schema_format(schema: Given | None) -> str | None:
     if isinstance(schema, dict):
         return schema.get("format")
     try:
-        return tomllib.loads(Path(schema).read_text()).get("format")
+        return tomllib.loads(Path(schema).read_text(encoding="utf-8")).get("format")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         words = getattr(error, "strerror", None) or error
         raise DataError(f"the schema cannot be read: {words}", where=os.fspath(schema)) from error

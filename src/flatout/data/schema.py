@@ -151,7 +151,7 @@ class Schema(BaseModel):
             DataError: it cannot be written.
         """
         try:
-            Path(path).write_text(self.dumps())
+            Path(path).write_text(self.dumps(), encoding="utf-8")
         except OSError as error:
             raise DataError(
                 f"the schema cannot be written: {error.strerror}", where=os.fspath(path)
@@ -177,7 +177,7 @@ def _read(given: str | os.PathLike[str] | dict[str, Any], format: str) -> Schema
     else:
         where = os.fspath(given)
         try:
-            content = tomllib.loads(Path(given).read_text())
+            content = tomllib.loads(Path(given).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             words = getattr(error, "strerror", None) or error
             raise DataError(f"cannot read the schema: {words}", where=where) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from flatout.data.inspection.advice import Advice
@@ -137,20 +138,37 @@ class Report:
         inputs = [column for column in self.columns if column.role == "input"]
         return f"{len(inputs):,} input column{'s' if len(inputs) != 1 else ''}"
 
-    def write_schema(self, path: str | os.PathLike[str]) -> None:
+    def write_schema(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the schema as a TOML file, to be read and edited.
 
+        Args:
+            path: of the file.
+            overwrite: replace a file that holds something else, such as a schema that was edited.
+
         Raises:
-            DataError: there is none, or the file cannot be written.
+            DataError: there is no schema, the path holds something else already, or the file cannot
+                be written.
         """
         if self.schema is None:
             raise DataError(f"files of {self.format} say themselves what they hold: no schema")
         try:
+            if not overwrite and os.path.exists(path) and not self._is_written(path):
+                raise DataError(
+                    "the file is there already, and holds something else than the schema found: "
+                    "it is left as it is",
+                    where=os.fspath(path),
+                    do="write the schema to another file, or replace this one with --overwrite "
+                    "(overwrite=True)",
+                )
             self.schema.dump(path)
         except OSError as error:
             raise DataError(
                 f"the schema cannot be written: {error.strerror}", where=os.fspath(path)
             ) from error
+
+    def _is_written(self, path: str | os.PathLike[str]) -> bool:
+        assert self.schema is not None
+        return Path(path).read_bytes() == self.schema.dumps().encode()
 
     def bad_line(self) -> str:
         """How many rows are bad, and the first of them; "" where none is."""
