@@ -18,6 +18,10 @@ from flatout.train.step import Compute
 # What torch raises where tensors do not fit; anything else is a mistake in the user's code, which
 # its own traceback shows best.
 MISFITS = (RuntimeError, ValueError, TypeError, IndexError)
+# What to do where output and target are (n, 1) and (n,), or the other way round.
+ONE_SHAPE = (
+    "give output and target one shape: .squeeze(1) takes the 1 out of (n, 1), .unsqueeze(1) adds it"
+)
 
 
 def check_first_batch(model: nn.Module, compute: Compute, batch: Batch) -> None:
@@ -166,8 +170,10 @@ def _target_advice(loss: Loss, output: object, target: Tensors | None) -> str:
         takes_labels = loss.ignore_index is not None and target.dim() < output.dim()
         if takes_labels and target.is_floating_point():
             return f"convert the targets to int64 class numbers, found {_short(target.dtype)}"
-        if len(output) != len(target):
+        if output.dim() and target.dim() and len(output) != len(target):
             return f"the model returns {len(output)} rows for {len(target)} samples"
+        if output.shape != target.shape and output.numel() == target.numel():
+            return ONE_SHAPE
     return "compare the shapes and dtypes of output and targets with what the loss expects"
 
 

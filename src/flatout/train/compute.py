@@ -10,9 +10,10 @@ from torch import nn
 
 from flatout.data.batch import Batch, rows_of_samples, without_padding
 from flatout.errors import FlatoutError
+from flatout.train.broadcast import no_broadcast
 from flatout.train.checks import MISFITS, check_targets, loss_misfit
 from flatout.train.losses import Loss, Value
-from flatout.train.metrics import Metric
+from flatout.train.metrics import MeanOf, Metric
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.step import Compute
 
@@ -31,8 +32,9 @@ def build_compute(
 ) -> Compute:
     """The function that a step differentiates.
 
-    The targets of the first batch are looked at before the loss sees them. Later ones are looked
-    at only when the loss has failed, which costs a step nothing.
+    The targets of the first batch are looked at before the loss sees them, and on this batch the
+    user's own functions are watched for shapes that broadcast. Later ones are looked at only when
+    the loss has failed, which costs a step nothing.
 
     Args:
         model: called with the batch's inputs.
@@ -46,25 +48,33 @@ def build_compute(
     def compute(batch: Batch) -> Value:
         nonlocal is_first
         output = call(model, batch.inputs)
+        watches, is_first = is_first, False
         try:
-            if is_first:
+            if watches:
                 check_targets(loss, output, batch)
-                is_first = False
-            value = loss(output, batch, unweighted=unweighted)
+            if watches and loss.own is not None:
+                with no_broadcast(f"the loss {loss.name}", output, batch):
+                    value = loss(output, batch, unweighted=unweighted)
+            else:
+                value = loss(output, batch, unweighted=unweighted)
         except MISFITS as error:
             if isinstance(error, FlatoutError) or is_out_of_memory(error):
                 raise
             raise loss_misfit(error, loss, output, batch) from error
         if metrics and not batch.is_copy and batch.samples:
-            _feed(metrics, output, batch)
+            _feed(metrics, output, batch, watches)
         return value
 
     return compute
 
 
 @torch.no_grad()
-def _feed(metrics: list[Metric], output: Any, batch: Batch) -> None:
+def _feed(metrics: list[Metric], output: Any, batch: Batch, watches: bool) -> None:
     detached = output.detach() if torch.is_tensor(output) else output
     detached, batch = rows_of_samples(detached, batch), without_padding(batch)
     for metric in metrics:
-        metric.update(detached, batch)
+        if watches and isinstance(metric, MeanOf):
+            with no_broadcast(f"the metric {metric.name}", detached, batch):
+                metric.update(detached, batch)
+        else:
+            metric.update(detached, batch)

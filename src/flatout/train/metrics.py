@@ -43,10 +43,15 @@ class Metric(Protocol):
 
 
 class MeanOf:
-    """The mean over all batches of a per-batch mean, or of a per-batch (sum, weight)."""
+    """The mean over all batches of a per-batch mean, or of a per-batch (sum, weight).
+
+    Attributes:
+        name: of the function.
+    """
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self._function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
         self._tally = Tally()
 
     def update(self, output: Any, batch: Batch) -> None:

@@ -1,0 +1,135 @@
+"""Finds a loss or metric that compares each output with every target, as (n, 1) with (n,)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from flatout.data.batch import Batch
+from flatout.errors import ModelError
+from flatout.train.checks import ONE_SHAPE
+
+# These want one shape, and where shapes differ broadcast with a warning at most.
+_ONE_SHAPE = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.hinge_embedding_loss,
+)
+
+
+@contextmanager
+def no_broadcast(name: str, output: object, batch: Batch) -> Iterator[None]:
+    """Within, a function of output and targets may not match rows with anything but rows.
+
+    Compiled functions run uncompiled meanwhile.
+
+    Args:
+        name: of the function, such as "the loss mine".
+        output: what the model returned for the batch.
+        batch: what the output is compared with.
+
+    Raises:
+        ModelError: it broadcasts them; with both shapes.
+    """
+    # A compiled function cannot be looked into. Without Dynamo loaded there is none.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
+    with eager or nullcontext(), _Watch(name, output, batch):
+        yield
+
+
+class _Watch(TorchFunctionMode):
+    """Follows what is made of outputs and targets, row by row, and looks where they meet."""
+
+    def __init__(self, name: str, output: object, batch: Batch) -> None:
+        super().__init__()
+        self._name = name
+        self._rows = {batch.size, batch.samples} - {0, 1}
+        self._outputs = _tensors(output)
+        self._targets = _tensors(batch.targets)
+        # By identity; they are held, so that no other tensor takes their place.
+        self._of_output = {id(tensor): tensor for tensor in self._outputs}
+        self._of_target = {id(tensor): tensor for tensor in self._targets}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = _tensors((*args, *(kwargs or {}).values()))
+        outputs = [tensor for tensor in given if id(tensor) in self._of_output]
+        targets = [tensor for tensor in given if id(tensor) in self._of_target]
+        pairs = [(o, t) for o in outputs for t in targets if self._differ(o, t)]
+        if pairs and func in _ONE_SHAPE:
+            raise self._error(*pairs[0])
+        result = func(*args, **(kwargs or {}))
+        for output, target in pairs:
+            if self._has_matched(output, target, result):
+                raise self._error(output, target)
+        if isinstance(result, torch.Tensor) and bool(outputs) != bool(targets):
+            self._follow(result, outputs, targets)
+        return result
+
+    def _follow(
+        self, result: torch.Tensor, outputs: list[torch.Tensor], targets: list[torch.Tensor]
+    ) -> None:
+        """What is made of one of the two belongs to it while it has its rows.
+
+        But whoever adds a dimension wants to compare all with all.
+        """
+        deepest = max(tensor.dim() for tensor in outputs or targets)
+        if self._has_rows(result) and result.dim() <= deepest:
+            (self._of_output if outputs else self._of_target)[id(result)] = result
+
+    def _has_rows(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() > 0 and tensor.shape[0] in self._rows
+
+    def _differ(self, output: torch.Tensor, target: torch.Tensor) -> bool:
+        return output.shape != target.shape and self._has_rows(output) and self._has_rows(target)
+
+    def _has_matched(self, output: torch.Tensor, target: torch.Tensor, result: object) -> bool:
+        """Whether rows of the one were matched with something else of the other."""
+        if output.dim() == target.dim() or not isinstance(result, torch.Tensor):
+            return False
+        try:
+            whole = torch.broadcast_shapes(output.shape, target.shape)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return False
+        if result.shape != whole:
+            return False
+        # As large as one of the two it is where there are as many rows as, say, classes: then it
+        # counts only where these are the very output and target.
+        larger = whole not in (output.shape, target.shape)
+        return larger or (_is_in(output, self._outputs) and _is_in(target, self._targets))
+
+    def _error(self, output: torch.Tensor, target: torch.Tensor) -> ModelError:
+        ours, theirs = tuple(output.shape), tuple(target.shape)
+        whole = ", ".join(str(tuple(t.shape)) for t in self._outputs)
+        wanted = ", ".join(str(tuple(t.shape)) for t in self._targets)
+        return ModelError(
+            f"{self._name} would compare each output with every target: output {ours} and target "
+            f"{theirs} differ in shape and broadcast",
+            where=f"the model returns {whole}, the targets are {wanted}",
+            do=f"{ONE_SHAPE}; where all with all is meant, say so by .expand() or a new dimension",
+        )
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []
+
+
+def _is_in(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    return any(tensor is one for one in tensors)

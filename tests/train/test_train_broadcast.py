@@ -1,0 +1,134 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from train_jobs import figures, quiet
+
+import flatout
+from flatout.data.batch import Batch
+from flatout.errors import DataError, ModelError
+from flatout.train.compute import build_compute
+from flatout.train.losses import as_loss
+
+X = torch.randn(66, 4, generator=torch.Generator().manual_seed(0))
+Y = X.sum(1)
+
+
+def job(loss, last=1, **options):
+    torch.manual_seed(0)
+    return flatout.Trainer(nn.Linear(4, last), loss=loss, say=quiet, **options)
+
+
+def by_hand(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def through_other_operators(output, target):
+    return torch.where(target.float() > 0, output[:, :1].tanh(), -output).mean()
+
+
+def within(output, target):
+    return F.smooth_l1_loss(output.exp(), target)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.MSELoss(),
+        nn.L1Loss(),
+        nn.SmoothL1Loss(),
+        nn.HuberLoss(),
+        nn.PoissonNLLLoss(),
+        F.mse_loss,
+        F.l1_loss,
+        by_hand,
+        through_other_operators,
+        within,
+    ],
+    ids=lambda loss: getattr(loss, "__name__", type(loss).__name__),
+)
+@pytest.mark.parametrize("wide", ["output", "target"])
+def test_a_loss_that_would_broadcast_is_an_error_before_the_first_step(loss, wide):
+    if wide == "target" and loss is through_other_operators:
+        pytest.skip("it needs a column")
+    model = nn.Sequential(nn.Linear(4, 1), *([] if wide == "output" else [nn.Flatten(0)]))
+    y = Y if wide == "output" else Y[:, None]
+    before = [p.clone() for p in model.parameters()]
+    trainer = flatout.Trainer(model, loss=loss, say=quiet)
+    for rows, run in (
+        (33, lambda: trainer.fit((X, y), batch_size=33, progress=False)),
+        (66, lambda: trainer.evaluate(X, y)),
+    ):
+        ours, theirs = ((rows, 1), (rows,)) if wide == "output" else ((rows,), (rows, 1))
+        with pytest.raises(ModelError, match="would compare each output with every target") as e:
+            run()
+        assert f"output {ours} and target {theirs}" in e.value.what
+        assert e.value.where == f"the model returns {ours}, the targets are {theirs}"
+        assert "squeeze" in e.value.do
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_loss_that_torch_refuses_says_what_to_do():
+    with pytest.raises(DataError, match="BCEWithLogitsLoss does not take this batch") as caught:
+        job(nn.BCEWithLogitsLoss()).fit((X, (Y > 0).float()), progress=False)
+    assert "squeeze(1)" in caught.value.do
+
+
+def test_as_many_samples_as_classes():
+    """(n, k) against (n,) fails for all n but k, where it learns something else."""
+    with pytest.raises(ModelError, match=r"output \(11, 11\) and target \(11,\)"):
+        job(by_hand, last=11).fit((X, Y), batch_size=11, progress=False)
+
+
+def test_one_value_against_several():
+    with pytest.raises(ModelError, match=r"output \(32, 1\) and target \(32, 4\)"):
+        job(nn.MSELoss()).fit((X, X), progress=False)
+
+
+def test_rows_that_only_fill_a_batch_up_are_no_way_out():
+    batch = Batch(X, Y, None, None, 66, padding=3)
+    compute = build_compute(nn.Linear(4, 1), as_loss(by_hand), (), unweighted=False)
+    with pytest.raises(ModelError, match=r"output \(63, 1\) and target \(63,\)"):
+        compute(batch)
+
+
+def test_a_metric_of_ones_own():
+    with pytest.raises(ModelError, match="the metric l1_loss would compare each output"):
+        job("mse", metrics=[F.l1_loss]).fit((X, Y), progress=False)
+
+
+def ranking(output, target):
+    """All pairs, on purpose."""
+    better = target[:, None] > target
+    return F.softplus((output - output.T)[better]).mean() + (output.unsqueeze(2) - target).mean()
+
+
+def squeezed(output, target):
+    return F.mse_loss(output.squeeze(1), target)
+
+
+def weighed(output, target):
+    return ((output[:, 0] - target) ** 2 * target.abs().mean()).mean(), 1.0
+
+
+@pytest.mark.parametrize("loss", [ranking, squeezed, weighed])
+def test_what_is_meant_stays_as_it_is(loss):
+    trainer = job(loss, allow="exact", metrics=[squeezed])
+    trainer.fit((X, Y), progress=False)
+    plain = nn.Linear(4, 1)
+    plain.load_state_dict(trainer.model.state_dict())
+    value = loss(plain(X), Y)
+    value = value[0] if isinstance(value, tuple) else value
+    assert trainer.evaluate(X, Y)["loss"] == float(value.detach())
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_is_looked_into_and_runs_compiled_afterwards():
+    compiled = torch.compile(by_hand, backend="aot_eager")
+    with pytest.raises(ModelError, match="would compare each output"):
+        job(compiled).fit((X, Y), progress=False)
+    torch._dynamo.reset()
+    ours = job(compiled, allow="exact").fit((X, Y[:, None]), progress=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    plain = job(by_hand, allow="exact").fit((X, Y[:, None]), progress=False)
+    assert figures(ours)[0]["loss"] == pytest.approx(figures(plain)[0]["loss"])
