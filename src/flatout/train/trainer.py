@@ -22,7 +22,7 @@ from flatout.models.keras_model import is_keras
 from flatout.optim import Lamb, Lars, LrRule
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.save.fits import check_fits
-from flatout.save.model_file import load_model, save_model
+from flatout.save.weights_file import check_ending, load_weights_file, save_weights
 from flatout.say import say
 from flatout.train import guard
 from flatout.train.callbacks import Callback
@@ -246,27 +246,36 @@ class Trainer:
         return predict(self, self._in_order(_inputs_only(x), None, batch_size))
 
     def save(self, path: str | Path) -> Path:
-        """Write the weights as a plain safetensors file with the model's own keys.
+        """Write the weights under the model's own keys; the name's ending decides the format.
+
+        Args:
+            path: `.safetensors`, which has checksums, or `.pt` or `.pth`, which
+                `torch.load(path, weights_only=True)` reads as a dict of tensors.
 
         Raises:
             NumbersError: if a weight or buffer is not finite.
-            CheckpointError: if it cannot be written; an older file is then still whole.
+            CheckpointError: for another ending, or if it cannot be written; an older file is then
+                still whole.
         """
+        check_ending(path)
         guard.check_state(self.model, "saving")
         world = self.world()
         if world.is_first:
-            save_model(str(path), weights_of(self.model))
+            save_weights(path, weights_of(self.model))
         world.wait()  # so that whoever comes back from here finds the file
         return Path(path)
 
     def load(self, path: str | Path) -> None:
-        """Load weights from a model file into the model, in place.
+        """Load weights from a file into the model, in place; nothing in it is executed.
+
+        Args:
+            path: what `save` has written, or any safetensors file or torch.save's dict of tensors.
 
         Raises:
             CheckpointError: if the file is damaged, or of another model.
         """
-        weights = load_model(str(path))
-        check_fits(weights_of(self.model), weights)
+        weights = load_weights_file(path)
+        check_fits(weights_of(self.model), weights, where=str(path))
         load_weights(self.model, weights)
 
     def save_checkpoint(self, score: float | None = None) -> str:

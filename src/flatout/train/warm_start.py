@@ -11,7 +11,9 @@ from flatout.models import load_weights, weights_of
 from flatout.optim.fused import align_state
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint, is_checkpoint
 from flatout.save.fits import check_fits
-from flatout.save.model_file import is_model_file, load_model
+from flatout.save.foreign import TORCH_FILES
+from flatout.save.model_file import is_model_file
+from flatout.save.weights_file import load_weights_file
 from flatout.train.resume import check_optimizers
 
 
@@ -30,8 +32,8 @@ def warm_start(model: nn.Module, optimizer: torch.optim.Optimizer, source: str |
             optimiser; nothing is changed then.
     """
     path = str(source).rstrip("/")
-    if is_model_file(path):
-        weights = load_model(path)
+    if is_model_file(path) or path.endswith(TORCH_FILES):
+        weights = load_weights_file(path)
         check_fits(weights_of(model), weights, where=path)
         load_weights(model, weights)
         return "warm start: weights kept, optimiser new"

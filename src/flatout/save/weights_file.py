@@ -1,0 +1,87 @@
+"""The weights of a torch model in a file of their own: the name's ending decides the format."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flatout.errors import CheckpointError
+from flatout.save.foreign import TORCH_FILES, read_weights_of
+from flatout.save.model_file import is_model_file, load_model, save_model
+from flatout.save.storage import Folder
+from flatout.save.tensors import refusal
+
+_PICKLES = (".pt", ".pth")
+
+
+def check_ending(path: str | os.PathLike[str]) -> None:
+    """Refuse a name that weights are not saved under.
+
+    Raises:
+        CheckpointError: it ends neither in .safetensors nor in .pt or .pth.
+    """
+    name = os.fspath(path)
+    if name.endswith((".safetensors", *_PICKLES)):
+        return
+    is_kerass = name.endswith((".keras", ".h5"))
+    raise CheckpointError(
+        "a torch model's weights are saved as .safetensors, .pt or .pth (torch.save's format)",
+        where=name,
+        do=".keras and .h5 are for Keras models: choose one of these endings"
+        if is_kerass
+        else "choose one of these endings",
+    )
+
+
+def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -> None:
+    """Write weights by name, whole or not at all, over an older file if there is one.
+
+    Args:
+        path: a path or an fsspec URL. `.safetensors` has checksums; `.pt` and `.pth` hold a plain
+            dict of tensors on the CPU, which `torch.load(weights_only=True)` reads.
+        weights: tensors of any device.
+
+    Raises:
+        CheckpointError: the ending is another, an entry is no dense tensor, or the file cannot be
+            written.
+    """
+    check_ending(path)
+    if not os.fspath(path).endswith(_PICKLES):
+        save_model(path, weights)
+        return
+    folder, name = Folder(path).parent()
+    for key, tensor in weights.items():
+        if reason := refusal(tensor):
+            raise CheckpointError(f"cannot store {key!r}: {reason}", where=folder.where(name))
+    file = io.BytesIO()
+    torch.save({key: _plain(tensor) for key, tensor in weights.items()}, file)
+    folder.remove_abandoned()
+    folder.write_whole(name, [file.getbuffer()])
+
+
+def load_weights_file(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The weights in such a file, on the CPU, by name; nothing in it is executed.
+
+    Args:
+        path: as `save_weights` takes it; also what others have written with torch.save (.bin,
+            .ckpt), and an index of several safetensors files.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, holds no weights, or ends in something else.
+    """
+    if os.fspath(path).endswith(TORCH_FILES):
+        return read_weights_of(path).tensors
+    if not is_model_file(path):
+        check_ending(path)
+    return load_model(path)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """On the CPU, without the rest of a larger memory that it may be a view of."""
+    here = tensor.detach().cpu()
+    is_part = here.untyped_storage().nbytes() > here.numel() * here.element_size()
+    return here.clone() if is_part else here
