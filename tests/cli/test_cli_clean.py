@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import MARK, cache_folder, kind_folder
 from flatout.cli.main import app
 from flatout.doctor.trials.scratch import scratch
 
@@ -16,9 +16,12 @@ from flatout.doctor.trials.scratch import scratch
 @pytest.fixture
 def base():
     folder = cache_folder()
-    for name in ("auto/a.toml", "ranks/b.json", "rows/abc/rows.bin", "mine/kept"):
-        (folder / name).parent.mkdir(parents=True)
+    for name in ("auto/a.toml", "ranks/b.json", "rows/abc/rows.bin"):
+        kind_folder(name.partition("/")[0])
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"x" * 5000)
+    (folder / "mine").mkdir()
+    (folder / "mine" / "kept").touch()
     return folder
 
 
@@ -46,7 +49,8 @@ def test_it_removes_what_it_knows_and_nothing_else(base):
     result = clean("--yes")
     assert result.exit_code == 0
     assert "removed" in result.stdout
-    assert [path.name for path in base.iterdir()] == ["mine"]
+    left = [path for path in base.rglob("*") if path.is_file() and path.name != MARK]
+    assert left == [base / "mine" / "kept"]
     assert "nothing is kept" in clean().stdout
 
 
@@ -54,8 +58,7 @@ def test_what_living_processes_use_stays(base):
     opened = base / "rows" / "abc" / "rows.bin"
     own = base / "rows" / f"{os.getpid()}-{'0' * 16}"
     own.mkdir()
-    shown = base / "live" / f"{os.getpid()}.json"
-    shown.parent.mkdir()
+    shown = kind_folder("live") / f"{os.getpid()}.json"
     shown.write_text("{}")
     with open(opened), scratch() as trial:
         _, removed = listed(clean("--yes", "--json"))
@@ -91,3 +94,29 @@ def test_trials_that_were_killed_are_removed(base):
     (killed,) = [name for name, one in kept.items() if one["kind"] == "trials"]
     assert killed in removed
     assert not (base / killed).exists()
+
+
+def test_a_cache_within_a_folder_of_the_users_costs_no_file_of_theirs(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    for name in ("files", "rows", "trials", "samples", "sample-of-mine", "elsewhere"):
+        (home / name).mkdir(parents=True)
+        (home / name / "thesis").write_text("mine")
+    (home / "edits").symlink_to(home / "elsewhere")
+    monkeypatch.setenv("FLATOUT_CACHE", str(home))
+    kind_folder("files").joinpath("0" * 24).touch()  # beside theirs
+    for kind in ("index", "auto"):
+        kind_folder(kind)
+    (home / "index" / "link").symlink_to(home / "elsewhere")
+    (home / "auto" / "tree").mkdir()
+    (home / "auto" / "tree" / "link").symlink_to(home / "elsewhere")
+    result = clean("--yes")
+    assert result.exit_code == 0
+    assert f"{home / 'files'} was not made by Flatout" in result.stderr
+    with scratch():
+        pass
+    assert not os.path.lexists(home / "index" / "link")
+    assert not (home / "auto" / "tree").exists()
+    kept = ("files", "rows", "trials", "samples", "sample-of-mine", "elsewhere")
+    assert all((home / name / "thesis").read_text() == "mine" for name in kept)
+    assert (home / "edits").is_symlink()
+    assert (home / "index").stat().st_mode & 0o777 == 0o700

@@ -512,6 +512,12 @@ def test_shards_of_somebody_else_are_left_alone(tmp_path):
     (tmp_path / "c.rows").mkdir()
     with pytest.raises(DataError, match="something else is here already"):
         convert(tmp_path / "a.svm", tmp_path / "c.rows")
+    for name in ("c.rows", "d.rows.part"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "rows.bin").write_bytes(b"mine")
+        with pytest.raises(DataError, match="Flatout has"):
+            convert(tmp_path / "a.svm", tmp_path / name[:6], overwrite=True)
+        assert (tmp_path / name / "rows.bin").read_bytes() == b"mine"
 
 
 def test_a_damaged_row_cache_is_made_anew(tmp_path):

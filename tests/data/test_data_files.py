@@ -7,6 +7,7 @@ import fsspec
 import pytest
 import zstandard
 
+from flatout.cache_folder import MARK
 from flatout.data import files
 from flatout.errors import DataError
 
@@ -73,7 +74,7 @@ def test_packed_files_are_unpacked_once(tmp_path, monkeypatch, kind):
     (file,) = files.find(packed)
     assert read(file) == CONTENT
     assert files.find(packed) == [file]
-    assert len(os.listdir(tmp_path / "cache" / "files")) == 1
+    assert len(list((tmp_path / "cache" / "files").glob("*.svm.*"))) == 1
     (whole,) = files.find(packed, unpack=False)
     assert read(whole) == packed.read_bytes()
     os.utime(packed, ns=(1, 1))  # written anew
@@ -86,7 +87,7 @@ def test_a_packed_file_that_ends_early_is_named(tmp_path, monkeypatch):
     packed.write_bytes(gzip.compress(os.urandom(100_000))[:-2000])
     with pytest.raises(DataError, match="ends early"):
         files.find(packed)
-    assert os.listdir(tmp_path / "cache" / "files") == []
+    assert os.listdir(tmp_path / "cache" / "files") == [MARK]
 
 
 def test_a_packed_file_with_other_bytes_is_named(tmp_path, monkeypatch):

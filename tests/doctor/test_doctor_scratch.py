@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from flatout.cache_folder import MARK, kind_folder
 from flatout.doctor.trials import landlock
 from flatout.doctor.trials.process import Ended, Job, Process
 from flatout.doctor.trials.scratch import left, scratch, temporary_of, trials_folder
+from flatout.lifetimes import machine
 
 WRITES = """
 import os, shutil, sqlite3, subprocess, sys, tempfile
@@ -145,6 +147,10 @@ def contained(tmp_path, monkeypatch, code, *, redirected, argument=""):
     assert not folder.exists()
     assert not temporary.exists()
     return found
+
+
+def all_trials() -> list[Path]:
+    return sorted(one for one in trials_folder().iterdir() if one.name != MARK)
 
 
 def can_overlay() -> bool:
@@ -360,16 +366,36 @@ with scratch() as folder:
     assert left() == [killed]
     assert temporary.exists()
     with scratch() as folder:
-        assert list(trials_folder().iterdir()) == [folder]
+        assert all_trials() == [folder]
         assert left() == []
     assert not temporary.exists()
-    assert list(trials_folder().iterdir()) == []
+    assert all_trials() == []
+
+
+def test_an_owner_that_names_a_folder_of_the_users_costs_none(tmp_path):
+    kind_folder("trials")
+    theirs = tmp_path / "flatout-thesis"
+    theirs.mkdir()
+    (theirs / "chapter").write_text("mine")
+    gone = {"pid": 1, "began": -5, "machine": machine()}
+    damaged = [{"pid": "1"}, {"pid": [], "machine": machine()}, [], None, {**gone, "temporary": 7}]
+    planted = [{**gone, "temporary": str(theirs)}, *damaged]
+    for number, owner in enumerate(planted):
+        folder = trials_folder() / f"{number:012x}"
+        folder.mkdir()
+        (folder / "owner.json").write_text(json.dumps(owner))
+    (trials_folder() / ("a" * 12)).symlink_to(theirs)
+    theirs.chmod(0o500)
+    with scratch() as folder:
+        assert [one for one in all_trials() if one != folder] == [trials_folder() / f"{1:012x}"]
+    assert (theirs / "chapter").read_text() == "mine"
+    assert theirs.stat().st_mode & 0o777 == 0o500
 
 
 @pytest.mark.slow
 def test_a_trial_of_another_machine_is_left_alone(tmp_path):
-    other = trials_folder() / "other"
-    other.mkdir(parents=True)
+    other = kind_folder("trials") / ("0" * 12)
+    other.mkdir()
     (other / "owner.json").write_text(json.dumps({"pid": 1, "began": 0, "machine": "elsewhere"}))
     with scratch():
         assert other.exists()

@@ -280,7 +280,7 @@ def test_what_was_measured_on_a_busy_machine_is_not_kept(monkeypatch, tmp_path):
 
 def test_a_damaged_cache_is_measured_anew(tmp_path):
     prepared(small_net())
-    (entry,) = (tmp_path / "cache" / "auto").iterdir()
+    (entry,) = (tmp_path / "cache" / "auto").glob("*.toml")
     entry.write_text("compute = nonsense")
     loop, _ = prepared(small_net())
     assert isinstance(loop.resolved, ResolvedRecipe)

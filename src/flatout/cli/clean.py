@@ -49,8 +49,10 @@ def _print(found: list[Kept], folder: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from flatout.doctor.kept import KINDS
+    from flatout.doctor.kept import KINDS, not_marked
 
+    for one in not_marked():
+        typer.echo(f"{one} was not made by Flatout, and stays", err=True)
     if not found:
         typer.echo(f"{folder}: nothing is kept")
         return

@@ -24,7 +24,7 @@ from typing import IO, Any, TypeAlias
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, kind_folder
 from flatout.errors import DataError
 from flatout.say import say_as_is
 
@@ -188,7 +188,7 @@ def _cached(
     digest = hashlib.sha256(known.encode()).hexdigest()[:24]
     target = cache_folder() / "files" / f"{digest}-{Path(name).name}"
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
+        kind_folder("files")
         room = shutil.disk_usage(target.parent).free
         if size is not None and size > room:
             raise DataError(

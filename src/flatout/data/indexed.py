@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers, offsets_of
 from flatout.data.decoder import Bytes, Decoder
 from flatout.data.faults import Faults
@@ -499,7 +499,7 @@ def _save(index: Index, path: Path) -> None:
     beside = path.with_name(f".{uuid.uuid4().hex}.part")
     # A cache that cannot be written costs time at the next start, nothing else.
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        kind_folder("index")
         try:
             with open(beside, "wb") as file:
                 arrays: dict[str, Any] = {f"length {name}": found for name, found in own.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,7 +12,8 @@ from typing import Any
 
 import psutil
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import MARK, cache_folder, is_made
+from flatout.cache_folder import remove as remove_made
 from flatout.doctor.trials import scratch
 
 # Folders within it, with what a user loses when they go: time, or what `edits` says.
@@ -54,7 +54,7 @@ class Kept:
 
 
 def kept() -> list[Kept]:
-    """All of it, in the order of KINDS. What Flatout does not know is not its own."""
+    """All of it, in the order of KINDS. What Flatout has not marked is not its own."""
     base = cache_folder()
     used = _used(base)
     return [
@@ -78,25 +78,23 @@ def remove(some: Iterable[Kept]) -> list[Kept]:
     return gone
 
 
+def not_marked() -> list[Path]:
+    """Folders of these names that Flatout has not made: they stay as they are."""
+    folders = [cache_folder() / kind for kind in KINDS]
+    return [one for one in folders if os.path.lexists(one) and not is_made(one)]
+
+
 def _removed(one: Kept) -> bool:
     if one.kind == "trials":
         scratch.remove(one.path)
-    elif one.path.is_dir() and not one.path.is_symlink():
-        shutil.rmtree(one.path, ignore_errors=True)
     else:
-        with suppress(OSError):
-            one.path.unlink()
-    with suppress(OSError):  # the folder of its kind, once it is empty
-        one.path.parent.rmdir()
+        remove_made(one.path)
     return not os.path.lexists(one.path)
 
 
 def _paths(base: Path, kind: str) -> Iterator[Path]:
-    with suppress(OSError):
-        if kind == "samples":
-            yield from sorted(base.glob("sample-*"))
-        elif not (base / kind).is_symlink():
-            yield from sorted((base / kind).iterdir())
+    if is_made(base / kind):
+        yield from sorted(path for path in (base / kind).iterdir() if path.name != MARK)
 
 
 def _is_used(kind: str, path: Path, used: set[str]) -> bool:

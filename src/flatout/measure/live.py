@@ -23,7 +23,7 @@ from pathlib import Path
 from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, kind_folder, remove
 
 if TYPE_CHECKING:
     from flatout.measure.timeline import Timeline
@@ -314,8 +314,7 @@ def _own_file() -> Path:
 def _write(data: dict[str, Any]) -> None:
     file = _own_file()
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(file.parent)
+        _sweep(kind_folder("live"))
     part = file.with_suffix(".part")
     try:
         part.write_text(json.dumps(data))
@@ -332,7 +331,7 @@ def _sweep(folder: Path) -> None:
             data = json.loads(file.read_bytes())
             gone = not _runs(data["pid"], data["started"])
             if data["host"] == socket.gethostname() and gone:
-                file.unlink(missing_ok=True)
+                remove(file)
 
 
 def _remove(file: Path, pid: int) -> None:

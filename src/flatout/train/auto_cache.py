@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import flatout
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.batch import Batch, named_tensors
 from flatout.measure import fingerprint
 from flatout.models import keras_model
@@ -69,9 +69,8 @@ def read(name: str) -> tuple[ResolvedRecipe, datetime] | None:
 
 def write(name: str, resolved: ResolvedRecipe) -> None:
     """Keep a decision; a cache that cannot be written costs the next run a few seconds."""
-    target = cache_folder() / "auto"
     with suppress(OSError):
-        target.mkdir(parents=True, exist_ok=True)
+        target = kind_folder("auto")
         with tempfile.NamedTemporaryFile("w", dir=target, delete=False) as file:
             file.write(dumps(resolved))
         os.replace(file.name, target / f"{name}.toml")

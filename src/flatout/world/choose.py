@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, kind_folder
 from flatout.errors import WorldError
 from flatout.measure.fingerprint import fingerprint
 from flatout.world.place import RANK_TRIAL
@@ -97,8 +97,7 @@ def choose(
             f"noise {speed.noise - 1:.0%}{mark}"
         )
     with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps({"ranks": chosen.ranks}))
+        (kind_folder("ranks") / kept.name).write_text(json.dumps({"ranks": chosen.ranks}))
     return chosen.ranks
 
 

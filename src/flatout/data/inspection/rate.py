@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers
 from flatout.data.conversion.job import Job, job_of
 from flatout.data.conversion.passes import Piece
@@ -85,9 +84,7 @@ def row_cache_of(job: Job, seconds: float = _SAMPLE_S) -> Iterator[Sample]:
             if time.perf_counter() > until:
                 break
     rows = sum(map(len, blocks))
-    base = cache_folder()
-    base.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="sample-", dir=base) as place:
+    with tempfile.TemporaryDirectory(dir=kind_folder("samples")) as place:
         target = Path(place) / "sample.rows"
         with closing(Filling(target, layout_of(job.probe.columns), rows, "sample")) as filling:
             start = 0
@@ -268,7 +265,7 @@ def _opened(paths: Paths, kind: str, schema: Given | None) -> Pipeline:
 
 def _indexes() -> set[str]:
     folder = cache_folder() / "index"
-    return set(os.listdir(folder)) if folder.is_dir() else set()
+    return {path.name for path in folder.glob("*.npz")}
 
 
 def _rows(pipeline: Pipeline) -> int:

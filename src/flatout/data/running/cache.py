@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, take
 from flatout.data.form import Form
 from flatout.data.running.buffers import Buffers
@@ -88,9 +88,9 @@ class Cached:
             room = available_bytes()
         if where != "disk" and self.bytes <= room:
             return "memory", f"{size}, memory has {_gb(room)} for them"
-        base = folder or cache_folder()
+        base = folder or cache_folder() / "rows"
         with _told(base):
-            base.mkdir(parents=True, exist_ok=True)
+            base.mkdir(parents=True, exist_ok=True) if folder else kind_folder("rows")
         free = shutil.disk_usage(base).free
         if where != "memory" and self._on_disk(folder).exists():
             return "disk", f"{size}, on the disk already"

@@ -85,6 +85,12 @@ class Filling:
         self.target = target
         self.part = target.with_name(target.name + ".part")
         self.part.mkdir(parents=True, exist_ok=True)
+        if not (self.part / "lock").exists() and any(self.part.iterdir()):
+            raise DataError(
+                "this folder is needed to write in, but holds files that Flatout has not made",
+                where=str(self.part),
+                do="move it elsewhere, or choose another target",
+            )
         self._lock = open(self.part / "lock", "w")  # noqa: SIM115
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.digest = digest

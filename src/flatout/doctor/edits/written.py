@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import kind_folder
 from flatout.doctor.edits.patch import folder_of, of_files
 from flatout.doctor.edits.source import Source, by_file
 from flatout.doctor.finding import Edit
@@ -69,8 +69,7 @@ def _must_be_writable(file: str) -> None:
 
 
 def _keep(patch: str) -> Path:
-    folder = cache_folder() / "edits"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = kind_folder("edits")
     started = time.strftime("undo-%Y%m%d-%H%M%S-")
     descriptor, name = tempfile.mkstemp(".patch", started, folder)
     with open(descriptor, "wb") as file:

@@ -6,22 +6,28 @@ CACHE/trials/ID/a/           of one of the two processes
     files/<absolute path>    its writes, where Python's functions are redirected
     gone                     what it has deleted, there
     output                   what it has printed
+TMP/flatout-XXXX/            its temporary files; trial.json in it names ID, so that no damaged or
+                             planted owner.json has another folder removed
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, is_made, kind_folder, remove_at
+from flatout.cache_folder import remove as remove_made
 from flatout.lifetimes import machine, state_and_start
+
+_NAME = re.compile(r"[0-9a-f]{12}(\.\d+\.new)?")
+_TRIAL = "trial.json"
 
 
 def trials_folder() -> Path:
@@ -44,12 +50,13 @@ def scratch() -> Iterator[Path]:
 
 
 def _made() -> Path:
-    folder = trials_folder() / secrets.token_hex(6)
+    folder = kind_folder("trials") / secrets.token_hex(6)
     # A name that says itself whose it is, until the file does: no other start takes it for left.
     new = folder.with_name(f"{folder.name}.{os.getpid()}.new")
-    new.mkdir(parents=True)
+    new.mkdir()
     # Sockets have short names, and lie in the folder for temporary files.
     temporary = tempfile.mkdtemp(prefix="flatout-")
+    Path(temporary, _TRIAL).write_text(json.dumps(folder.name))
     owner = {"pid": os.getpid(), "began": _began(os.getpid()), "machine": machine()}
     (new / "owner.json").write_text(json.dumps({**owner, "temporary": temporary}))
     os.rename(new, folder)
@@ -63,9 +70,10 @@ def temporary_of(folder: Path) -> Path:
 
 def left() -> list[Path]:
     """Folders of trials whose process is gone."""
-    with suppress(OSError):
-        return [one for one in sorted(trials_folder().iterdir()) if not is_alive(one)]
-    return []
+    if not is_made(trials_folder()):
+        return []
+    found = [one for one in sorted(trials_folder().iterdir()) if _NAME.fullmatch(one.name)]
+    return [one for one in found if not is_alive(one)]
 
 
 def is_alive(folder: Path) -> bool:
@@ -76,7 +84,8 @@ def is_alive(folder: Path) -> bool:
         return bool(maker and maker[0].isdigit() and _began(int(maker[0])) >= 0)
     if owner.get("machine") != machine():
         return True
-    return bool(_began(owner["pid"]) == owner["began"])
+    pid = owner.get("pid")
+    return isinstance(pid, int) and pid > 0 and _began(pid) == owner.get("began")
 
 
 def remove_left() -> None:
@@ -87,22 +96,31 @@ def remove_left() -> None:
 
 def remove(folder: Path) -> None:
     """Remove a trial's folder with its temporary files, whatever rights the script gave them."""
-    temporary = _owner(folder).get("temporary", "")
-    # Only what this room has made: a file can be damaged.
-    if Path(temporary).name.startswith("flatout-") and Path(temporary).is_dir():
+    temporary = _owner(folder).get("temporary")
+    if isinstance(temporary, str) and _is_of(Path(temporary), folder):
         remove_tree(Path(temporary))
-    remove_tree(folder)
+    remove_made(folder)
 
 
 def remove_tree(folder: Path) -> None:
     """Remove a folder, whatever rights a script gave what lies in it."""
-    for path, folders, _ in os.walk(folder):
-        for name in folders:
-            one = os.path.join(path, name)
-            if not os.path.islink(one):
-                with suppress(OSError):
-                    os.chmod(one, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        parent = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            remove_at(folder.name, parent)
+        finally:
+            os.close(parent)
+
+
+def _is_of(temporary: Path, folder: Path) -> bool:
+    """Whether a folder was made for the temporary files of this trial."""
+    if temporary.is_symlink():
+        return False
+    try:
+        named = json.loads((temporary / _TRIAL).read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(named == folder.name)
 
 
 def _owner(folder: Path) -> dict[str, Any]:

@@ -41,6 +41,12 @@ def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
             return True
         if not overwrite and found != settings:
             raise _refusal(target, found, settings, "is here already")
+        if found is None and not _was_written(target):
+            raise DataError(
+                "only what Flatout has written is overwritten, and this is something else",
+                where=str(target),
+                do="move it elsewhere, or choose another target",
+            )
     begun = _begun(target)
     if begun not in (None, settings) and not overwrite:
         raise _refusal(target, begun, settings, "was begun here")
@@ -53,6 +59,14 @@ def _settings(target: Path) -> dict[str, Any] | None:
     except DataError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def _was_written(target: Path) -> bool:
+    """Whether it is a row cache, damaged or not, or nothing at all."""
+    if target.is_symlink() or not target.is_dir():
+        return False
+    names = {path.name for path in target.iterdir()}
+    return not names or {"meta.json", "rows.bin"} <= names
 
 
 def _begun(target: Path) -> dict[str, Any] | None:
