@@ -1,4 +1,4 @@
-"""`flatout export`: plain safetensors, or a torch.export program, from any checkpoint."""
+"""`flatout export`: plain safetensors, .keras, or a torch.export program, from any checkpoint."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ def export(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A run, a checkpoint, .safetensors, or a .pt, .pth, .bin or .ckpt of torch.save."
+            help="A run, a checkpoint, .safetensors, a .pt, .pth, .bin or .ckpt of torch.save, or "
+            "Keras' .keras, .h5 or .weights.h5."
         ),
     ],
     target: Annotated[
         str | None,
         typer.Argument(
-            help="A name in .safetensors or .pt2, or a folder. Default: beside the checkpoint."
+            help="A name in .safetensors or .pt2 (of Keras .keras or .weights.h5), or a folder. "
+            "Default: beside the checkpoint."
         ),
     ] = None,
     prefix: Annotated[
@@ -72,6 +74,7 @@ def export(
     if model is not None or inputs:
         raise typer.BadParameter("--model and --input are for a .pt2 target")
     from flatout.save.export import export as export_weights
+    from flatout.save.keras_export import is_keras_file
 
     done = export_weights(checkpoint, target, which=which, prefix=prefix, overwrite=overwrite)
     if as_json:
@@ -81,9 +84,23 @@ def export(
         typer.echo("the run has two; the best is taken (--last for the other):")
         typer.echo("\n".join(f"  {line}" for line in done.kept))
     typer.echo(f"read {done.source}")
-    typer.echo(f"taken off names: {' '.join(done.stripped) or 'nothing'}")
+    if is_keras_file(checkpoint):
+        held = (
+            f"{done.stripped[0]}, which held the model as a layer" if done.stripped else "nothing"
+        )
+        typer.echo(f"taken off: {held}")
+    else:
+        typer.echo(f"taken off names: {' '.join(done.stripped) or 'nothing'}")
     if done.left_out:
         more = f", … {len(done.left_out) - 5:,} more" if len(done.left_out) > 5 else ""
         typer.echo(f"left out: {', '.join(done.left_out[:5])}{more}")
     typer.echo(f"{done.target}  {done.tensors:,} tensors, {done.bytes:,} bytes")
-    typer.echo(f"load it: safetensors.torch.load_file({done.target!r})")
+    typer.echo(f"load it: {_loading(done.target)}")
+
+
+def _loading(target: str) -> str:
+    if target.endswith(".keras"):
+        return f"keras.saving.load_model({target!r})"
+    if target.endswith(".weights.h5"):
+        return f"model.load_weights({target!r})"
+    return f"safetensors.torch.load_file({target!r})"

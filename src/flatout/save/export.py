@@ -1,4 +1,4 @@
-"""Export: plain safetensors under the module's own names, and programs of torch.export."""
+"""Export: plain safetensors or .keras under the model's own names, and programs of torch.export."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from flatout.errors import CheckpointError, ModelError
 from flatout.save.best import Which
 from flatout.save.fits import check_fits
 from flatout.save.foreign import Weights, read_weights_of
+from flatout.save.keras_export import KerasFile, is_keras_file, write
 from flatout.save.model_file import MODEL, save_model
 from flatout.save.names import DDP, LIGHTNING, all_begin, without_levels
 from flatout.save.storage import Folder
@@ -31,7 +32,8 @@ class Export:
         target: the file written.
         tensors: how many it holds.
         bytes: its size.
-        stripped: what was taken off names: "_orig_mod.", "module.", ...
+        stripped: what was taken off names: "_orig_mod.", "module.", ...; of a Keras file the name
+            of the model that held the real one as a layer.
         left_out: names in the source that are not in the target.
         which: of a run, whether these are its "best" weights or its "last".
         kept: where a run has both and they differ, a line about each.
@@ -80,11 +82,15 @@ def export(
 ) -> Export:
     """Write the weights of any checkpoint as plain safetensors under the module's own names.
 
+    Of a Keras model (.keras, .h5), or of its weights (.weights.h5), what multi_gpu_model put around
+    it is taken off.
+
     Args:
-        source: a run, a checkpoint, a safetensors file, or a file made by torch.save (.pt, .pth,
-            .bin, .ckpt), as a path or an fsspec URL.
+        source: a run, a checkpoint, a safetensors file, a file made by torch.save (.pt, .pth,
+            .bin, .ckpt) or by Keras (.keras, .h5, .weights.h5), as a path or an fsspec URL.
         target: a name in .safetensors, or a folder, which gets `model.safetensors`. By default
-            the source's name with .safetensors, beside the source.
+            the source's name with .safetensors, beside the source. Of Keras also a name in .keras
+            (the default for an .h5 that holds a model) or .weights.h5.
         which: of a run, its "best" weights (of the checkpoint with the best score, or those that
             EarlyStopping holds) or those of its "last" checkpoint; by default the best where
             something tells which they are.
@@ -97,7 +103,10 @@ def export(
     Raises:
         CheckpointError: the source cannot be read, or only by executing code from it; names
             become equal without their prefixes; the target exists or cannot be written.
+        FlatoutError: Keras is not installed, or runs on another backend.
     """
+    if is_keras_file(source) and not Folder(source).is_folder():
+        return _export_keras(source, target, which, prefix, overwrite)
     path = _target(source, target)
     _refuse_existing(path, overwrite)
     weights = read_weights_of(source, which)
@@ -189,6 +198,46 @@ def export_program_of(
     check_fits(model.state_dict(), tensors, weights.where)
     model.load_state_dict(tensors)
     return export_program(model, examples, target, overwrite=overwrite)
+
+
+def _export_keras(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None,
+    which: Which | None,
+    prefix: str | None,
+    overwrite: bool,
+) -> Export:
+    if which is not None or prefix is not None:
+        raise CheckpointError(
+            "a Keras file has neither a best and a last, nor prefixes to keep",
+            where=os.fspath(source),
+            do="leave --best, --last and --prefix out",
+        )
+    file = KerasFile(source)
+    path = _keras_target(file, source, target)
+    _refuse_existing(path, overwrite)
+    count, size = write(file, path)
+    stripped = () if file.wrapper is None else (file.wrapper,)
+    where = Folder(path).where()
+    return Export(file.where, where, count, size, stripped, tuple(file.left_out))
+
+
+def _keras_target(
+    file: KerasFile, source: str | os.PathLike[str], target: str | os.PathLike[str] | None
+) -> str:
+    name = os.fspath(source)
+    stem = name.removesuffix(".weights.h5") if name.endswith(".weights.h5") else ""
+    ending = ".keras" if file.has_model and not name.endswith(".keras") else ".safetensors"
+    if target is None:
+        return (stem or os.path.splitext(name)[0]) + ending
+    path = os.fspath(target)
+    if path.endswith((".safetensors", ".keras", ".weights.h5")):
+        return path
+    if os.path.splitext(path)[1] and not Folder(path).is_folder():
+        raise CheckpointError(
+            f"expected a target in .keras, .safetensors or .weights.h5, or a folder, found {path!r}"
+        )
+    return Folder(path).where(f"model{ending}")
 
 
 def _target(
