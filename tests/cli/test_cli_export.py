@@ -111,7 +111,8 @@ keras.Model(x, inner(x), name="around").save("m.keras")
 """
     subprocess.run([sys.executable, "-c", make], cwd=tmp_path, check=True)
     environment = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}
-    command = [sys.executable, "-m", "flatout", "export", "m.keras", "plain.keras"]
+    main = "from flatout.cli.main import main; main()"
+    command = [sys.executable, "-c", main, "export", "m.keras", "plain.keras"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )

@@ -282,10 +282,10 @@ def test_other_sources_and_targets_are_refused(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "x.pt")
     torch.save(torch.ones(2), tmp_path / "tensor.pt")
     torch.save({"epoch": 3, "name": "x"}, tmp_path / "empty.pt")
-    (tmp_path / "x.h5").write_bytes(b"keras")
+    (tmp_path / "x.onnx").write_bytes(b"onnx")
     for source, target, words in [
         ("absent.pt", None, "no such file"),
-        ("x.h5", None, "expected a run"),
+        ("x.onnx", None, "expected a run"),
         (".", "y.safetensors", "found none of them"),
         ("tensor.pt", None, "expected a dict of tensors, found a Tensor"),
         ("empty.pt", None, "no weights in it, only 'epoch', 'name'"),
