@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flatout.say import say
+from flatout.say import rounded, say
 
 buffered_or_not = pytest.mark.parametrize(
     "variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["usual", "unbuffered"]
@@ -43,3 +43,14 @@ def test_a_stderr_that_was_closed_changes_no_exit_code(variables):
     for how in ("os.close(2)", "sys.stderr.close()", "sys.stderr = None"):
         done = ran(f"{how}\nsay('nobody hears this')", **variables)
         assert (done.returncode, done.stdout) == (0, ""), how
+
+
+def test_numbers_are_rounded_as_people_write_them():
+    written = {1190.4: "1,190", 130.0: "130", 1.194: "1.19", 0.01234: "0.0123", 1e-5: "1e-05"}
+    assert {value: rounded(value) for value in written} == written
+    assert [rounded(130, 2), rounded(12345.6, 6), rounded(2e9)] == [
+        "130",
+        "12,345.6",
+        "2,000,000,000",
+    ]
+    assert [rounded(value) for value in (0, float("nan"), float("-inf"))] == ["0", "nan", "-inf"]

@@ -162,3 +162,16 @@ def test_without_matplotlib_plot_tells_how_to_install_it(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(FlatoutError, match=r"pip install 'flatout\[plot\]'"):
         fitted().plot()
+
+
+def test_a_notebook_shows_a_picture_once() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure = fitted().plot()
+    assert figure._ipython_display_() is None  # pyplot shows it, the cell's value does not
+    pyplot.close(figure)
+    with pytest.raises(NotImplementedError):  # the value of a later cell is shown
+        figure._ipython_display_()
+
+
+def test_a_fit_is_printed_as_its_summary() -> None:
+    assert repr(fitted()) == f"<History: {fitted().summary()}>"

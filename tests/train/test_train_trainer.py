@@ -379,3 +379,17 @@ def test_on_a_gpu_it_is_the_plain_loop_there():
     job.fit((x, y), batch_size=32, epochs=3, progress=False)
     assert same(ours, theirs)
     assert job.predict(x).device.type == "cpu"
+
+
+def test_what_is_printed_of_trainer_and_data():
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    found = flatout.Trainer(model, optimizer="sgd", lr=0.1)
+    assert repr(found) == "<Trainer: Sequential of 13 weights (3 train), SGD, lr 0.1>"
+    made = flatout.data.arrays(torch.zeros(6, 4), torch.zeros(6).long())
+    assert repr(made) == "Arrays(inputs float32 (6, 4), targets int64 (6,))"
+    piped = made.shuffle(seed=1).map(close).batch(2, last="drop").repeat(3)
+    stages = "shuffle(seed=1) → map(close) → batch(2, last='drop') → repeat(3)"
+    assert repr(piped) == f"<Pipeline: arrays → {stages}>"
+    asked = Recipe(compute=Compute(precision="bf16"))
+    assert repr(asked) == str(asked) == "Recipe(compute.precision='bf16')"

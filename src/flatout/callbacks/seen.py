@@ -9,7 +9,7 @@ from typing import Any
 
 from flatout.measure.live import Live
 from flatout.measure.timeline import LANES, Timeline
-from flatout.say import say
+from flatout.say import rounded, say
 
 _STEP_LANES = LANES[:7]
 _BETWEEN = ("evaluation", "saving")
@@ -163,7 +163,7 @@ def _standing() -> tuple[int, int]:
 
 
 def _figure(ms: float) -> str:
-    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+    return f"{ms:.0f}" if ms >= 100 else rounded(ms)
 
 
 @cache

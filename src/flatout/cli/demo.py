@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flatout.say import say_as_is
+from flatout.say import rounded, say_as_is
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -163,7 +163,7 @@ def _train_plainly(out: Console, model: ConvNet, train: Arrays, test: Arrays, ep
         most_s=_PLAIN_S,
         tell=tell,
     )
-    out.print(f"plain loop: {job.epochs:.3g} epochs in {job.seconds:.1f} s".ljust(60))
+    out.print(f"plain loop: {rounded(job.epochs)} epochs in {job.seconds:.1f} s".ljust(60))
     if job.accuracy is None:
         out.print(f"  ended after {_PLAIN_S:.0f} s: its speed is compared, its accuracy is not")
     return job

@@ -34,6 +34,7 @@ from flatout.data.stages import (
     Shard,
     Shuffle,
     Stage,
+    call,
     passes,
     samples_times,
     words,
@@ -347,12 +348,18 @@ class Pipeline(Staged):
 
     def explanation(self) -> Explanation:
         """What was written, what runs and why that is the same, what each stage costs."""
-        schema = getattr(self.origin, "schema", None)
-        name = type(self.origin).__name__ if schema is None else schema.format
-        written = [name.lower(), *(words(stage) for stage in self.stages)]
+        written = [self._origin_name, *(words(stage) for stage in self.stages)]
         program = self._program
         runs = list(written) if is_stream(self.origin) else self._built.runs
         return Explanation.of(program, written, runs, self.notes(), self._padding())
+
+    @property
+    def _origin_name(self) -> str:
+        schema = getattr(self.origin, "schema", None)
+        return (type(self.origin).__name__ if schema is None else str(schema.format)).lower()
+
+    def __repr__(self) -> str:
+        return f"<Pipeline: {' → '.join([self._origin_name, *map(call, self.stages)])}>"
 
     def explain(self) -> None:
         """Print the explanation."""

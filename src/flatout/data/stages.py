@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from flatout.data.running.cut import Last
+from flatout.data.running.samples import name_of
 
 if TYPE_CHECKING:
     from flatout.data.running.cache import Where
@@ -129,3 +130,17 @@ def samples_times(stages: Sequence[Stage]) -> int:
 def words(stage: Stage) -> str:
     """Short, for people, such as "shuffle" or "batch"."""
     return type(stage).__name__.lower()
+
+
+def call(stage: Stage) -> str:
+    """As it was written, but for what it leaves open: "shuffle(seed=1)", "batch(64)"."""
+    told = []
+    for field in fields(stage):
+        value = getattr(stage, field.name)
+        if callable(value):
+            told.append(name_of(value))
+        elif field.name in ("size", "times", "where", "fraction"):
+            told.append(repr(value))
+        elif value != field.default:
+            told.append(f"{field.name}={value!r}")
+    return f"{words(stage)}({', '.join(told)})"

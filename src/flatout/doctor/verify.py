@@ -26,6 +26,7 @@ from flatout.doctor.trials.scratch import scratch, temporary_of
 from flatout.doctor.trials.start import LOSSES, SEED
 from flatout.doctor.trials.whole import Curve
 from flatout.errors import FlatoutError
+from flatout.say import rounded
 
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """By number of seeds, how many standard errors a 95% interval reaches (Student's t)."""
@@ -87,8 +88,9 @@ class Verified:
         count = len(self.pairs)
         seeds = f"{count} seed{'' if count == 1 else 's'}"
         return [
-            f"whole runs, {seeds}: final loss {before:.4g} → {after:.4g}, {self._judgement(seeds)}",
-            f"  measured from start to end: {taken[0]:.3g} s → {taken[1]:.3g} s, "
+            f"whole runs, {seeds}: final loss {rounded(before, 4)} → {rounded(after, 4)}, "
+            f"{self._judgement(seeds)}",
+            f"  measured from start to end: {rounded(taken[0])} s → {rounded(taken[1])} s, "
             f"{taken[0] / taken[1]:.2f}x",
             self._to_target(),
             *stopped,
@@ -101,7 +103,9 @@ class Verified:
         reached = [[seconds for seconds in of_side if seconds is not None] for of_side in times]
         if all(len(found) == len(self.pairs) for found in reached):
             before, after = (fmean(found) for found in reached)
-            return f"  time to {loss}: {before:.3g} s → {after:.3g} s, {before / after:.2f}x"
+            return (
+                f"  time to {loss}: {rounded(before)} s → {rounded(after)} s, {before / after:.2f}x"
+            )
         came = [f"{len(found)} of {len(self.pairs)}" for found in reached]
         return f"  {loss} was reached by {came[0]} runs as it is, by {came[1]} with what was proven"
 
@@ -155,7 +159,8 @@ def verify(
                 runs[one is cure] = _whole_run(what, one, seed)
                 run, _ = runs[one is cure]
                 words = "with what was prescribed" if one is cure else "as it is"
-                told(f"seed {seed}, {words}: loss {run.loss:.4g} after {run.seconds:.3g} s")
+                took = f"{rounded(run.seconds)} s"
+                told(f"seed {seed}, {words}: loss {rounded(run.loss, 4)} after {took}")
             low = max(run.loss for run, _ in runs.values()) if target is None else target
             plain, cured = (
                 replace(run, to_target_s=curve.reached(low))

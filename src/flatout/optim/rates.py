@@ -19,6 +19,7 @@ import torch
 from flatout.errors import ModelError
 from flatout.optim.keras_optimizer import KerasOptimizer
 from flatout.optim.several import Optimizers, as_tuple
+from flatout.say import rounded
 
 RULES = ("linear", "sqrt", "power", "none")
 
@@ -160,7 +161,7 @@ class LrScale:
             return f"learning rate {given} as given: rule 'none' for {batch}"
         done = f"learning rate {given} -> {_listed([r * self.factor for r in rates])}"
         if scheduled:
-            done = f"learning rate of the schedule times {self.factor:.4g}"
+            done = f"learning rate of the schedule times {rounded(self.factor, 4)}"
         name = f"power {rule.exponent:g}" if rule.exponent is not None else rule.rule
         return f"{done}: {name} rule for {batch}{self._warm_up_words()}"
 
@@ -227,4 +228,4 @@ def _check_whole(name: str, value: Any, least: int) -> None:
 
 
 def _listed(rates: list[float]) -> str:
-    return ", ".join(f"{rate:.4g}" for rate in rates)
+    return ", ".join(rounded(rate, 4) for rate in rates)

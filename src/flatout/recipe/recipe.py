@@ -125,6 +125,12 @@ class Recipe(_Sections):
         RecipeError: an unknown section or field, or a value that a field does not take.
     """
 
+    def __repr__(self) -> str:
+        asked = [f"{field}={value!r}" for field, value in self.named().items()]
+        return f"Recipe({', '.join(asked)})"
+
+    __str__ = __repr__
+
     def replace(self, changes: Mapping[str, Value]) -> Recipe:
         """Return a Recipe with some fields changed, by dotted name; they count as named.
 
@@ -206,6 +212,11 @@ class ResolvedRecipe(_Sections):
     One that was proven for a script names only what was proven: nobody knows all that the script
     sets, and it stays as it is written there.
     """
+
+    def __repr__(self) -> str:
+        return f"ResolvedRecipe({self.summary()})"
+
+    __str__ = __repr__
 
     choices: dict[str, Choice] = Field(
         description="A Choice for every field, by dotted name; or for each that was proven."

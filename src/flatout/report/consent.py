@@ -13,7 +13,7 @@ from flatout.doctor.script_file import script_file
 from flatout.doctor.trials.network import Sends, find_sends
 from flatout.recipe import Parity
 from flatout.report.first_look import short
-from flatout.say import counted
+from flatout.say import counted, rounded
 
 _MOST = 3
 """Places that are named; the others are counted."""
@@ -78,7 +78,7 @@ def _then(whole_runs: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:g} s" if seconds < 60 else f"{seconds / 60:.2g} min"
+    return f"{seconds:g} s" if seconds < 60 else f"{rounded(seconds / 60, 2)} min"
 
 
 def _places(sends: Sequence[Sends]) -> str:

@@ -22,6 +22,7 @@ from flatout.doctor.finding import Finding
 from flatout.doctor.judge import Verdict
 from flatout.observe import Ablation, Observation
 from flatout.recipe import Recipe
+from flatout.say import rounded
 
 _STEP = ("input", "copy", "forward", "backward", "sync", "optimiser", "host", "gc", "idle")
 _BETWEEN = ("evaluation", "saving")
@@ -264,7 +265,7 @@ def _added(verdict: Verdict) -> str:
 
 
 def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+    return f"{value:,.0f}" if value >= 10 else rounded(value, 2)
 
 
 def _row(label: str, style: str, *lines: str) -> Table:

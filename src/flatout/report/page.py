@@ -31,7 +31,7 @@ from flatout.report.pictures import (
     milliseconds,
 )
 from flatout.report.tried import tried, with_proofs
-from flatout.say import counted
+from flatout.say import counted, rounded
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -157,7 +157,7 @@ def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow:
     if before and after and after < before:
         return (
             f"With what was proven your whole run takes {duration(after)} instead of "
-            f"{duration(before)}, {before / after:.2g} times as fast, warm-up included"
+            f"{duration(before)}, {rounded(before / after, 2)} times as fast, warm-up included"
         )
     ratio = verdict.get("step_ratio")
     if ratio:
@@ -291,7 +291,7 @@ def _template() -> Template:
 def duration(seconds: float) -> str:
     """Return seconds as people say them, such as `13m23s`."""
     if seconds < 59.95:
-        return f"{seconds:.3g}s"
+        return f"{rounded(seconds)}s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
@@ -306,7 +306,7 @@ def plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(plain, value))
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return rounded(value, 4)
     return "unknown" if value is None else str(value)
 
 

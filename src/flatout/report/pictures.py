@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from flatout.measure.timeline import LANES
+from flatout.say import rounded
 
 MOST_RANKS = 16
 """More ranks than these would be a wall of bars: the slowest are drawn."""
@@ -241,4 +242,4 @@ def lane_rows(lanes_of_ranks: Mapping[int, Mapping[str, float | None]]) -> list[
 
 def milliseconds(ms: float) -> str:
     """Three digits, without a unit."""
-    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+    return f"{ms:,.0f}" if ms >= 100 else rounded(ms)

@@ -22,7 +22,7 @@ from flatout.doctor.torchrun import under_torchrun
 from flatout.measure.trial import TrialResult
 from flatout.report.first_look import clock, commands, short
 from flatout.report.page import duration
-from flatout.say import counted
+from flatout.say import counted, rounded
 
 _LABEL = 13
 """Columns of the labels on the left, such as `needs your OK`."""
@@ -130,7 +130,7 @@ class ProvenReport:
         if whole[0] and whole[1] and whole[0] > _WITH_BETWEEN * of_step[0]:
             of_step = whole[0], whole[1]
             words += " with its share of evaluation and saving"
-        before, after = (f"{1000 * one:.3g} ms" for one in of_step)
+        before, after = (f"{rounded(1000 * one)} ms" for one in of_step)
         yield Text(
             f"{words}: {before} → {after}; how many your whole run has, nobody knows here",
             style="bold",

@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import FlatoutError
+from flatout.say import rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,10 +135,10 @@ class Scaling:
         for run in self.runs[1:]:
             lost = self.lost_ms(run)
             total = sum(lost.values())
-            line = f"{run.name}: a step takes {run.step_ms:.3g} ms, ideal were "
-            line += f"{run.step_ms - total:.3g}"
+            line = f"{run.name}: a step takes {rounded(run.step_ms)} ms, ideal were "
+            line += rounded(run.step_ms - total)
             named = [
-                f"{cause} {ms:.2g}"
+                f"{cause} {rounded(ms, 2)}"
                 for cause, ms in sorted(lost.items(), key=lambda one: -one[1])
                 if ms > 0.02 * run.step_ms
             ]
@@ -180,9 +181,9 @@ class Scaling:
                 f"{run.samples_per_s:,.0f}",
                 Text(f"{self.speedup(run):.2f}x", style="bold"),
                 f"{self.efficiency(run):.0%}",
-                f"{run.step_ms:.3g}",
+                rounded(run.step_ms),
                 "" if run.startup_s is None else f"{run.startup_s:.1f} s",
-                "" if figure is None else f"{figure:.4g}",
+                "" if figure is None else rounded(figure, 4),
             )
         yield table
         for line in self.words():

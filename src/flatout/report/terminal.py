@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.recipe import ResolvedRecipe
+from flatout.say import rounded
 
 _ALL_IN_A_ROW = 120
 """Columns from which a change's reason fits beside it."""
@@ -66,7 +67,7 @@ class Comparison:
                 Text(job.name),
                 f"{job.images_per_s:,.0f}",
                 f"{_milliseconds(job.step_ms)} ms",
-                f"{job.epochs:.3g}",
+                rounded(job.epochs),
                 f"{job.seconds:.1f} s",
                 "not compared" if job.accuracy is None else f"{job.accuracy:.2%}",
                 Text(f"{job.images_per_s / self.jobs[0].images_per_s:.2f}x", style="bold"),
@@ -150,4 +151,4 @@ class Lanes:
 
 
 def _milliseconds(ms: float) -> str:
-    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+    return f"{ms:.0f}" if ms >= 100 else rounded(ms)

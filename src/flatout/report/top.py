@@ -26,6 +26,7 @@ from flatout.errors import FlatoutError
 from flatout.measure.live import Rank, Ranks
 from flatout.measure.processes import Processes, ProcessUse
 from flatout.measure.pulse import Pulse, Watched
+from flatout.say import rounded
 
 # In the table; what else a step has is "other".
 _LANES = {"input": "input", "forward": "fwd", "backward": "bwd", "sync": "sync", "optimiser": "opt"}
@@ -379,7 +380,7 @@ def _short(number: float) -> str:
     if number < 10_000:
         return f"{number:,.0f}"
     scaled, unit = (number / 1e3, "k") if number < 1e6 else (number / 1e6, "M")
-    return f"{scaled:.3g}{unit}"
+    return f"{rounded(scaled)}{unit}"
 
 
 def _clock(seconds: float) -> str:

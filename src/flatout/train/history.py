@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from flatout.errors import FlatoutError
 from flatout.measure.timeline import Timeline
-from flatout.say import counted
+from flatout.say import counted, rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,6 +57,9 @@ class History:
     startup_s: float | None = None
     lanes_by_rank: list[dict[str, float]] = field(default_factory=list, repr=False)
 
+    def __repr__(self) -> str:
+        return f"<History: {self.summary()}>"
+
     @property
     def history(self) -> dict[str, list[float]]:
         """The logs by name, a value for each epoch; NaN where an epoch has no such figure."""
@@ -95,16 +98,16 @@ class History:
         lines = [f"{counted(len(self.epochs), 'epoch')}, {counted(self.timeline.steps, 'step')}"]
         lines[0] += f" of {self._step_in_words()}"
         if self.timeline.steps:
-            of = {q: f"{seconds * 1e3:.3g} ms" for q, seconds in self.percentiles().items()}
+            of = {q: f"{rounded(seconds * 1e3)} ms" for q, seconds in self.percentiles().items()}
             lines[0] += f": {self.throughput:,.0f} samples/s"
             lines.append(f"step {of[50]} at the median, {of[90]} at 90%, {of[99]} at 99%")
             lanes = sorted(self.lanes().items(), key=lambda lane: -lane[1])
             lines.append(
-                "of it " + ", ".join(f"{name} {ms:.3g}" for name, ms in lanes if ms > 5e-4)
+                "of it " + ", ".join(f"{name} {rounded(ms)}" for name, ms in lanes if ms > 5e-4)
             )
         if self.epochs:
             last = {name: value for name, value in self.epochs[-1].items() if name != "seconds"}
-            lines.append(", ".join(f"{name} {value:.4g}" for name, value in last.items()))
+            lines.append(", ".join(f"{name} {rounded(value, 4)}" for name, value in last.items()))
         if self.recipe is not None:
             lines.append(f"ran {self.recipe.summary()}")
         if self.stop_reason:
@@ -166,7 +169,7 @@ class History:
 
         Args:
             path: an image file to write, by its ending (.png, .svg, .pdf); without it the figure is
-                one of pyplot's, for notebooks and `plt.show()`.
+                one of pyplot's, for notebooks, which show it once, and for `plt.show()`.
 
         Raises:
             FlatoutError: matplotlib is missing.
@@ -180,9 +183,7 @@ class History:
         if path is not None:
             figure = Figure(figsize=(10, 7), layout="constrained")
         else:
-            from matplotlib import pyplot
-
-            figure = pyplot.figure(figsize=(10, 7), layout="constrained")
+            figure = _figure_of_pyplot()
         (losses, metrics), (steps, lanes) = figure.subplots(2, 2)
         self._plot_epochs(losses, metrics)
         self._plot_steps(steps)
@@ -216,7 +217,7 @@ class History:
         first = self.timeline.steps - len(times) + 1
         axes.plot(range(first, first + len(times)), times, linewidth=0.6, alpha=0.7)
         for q, milliseconds in zip((50, 99), np.percentile(times, (50, 99)), strict=True):
-            label = f"{milliseconds:.3g} ms at {q}%"
+            label = f"{rounded(milliseconds)} ms at {q}%"
             axes.axhline(milliseconds, linestyle=":", color="0.3" if q == 50 else "C3", label=label)
         # A first step that compiles takes minutes; the others should still be told apart.
         axes.set_ylim(0, min(times.max() * 1.05, np.percentile(times, 99) * 3))
@@ -232,6 +233,18 @@ class History:
         axes.bar_label(bars, fmt="%.3g", padding=3)
         axes.margins(x=0.12)
         axes.invert_yaxis()
+
+
+def _figure_of_pyplot() -> Figure:
+    """A figure that a notebook shows once: as pyplot's, and not again as the cell's value."""
+    from matplotlib import figure, pyplot
+
+    class Shown(figure.Figure):
+        def _ipython_display_(self) -> None:
+            if not pyplot.fignum_exists(self.number):  # in a later cell
+                raise NotImplementedError
+
+    return pyplot.figure(figsize=(10, 7), layout="constrained", FigureClass=Shown)
 
 
 # Figures of an epoch that are no curve of learning.

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.measure import Timeline
+from flatout.say import rounded
 from flatout.world import World
 from flatout.world.trail import Trail
 
@@ -151,8 +152,9 @@ def straggler(found: Sequence[Times]) -> Straggler | None:
         tuple(slow),
         lane,
         f"rank {rank} (host {found[rank].host}) needs {mine / theirs:.1f}x as long as the others"
-        f"{more}: {_WORDS.get(lane, lane)} takes {here:.3g} ms of its {mine:.3g} ms step, "
-        f"{there:.3g} ms on the others; all wait {mine - theirs:.3g} ms for it in each step",
+        f"{more}: {_WORDS.get(lane, lane)} takes {rounded(here)} ms of its "
+        f"{rounded(mine)} ms step, {rounded(there)} ms on the others; all wait "
+        f"{rounded(mine - theirs)} ms for it in each step",
     )
 
 

@@ -23,7 +23,7 @@ from flatout.optim import Lamb, Lars, LrRule
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.save.fits import check_fits
 from flatout.save.weights_file import check_ending, load_weights_file, save_weights
-from flatout.say import say
+from flatout.say import rounded, say
 from flatout.train import guard
 from flatout.train.callbacks import Callback
 from flatout.train.compute import call
@@ -164,6 +164,14 @@ class Trainer:
         self.loop = Loop(**self._loop_arguments)
 
     @on_ranks
+    def __repr__(self) -> str:
+        parts = [f"{type(self.model).__name__} of {_weights(self.model)}"]
+        if self.optimizer is not None:
+            rates = dict.fromkeys(rounded(group["lr"], 6) for group in self.optimizer.param_groups)
+            own = getattr(self.optimizer, "keras", self.optimizer)
+            parts.append(f"{type(own).__name__}, lr {', '.join(rates)}")
+        return f"<{type(self).__name__}: {', '.join(parts)}>"
+
     def fit(
         self,
         x: Any,
@@ -448,3 +456,10 @@ def _as_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
 def _inputs_only(x: Any) -> Any:
     """A tuple of arrays is one input of several parts here, not (x, y)."""
     return (x,) if isinstance(x, tuple) else x
+
+
+def _weights(model: nn.Module) -> str:
+    """How many weights a model has, and how many of them train, for people."""
+    each = [(one.numel(), one.requires_grad) for one in model.parameters()]
+    total, trained = sum(count for count, _ in each), sum(count for count, does in each if does)
+    return f"{total:,} weights" + ("" if trained == total else f" ({trained:,} train)")

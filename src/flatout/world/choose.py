@@ -23,6 +23,7 @@ import psutil
 from flatout.cache_folder import cache_folder, kind_folder
 from flatout.errors import WorldError
 from flatout.measure.fingerprint import fingerprint
+from flatout.say import rounded
 from flatout.world.place import RANK_TRIAL
 
 # A script may load its data first, and decide its settings by measuring.
@@ -89,11 +90,11 @@ def choose(
     chosen = fastest(speeds)
     cpus = fingerprint().cpus
     for speed in speeds:
-        share = f" x {cpus / speed.ranks:.3g} CPU" if not fingerprint().gpus else ""
+        share = f" x {rounded(cpus / speed.ranks)} CPU" if not fingerprint().gpus else ""
         mark = "  <- chosen" if speed is chosen else ""
         ratio = speed.mean / speeds[0].mean
         say(
-            f"{_ranks(speed.ranks)}{share}: {speed.mean:,.4g} steps/s, {ratio:.2f}x, "
+            f"{_ranks(speed.ranks)}{share}: {rounded(speed.mean, 4)} steps/s, {ratio:.2f}x, "
             f"noise {speed.noise - 1:.0%}{mark}"
         )
     with suppress(OSError):

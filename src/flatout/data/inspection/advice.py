@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flatout.data.words import count_words, size_words
+from flatout.say import rounded
 
 # Below this share of what is free, files and decoded rows are held without a second thought.
 _ROOM = 0.5
@@ -157,7 +158,7 @@ def _convert(facts: Facts) -> Iterator[Advice]:
 def _seconds(seconds: float) -> str:
     if seconds >= 100:
         return f"{seconds / 60:.1f} min"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2g} s"
+    return f"{rounded(seconds * 1e3)} ms" if seconds < 1 else f"{rounded(seconds, 2)} s"
 
 
 def _order(facts: Facts) -> Iterator[Advice]:

@@ -11,6 +11,7 @@ from flatout.data.inspection.advice import Advice
 from flatout.data.schema import Schema
 from flatout.data.words import size_words
 from flatout.errors import DataError
+from flatout.say import rounded
 
 # Classes that are named one by one.
 _TOLD = 6
@@ -118,7 +119,7 @@ class Report:
     def _classes(self) -> str:
         if self.classes is None:
             mean = self.target_mean
-            return "" if mean is None else f"{self.target} {mean:.4g} in the mean"
+            return "" if mean is None else f"{self.target} {rounded(mean, 4)} in the mean"
         total = sum(self.classes.values())
         if set(self.classes) == {"0", "1"}:
             return f"{self.target} {self.classes['1'] / total:.1%}"
@@ -190,4 +191,4 @@ class Report:
 
 
 def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    return f"{value:,}" if isinstance(value, int) else rounded(value, 6)

@@ -32,6 +32,7 @@ from flatout.data.schema import Given
 from flatout.data.sources.rows import FolderRows
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
+from flatout.say import rounded
 
 _BATCH = 4096
 # Of small data, batches are smaller: threads begin anew in each epoch.
@@ -194,7 +195,7 @@ class Bench:
                 str(one.threads),
                 f"{one.rows_per_s:,.0f}",
                 f"{one.rows_per_s / first:.2f}x",
-                ", ".join(f"{name} {ms:.3g}" for name, ms in one.stages.items()),
+                ", ".join(f"{name} {rounded(ms)}" for name, ms in one.stages.items()),
             )
             for one in self.measured
         ]

@@ -24,6 +24,7 @@ from flatout.data.running.samples import Costs, Samples, name_of, sample_rng, ta
 from flatout.data.running.worker import WorkerDied
 from flatout.data.tensors import as_batch
 from flatout.errors import DataError, FlatoutError
+from flatout.say import rounded
 
 # A batch that is made quicker than this is made when it is asked for: handing it from one thread to
 # another would cost as much.
@@ -258,8 +259,8 @@ class Program:
         if self._asked or not self.crew.rate or self.crew.rate > _WORTH * self.tuner.rate:
             return True
         self.notes.append(
-            f"threads again: processes made {self.crew.rate:.3g} batches a second, "
-            f"threads {self.tuner.rate:.3g}"
+            f"threads again: processes made {rounded(self.crew.rate)} batches a second, "
+            f"threads {rounded(self.tuner.rate)}"
         )
         self.crew.close()
         self.crew = None

@@ -79,6 +79,13 @@ class Arrays(Staged):
                 raise DataError(f"scale and shift are for uint8 inputs, found {found}")
             self.inputs = map_tensors(_contiguous_bytes, self.inputs)
 
+    def __repr__(self) -> str:
+        parts = [
+            f"{name} {_dtype_word(tensor.dtype)} {tuple(tensor.shape)}"
+            for name, tensor in self._named()
+        ]
+        return f"Arrays({', '.join(parts)})"
+
     def __len__(self) -> int:
         return self.samples
 

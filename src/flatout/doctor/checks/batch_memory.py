@@ -9,6 +9,7 @@ from flatout.doctor.checks.signals import at, is_gpu
 from flatout.doctor.finding import Finding, Kind
 from flatout.observe import Observation
 from flatout.observe.sites import is_users
+from flatout.say import rounded
 
 _OUT = re.compile(r"out of memory|can't allocate memory|Unable to allocate|^MemoryError", re.M)
 """How torch, numpy and Python say that there is none left."""
@@ -38,7 +39,9 @@ def look(seen: Observation) -> list[Finding]:
         raise NoSignal("how much of the job lies in swap was not seen")
     if seen.swapped_mb < _SWAPPED_MB:
         return []
-    faults = f", {seen.major_faults:.2g} pages a step come back" if seen.major_faults else ""
+    faults = (
+        f", {rounded(seen.major_faults, 2)} pages a step come back" if seen.major_faults else ""
+    )
     what = f"{seen.swapped_mb:,.0f} MB of the job lie in swap{faults}"
     return [_found("slow", what, f"fewer loader workers, or {_SMALLER}", _site(seen))]
 

@@ -8,6 +8,7 @@ from flatout.doctor.checks.check import Check, NoSignal
 from flatout.doctor.checks.signals import ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
+from flatout.say import rounded
 
 _POINTS = 8
 """Fewer measurements of memory are no line."""
@@ -46,7 +47,7 @@ def look(seen: Observation) -> list[Finding]:
         Finding(
             name="retained_graph",
             kind="slow",
-            what=f"memory grows by {slope:.2g} MB with each step, {grown:,.0f} MB in "
+            what=f"memory grows by {rounded(slope, 2)} MB with each step, {grown:,.0f} MB in "
             f"{steps[-1] - steps[0]} steps{longer}: something keeps the graphs of past steps, "
             f"{nodes:,} nodes after {after} steps",
             do="add up numbers, not tensors with a graph: total += loss.detach(); look for lists "

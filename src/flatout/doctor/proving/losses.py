@@ -28,6 +28,7 @@ import numpy.typing as npt
 from flatout.doctor.trials.side import Showed
 from flatout.measure.parity import compare_curves
 from flatout.recipe import Parity
+from flatout.say import rounded
 
 _Array = npt.NDArray[np.float64]
 
@@ -91,7 +92,7 @@ def compare(
         step = int(np.flatnonzero(np.isfinite(one) != np.isfinite(other))[0])
         words = f"finite on one side only from step {step + 1} on"
         return Compared(False, parity, words, batches, False)
-    words = f"{100 * _shift(one, other):.2g}% apart on average over {steps} steps"
+    words = f"{rounded(100 * _shift(one, other), 2)}% apart on average over {steps} steps"
     if parity is Parity.EXACT and is_repeatable:
         return Compared(False, parity, f"{words}, not bit-identical", batches, False)
     holds = _level_holds(one, other)

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column, Table
 
+from flatout.say import rounded
 from flatout.train.callbacks.callback import Callback
 from flatout.train.callbacks.rate import Rate
 
@@ -234,7 +235,7 @@ def _epoch_line(state: FitState, width: float) -> str:
             val = f" val {_figure(logs['val_' + name])}" if f"val_{name}" in logs else ""
             words.append(f"{name} {_figure(value)}{val}")
     if seconds is not None:
-        words.append(f"{seconds:.2g} s" if seconds < 10 else _clock(seconds))
+        words.append(f"{rounded(seconds, 2)} s" if seconds < 10 else _clock(seconds))
     # What the bar showed all along goes first where a line has no room.
     if seconds is not None and len("  ".join(words)) > width:
         words.pop()
@@ -243,7 +244,7 @@ def _epoch_line(state: FitState, width: float) -> str:
 
 def _figure(value: float) -> str:
     """Return a figure in as many digits as differ between epochs: 0.9758, 0.0667, 12.34."""
-    return f"{value:.3g}" if abs(value) < 0.1 else f"{value:.4g}"
+    return rounded(value) if abs(value) < 0.1 else rounded(value, 4)
 
 
 def _clock(seconds: float) -> str:
@@ -257,4 +258,4 @@ def _short(number: float) -> str:
     if number < 10_000:
         return f"{number:,.0f}"
     scaled, unit = (number / 1e3, "k") if number < 1e6 else (number / 1e6, "M")
-    return f"{scaled:.3g}{unit}"
+    return f"{rounded(scaled)}{unit}"
