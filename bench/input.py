@@ -114,6 +114,7 @@ ENTRIES = (
     ),
 )
 OWN = Entry("memory", OWN_TIME, "input_own_time.py", _NEEDS, remark="a batch")
+VERIFYING = Entry("memory", "verifying", "input_verifying.py", _NEEDS)
 PSNR = Entry("jpeg", "psnr", "input_psnr.py", (*_NEEDS, "simplejpeg", *_PHOTOS))
 
 
@@ -243,6 +244,34 @@ def psnr_key(peer: Peer) -> Key:
     return Key("jpeg_psnr", found["BILINEAR"]["psnr"], at_least=43, note=f"{note} ({each})")
 
 
+def verifying_keys(peer: Peer) -> list[Key]:
+    """What comparing checksums takes of a first pass over a row cache."""
+    names = {"disk": "verifying_share", "memory": "verifying_share_in_memory"}
+    reason, found = absence(peer), {}
+    if not reason:
+        try:
+            found = run_once(peer)
+        except PeerFailed as error:
+            reason = f"failed: {error}"
+    if reason:
+        return [_verifying_key(name, reason, "") for name in names.values()]
+    words = {"disk": "the disk", "memory": "the system's memory"}
+    return [
+        _verifying_key(
+            name,
+            found[at]["share"],
+            f"of the first pass over rows that come from {words[at]} at "
+            f"{found[at]['gb_per_s']:.2f} GB/s",
+        )
+        for at, name in names.items()
+    ]
+
+
+def _verifying_key(name: str, found: float | str, note: str) -> Key:
+    # From memory a pass has nothing to wait for, so that there the share is only shown.
+    return Key(name, found, at_most=0.03 if name == "verifying_share" else None, note=note)
+
+
 # -- the bench -----------------------------------------------------------------------------------
 
 
@@ -359,6 +388,10 @@ def main() -> int:
         make_data(data, [peer for peer in chosen if not only or peer.name in only], counts)
         found = run_in_turn(chosen, restarts=arguments.restarts, only=only, tell=tell)
         psnr = Key("jpeg_psnr", "left out by --only", at_least=43)
+        verifying = [_verifying_key("verifying_share", "left out by --only", "")]
+        if not only or "memory-verifying".startswith(tuple(arguments.only)):
+            tell("measuring what checksums take")
+            verifying = verifying_keys(_peer(VERIFYING, sets[-1], data, arguments.seconds))
         if (data / "jpeg").exists():
             psnr = psnr_key(_peer(PSNR, sets[-1], data, arguments.seconds))
     cpu_counts = [len(cpus) for cpus in sets]
@@ -367,7 +400,7 @@ def main() -> int:
         headers=["", "rows/s", "slowest .. fastest", "first pass", "time / flatout's", ""],
         lines=lines(found),
         remarks=REMARKS,
-        keys=[*speed_keys(found, cpu_counts), psnr],
+        keys=[*speed_keys(found, cpu_counts), *verifying, psnr],
         data={
             "rows": as_data(found),
             "counts": counts,

@@ -194,6 +194,12 @@ def test_psnr_of_an_absent_library_is_a_reason(tmp_path):
     assert key.met is False
 
 
+def test_what_checksums_take_of_an_absent_library_is_a_reason():
+    keys = bench.verifying_keys(Peer("x", "input_verifying.py", needs=("no_such_module_here",)))
+    assert [key.name for key in keys] == ["verifying_share", "verifying_share_in_memory"]
+    assert [key.met for key in keys] == [False, None]
+
+
 # -- files ---------------------------------------------------------------------------------------
 
 

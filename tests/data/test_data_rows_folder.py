@@ -5,12 +5,18 @@ import pickle
 import numpy as np
 import pytest
 from data_made_up import MadeUp, same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from flatout.data import checksums
+from flatout.data.checksums import Checksums, sealed
 from flatout.data.conversion.convert import convert
 from flatout.data.pipeline import Pipeline
+from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Schema
 from flatout.data.sources.rows import FolderRows, rows
 from flatout.errors import DataError
+from flatout.kernels import example
 
 
 @pytest.fixture
@@ -114,6 +120,14 @@ def test_the_cache_of_a_pipeline_is_no_data_set(tmp_path):
         rows(cache.parent)
 
 
+def sealed_again(folder, **changes):
+    """Checksums that fit what lies there, as whoever made it wrong would have written them."""
+    meta = {**json.loads((folder / "meta.json").read_text()), **changes}
+    del meta["checksum"]
+    meta["files"] = {name: Checksums.of(folder / name).words() for name in meta["files"]}
+    (folder / "meta.json").write_text(sealed(meta))
+
+
 def test_damage_within_is_told(folder):
     meta = json.loads((folder / "meta.json").read_text())
     place = next(field["offset"] for field in meta["fields"] if field["ragged"])
@@ -121,13 +135,109 @@ def test_damage_within_is_told(folder):
     at = 5 * meta["stride"] + place
     data[at : at + 8] = (2**40).to_bytes(8, "little")
     (folder / "rows.bin").write_bytes(data)
-    with pytest.raises(DataError, match="a row points to values that are not there"):
+    with pytest.raises(DataError, match="checksum differs"):
         _sum(FolderRows(folder), np.arange(10))
     with pytest.raises(DataError, match="checksum differs"):
         FolderRows(folder).verify()
-    (folder / "meta.json").write_text(json.dumps({**meta, "schema": "format ="}))
+    sealed_again(folder)
+    with pytest.raises(DataError, match="a row points to values that are not there"):
+        _sum(FolderRows(folder), np.arange(10))
+    sealed_again(folder, schema="format =")
     with pytest.raises(DataError, match="no TOML"):
         rows(folder)
+
+
+def flipped(path, at, bit):
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= 1 << bit
+    path.write_bytes(data)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(["rows.bin", "ragged-0.bin", "meta.json"]),
+    st.integers(0, 1 << 20),
+    st.integers(0, 7),
+)
+def test_a_flipped_bit_anywhere_is_told(folder, name, at, bit):
+    # The seventh bit of a byte of JSON is none of ASCII: the text cannot be read then.
+    whole = (folder / name).read_bytes()
+    flipped(folder / name, at, bit)
+    try:
+        with pytest.raises(DataError) as found:
+            batches(rows(folder).shuffle(seed=at).batch(8))
+        assert name in str(found.value)
+        if name != "meta.json":
+            assert "block 0, bytes 0 to" in str(found.value)
+    finally:
+        (folder / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize("column", ["targets", "lengths"])
+def test_what_is_known_beforehand_is_compared_too(folder, column):
+    flipped(folder / "rows.bin", 2000, 0)
+    with pytest.raises(DataError, match=r"rows\.bin: block 0"):
+        getattr(FolderRows(folder), column)()
+
+
+def test_only_blocks_that_are_read_are_compared_and_each_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "BLOCK", 512)
+    convert(Pipeline(MadeUp(100)), tmp_path / "made.rows")
+    source, buffers = FolderRows(tmp_path / "made.rows"), Buffers()
+    compared = []
+    monkeypatch.setattr(
+        checksums,
+        "crc32c_blocks",
+        lambda data, block: compared.append(len(data)) or example.crc32c_blocks(data, block),
+    )
+    stride = source._folder.store.layout.stride
+    source.take(np.array([1]), buffers)  # its row lies in one block, and its values in another
+    assert sum(compared) == 2 * 512
+    source.take(np.array([1]), buffers)
+    FolderRows(tmp_path / "made.rows").take(np.array([1]), buffers)
+    assert sum(compared) == 2 * 512
+    source.take(np.arange(100), buffers)
+    ragged = (tmp_path / "made.rows" / "ragged-0.bin").stat().st_size
+    assert sum(compared) == 100 * stride + ragged
+    # A file that was written since is another one.
+    flipped(tmp_path / "made.rows" / "rows.bin", 3000, 3)
+    other = FolderRows(tmp_path / "made.rows")
+    other.take(np.array([1]), buffers)
+    with pytest.raises(DataError, match="block 5, bytes 2,560 to 3,071"):
+        other.take(np.array([75]), buffers)
+
+
+def _compared(source, numbers):
+    seen = []
+    checksums.crc32c_blocks = lambda data, block: (
+        seen.append(1) or example.crc32c_blocks(data, block)
+    )
+    source.take(numbers, Buffers())
+    return len(seen)
+
+
+def test_processes_of_a_run_share_what_was_compared(folder):
+    source = FolderRows(folder)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert pool.apply(_compared, (source, np.arange(50))) == 2
+        # What the other process compared, this one need not.
+        assert source._folder._files[0]._verified._marks.all()
+        assert pool.apply(_compared, (source, np.arange(50))) == 0
+
+
+def test_folders_of_the_first_version_are_read_and_compared(folder):
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["checksum"]
+    for words in meta["files"].values():
+        del words["block"]  # one block was 64 MiB
+    (folder / "meta.json").write_text(json.dumps({**meta, "version": 1}))
+    assert len(batches(rows(folder).batch(8))) == 26
+    flipped(folder / "rows.bin", 7, 7)
+    with pytest.raises(DataError, match=r"rows\.bin: block 0"):
+        batches(rows(folder).batch(8))
 
 
 @pytest.mark.parametrize("number", [-1, 100])

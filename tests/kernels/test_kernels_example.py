@@ -295,6 +295,19 @@ def test_checksum_of_any_data(data, repeats, value):
     assert example.crc32c(data[middle:], example.crc32c(data[:middle], value)) == fast
 
 
+@settings(deadline=None)
+@given(st.binary(max_size=300), st.integers(1, 70))
+def test_checksums_of_blocks(data, block):
+    fast, slow = _both(lambda: example.crc32c_blocks(data, block).tolist())
+    assert fast == slow
+    assert fast == [example.crc32c(data[at : at + block]) for at in range(0, len(data), block)]
+
+
+def test_blocks_of_no_bytes_are_refused():
+    with pytest.raises(ValueError, match="block: expected at least 1 byte"):
+        _both(lambda: example.crc32c_blocks(b"1234", 0))
+
+
 @pytest.mark.parametrize("size", [65535, 65536, 65537, 140_001, 17_000_000])
 def test_checksum_of_much_data(size):
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)

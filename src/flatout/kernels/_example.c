@@ -194,6 +194,42 @@ static PyObject *crc32c(PyObject *module, PyObject *args)
     return answer;
 }
 
+PyDoc_STRVAR(crc32c_blocks_doc,
+"crc32c_blocks(data, block, out)\n--\n\n"
+"The CRC-32C of each `block` bytes of `data`, the last of which may be fewer, into `out`.");
+
+static PyObject *crc32c_blocks(PyObject *module, PyObject *args)
+{
+    PyObject *data, *out, *answer = NULL;
+    long long block;
+    Held held;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OLO:crc32c_blocks", &data, &block, &out) || !hold_room(&held, 2))
+        return NULL;
+    Py_buffer *view = hold(&held, data, "data", -1, NULL, 0);
+    if (view == NULL)
+        goto done;
+    if (block < 1) {
+        PyErr_SetString(PyExc_ValueError, "block: expected at least 1 byte");
+        goto done;
+    }
+    long long count = view->len / block + (view->len % block != 0);
+    Py_buffer *sums = hold_row(&held, out, "out", -1, "int64", 1, count);
+    if (sums == NULL || !check_apart(&held))
+        goto done;
+    Py_BEGIN_ALLOW_THREADS
+    const uint8_t *at = view->buf;
+    for (long long i = 0; i < count; i++, at += block) {
+        long long size = i < count - 1 ? block : view->len - i * block;
+        ((int64_t *)sums->buf)[i] = (int64_t)(uint32_t)~crc_best(~(uint32_t)0, at, size);
+    }
+    Py_END_ALLOW_THREADS
+    answer = Py_NewRef(Py_None);
+done:
+    let_go(&held);
+    return answer;
+}
+
 PyDoc_STRVAR(scan_doc,
 "scan(buffer, start, starts, ends)\n--\n\n"
 "Find records from byte `start` on. Returns how many, where the next frame begins, and an `End`.");
@@ -639,6 +675,7 @@ static PyObject *write_(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"crc32c", crc32c, METH_VARARGS, crc32c_doc},
+    {"crc32c_blocks", crc32c_blocks, METH_VARARGS, crc32c_blocks_doc},
     {"scan", scan, METH_VARARGS, scan_doc},
     {"plan", make_plan, METH_O, plan_doc},
     {"measure", measure, METH_VARARGS, measure_doc},

@@ -183,6 +183,33 @@ def crc32c(data: Any, value: int = 0) -> int:
     return (_c.crc32c if _use_c else example_twin.crc32c)(data, value)
 
 
+def crc32c_blocks(data: Any, block: int) -> npt.NDArray[np.int64]:
+    """The CRC-32C of each block of bytes.
+
+    Args:
+        data: C-contiguous memory with the buffer protocol.
+        block: bytes of each; the last may be shorter.
+
+    Returns:
+        int64 of shape (blocks,).
+
+    Raises:
+        ValueError: `block` is less than 1.
+    """
+    _say_if_absent()
+    if block < 1:
+        raise ValueError("block: expected at least 1 byte")
+    view = memoryview(data)
+    text = view.cast("B") if view.nbytes else b""
+    out = np.empty(-(-len(text) // block), np.int64)
+    if _use_c:
+        _c.crc32c_blocks(text, block, out)
+    else:
+        for at in range(len(out)):
+            out[at] = example_twin.crc32c(text[at * block : (at + 1) * block])
+    return out
+
+
 def masked_crc32c(data: Any) -> int:
     """The CRC-32C of bytes, rotated and moved, as it stands in TFRecord files."""
     return example_twin.masked(crc32c(data))

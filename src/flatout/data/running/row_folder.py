@@ -26,15 +26,20 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values
+from flatout.data.checksums import Checksums, Verified, sealed, unsealed
 from flatout.data.form import Form, Leaf
 from flatout.data.running.buffers import Buffers
-from flatout.data.running.row_store import Arena, Field, Layout, RowStore
+from flatout.data.running.row_store import PLACE, Arena, Field, Layout, RowStore, fetch
 from flatout.errors import DataError
 from flatout.kernels.example import crc32c
 
-VERSION = 1
+VERSION = 2
+# Folders of version 1 hold checksums of blocks of this size, and none of meta.json.
+_FIRST_BLOCK = 64 << 20
 _ENTRY = struct.Struct("<II")
-_PIECE = 64 << 20
+_AGAIN = "the folder is damaged: delete it and make it again"
+# Bytes that are compared in one go, a whole number of blocks.
+_VERIFIED = 64 << 20
 # What may be lost to a kill: rows that came in this time.
 _FLUSH_S = 5.0
 
@@ -66,6 +71,9 @@ class FileArena:
             mapped = _mapped(self._file.fileno(), self._end * self._dtype.itemsize, self._dtype)
             self._mapped = mapped
         return mapped
+
+    def check(self, places: npt.NDArray[Any]) -> None:
+        """Nothing: what this process has written is not compared."""
 
     def flush(self) -> None:
         """Bring everything to the disk."""
@@ -148,17 +156,28 @@ class Filling:
         if len(slots) and not (int(slots.min()) >= 0 and int(slots.max()) < len(self.filled)):
             return False
         rows = self.store.rows[slots]
-        ends = [len(arena.values()) for arena in self._arenas]
-        for field, end in zip((f for f in self.store.layout.fields if f.ragged), ends, strict=True):
-            places = rows[:, field.offset : field.offset + 16].copy().view(np.int64)
-            if len(places) and int(places.sum(axis=1).max()) > end:
-                return False
-        return bool(crc32c(rows) == checksum)
+        return self._checksum(rows) == checksum
+
+    def _checksum(self, rows: npt.NDArray[np.uint8]) -> int:
+        """Of rows and of their ragged values; of the rows alone where these are not there."""
+        found = crc32c(rows)
+        ragged = [field for field in self.store.layout.fields if field.ragged]
+        for field, arena in zip(ragged, self._arenas, strict=True):
+            raw = np.ascontiguousarray(rows[:, field.offset : field.offset + field.width])
+            places = raw.view(PLACE)[:, 0]
+            starts, lengths = places["start"], places["length"]
+            ends = starts + lengths
+            if min(starts.min(initial=0), lengths.min(initial=0)) < 0 or (
+                ends.max(initial=0) > len(arena.values())
+            ):
+                return found
+            found = crc32c(fetch(places, arena).values, found)
+        return found
 
     def put(self, slots: Numbers, columns: dict[str, Values]) -> None:
         """Keep rows; they are safe after the next `flush`."""
         packed = self.store.put(slots, columns)
-        self._pending.append((slots.copy(), crc32c(packed)))
+        self._pending.append((slots.copy(), self._checksum(packed)))
         self.filled[slots] = True
         if time.monotonic() - self._flushed > _FLUSH_S:
             self.flush()
@@ -186,12 +205,12 @@ class Filling:
             "digest": self.digest,
             **_layout_words(self.store.layout),
             "form": None if form is None else [_tree_words(tree) for tree in form],
-            "files": {name: _checksums(self.part / name) for name in names},
+            "files": {name: Checksums.of(self.part / name).words() for name in names},
             **extra,
         }
         beside = self.part / "meta.json.part"
         with open(beside, "w") as file:
-            json.dump(meta, file)
+            file.write(sealed(meta))
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, self.part / "meta.json")
@@ -239,23 +258,20 @@ class RowFolder:
     def _open(self) -> None:
         layout = _layout_of(self.meta)
         self.rows = int(self.meta["rows"])
-        for name, found in self.meta["files"].items():
-            size = _size(self.path / name)
-            if size != found["size"]:
-                raise DataError(
-                    f"expected {found['size']:,} bytes, found {size:,}",
-                    where=str(self.path / name),
-                    do="the folder is damaged: delete it and make it again",
-                )
-        with open(self.path / "rows.bin", "rb") as file:
-            mapped = _mapped(file.fileno(), self.rows * layout.stride, np.dtype(np.uint8))
         ragged = [field for field in layout.fields if field.ragged]
+        names = ["rows.bin", *(f"ragged-{i}.bin" for i in range(len(ragged)))]
+        if sorted(self.meta["files"]) != sorted(names):
+            raise ValueError(f"expected the files {names}, found {list(self.meta['files'])}")
+        self._files = [_Bytes(self.path / name, self.meta["files"][name]) for name in names]
+        if len(self._files[0].bytes) != self.rows * layout.stride:
+            raise ValueError(f"{self.rows:,} rows of {layout.stride:,} bytes are another size")
+        matrix = self._files[0].bytes.reshape(self.rows, layout.stride)
         arenas: list[Arena] = [
-            _ReadArena(self.path / f"ragged-{i}.bin", field.dtype) for i, field in enumerate(ragged)
+            _ReadArena(file, field.dtype)
+            for file, field in zip(self._files[1:], ragged, strict=True)
         ]
-        self.store = RowStore(layout, mapped.reshape(self.rows, layout.stride), arenas)
-        self._seen = {name: _state(self.path / name) for name in self.meta["files"]}
-        self.store.check = self._check_unchanged
+        self.store = RowStore(layout, matrix, arenas)
+        self.store.check = self._check
         form = self.meta["form"]
         self.form = None if form is None else Form(*(_tree_of(tree) for tree in form))
 
@@ -263,42 +279,102 @@ class RowFolder:
         """Rows by number."""
         return Block(self.store.get(numbers, buffers), numbers)
 
-    def _check_unchanged(self) -> None:
-        """Before mapped memory is touched: where its file has shrunk, the process would end."""
-        for name, seen in self._seen.items():
-            if _state(self.path / name) != seen:
-                raise DataError(
-                    "the file has changed while it was being read",
-                    where=str(self.path / name),
-                    do="delete the folder and make it again; nothing else may write to it",
-                )
+    def _check(self, slots: Numbers) -> None:
+        for file in self._files:
+            file.check_unchanged()
+        starts = np.asarray(slots, np.int64) * self.store.layout.stride
+        self._files[0].check(starts, starts + self.store.layout.stride)
 
-    def verify(self) -> None:
-        """Compare all bytes with their checksums.
+    def verify_rows(self) -> None:
+        """Compare the bytes of all rows with their checksums, but not those of ragged values.
 
         Raises:
-            DataError: naming the file and the first piece that differs.
+            DataError: as `verify`.
         """
-        for name, found in self.meta["files"].items():
-            for at, checksum in enumerate(_checksums(self.path / name)["crc32c"]):
-                if checksum != found["crc32c"][at]:
-                    raise DataError(
-                        "the bytes are not those that were written: the checksum differs",
-                        where=f"{self.path / name}: bytes {at * _PIECE:,} and following",
-                        do="delete the folder and make it again",
-                    )
+        self._files[0].check_all()
+
+    def verify(self) -> None:
+        """Compare all bytes with their checksums, whether they were before or not.
+
+        Raises:
+            DataError: naming the file and the first block that differs.
+        """
+        for file in self._files:
+            file.verify()
+
+
+class _Bytes:
+    """A file of a folder, mapped; its blocks are compared with their checksums.
+
+    Attributes:
+        bytes: uint8 of shape (size,).
+    """
+
+    def __init__(self, path: Path, words: Any) -> None:
+        self._path = path
+        self._sums = Checksums.from_words({"block": _FIRST_BLOCK, **words})
+        size = _size(path)
+        if size != self._sums.size:
+            raise DataError(
+                f"expected {self._sums.size:,} bytes, found {size:,}", where=str(path), do=_AGAIN
+            )
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else None
+        self.bytes = np.frombuffer(self._map or b"", np.uint8)
+        self._seen = _state(path)
+        key = (os.path.realpath(path), *self._seen)
+        self._verified = Verified(str(path), self._sums, key, _AGAIN)
+
+    def check_unchanged(self) -> None:
+        """Before mapped memory is touched: where its file has shrunk, the process would end."""
+        if _state(self._path) != self._seen:
+            raise DataError(
+                "the file has changed while it was being read",
+                where=str(self._path),
+                do="delete the folder and make it again; nothing else may write to it",
+            )
+
+    def check(self, starts: Numbers, stops: Numbers) -> None:
+        """Compare what lies in some ranges, unless it was compared in this run."""
+        if not self._verified.done and len(starts):
+            if int(starts.min()) < 0 or int(stops.max()) > len(self.bytes):
+                raise IndexError("a range beyond the file")
+            self._verified.check(starts, stops, self._read)
+
+    def check_all(self) -> None:
+        """Compare all that was not compared in this run."""
+        self.check_unchanged()
+        self._verified.check_all(self._read)
+
+    def verify(self) -> None:
+        """Compare all of it."""
+        self.check_unchanged()
+        for start in range(0, len(self.bytes), _VERIFIED):
+            self._verified.compare(start, self.bytes[start : start + _VERIFIED])
+
+    def _read(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        if self._map is not None:
+            # The disk fetches the rest while the beginning is compared.
+            first = start - start % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, first, stop - first)
+        return self.bytes[start:stop]
 
 
 class _ReadArena:
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        with open(path, "rb") as file:
-            self._values = _mapped(file.fileno(), _size(path), dtype)
+    def __init__(self, file: _Bytes, dtype: np.dtype[Any]) -> None:
+        self._file, self._item = file, dtype.itemsize
+        self._values = file.bytes.view(dtype)
 
     def append(self, values: npt.NDArray[Any]) -> int:
         raise AssertionError("a whole folder is only read")
 
     def values(self) -> npt.NDArray[Any]:
         return self._values
+
+    def check(self, places: npt.NDArray[Any]) -> None:
+        there = places[places["length"] > 0]
+        starts = there["start"] * self._item
+        self._file.check(starts, starts + there["length"] * self._item)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -308,7 +384,9 @@ def read_meta(path: Path) -> dict[str, Any]:
         DataError: there is none, it is damaged, or of another version.
     """
     try:
-        meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
+        meta = unsealed((path / "meta.json").read_text())
+        if meta.get("version") == VERSION and "checksum" not in meta:
+            raise ValueError("its own checksum is missing")
     except FileNotFoundError as error:
         raise DataError(
             "no row cache is here: meta.json is missing",
@@ -318,12 +396,14 @@ def read_meta(path: Path) -> dict[str, Any]:
     except NotADirectoryError as error:
         raise DataError("expected a folder of rows, found a file", where=str(path)) from error
     except (OSError, ValueError) as error:
-        raise DataError(f"meta.json cannot be read: {error}", where=str(path)) from error
-    if not isinstance(meta, dict):
-        raise DataError("meta.json is damaged: it holds no object", where=str(path))
-    if meta.get("version") != VERSION:
         raise DataError(
-            f"expected a row cache of version {VERSION}, found {meta.get('version')}",
+            f"meta.json cannot be read: {error}",
+            where=str(path / "meta.json"),
+            do="delete the folder and make it again",
+        ) from error
+    if meta.get("version") not in (1, VERSION):
+        raise DataError(
+            f"expected a row cache of version 1 or {VERSION}, found {meta.get('version')}",
             where=str(path),
             do="delete it and make it again",
         )
@@ -358,12 +438,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
-
-
-def _checksums(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        found = [crc32c(piece) for piece in iter(lambda: file.read(_PIECE), b"")]
-    return {"size": _size(path), "crc32c": found}
 
 
 def _layout_words(layout: Layout) -> dict[str, Any]:

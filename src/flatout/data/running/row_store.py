@@ -18,7 +18,8 @@ from flatout.data.block import Block, Numbers, Ragged, Values, is_channels_last,
 from flatout.data.running.buffers import Buffers
 from flatout.kernels import lines
 
-_PLACE = np.dtype([("start", np.int64), ("length", np.int64)])
+# Where the values of a ragged row are in an arena.
+PLACE = np.dtype([("start", np.int64), ("length", np.int64)])
 _ALIGNED = 8
 
 
@@ -62,12 +63,12 @@ def layout_of(columns: Mapping[str, Values]) -> Layout:
     for name, values in columns.items():
         ragged = isinstance(values, Ragged)
         array = values.values if isinstance(values, Ragged) else values
-        item = _PLACE.itemsize if ragged else array.dtype.itemsize
+        item = PLACE.itemsize if ragged else array.dtype.itemsize
         named.append((-min(item, _ALIGNED), name, array, ragged))
     fields, offset = [], 0
     for _, name, array, ragged in sorted(named, key=lambda one: one[:2]):
         shape = () if ragged else array.shape[1:]
-        width = _PLACE.itemsize if ragged else math.prod(shape) * array.dtype.itemsize
+        width = PLACE.itemsize if ragged else math.prod(shape) * array.dtype.itemsize
         last = is_channels_last(array)
         fields.append(Field(name, array.dtype, shape, ragged, offset, width, last))
         offset += width
@@ -83,6 +84,14 @@ class Arena(Protocol):
 
     def values(self) -> npt.NDArray[Any]:
         """All values so far."""
+        ...
+
+    def check(self, places: npt.NDArray[Any]) -> None:
+        """Hear which values are to be read next.
+
+        Raises:
+            DataError: they are not what was written.
+        """
         ...
 
 
@@ -108,6 +117,9 @@ class MemoryArena:
         """All values so far."""
         return self._values[: self._used]
 
+    def check(self, places: npt.NDArray[Any]) -> None:
+        """Nothing: memory is not compared."""
+
 
 class RowStore:
     """Rows in memory or in a mapped file, by slot. Several threads may call at once.
@@ -124,7 +136,7 @@ class RowStore:
         self.layout = layout
         self.rows = rows
         self.arenas = arenas
-        self.check: Callable[[], None] | None = None  # before rows are read
+        self.check: Callable[[Numbers], None] | None = None  # before rows of these slots are read
         self._lock = Lock()
 
     def put(self, slots: Numbers, columns: Mapping[str, Values]) -> npt.NDArray[np.uint8]:
@@ -146,7 +158,7 @@ class RowStore:
     def get(self, slots: Numbers, buffers: Buffers) -> dict[str, Values]:
         """The rows of these slots, in this order."""
         if self.check is not None:
-            self.check()
+            self.check(slots)
         outs = {field.name: _room(field, len(slots), buffers) for field in self.layout.fields}
         pieces = [(field.offset, field.width, outs[field.name]) for field in self.layout.fields]
         lines.split_rows(self.rows, np.ascontiguousarray(slots, np.int64), pieces)
@@ -155,7 +167,7 @@ class RowStore:
         for field in self.layout.fields:
             out = outs[field.name]
             if field.ragged:
-                columns[field.name] = _fetch(out, next(arenas))
+                columns[field.name] = fetch(out, next(arenas))
             else:
                 columns[field.name] = out.transpose(0, 3, 1, 2) if field.channels_last else out
         return columns
@@ -164,7 +176,7 @@ class RowStore:
         first, last = int(values.offsets[0]), int(values.offsets[-1])
         with self._lock:
             start = arena.append(values.values[first:last])
-        places = np.empty(len(values.offsets) - 1, _PLACE)
+        places = np.empty(len(values.offsets) - 1, PLACE)
         places["start"] = values.offsets[:-1] - first + start
         places["length"] = np.diff(values.offsets)
         return places
@@ -173,14 +185,16 @@ class RowStore:
 def _room(field: Field, rows: int, buffers: Buffers) -> npt.NDArray[Any]:
     """An array for a field of so many rows, as the rows hold it."""
     if field.ragged:
-        return buffers.empty(rows, _PLACE)
+        return buffers.empty(rows, PLACE)
     if field.channels_last:
         channels, height, width = field.shape
         return buffers.empty((rows, height, width, channels), field.dtype)
     return buffers.empty((rows, *field.shape), field.dtype)
 
 
-def _fetch(places: npt.NDArray[Any], arena: Arena) -> Ragged:
+def fetch(places: npt.NDArray[Any], arena: Arena) -> Ragged:
+    """The values of an arena that lie in some places, which are of dtype PLACE."""
+    arena.check(places)
     lengths = places["length"]
     offsets = offsets_of(lengths)
     at = np.arange(offsets[-1]) + np.repeat(places["start"] - offsets[:-1], lengths)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from flatout.data import checksums
 from flatout.data.block import Block, Numbers
 from flatout.data.running.buffers import Buffers
 from flatout.data.running.digests import digest_of
@@ -52,9 +53,10 @@ class FolderRows:
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process maps for itself.
-        return {"path": self.path, "schema": self.schema}
+        return {"path": self.path, "schema": self.schema, "verified": checksums.shared()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        checksums.adopt(state.pop("verified"))
         self.__init__(**state)  # type: ignore[misc]
 
     def _written(self) -> Schema:
@@ -94,6 +96,8 @@ class FolderRows:
         """These rows, in this order."""
         try:
             return self._folder.take(numbers, buffers)
+        except DataError:
+            raise
         except (IndexError, ValueError, MemoryError) as error:
             if len(numbers) and (numbers.min() < 0 or numbers.max() >= self.rows):
                 raise
@@ -125,6 +129,7 @@ class FolderRows:
 
     def _column(self, field: Field) -> npt.NDArray[Any]:
         """One column of all rows, in memory of its own, of shape (rows, values)."""
+        self._folder.verify_rows()
         raw = self._folder.store.rows[:, field.offset : field.offset + field.width]
         return np.ascontiguousarray(raw).view(field.dtype)
 
