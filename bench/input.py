@@ -350,7 +350,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--images", type=positive, default=IMAGES, help="JPEG files")
     parser.add_argument("--samples", type=positive, default=SAMPLES, help="in memory")
     parser.add_argument(
-        "--only", nargs="+", default=(), metavar="NAME", help="peers whose names begin so"
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="peers whose names begin so, or verifying",
     )
     return parser.parse_args()
 
@@ -384,12 +388,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         data = Path(folder)
         chosen = peers(data, arguments.seconds, sets)
-        only = chosen_names(chosen, arguments.only)
+        only = chosen_names(chosen, [one for one in arguments.only if one != VERIFYING.name])
+        if arguments.only and not only:
+            only = [VERIFYING.name]
         make_data(data, [peer for peer in chosen if not only or peer.name in only], counts)
         found = run_in_turn(chosen, restarts=arguments.restarts, only=only, tell=tell)
         psnr = Key("jpeg_psnr", "left out by --only", at_least=43)
         verifying = [_verifying_key("verifying_share", "left out by --only", "")]
-        if not only or "memory-verifying".startswith(tuple(arguments.only)):
+        if not arguments.only or VERIFYING.name in arguments.only:
             tell("measuring what checksums take")
             verifying = verifying_keys(_peer(VERIFYING, sets[-1], data, arguments.seconds))
         if (data / "jpeg").exists():
