@@ -16,7 +16,7 @@ def batch(x, y, indices=None):
 
 def checked(model, x, y, loss="cross_entropy", indices=None):
     compute = build_compute(model, as_loss(loss), (), unweighted=False)
-    check_first_batch(model, compute, batch(x, y, indices))
+    check_first_batch(model, compute, [batch(x, y, indices)])
 
 
 def network():
@@ -194,7 +194,8 @@ def test_memory_that_runs_out_is_left_to_the_step():
         def forward(self, x):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    checked(Hungry(), X, Y)
+    with pytest.raises(torch.OutOfMemoryError):
+        checked(Hungry(), X, Y)
 
 
 @pytest.mark.parametrize(
@@ -209,12 +210,12 @@ def test_memory_that_runs_out_is_left_to_the_step():
 )
 def test_a_compute_that_gives_no_loss(value, found):
     with pytest.raises(ModelError, match=f"must return a loss.*found {found}"):
-        check_first_batch(network(), lambda batch: value, batch(X, Y))
+        check_first_batch(network(), lambda batch: value, [batch(X, Y)])
 
 
 @pytest.mark.parametrize("value", [torch.tensor(1.0), (torch.tensor(1.0), 3), torch.ones(1)])
 def test_a_compute_that_gives_a_loss(value):
-    check_first_batch(network(), lambda batch: value, batch(X, Y))
+    check_first_batch(network(), lambda batch: value, [batch(X, Y)])
 
 
 def test_targets_that_are_no_labels_are_not_looked_at():

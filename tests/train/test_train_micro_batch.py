@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from train_jobs import close, data, figures, trainer
 
+import flatout
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
+from flatout.recipe import Memory, Recipe
 from flatout.train import micro_batch
 from flatout.train.micro_batch import estimate_pieces, is_out_of_memory, pieces_for, smaller
+from flatout.train.snapshot import Snapshot
 
 
 @pytest.mark.parametrize(
@@ -50,20 +54,20 @@ def test_errors_that_do_not(error):
 def test_twice_as_many_until_each_sample_is_alone():
     model, pieces, seen = nn.Linear(1, 1), 1, []
     while pieces < 11:
-        pieces = smaller(model, pieces, 11, 1)
+        pieces = smaller(model, pieces, 11, "step 1")
         seen.append(pieces)
     assert seen == [2, 4, 8, 11]
     with pytest.raises(OutOfMemory, match="single sample") as caught:
-        smaller(model, 11, 11, 5)
+        smaller(model, 11, 11, "step 5")
     assert caught.value.where == "step 5, batch of 11 in 11 micro-batch(es)"
 
 
 def test_batch_norm_in_training_is_not_split():
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     with pytest.raises(OutOfMemory, match="BatchNorm") as caught:
-        smaller(model, 1, 64, 5)
+        smaller(model, 1, 64, "step 5")
     assert "Memory(micro_batch=32)" in caught.value.do
-    assert smaller(model.eval(), 1, 64, 5) == 2
+    assert smaller(model.eval(), 1, 64, "step 5") == 2
 
 
 @pytest.mark.parametrize(
@@ -210,3 +214,136 @@ def test_the_estimate_is_about_what_a_step_takes(name):
     estimate, taken = map(int, done.stdout.split())
     # Never lets through what does not fit; and does not split what fits three times over.
     assert taken < estimate < 4 * taken
+
+
+# -- one forward pass that does not fit ------------------------------------------------------------
+
+
+class Hungry(nn.Module):
+    """Runs out of memory on more than eight rows."""
+
+    def forward(self, x):
+        if len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x
+
+
+def fitted(*layers, micro_batch="auto", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers, nn.Linear(12, 3))
+    said = []
+    recipe = Recipe(memory=Memory(micro_batch=micro_batch))
+    trainer = flatout.Trainer(
+        model, recipe=recipe, say=said.append, optimizer=torch.optim.SGD, metrics=["accuracy"]
+    )
+    history = trainer.fit(
+        data(), batch_size=32, epochs=2, validation_data=data(), progress=False, **options
+    )
+    return trainer, history, said
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", 8])
+def test_a_forward_pass_that_does_not_fit_runs_in_pieces(micro_batch):
+    trainer, history, said = fitted(Hungry(), micro_batch=micro_batch)
+    plain, expected, _ = fitted(nn.Identity())
+    assert close(trainer.model, plain.model)
+    for ours, theirs in zip(figures(history), figures(expected), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    noted = [
+        f"before the first step: memory ran out; the batch now runs in {n} micro-batches"
+        for n in (2, 4)
+    ]
+    assert history.notes == (noted if micro_batch == "auto" else [])
+    out = "memory ran out in the evaluation of"
+    assert [line for line in said if out in line] == [
+        f"{out} {n} samples: it goes on with {n // 2 + n % 2} at a time"
+        for n in (150, 75, 38, 19, 10)
+    ]
+    x, _ = data()
+    torch.testing.assert_close(trainer.predict(x), plain.predict(x))
+    torch.testing.assert_close(trainer.evaluate(data()), plain.evaluate(data()))
+
+
+def test_a_forward_pass_that_cannot_be_split():
+    with pytest.raises(OutOfMemory, match="BatchNorm forbids splitting") as caught:
+        fitted(Hungry(), nn.BatchNorm1d(12))
+    assert caught.value.where == "before the first step, batch of 32 in 1 micro-batch(es)"
+    with pytest.raises(OutOfMemory, match="memory ran out") as caught:
+        fitted(Hungry(), micro_batch="whole")
+    assert "micro_batch='auto'" in caught.value.do
+
+
+def test_a_single_sample_that_cannot_be_evaluated():
+    model = nn.Sequential(nn.Linear(12, 3))
+
+    class Starved(nn.Module):
+        def forward(self, x):
+            raise MemoryError
+
+    model.append(Starved())
+    with pytest.raises(OutOfMemory, match="the evaluation of a single sample"):
+        trainer(model).evaluate(data())
+
+
+def test_no_memory_to_measure_other_settings(monkeypatch):
+    def starve(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(Snapshot, "__init__", starve)
+    _, history, said = fitted()
+    assert len(history.epochs) == 2
+    assert any("memory does not suffice to try other settings" in line for line in said)
+
+
+LIMITED = """
+    import resource, torch
+    from torch import nn
+    import flatout
+    from flatout.recipe import Memory, Recipe
+
+    torch.set_num_threads(1)
+    size = 8_000
+    x = torch.randn(size, 16, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(size) % 4
+    said = []
+
+    def limit(extra):
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (-1 if extra is None else now + extra, -1))
+
+    def run(micro_batch, extra):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 8192), nn.Tanh(), nn.Linear(8192, 4))
+        trainer = flatout.Trainer(
+            model, optimizer=torch.optim.SGD, lr=0.1, say=said.append,
+            recipe=Recipe(memory=Memory(micro_batch=micro_batch)))
+        trainer.fit(x[:64], y[:64], progress=False)  # what is allocated once is allocated now
+        limit(extra)
+        trainer.fit(x, y, batch_size=size, progress=False)
+        figures = trainer.evaluate(x, y, batch_size=size)
+        outputs = trainer.predict(x, batch_size=size)
+        limit(None)
+        return outputs, figures["loss"], *model.parameters()
+
+    wanted = run("whole", None)
+    assert not any("memory ran out" in line for line in said)
+    for micro_batch in ("auto", 500):
+        said.clear()
+        for a, b in zip(run(micro_batch, 300_000_000), wanted):
+            torch.testing.assert_close(a, b)
+        assert any("memory ran out in the evaluation" in line for line in said), said
+"""
+
+
+@pytest.mark.slow
+def test_a_forward_pass_that_really_does_not_fit():
+    """Under a limit on the address space; a forward of all samples takes twice of that."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LIMITED)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

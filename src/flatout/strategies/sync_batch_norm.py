@@ -35,12 +35,13 @@ class SyncBatchNorm:
         world: of this rank.
 
     Attributes:
+        ranks: those that train together.
         world: the ranks whose parts make the present batch.
         copies: how many ranks compute the present batch; 1 where each has a part of its own.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self._all = world
+        self.ranks = world
         self.world = ONE
         self.copies = 1
         modules = modules_of(model)
@@ -64,7 +65,7 @@ class SyncBatchNorm:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Within, all ranks run the same forward and backward, each on its part of a batch."""
-        self.world = self._all
+        self.world = self.ranks
         try:
             yield
         finally:

@@ -24,11 +24,13 @@ import torch
 
 from flatout.data.batch import Batch
 from flatout.devices import allocator
+from flatout.errors import OutOfMemory
 from flatout.measure import TrialResult, fingerprint, usable_cpus
 from flatout.models import find_rewrites, uses_convolution
 from flatout.recipe import Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache
 from flatout.train.auto_trials import Option, Trials, is_faster
+from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.settings import Settings, can_switch
 from flatout.train.step import Compute, Stepper
 
@@ -82,13 +84,41 @@ def resolve(
         say(f"auto: {cached[0].summary()} (measured {cached[1]:%Y-%m-%d}, from the cache)")
         return cached[0]
     began = time.perf_counter()
+    try:
+        found, why_not = _measured(requested, stepper, trials, options, steps, facts, allow)
+    except (RuntimeError, MemoryError) as error:
+        # Under other settings, or of the copies that leave no trace; plain steps may well fit.
+        if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
+            raise
+        forget_frames(error)
+        found, why_not = {}, "memory does not suffice to try other settings"
+    resolved = requested.resolve({**plain, **found}, machine, facts)
+    if why_not:
+        say(f"auto: {resolved.summary()}; {why_not}")
+        return resolved
+    busy = "; the machine is busy, so the next run measures anew" if trials.disturbed else ""
+    if not busy:
+        auto_cache.write(key, resolved)
+    say(_line(resolved, trials.whole, time.perf_counter() - began) + busy)
+    return resolved
+
+
+def _measured(
+    requested: Recipe,
+    stepper: Stepper,
+    trials: Trials,
+    options: list[Option],
+    steps: int | None,
+    facts: ModelFacts,
+    allow: Parity,
+) -> tuple[Choices, str]:
+    """What trials have chosen, or why there were none."""
+    open_threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT
     with trials.leaving_no_trace():
         step_s = trials.first_step()
         why_not = _not_worth_it(step_s, steps)
         if why_not or step_s is None:
-            resolved = requested.resolve(plain, machine, facts)
-            say(f"auto: {resolved.summary()}; {why_not}")
-            return resolved
+            return {}, why_not
         budget = _budget(step_s, steps)
         best = _decide(trials, options, budget, open_threads and step_s < SHORT_STEP_S)
         found = _choices(trials, options, best, facts)
@@ -96,12 +126,7 @@ def resolve(
         if requested.get("compute.compile") == "auto" and steps is not None and not keyed:
             expected = steps * step_s / (trials.whole.ratio if trials.whole else 1.0)
             found |= _compile(trials, best, expected, facts, allow)
-    resolved = requested.resolve({**plain, **found}, machine, facts)
-    busy = "; the machine is busy, so the next run measures anew" if trials.disturbed else ""
-    if not busy:
-        auto_cache.write(key, resolved)
-    say(_line(resolved, trials.whole, time.perf_counter() - began) + busy)
-    return resolved
+    return found, ""
 
 
 # -- what may be tried ---------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class Trials:
         before = torch.get_rng_state()
         try:
             with untouched(model), torch.no_grad():
-                self.compute(self.batches[0])
+                self.stepper.look(self.batches[0], self._forward)
                 drawn = not torch.equal(torch.get_rng_state(), before)
         finally:
             for handle in handles:
@@ -129,6 +129,10 @@ class Trials:
         # Random numbers drawn outside of the modules that were watched may fall anywhere.
         by_layout = any(on_images) or (drawn and not dropouts)
         return replace(facts, draws_random=facts.draws_random or drawn, draws_by_layout=by_layout)
+
+    def _forward(self, pieces: list[Batch]) -> None:
+        for piece in pieces:
+            self.compute(piece)
 
     def works(self, option: Option) -> bool:
         """Whether a step under this option runs, is finite and, for a rewrite, has its parity."""

@@ -24,28 +24,30 @@ ONE_SHAPE = (
 )
 
 
-def check_first_batch(model: nn.Module, compute: Compute, batch: Batch) -> None:
+def check_first_batch(model: nn.Module, compute: Compute, pieces: list[Batch]) -> None:
     """Run the forward and loss of one batch without a trace, and explain what does not fit.
 
     Args:
         model: its buffers and the random states are put back.
         compute: forward and loss.
-        batch: on the model's device.
+        pieces: the batch, in the pieces that a step would take; on the model's device.
 
     Raises:
         DataError: naming shapes, dtypes and, for labels, the sample.
         ModelError: `compute` gives no loss.
+        RuntimeError, MemoryError: as memory ran out.
     """
-    try:
-        with untouched(model), torch.no_grad():
-            value = compute(batch)
-    except FlatoutError:
-        raise
-    except (*MISFITS, MemoryError) as error:
-        if is_out_of_memory(error):
-            return  # the step itself knows how to split the batch
-        raise _misfit(error, model, batch) from error
-    _check_value(value)
+    with untouched(model), torch.no_grad():
+        for piece in pieces:
+            try:
+                value = compute(piece)
+            except FlatoutError:
+                raise
+            except (*MISFITS, MemoryError) as error:
+                if is_out_of_memory(error):
+                    raise
+                raise _misfit(error, model, piece) from error
+            _check_value(value)
 
 
 def check_targets(loss: Loss, output: object, batch: Batch) -> None:

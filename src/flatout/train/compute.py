@@ -43,12 +43,14 @@ def build_compute(
         unweighted: no target of the source is one that the loss ignores.
     """
     metrics = list(metrics)
-    is_first = True
+    unseen: int | None = None
 
     def compute(batch: Batch) -> Value:
-        nonlocal is_first
+        nonlocal unseen
         output = call(model, batch.inputs)
-        watches, is_first = is_first, False
+        watches = unseen is None or unseen > 0
+        if watches:  # the first batch may come in pieces
+            unseen = (unseen or batch.whole or batch.size) - batch.size
         try:
             if watches:
                 check_targets(loss, output, batch)

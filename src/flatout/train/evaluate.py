@@ -11,6 +11,7 @@ from torch import nn
 
 from flatout.data.batch import Batch
 from flatout.data.source import Source
+from flatout.models.keras_model import is_keras
 from flatout.train import guard
 from flatout.train.ranks import agreed, part_of
 from flatout.train.tally import Tally, mean_of
@@ -27,6 +28,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Mean loss and metrics over every sample of `source`, each counted once.
 
+    Where memory runs out, batches are taken in parts.
     Runs at the precision that training resolved to. An (sum, weight) loss is summed over all
     batches before the division, so the size of the batches does not matter.
 
@@ -38,26 +40,32 @@ def evaluate(
 
     Raises:
         NumbersError: if a weight or buffer is not finite.
+        OutOfMemory: on a single sample, or where ranks compute a batch together.
     """
     guard.check_state(trainer.model, "evaluation")
     trainer.be_ready()
     world = trainer.world()
     job = trainer.job()
     tally = Tally()
+    # Losses of Keras may meet other ranks' in each batch.
+    whole = world.size > 1 and is_keras(trainer.model)
+
+    def take(batch: Batch) -> None:
+        value = job.compute(batch)
+        if batch.is_copy:
+            pass  # another rank counts it
+        elif isinstance(value, tuple):
+            total, weight = value
+            # Where nothing is counted, nothing is added.
+            safe = torch.as_tensor(weight, dtype=total.dtype).clamp_min(1e-12)
+            tally.add(total / safe, weight)
+        else:
+            tally.add(value, batch.size)
+
     with evaluating(trainer.model), trainer.autocast():
         part = part_of(agreed(source, world), world, trainer.loop.say)
         for batch in watched(part.batches(0, 0)):
-            batch = trainer.ready(batch)
-            value = job.compute(batch)
-            if batch.is_copy:
-                pass  # another rank counts it
-            elif isinstance(value, tuple):
-                total, weight = value
-                # Where nothing is counted, nothing is added.
-                safe = torch.as_tensor(weight, dtype=total.dtype).clamp_min(1e-12)
-                tally.add(total / safe, weight)
-            else:
-                tally.add(value, batch.size)
+            trainer.loop.parts(take, trainer.ready(batch), whole=whole)
             if stopped():
                 return None
         loss = mean_of(world.gather(tally.state_dict(), "loss of an evaluation"))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from time import perf_counter_ns as clock
@@ -32,7 +33,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.ranked import ranked
 from flatout.data.running.prefetch import prefetch
 from flatout.data.source import Source
-from flatout.devices import find_ping_pong, place, process, resolve_device
+from flatout.devices import PingPong, find_ping_pong, place, process, resolve_device
 from flatout.errors import CheckpointError, DeviceError, FlatoutError, ModelError, NumbersError
 from flatout.measure import Timeline, fingerprint
 from flatout.measure.live import Live
@@ -57,7 +58,7 @@ from flatout.strategies.reductions import Reduction, Shared, check_reduction, re
 from flatout.train import auto, guard
 from flatout.train.checks import check_first_batch
 from flatout.train.large_batch import as_rule, resumed_words, scale_rates
-from flatout.train.micro_batch import estimate_pieces, pieces_for
+from flatout.train.micro_batch import Parts, estimate_pieces, pieces_for
 from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.ranks import agreed, check_ranks, part_of
 from flatout.train.resume import (
@@ -124,6 +125,7 @@ class Loop:
         batch_in_epoch: batches of this epoch that were taken up to the last step.
         resolved: how the steps run; None before `prepare`.
         lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
+        parts: runs a batch of an evaluation, where memory runs out in parts.
         pace: of several ranks, what this one's steps take without waiting for others.
         restored_extra: after a resume, what was given to `save` as `extra`.
         restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
@@ -180,6 +182,7 @@ class Loop:
         self._trial: RankTrial | None = None
         self._live: Live | None = None
         self.pace = Pace(ONE.trail)
+        self.parts = Parts(lambda line: self.say(line))
 
     @property
     def world(self) -> World:
@@ -366,7 +369,9 @@ class Loop:
         if self.requested.compute.deterministic:
             torch.use_deterministic_algorithms(True)
         if first and compute is not None:
-            check_first_batch(self.model, compute, first[0])
+            estimated = self._estimate_pieces(compute, first[0])
+            check = partial(check_first_batch, self.model, compute)
+            self.stepper.look(first[0], check)
             self._warn_of_trips(compute, first[0])
         if self._kept is not None:
             choices = {
@@ -388,8 +393,10 @@ class Loop:
         self.stepper.use(Settings.of(self.resolved))
         self._reads_are_free = self.device.type == "cpu"
         self._channels_last = self.resolved.compute.memory_format == "channels_last"
-        if first and compute is not None:
-            self._fit_in_memory(compute, first[0])
+        if first and compute is not None and estimated > 1:
+            if self.stepper.pieces == estimated:  # the settings chosen may need less
+                self._estimate_pieces(compute, first[0])
+            self._tell_of_pieces(first[0])
 
     def _reduction(self) -> Reduction:
         """How the ranks add up, which is noted in the Recipe where that left it open."""
@@ -452,20 +459,28 @@ class Loop:
         """Say which data leave the device and come back in a step: each trip waits twice."""
         if self.device.type == "cpu":
             return
-        with untouched(self.model):
-            for trip in find_ping_pong(lambda: compute(batch)):
-                self.say(trip.words)
 
-    def _fit_in_memory(self, compute: Compute, batch: Batch) -> None:
+        def trips(pieces: list[Batch]) -> list[PingPong]:
+            with untouched(self.model):
+                return find_ping_pong(lambda: compute(pieces[0]))
+
+        for trip in self.stepper.look(batch, trips):
+            self.say(trip.words)
+
+    def _estimate_pieces(self, compute: Compute, batch: Batch) -> int:
+        """Into how many micro-batches the steps split a batch, by the memory that is free."""
         if self.device.type == "cpu" and self.stepper.micro_batch == "auto":
             # The most that any rank needs.
             pieces = max(self.world.gather(estimate_pieces(self.model, compute, batch)))
-            if pieces > 1:
-                self.stepper.pieces = pieces
-                self.say(
-                    f"a batch of {batch.size} would not fit in the free memory: "
-                    f"it runs in {pieces} micro-batches, same global batch"
-                )
+            self.stepper.pieces = pieces
+        return self.stepper.pieces
+
+    def _tell_of_pieces(self, batch: Batch) -> None:
+        if self.stepper.pieces > 1:
+            self.say(
+                f"a batch of {batch.size} would not fit in the free memory: "
+                f"it runs in {self.stepper.pieces} micro-batches, same global batch"
+            )
 
     # -- training ----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ drawn.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from flatout.errors import OutOfMemory
 from flatout.measure import available_bytes
 from flatout.models import is_batch_coupled
 from flatout.train.snapshot import untouched
+
+_T = TypeVar("_T")
 
 # What an estimate may use of the memory that is free: the rest is for what it cannot see.
 _SHARE = 0.7
@@ -36,20 +39,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
-def smaller(model: nn.Module, pieces: int, size: int, step: int, on_rank: str = "") -> int:
+def forget_frames(error: BaseException | None) -> None:
+    """Tracebacks keep the failed attempt's tensors alive, those of earlier errors as well."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def smaller(model: nn.Module, pieces: int, size: int, when: str, on_rank: str = "") -> int:
     """Into how many pieces to split after `pieces` did not fit: twice as many.
 
     Args:
         model: that is trained.
         pieces: that did not fit.
         size: samples of the batch, or of this rank's part of it.
-        step: number of the step, for messages.
+        when: for messages, such as "step 3".
         on_rank: words for which rank of several this is.
 
     Raises:
         OutOfMemory: where splitting is not possible, or would change what is learned.
     """
-    where = f"step {step}, batch of {size} in {pieces} micro-batch(es)"
+    where = f"{when}, batch of {size} in {pieces} micro-batch(es)"
     if pieces >= size:
         raise OutOfMemory(
             f"memory ran out on a single sample{on_rank}",
@@ -65,6 +75,66 @@ def smaller(model: nn.Module, pieces: int, size: int, step: int, on_rank: str = 
             "batch_size, or use Memory(activation_checkpointing='on')",
         )
     return min(size, pieces * 2)
+
+
+class Parts:
+    """Evaluates batches whole, or in parts where memory runs out: no sample knows of another.
+
+    Args:
+        say: gets a line when parts become smaller.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._most: int | None = None
+
+    def __call__(
+        self, run: Callable[[Batch], _T], batch: Batch, *, whole: bool = False
+    ) -> list[_T]:
+        """What `run` gives for the batch, or for each of its parts, in order.
+
+        Args:
+            run: leaves nothing behind where it fails.
+            batch: to be evaluated.
+            whole: it cannot be run in parts.
+
+        Raises:
+            OutOfMemory: on a single sample, or on what cannot be run in parts.
+        """
+        done: list[_T] = []
+        start = 0
+        while start < batch.size:
+            size = batch.size if self._most is None or whole else self._most
+            part = batch if size >= batch.size else rows(batch, start, start + size)
+            try:
+                done.append(run(part))
+                start += part.size
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._shrink(error, part, whole)
+        return done
+
+    def _shrink(self, error: Exception, part: Batch, whole: bool) -> None:
+        if part.size == 1:
+            raise OutOfMemory(
+                "memory ran out in the evaluation of a single sample",
+                do="use a smaller model or input",
+            ) from error
+        if whole:
+            raise OutOfMemory(
+                f"memory ran out in the evaluation of {part.size:,} samples, which several ranks "
+                "compute together",
+                do="lower the batch size of the evaluation",
+            ) from error
+        forget_frames(error)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+        self._most = -(-part.size // 2)
+        self._say(
+            f"memory ran out in the evaluation of {part.size:,} samples: it goes on with "
+            f"{self._most:,} at a time"
+        )
 
 
 def pieces_for(batch_size: int, micro_batch: str | int) -> int:

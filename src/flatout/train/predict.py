@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.data.batch import map_tensors, rows_of_samples
+from flatout.data.batch import Batch, map_tensors, rows_of_samples
 from flatout.data.own_pipes import is_pipe
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
@@ -28,6 +28,7 @@ def predict(trainer: Trainer, source: Source) -> Any:
 
     Raises:
         NumbersError: if a weight or buffer is not finite.
+        OutOfMemory: on a single sample; before, batches are taken in parts.
         ModelError: if an output has no row for each sample, or is no tensor.
         DataError: if the ranks have samples of their own.
     """
@@ -41,14 +42,17 @@ def predict(trainer: Trainer, source: Source) -> Any:
             "have no common order",
             do="leave shard out and read files: each rank predicts its share of every batch",
         )
+
+    def take(batch: Batch) -> Any:
+        output = trainer.output(batch.inputs)
+        _check(output)
+        return rows_of_samples(map_tensors(partial(_to_host, batch.size), output), batch)
+
     outputs = []
     with evaluating(trainer.model), trainer.autocast():
         for batch in part_of(source, world, trainer.loop.say).batches(0, 0):
-            batch = trainer.ready(batch)
-            output = trainer.output(batch.inputs)
-            _check(output)
-            kept = map_tensors(partial(_to_host, batch.size), output)
-            outputs.append(None if batch.is_copy else [rows_of_samples(kept, batch)])
+            found = trainer.loop.parts(take, trainer.ready(batch))
+            outputs.append(None if batch.is_copy else found)
     # Batch by batch, and in each the ranks in turn: the order of the samples.
     by_batch = zip(*world.gather(outputs), strict=True)
     return _joined([kept for ranks in by_batch for part in ranks for kept in part or ()])

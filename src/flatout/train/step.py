@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns as clock
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ from flatout.optim.rates import scaled
 from flatout.strategies import Ddp, Sums, SyncBatchNorm, own_draws, sparse_weights
 from flatout.strategies.reductions import Beside, Reduction
 from flatout.train.losses import Value
-from flatout.train.micro_batch import is_out_of_memory, pieces_for, smaller
+from flatout.train.micro_batch import forget_frames, is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import Moving, untouched
 from flatout.train.turn import Turn
@@ -39,6 +39,7 @@ Compute = Callable[[Batch], Value]
 # Mean loss, its weight, and the times of forward, backward and sync in ns; the gradients are in
 # place.
 _Found = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
+_T = TypeVar("_T")
 # Divides what is zero; any smaller and 1 / _TINY would not be finite in float32.
 _TINY = 1e-12
 
@@ -431,20 +432,37 @@ class Stepper:
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
+    def look(self, batch: Batch, at: Callable[[list[Batch]], _T]) -> _T:
+        """What `at` gives for the pieces in which a step would run the batch, before any step.
+
+        Where memory runs out they become smaller, for the steps too.
+
+        Raises:
+            OutOfMemory: as of a step.
+        """
+        while True:
+            try:
+                return at(split(batch, pieces_for(batch.size, self.micro_batch) * self.pieces))
+            except (RuntimeError, MemoryError) as error:
+                self._shrink(error, (batch,), 0)
+
     def _shrink(self, error: Exception, batches: Sequence[Batch], step: int) -> None:
         """After running out of memory: forget the attempt and split finer."""
         if not is_out_of_memory(error):
             raise error
-        _forget_frames(error)
+        forget_frames(error)
         self.update.forget()
         if self.switch.device.type == "cuda":
             torch.cuda.empty_cache()
         largest = max(batch.size for batch in batches)
-        on_rank = f" on rank {self.world.rank}" if self.world.size > 1 else ""
+        # Before the first step the ranks do not compute together, but those of them will.
+        world = self.world if self._norms is None else self._norms.ranks
+        on_rank = f" on rank {world.rank}" if world.size > 1 else ""
+        when = f"step {step}" if step else "before the first step"
         if self.micro_batch != "auto":
             raise OutOfMemory(
                 f"memory ran out{on_rank}",
-                where=f"step {step}, batch of {largest}, micro_batch={self.micro_batch!r}",
+                where=f"{when}, batch of {largest}, micro_batch={self.micro_batch!r}",
                 do="set Memory(micro_batch='auto'), which splits the batch until it fits, or "
                 "Memory(activation_checkpointing='on')",
             ) from error
@@ -452,14 +470,14 @@ class Stepper:
             raise OutOfMemory(
                 f"memory ran out{on_rank}, and Keras' losses may meet other ranks' within a "
                 "step, so that none can take its part again",
-                where=f"step {step}, batch of {largest}",
+                where=f"{when}, batch of {largest}",
                 do=f"set Memory(micro_batch={max(1, largest // 2)}), lower batch_size, or use "
                 "Memory(activation_checkpointing='on')",
             ) from error
-        self.pieces = smaller(self.switch.model, self.pieces, largest, step, on_rank)
+        self.pieces = smaller(self.switch.model, self.pieces, largest, when, on_rank)
         whose = "its part" if on_rank else "the batch"
         self.notes.append(
-            f"step {step}: memory ran out{on_rank}; {whose} now runs in {self.pieces} micro-batches"
+            f"{when}: memory ran out{on_rank}; {whose} now runs in {self.pieces} micro-batches"
         )
 
 
@@ -471,13 +489,6 @@ def placed(batches: Sequence[Batch]) -> list[Batch]:
         found.append(batch._replace(start=before + batch.start) if before else batch)
         before += batch.whole or batch.size
     return found
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Tracebacks keep the failed step's tensors alive, those of earlier errors as well."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def _mean(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
