@@ -1,6 +1,7 @@
 """Runs on 1 to N ranks beside one another."""
 
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from rich.console import Console
 from flatout.errors import FlatoutError
 from flatout.measure.timeline import LANES
 from flatout.report import Scaling
+from flatout.say import counted
 
 FLATOUT = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
 SCRIPT = """
@@ -98,9 +100,27 @@ def test_the_table_has_a_row_for_each_run(runs):
     assert all(word in text for word in ("62%", "1.23x", "2.5 s", "0.9"))
 
 
-def test_a_picture_is_drawn(runs, tmp_path):
-    Scaling.of(runs).plot(tmp_path / "scaling.png")
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_picture_shows_every_bar_and_label_whole(tmp_path, count):
+    names = [f"runs of the large convnet {size + 1}" for size in range(count)]
+    runs = [
+        write(tmp_path, name, [lanes(backward=10 / (size + 1), sync=2.0)] * (size + 1))
+        for size, name in enumerate(names)
+    ]
+    figure = Scaling.of(runs).plot(tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    figure.draw_without_rendering()
+    step = figure.axes[1]
+    legend = step.get_legend().get_window_extent()
+    assert not any(legend.overlaps(bar.get_window_extent()) for bar in step.patches)
+    labels = step.get_yticklabels()
+    assert [label.get_text().replace("\n", " ") for label in labels] == [
+        f"{name} · {counted(size + 1, 'rank')}" for size, name in enumerate(names)
+    ]
+    boxes = [label.get_window_extent() for label in labels]
+    left = figure.axes[0].get_window_extent().x1
+    assert all(left < box.x0 and box.y0 >= 0 and box.y1 <= figure.bbox.y1 for box in boxes)
+    assert not any(one.overlaps(other) for one, other in itertools.pairwise(boxes))
 
 
 @pytest.mark.parametrize(

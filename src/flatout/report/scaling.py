@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -28,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import FlatoutError
-from flatout.say import rounded
+from flatout.say import counted, rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 CAUSES = ("sync", "imbalance", "input", "evaluation", "saving", "compute")
 # What a rank does for itself in a step: all lanes but waiting for others, and what lies between.
 _OWN = ("input", "copy", "forward", "backward", "optimiser", "host", "gc")
+# Letters of a run's name in a line beside its bar.
+_LABEL = 24
 # Accuracy stands first where there is one; the loss is always there.
 _FIGURES = ("val_accuracy", "accuracy", "val_loss", "loss")
 
@@ -204,7 +207,7 @@ class Scaling:
             raise FlatoutError(
                 "plotting needs matplotlib", do="pip install 'flatout[plot]'"
             ) from error
-        figure = Figure(figsize=(12, 4), layout="constrained")
+        figure = Figure(figsize=(14, max(4.0, 0.7 * len(self.runs))), layout="constrained")
         speed, step, learned = figure.subplots(1, 3)
         self._plot_speed(speed)
         self._plot_steps(step)
@@ -222,27 +225,31 @@ class Scaling:
         axes.plot(sizes, [run.samples_per_s for run in self.runs], "o-", label="measured")
         for run in self.runs:
             at = (run.world_size, run.samples_per_s)
-            axes.annotate(f"{self.efficiency(run):.0%}", at, (5, -12), textcoords="offset points")
+            axes.annotate(f"{self.efficiency(run):.0%}", at, (0, -16), textcoords="offset points")
         axes.set(title="throughput", xlabel="ranks", ylabel="samples/s", ylim=(0, None))
+        axes.margins(x=0.12)  # or the last one's share would be cut off
         axes.set_xticks(sizes)
-        axes.legend()
+        axes.legend(loc="upper left")
 
     def _plot_steps(self, axes: Axes) -> None:
-        names = [f"{run.name}\n{run.world_size}" for run in self.runs]
+        names = [f"{run.name} · {counted(run.world_size, 'rank')}" for run in self.runs]
         lost = [self.lost_ms(run) for run in self.runs]
-        bottom = [
+        left = [
             run.step_ms - sum(max(0.0, ms) for ms in of.values())
             for run, of in zip(self.runs, lost, strict=True)
         ]
-        axes.bar(names, bottom, color="0.8", label="ideal")
+        places = range(len(names))
+        axes.barh(places, left, color="0.8", label="ideal")
         for cause in CAUSES:
-            heights = [max(0.0, of[cause]) for of in lost]
-            if max(heights) < 0.01:
+            widths = [max(0.0, of[cause]) for of in lost]
+            if max(widths) < 0.01:
                 continue
-            axes.bar(names, heights, bottom=bottom, label=cause)
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-        axes.set(title="a step's time, and what was lost", ylabel="ms")
-        axes.legend(loc="upper right")
+            axes.barh(places, widths, left=left, label=cause)
+            left = [low + width for low, width in zip(left, widths, strict=True)]
+        axes.set(title="a step's time, and what was lost", xlabel="ms")
+        axes.set_yticks(places, ["\n".join(wrap(name, _LABEL)) for name in names])
+        axes.invert_yaxis()
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
     def _plot_figure(self, axes: Axes) -> None:
         if self.figure is None:
@@ -254,6 +261,7 @@ class Scaling:
         axes.plot([run.world_size for run in self.runs], heights, "o-")
         axes.set(title=f"{self.figure} after the last epoch", xlabel="ranks")
         axes.set_xticks([run.world_size for run in self.runs])
+        axes.margins(0.12)
         axes.ticklabel_format(axis="y", useOffset=False)
 
 
