@@ -35,6 +35,7 @@ from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.state import FitState
 from flatout.train.stragglers import RankTimes
+from flatout.train.waiting import waiting_words
 from flatout.world import LostRank
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
 # Replicas are compared at the end of an epoch, but no more often.
 _COMPARE_EVERY_S = 10.0
-# From this share of waiting for batches on, the user is told.
-_HELD_BACK = 0.1
 
 
 class Fit:
@@ -258,14 +257,12 @@ class Fit:
             raise
 
     def _tell_of_waiting(self) -> None:
-        """Say what a pipeline held the training back with, if it did."""
-        if not isinstance(self.source, Pipeline):
-            return
-        found = self.source.explanation()
-        if found.waited is not None and found.waited > _HELD_BACK:
-            note = f"input held the training back: bound by {found.bound}"
+        """Say that the input held the training back, if it did, and what would help."""
+        note = waiting_words(self.source, self.loop.timeline.lanes(), self.state.epochs)
+        if note is not None:
             self.state.history.notes.append(note)
-            self.loop.say(note)
+            if not any(isinstance(callback, Progress) for callback in self.callbacks):
+                self.loop.say(note)  # a progress line says what is noted
 
     def _epochs(self) -> None:
         state, loop = self.state, self.loop

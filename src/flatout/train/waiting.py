@@ -1,0 +1,71 @@
+"""What a fit waited for where its input was slower than its steps, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flatout.data.explanation import Explanation
+from flatout.data.pipeline import Pipeline
+from flatout.data.running.samples import name_of
+from flatout.data.sources.dataset import DatasetSource
+from flatout.data.sources.iterable import IterableSource
+from flatout.data.stages import Batch, Cache, Filter, Map
+
+# From this share of waiting for batches on, the user is told.
+_TOLD = 0.1
+
+
+def waiting_words(source: Any, lanes: Mapping[str, float], epochs: int) -> str | None:
+    """What held a fit back if its input did, and what to do; None where it did not.
+
+    Args:
+        source: of its batches.
+        lanes: milliseconds per step by lane.
+        epochs: that it trained.
+    """
+    share = lanes.get("input", 0.0) / max(sum(lanes.values()), 1e-9)
+    if not isinstance(source, Pipeline):
+        return _words(share, _advice(source)) if share > _TOLD else None
+    found = source.explanation()
+    share = share if found.waited is None else found.waited
+    return _words(share, *_of_pipeline(source, found, epochs)) if share > _TOLD else None
+
+
+def _words(share: float, advice: str, slowest: str = "") -> str:
+    most = f", most of it for {slowest}" if slowest else ""
+    return "; ".join(
+        [f"input held the training back: {share:.0%} of the time was waiting{most}", advice]
+    ).removesuffix("; ")
+
+
+def _of_pipeline(source: Pipeline, found: Explanation, epochs: int) -> tuple[str, str]:
+    slowest = max(found.stages, key=found.stages.__getitem__, default="")
+    before = source.stages
+    for at, stage in enumerate(source.stages):
+        if isinstance(stage, Batch):
+            before = source.stages[:at]
+    by_sample = [one for one in before if isinstance(one, (Map, Filter))]
+    for stage in by_sample:
+        if isinstance(stage, Map) and slowest == f"map {name_of(stage.function)}":
+            advice = "it runs once a sample: one that takes whole batches can stand behind batch()"
+            return advice, slowest
+    cached = any(isinstance(stage, Cache) for stage in source.stages)
+    is_read = slowest and not slowest.startswith(("map ", "filter ", "batch", "shuffle"))
+    if is_read and epochs > 1 and not cached and source.counted:
+        return "cache() keeps what is read, from the second epoch on", slowest
+    return "", slowest
+
+
+def _advice(source: Any) -> str:
+    if isinstance(source, DatasetSource):
+        return (
+            "its samples are made one by one: a __getitems__ that gives many at once, or "
+            "input.workers, makes them faster"
+        )
+    if isinstance(source, IterableSource):
+        return (
+            "batches are made as they are asked for: a DataLoader with (more) workers, or "
+            "flatout.data, makes them ahead"
+        )
+    return ""
