@@ -10,8 +10,8 @@ from sklearn.metrics import f1_score, roc_auc_score
 
 from flatout.data.batch import Batch
 from flatout.errors import ModelError
-from flatout.save.tree import flatten, unflatten
 from flatout.train.metrics import accuracy, as_metrics
+from flatout.values.tree import flatten, unflatten
 
 
 def batch(targets):

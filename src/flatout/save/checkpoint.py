@@ -41,7 +41,7 @@ from flatout.save.model_file import INDEX, MODEL, check, decode, encode
 from flatout.save.pieces import LostPiece, Pieces, parts
 from flatout.save.snapshot import Snapshot
 from flatout.save.storage import Chunk, Folder, Written
-from flatout.save.tree import flatten, unflatten
+from flatout.values.tree import flatten, unflatten
 
 _TENSORS = "state.safetensors"
 _TREE = "state.json"
@@ -146,7 +146,7 @@ class Checkpoints:
         Args:
             step: the number of steps done, 0 or more.
             model: the module's `state_dict()`.
-            state: anything that `flatout.save.tree.flatten` takes; with pieces a dict, of which
+            state: anything that `flatout.values.tree.flatten` takes; with pieces a dict, of which
                 the first rank's is kept.
             meta: further plain data to find in the manifest.
             score: for `keep_best`; what is not finite counts as no score.

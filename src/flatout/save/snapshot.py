@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flatout.save.tensors import view_key
+from flatout.values.tensors import view_key
 
 
 class Snapshot:

@@ -13,7 +13,7 @@ from flatout.errors import CheckpointError
 from flatout.save.foreign import TORCH_FILES, read_weights_of
 from flatout.save.model_file import is_model_file, load_model, save_model
 from flatout.save.storage import Folder
-from flatout.save.tensors import refusal
+from flatout.values.tensors import refusal
 
 _PICKLES = (".pt", ".pth")
 

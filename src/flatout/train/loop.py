@@ -386,7 +386,9 @@ class Loop:
             )
         if self.world.size > 1:
             # Each rank has measured, all at the same time; what the first found holds for all.
-            self.resolved = self.world.from_first(self.resolved)
+            found = loads(self.world.from_first(dumps(self.resolved)))
+            assert isinstance(found, ResolvedRecipe)
+            self.resolved = found
             self.pace = Pace(self.world.trail)
             samples = sum(self.world.gather(_samples_of(first)))
             self.stepper.train_with(self.world, samples, self._reduction())
@@ -858,8 +860,7 @@ class Loop:
         if all(self.world.gather(sees)):
             return self.checkpoints.load(name)
         loaded = self.checkpoints.load(name) if self.world.is_first else None
-        found: LoadedCheckpoint = self.world.from_first(loaded)
-        return found
+        return LoadedCheckpoint(**self.world.from_first(None if loaded is None else vars(loaded)))
 
     def _take_recipe(self, loaded: LoadedCheckpoint) -> None:
         """A resumed run keeps the settings it had, but for those that are asked for by name now.

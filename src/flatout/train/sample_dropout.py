@@ -15,7 +15,7 @@ from flatout.data.batch import Batch, map_tensors
 from flatout.data.randomness import same_state
 from flatout.errors import RecipeError
 from flatout.models.keras_model import is_keras
-from flatout.models.sample_dropout import SampleDropout
+from flatout.models.sample_dropout import Layout, SampleDropout
 from flatout.recipe import ModelFacts, Recipe
 from flatout.train.snapshot import random_state, untouched
 from flatout.train.step import Compute
@@ -70,8 +70,10 @@ def sample_dropout(
             keyed.close()
             raise
         # The more samples of its own a rank has, the more it can tell.
-        found = world.gather((batch.size, keyed.layouts)) if world.size > 1 else []
-        keyed.layouts = max(found, key=itemgetter(0), default=(0, keyed.layouts))[1]
+        if world.size > 1:
+            own = {site: tuple(layout) for site, layout in keyed.layouts.items()}
+            _, layouts = max(world.gather((batch.size, own)), key=itemgetter(0))
+            keyed.layouts = {site: Layout(*layout) for site, layout in layouts.items()}
     if others:
         say(
             f"{others[0]} draws random numbers that are not keyed by sample: "

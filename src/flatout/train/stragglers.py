@@ -112,7 +112,8 @@ class RankTimes:
         self._before, self._steps_before = totals, steps
         own = Times(socket.gethostname(), lanes, self._pace.own_ms(), notes)
         self._pace.reset()
-        found = self._world.gather(own, "the ranks' times, after an epoch")
+        gathered = self._world.gather(tuple(own), "the ranks' times, after an epoch")
+        found = [Times(*times) for times in gathered]
         told = [note for times in found for note in times.notes]
         slow = straggler(found)
         if slow is not None and (slow.ranks, slow.lane) not in self._named:

@@ -15,6 +15,7 @@ from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.errors import WorldError
+from flatout.world import messages
 from flatout.world.network import address_towards, interface_of
 from flatout.world.place import ALONE, Place, place, restarts
 from flatout.world.trail import Trail, Waiting
@@ -143,26 +144,34 @@ class World:
         return _together(self, later.number)
 
     def gather(self, value: Any, what: str = "") -> list[Any]:
-        """Every rank's value, by rank: small things, for they are pickled."""
+        """Every rank's value, by rank; its tensors come back on the CPU.
+
+        Args:
+            value: plain data, numpy arrays and tensors, as `flatout.values.tree.flatten` takes.
+            what: it is for.
+
+        Raises:
+            WorldError: the value holds something else.
+        """
         if self.size == 1:
             return [value]
-        import torch.distributed as dist
-
-        found: list[Any] = [None] * self.size
         with _together(self, self.trail.begin(what)):
-            dist.all_gather_object(found, value)
-        return found
+            return messages.gather(value, self.size)
 
     def from_first(self, value: Any, what: str = "") -> Any:
-        """Rank 0's value, on every rank."""
+        """Rank 0's value, on every rank; of the others it is not looked at.
+
+        Args:
+            value: as `gather` takes it.
+            what: it is for.
+
+        Raises:
+            WorldError: on rank 0, the value holds something else.
+        """
         if self.size == 1:
             return value
-        import torch.distributed as dist
-
-        found = [value]
         with _together(self, self.trail.begin(what)):
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
+            return messages.from_first(value, self.is_first)
 
     def wait(self, what: str = "") -> None:
         """Until all ranks have come here."""

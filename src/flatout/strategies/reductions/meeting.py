@@ -11,9 +11,7 @@ import select
 from io import FileIO
 from typing import Any
 
-import torch.distributed as dist
-
-from flatout.world import Group
+from flatout.world import Group, messages
 
 
 class Meeting:
@@ -84,9 +82,7 @@ def meeting_of(group: Group, timeout_s: float) -> Meeting | None:
 
 def gathered(group: Group, value: Any) -> list[Any]:
     """What every rank of the group gives."""
-    found: list[Any] = [None] * len(group.ranks)
-    dist.all_gather_object(found, value, group=group.channel)
-    return found
+    return messages.gather(value, len(group.ranks), group.channel)
 
 
 def opened(pid: int, fd: int, flags: int) -> int:

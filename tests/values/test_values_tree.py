@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from flatout.errors import CheckpointError
 from flatout.save.model_file import decode, encode
-from flatout.save.tree import flatten, unflatten
+from flatout.values.tree import flatten, unflatten
 
 
 def there_and_back(state: Any) -> Any:

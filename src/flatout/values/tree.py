@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flatout.errors import CheckpointError
-from flatout.save.tensors import DTYPES, flat_bytes, refusal, view_key
+from flatout.values.tensors import DTYPES, flat_bytes, refusal, view_key
 
 Json = Any
 

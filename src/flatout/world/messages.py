@@ -1,0 +1,132 @@
+"""What ranks send one another besides sums: plain values as JSON and tensors, never as pickle.
+
+A message is 8 bytes with the length of its head, the head as JSON, and the tensors' bytes. The head
+holds the value without its tensors, and their names, dtypes and shapes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import CheckpointError, WorldError
+
+if TYPE_CHECKING:
+    import torch
+
+_LENGTH = 8
+
+
+def pack(value: Any) -> torch.Tensor:
+    """A value as bytes, shape (bytes,), uint8, on the CPU.
+
+    Takes what `flatout.values.tree.flatten` does.
+
+    Raises:
+        WorldError: it holds something else, which is named with its place.
+    """
+    import torch
+
+    from flatout.values.tensors import flat_bytes
+    from flatout.values.tree import flatten
+
+    try:
+        tensors, tree = flatten(value, "value")
+    except CheckpointError as error:
+        raise WorldError(
+            f"ranks exchange plain data and tensors: {error.what.replace('store', 'send')}",
+            where=error.where,
+            do=error.do,
+        ) from error
+    rows = [
+        [name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()
+    ]
+    head = json.dumps({"value": tree, "tensors": rows}).encode()
+    start = bytearray(len(head).to_bytes(_LENGTH, "little") + head)
+    parts = [flat_bytes(tensor).cpu() for tensor in tensors.values()]
+    return torch.cat([torch.frombuffer(start, dtype=torch.uint8), *parts])
+
+
+def unpack(message: torch.Tensor) -> Any:
+    """The value that `pack` took; its tensors lie on the CPU.
+
+    Raises:
+        WorldError: these are not the bytes of a message.
+    """
+    import torch
+
+    from flatout.values.tree import unflatten
+
+    try:
+        length = int.from_bytes(message[:_LENGTH].numpy().tobytes(), "little")
+        at = _LENGTH + length
+        if at > len(message):
+            raise ValueError(f"a head of {length} bytes")
+        head = json.loads(message[_LENGTH:at].numpy().tobytes())
+        tensors = {}
+        for name, word, shape in head["tensors"]:
+            dtype = getattr(torch, word)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{word!r} is no dtype")
+            tensor = torch.empty(shape, dtype=dtype)
+            here = message[at : at + tensor.nbytes]
+            tensor.reshape(-1).view(torch.uint8).copy_(here)
+            at += tensor.nbytes
+            tensors[name] = tensor
+        return unflatten(tensors, head["value"])
+    except (CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise WorldError(
+            f"what another rank has sent is no message of Flatout's: {error}",
+            do="run the same version of Flatout on all nodes, and see who else reaches their ports",
+        ) from error
+
+
+def gather(value: Any, size: int, channel: Any = None) -> list[Any]:
+    """The values of all ranks of a channel, by rank there.
+
+    Args:
+        value: of this rank, as `pack` takes it.
+        size: how many ranks the channel has.
+        channel: torch's process group; None is that of all ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = _device(channel)
+    own = pack(value)
+    lengths = torch.zeros(size, dtype=torch.int64, device=device)
+    each = [lengths[rank : rank + 1] for rank in range(size)]
+    dist.all_gather(each, torch.tensor([len(own)], device=device), group=channel)
+    counts = lengths.tolist()
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    padded[: len(own)] = own
+    found = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(found, padded, group=channel)
+    return [unpack(one[:count].cpu()) for one, count in zip(found, counts, strict=True)]
+
+
+def from_first(value: Any, is_first: bool) -> Any:
+    """Rank 0's value, on every rank.
+
+    Args:
+        value: as `pack` takes it; of the other ranks it is not looked at.
+        is_first: whether this is rank 0.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = _device(None)
+    message = pack(value).to(device) if is_first else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([len(message)], device=device)
+    dist.broadcast(length, src=0)
+    if not is_first:
+        message = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(message, src=0)
+    return value if is_first else unpack(message.cpu())
+
+
+def _device(channel: Any) -> str:
+    """Where bytes lie that go through a channel: a script may have opened one for GPUs alone."""
+    import torch.distributed as dist
+
+    return "cuda" if dist.get_backend(channel) == "nccl" else "cpu"

@@ -1,0 +1,123 @@
+"""The secret of a job: who takes part shows that it knows it, and never sends it.
+
+On several nodes the user gives it, the same on all, as FLATOUT_SECRET. On one node the agent makes
+one for its ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+from secrets import token_bytes, token_hex
+from typing import Any
+
+from flatout.errors import WorldError
+from flatout.world import messages
+
+VARIABLE = "FLATOUT_SECRET"
+
+_GREETING = b"flatout 1 "
+_NONCE, _PROOF = 32, 32
+_YES, _NO = b"y", b"n"
+
+
+class Stranger(WorldError):
+    """What listens there is no gate of Flatout's."""
+
+
+class Refused(WorldError):
+    """One of the two sides does not know the secret of the other."""
+
+
+def secret() -> bytes:
+    """Of this job; empty where none was given."""
+    return os.environ.get(VARIABLE, "").encode()
+
+
+def new_secret() -> str:
+    """One that cannot be guessed."""
+    return token_hex(32)
+
+
+def admit(peer: socket.socket) -> bool:
+    """Whether who has connected knows the secret; it is told so.
+
+    Raises:
+        OSError: it does not speak in time, or is gone.
+    """
+    own = token_bytes(_NONCE)
+    peer.sendall(_GREETING + own)
+    said = _receive(peer, _NONCE + _PROOF)
+    theirs, proof = said[:_NONCE], said[_NONCE:]
+    if not hmac.compare_digest(proof, _proof(b"enter", own, theirs)):
+        peer.sendall(_NO)
+        return False
+    peer.sendall(_YES + _proof(b"admit", theirs, own))
+    return True
+
+
+def enter(gate: socket.socket) -> None:
+    """Show who listens there that this process knows the secret, and see that it does too.
+
+    Raises:
+        Stranger: it is no gate of Flatout's.
+        Refused: the secrets differ.
+        OSError: it is gone.
+    """
+    try:
+        said = _receive(gate, len(_GREETING) + _NONCE)
+    except TimeoutError:
+        said = b""
+    if not said.startswith(_GREETING):
+        raise Stranger("it does not greet as Flatout does")
+    theirs, own = said[len(_GREETING) :], token_bytes(_NONCE)
+    gate.sendall(own + _proof(b"enter", theirs, own))
+    if _receive(gate, 1) != _YES:
+        raise Refused(f"{VARIABLE} is not the same there")
+    if not hmac.compare_digest(_receive(gate, _PROOF), _proof(b"admit", own, theirs)):
+        raise Refused(f"who listens there does not know {VARIABLE}")
+
+
+def check_channel(rank: int, size: int, channel: Any = None) -> None:
+    """See that all who have joined a channel know the secret; all its ranks call it.
+
+    Args:
+        rank: of this process, in the channel.
+        size: how many ranks the channel has.
+        channel: torch's process group; None is that of all ranks.
+
+    Raises:
+        WorldError: one does not.
+    """
+    if not secret():
+        return
+    nonces = [str(one).encode() for one in messages.gather(token_hex(_NONCE), size, channel)]
+    own = _proof(b"rank", *nonces, str(rank).encode()).hex()
+    for other, proof in enumerate(messages.gather(own, size, channel)):
+        expected = _proof(b"rank", *nonces, str(other).encode()).hex()
+        if not (isinstance(proof, str) and hmac.compare_digest(proof.encode(), expected.encode())):
+            raise WorldError(
+                f"rank {other} of this channel does not know the secret of the job",
+                do=f"give all ranks the same {VARIABLE}, and see who else reaches their ports",
+            )
+
+
+def _proof(role: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret(), b"|".join((role, *parts)), hashlib.sha256)
+
+
+def _receive(peer: socket.socket, count: int) -> bytes:
+    """So many bytes; fewer where the peer has ended before.
+
+    Raises:
+        OSError: it is gone, or has not sent anything in time.
+    """
+    found = b""
+    while len(found) < count:
+        part = peer.recv(count - len(found))
+        if not part:
+            break
+        found += part
+    return found

@@ -1,0 +1,134 @@
+"""The store of keys and bytes by which ranks meet, and how a rank reaches it.
+
+Ranks that one agent has started on one node meet in a file in memory that the agent holds. The
+kernel lets no other user open it, where torch's TCPStore answers whoever connects. Other launchers
+leave only an address.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flatout.world.network import listening_address
+from flatout.world.tunnel import loopback
+
+if TYPE_CHECKING:
+    from flatout.world.place import Place
+
+VARIABLE = "FLATOUT_STORE"
+
+# Of each rank on a board, in a file whose pages exist where they are written.
+_ROOM = 1 << 20
+_HEAD = 8
+_READS = 5
+
+
+class OwnFiles(NamedTuple):
+    """Files in memory that the ranks of one node share.
+
+    Attributes:
+        port: of the job, which tells it from one that is started within.
+        store: of torch's FileStore.
+        board: of a `Board`.
+    """
+
+    port: int
+    store: str
+    board: str
+
+
+def own_files(port: int) -> str | None:
+    """As an agent: make the files, which end with this process; the value of FLATOUT_STORE."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    paths = [
+        f"/proc/{os.getpid()}/fd/{os.memfd_create(name, os.MFD_CLOEXEC)}"
+        for name in ("flatout-store", "flatout-board")
+    ]
+    return " ".join((str(port), *paths))
+
+
+def files_of(here: Place) -> OwnFiles | None:
+    """As a rank: the files that its agent holds; None where there are none."""
+    words = os.environ.get(VARIABLE, "").split()
+    if len(words) != 3 or words[0] != str(here.port) or here.nodes > 1:
+        return None
+    return OwnFiles(int(words[0]), *words[1:])
+
+
+def open_store(here: Place, timeout: timedelta) -> Any:
+    """Where the ranks of this job meet; the first rank makes it where no agent keeps it.
+
+    Raises:
+        RuntimeError: it cannot be reached in time.
+        OSError: its port is in use.
+    """
+    import torch.distributed as dist
+
+    if files_of(here) is not None or here.rank > 0 or agent_keeps_it():
+        return connect(here, timeout)
+    address = "127.0.0.1" if here.nodes == 1 else listening_address(here.address)
+    listening = loopback(here.port, address)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        here.port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def connect(here: Place, timeout: timedelta) -> Any:
+    """A connection of its own to the store of this job.
+
+    Raises:
+        RuntimeError: it cannot be reached in time.
+    """
+    import torch.distributed as dist
+
+    files = files_of(here)
+    if files is not None:
+        store = dist.FileStore(files.store, -1)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+        return store
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        here.address, here.port, is_master=False, wait_for_workers=False, timeout=timeout
+    )
+
+
+def agent_keeps_it() -> bool:
+    """Whether an agent keeps the store, also while ranks start again."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+class Board:
+    """The latest text of each rank. A FileStore would keep all that were ever written.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def write(self, rank: int, text: str) -> None:
+        """Replace the text of a rank; one that is too long is left out."""
+        content = text.encode()
+        if len(content) <= _ROOM - _HEAD:
+            head = len(content).to_bytes(4, "little") + zlib.crc32(content).to_bytes(4, "little")
+            os.pwrite(self._file, head + content, rank * _ROOM)
+
+    def read(self, rank: int) -> str | None:
+        """The text of a rank; None where it has written none."""
+        for _ in range(_READS):
+            head = os.pread(self._file, _HEAD, rank * _ROOM)
+            length = int.from_bytes(head[:4], "little")
+            content = os.pread(self._file, length, rank * _ROOM + _HEAD)
+            # It may be just being written.
+            if length and zlib.crc32(content) == int.from_bytes(head[4:], "little"):
+                return content.decode()
+        return None
