@@ -159,19 +159,26 @@ def test_the_usual_target_of_a_table_is_taken(files):
 def test_columns_of_text_can_be_left_out(tmp_path, kind):
     from pyarrow import feather, parquet, table
 
-    held = {"city": ["Bonn", "Ulm"], "y": [0, 1], "a": [1.5, 2.5]}
+    names = [f"Anna {i}" for i in range(40)]
+    held = {"name": names, "y": [0, 1] * 20, "a": [1.5, 2.5] * 20}
     if kind == "csv":
-        (tmp_path / "a").write_text("city,y,a\nBonn,0,1.5\nUlm,1,2.5\n")
+        lines = zip(*held.values(), strict=True)
+        text = "".join(f"{name},{y},{a}\n" for name, y, a in lines)
+        (tmp_path / "a").write_text("name,y,a\n" + text)
     elif kind == "parquet":
         parquet.write_table(table(held), tmp_path / "a")
     else:
         feather.write_feather(table(held), str(tmp_path / "a"))
-    with pytest.raises(DataError, match="'city'"):
+    with pytest.raises(DataError, match="'name' holds 40 different texts in 40 rows") as caught:
         open_files(tmp_path / "a")
+    assert "unused=['name']" in caught.value.do
     opened = open_files(tmp_path / "a", without_text=True)
     assert [(c.name, c.role) for c in opened.schema.columns] == [("y", "target"), ("a", "input")]
-    (batch,) = opened.batch(2).batches(0)
+    batch = next(iter(opened.batch(2).batches(0)))
     assert batch.inputs.tolist() == [1.5, 2.5]
+    assert opened.origin.notes()[-1] == "columns of text left out: name"
+    again = open_files(tmp_path / "a", schema=opened.schema)
+    assert again.origin.notes()[-1] == "columns of text left out: name"
 
 
 def test_rows_are_skipped_where_the_format_can(files):

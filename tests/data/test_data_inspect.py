@@ -111,9 +111,10 @@ def test_plain_data_is_json(tmp_path):
 
 def test_tables_with_text_and_classes(tmp_path):
     (tmp_path / "a.csv").write_text(
-        "city,size,class\n" + "".join(f"Bonn,{i / 4},{i % 8}\n" for i in range(80))
+        "name,size,class\n" + "".join(f"Bonn {i},{i / 4},{i % 8}\n" for i in range(80))
     )
     report = inspect(tmp_path / "a.csv")
+    assert report.notes == ["columns of text left out: name"]
     assert [(c.name, c.role) for c in report.columns] == [("size", "input"), ("class", "target")]
     assert report.classes == {str(i): 10 for i in range(8)}
     assert "8 classes (0 12.5% … 7 12.50%)" in report.headline()

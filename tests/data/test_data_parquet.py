@@ -358,10 +358,7 @@ def test_nan_passes_where_it_may(tmp_path):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (["x"], "string"),
-        (pa.array(["x"]).dictionary_encode(), "dictionary"),
         ([b"x"], "binary"),
-        ([datetime.date(2026, 1, 1)], "date32"),
         ([{"a": 1}], "struct"),
         ([[[1]]], "list<"),
         (pa.nulls(1), "missing values alone"),
@@ -374,6 +371,38 @@ def test_columns_of_no_numbers_are_refused_with_advice(tmp_path, values, words):
     assert words in caught.value.what
     assert "unused=['bad']" in caught.value.do
     assert _all(flatout.data.parquet(path, unused=["bad"])).inputs.tolist() == [1]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary("int8", "string")])
+def test_texts_become_learned_categories(tmp_path, kind):
+    texts = ["b", "a", None, "b"]
+    table = {"t": pa.array(texts, kind), "n": pa.array([1, 2, 3, 4])}
+    path = _write(tmp_path / "a.parquet", table, rows=2)
+    pipeline = flatout.data.parquet(path, target="n")
+    assert _all(pipeline).inputs.tolist() == [2, 1, 0, 2]
+    assert pipeline.schema.embedding_rows == {"t": 3}
+    other = _write(tmp_path / "b.parquet", {"t": ["z", "a"], "n": [1, 2]})
+    again = flatout.data.parquet(other, schema=pipeline.schema)
+    assert _all(again).inputs.tolist() == [0, 1]
+    numbered = flatout.data.parquet(path, target="t", categories={"t": ["a", "b"]}, default=0)
+    with pytest.raises(DataError, match="column 't': expected int64, found a missing value"):
+        _all(numbered)
+    whole = flatout.data.parquet(path, categories=["n"])  # numbers that name things
+    assert _all(whole).inputs["n"].tolist() == [1, 2, 3, 4]
+    assert whole.schema.embedding_rows == {"t": 3, "n": 5}
+
+
+def test_dates_become_days(tmp_path):
+    day, at = datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, 6)
+    zone = at.replace(tzinfo=datetime.UTC)
+    written = {"day": [day], "at": [at], "zone": [zone], "t": [at.time()], "text": ["02.01.2026"]}
+    path = _write(tmp_path / "a.parquet", written)
+    pipeline = flatout.data.parquet(path, dates={"text": "%d.%m.%Y"})
+    found = {name: days.item() for name, days in _all(pipeline).inputs.items()}
+    first = (day - datetime.date(1970, 1, 1)).days
+    assert found == {
+        "day": first, "at": first + 0.25, "zone": first + 0.25, "t": 0.25, "text": first
+    }  # fmt: skip
 
 
 def test_a_schema_that_does_not_fit(tmp_path):

@@ -55,6 +55,92 @@ Format = Annotated[
         show_default=False,
     ),
 ]
+# Of tables, as the arguments of flatout.data.csv, parquet and arrow.
+_Text = str | None
+_Texts = list[str] | None
+Named = Annotated[_Texts, typer.Option("--target", metavar="COLUMN", help="Column to predict.")]
+Unused = Annotated[_Texts, typer.Option("--unused", metavar="COLUMN", help="Leave it out.")]
+Categories = Annotated[
+    _Texts,
+    typer.Option("--category", metavar="COLUMN", help="Number its texts, whatever they are."),
+]
+Dates = Annotated[
+    _Texts,
+    typer.Option("--date", metavar="COLUMN[=FORMAT]", help="Dates, such as day=%d.%m.%Y."),
+]
+Defaults = Annotated[
+    _Texts,
+    typer.Option("--default", metavar="[COLUMN=]NUMBER", help="What a missing value becomes."),
+]
+Missing = Annotated[
+    _Texts, typer.Option("--missing", metavar="TEXT", help="Stands for a missing value in CSV.")
+]
+Delimiter = Annotated[_Text, typer.Option(help="Of CSV, between fields.", show_default=False)]
+Decimal = Annotated[_Text, typer.Option(help="Of CSV, such as ','.", show_default=False)]
+Encoding = Annotated[_Text, typer.Option(help="Of CSV, such as cp1252.", show_default=False)]
+Header = Annotated[
+    _Text,
+    typer.Option(
+        metavar="yes|no|NAMES", help="Of CSV: names come first, or are these: age,city,price."
+    ),
+]
+Stack = Annotated[bool, typer.Option("--stack", help="Put a table's numbers into one input.")]
+
+
+def _options(
+    target: _Texts,
+    unused: _Texts,
+    categories: _Texts,
+    dates: _Texts,
+    default: _Texts,
+    missing: _Texts,
+    delimiter: _Text,
+    decimal: _Text,
+    encoding: _Text,
+    header: _Text,
+    stack: bool,
+) -> dict[str, Any]:
+    """Those that were given, as the arguments of a table's function."""
+    headers = {"yes": True, "no": False}
+    given = {
+        "target": target[0] if target and len(target) == 1 else target,
+        "unused": unused,
+        "categories": categories,
+        "dates": dict(_pair(one, "ISO 8601") for one in dates or ()),
+        "default": _defaults(default or ()),
+        "missing": missing,
+        "delimiter": "\t" if delimiter == "\\t" else delimiter,
+        "decimal": decimal,
+        "encoding": encoding,
+        "header": None if header is None else headers.get(header, header.split(",")),
+        "stack": stack,
+    }
+    return {name: value for name, value in given.items() if value not in (None, [], {}, False)
+            or (name, value) == ("header", False)}  # fmt: skip
+
+
+def _pair(text: str, otherwise: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    return name, value if sign else otherwise
+
+
+def _defaults(given: Sequence[str]) -> float | dict[str, float] | None:
+    """One number for all columns, or a number for each that is named."""
+    named: dict[str, float] = {}
+    for text in given:
+        name, _, value = text.rpartition("=")
+        try:
+            number = int(value) if value.lstrip("-").isdecimal() else float(value)
+        except ValueError:
+            raise typer.BadParameter(f"--default: expected a number, found {value!r}") from None
+        if not name and len(given) == 1:
+            return number
+        named[name] = number
+    if "" in named:
+        raise typer.BadParameter("--default: expected one number, or COLUMN=NUMBER each time")
+    return named or None
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, progress to stderr.")]
 
 
@@ -68,13 +154,37 @@ def inspect(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a schema file that was edited.")
     ] = False,
+    target: Named = None,
+    unused: Unused = None,
+    categories: Categories = None,
+    dates: Dates = None,
+    default: Defaults = None,
+    missing: Missing = None,
+    delimiter: Delimiter = None,
+    decimal: Decimal = None,
+    encoding: Encoding = None,
+    header: Header = None,
+    stack: Stack = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what is in files: rows, classes, bad rows, a schema; and what to do about them."""
     from flatout.data.inspection.inspect import inspect as look
     from flatout.errors import DataError
 
-    report = look(paths, format)
+    options = _options(
+        target,
+        unused,
+        categories,
+        dates,
+        default,
+        missing,
+        delimiter,
+        decimal,
+        encoding,
+        header,
+        stack,
+    )
+    report = look(paths, format, **options)
     refused: DataError | None = None
     if schema is not None:
         try:
@@ -147,6 +257,17 @@ def convert(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what other settings or data have made.")
     ] = False,
+    column: Named = None,
+    unused: Unused = None,
+    categories: Categories = None,
+    dates: Dates = None,
+    default: Defaults = None,
+    missing: Missing = None,
+    delimiter: Delimiter = None,
+    decimal: Decimal = None,
+    encoding: Encoding = None,
+    header: Header = None,
+    stack: Stack = False,
     as_json: AsJson = False,
 ) -> None:
     """Write files in another format. A run that was stopped goes on where it was.
@@ -171,6 +292,19 @@ def convert(
         on_error=on_error.value,
         max_errors=max_errors,
         overwrite=overwrite,
+        options=_options(
+            column,
+            unused,
+            categories,
+            dates,
+            default,
+            missing,
+            delimiter,
+            decimal,
+            encoding,
+            header,
+            stack,
+        ),
     )
     if as_json:
         _print_json(done.as_dict())

@@ -7,6 +7,7 @@ folder once: whole or absent, and anew when the original changes.
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import hashlib
 import lzma
@@ -176,10 +177,77 @@ def _packing_of(begin: bytes) -> str | None:
     return next((kind for magic, kind in _MAGIC.items() if begin.startswith(magic)), None)
 
 
+def in_utf8(file: File, encoding: str, say: Callable[[str], None] = say_as_is) -> File:
+    """A text file as UTF-8: itself, or a copy in the cache, which is made once.
+
+    Args:
+        file: of text in `encoding`.
+        encoding: as Python calls it.
+        say: gets a line for what takes more than a second.
+
+    Raises:
+        DataError: Python knows no such encoding, or a byte is none of it, naming line and byte; or
+            there is no room for a copy.
+    """
+    try:
+        name = codecs.lookup(encoding).name
+        "".encode(name)  # zlib and the like make no text
+    except (LookupError, TypeError, ValueError) as error:
+        raise DataError(
+            f"encoding: expected one that Python knows, found {encoding!r}",
+            do="such as 'utf-8', 'cp1252' (Windows, western Europe), 'latin-1' or 'utf-16'",
+        ) from error
+    if name in ("utf-8", "utf-8-sig", "ascii"):
+        return file
+    with _reading(file.name):
+        known = f"{file.path} {file.size} {file.mtime_ns} {name} as utf-8"
+        return _cached(known, file.name, lambda: _InUtf8(file, name), file.size, False, say)
+
+
+class _InUtf8:
+    """Reads a text file of another encoding as UTF-8."""
+
+    def __init__(self, file: File, encoding: str) -> None:
+        self._file, self._encoding = file, encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._bytes = self._lines = 0
+
+    def __enter__(self) -> _InUtf8:
+        self._opened = open(self._file.path, "rb")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def read(self, size: int) -> bytes:
+        """Some more bytes, b"" at the end."""
+        while piece := self._opened.read(size):
+            if text := self._decoded(piece, final=False):
+                return text.encode()
+        return self._decoded(b"", final=True).encode()
+
+    def _decoded(self, piece: bytes, final: bool) -> str:
+        before = self._bytes - len(self._decoder.getstate()[0])
+        try:
+            text = self._decoder.decode(piece, final)
+        except UnicodeDecodeError as error:
+            good = error.object[: error.start].decode(self._encoding, "ignore")
+            line, byte = self._lines + good.count("\n") + 1, before + error.start
+            found = error.object[error.start : error.end].hex(" ")
+            raise DataError(
+                f"expected text in {self._encoding}, found the bytes {found} ({error.reason})",
+                where=f"{self._file.name}:{line} (byte {byte:,})",
+                do="name the encoding that the file is written in: encoding=",
+            ) from error
+        self._bytes += len(piece)
+        self._lines += text.count("\n")
+        return text
+
+
 def _cached(
     known: str,
     name: str,
-    open_original: Callable[[], IO[bytes]],
+    open_original: Callable[[], Any],
     size: int | None,
     unpack: bool,
     say: Callable[[str], None],
@@ -203,7 +271,7 @@ def _cached(
 
 def _copy(
     name: str,
-    open_original: Callable[[], IO[bytes]],
+    open_original: Callable[[], Any],
     target: Path,
     unpack: bool,
     say: Callable[[str], None],

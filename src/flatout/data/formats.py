@@ -8,7 +8,8 @@ import stat
 import struct
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +191,7 @@ def open_files(
     on_error: OnError = "fail",
     max_errors: int = 100,
     without_text: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> Pipeline:
     """A Pipeline over files of any format that numbers can be read from.
 
@@ -202,45 +204,60 @@ def open_files(
         schema: a Schema, the path of one in TOML, or a dict.
         on_error: "fail", or "skip" rows that are not as they should be, where the format can.
         max_errors: the most rows to skip.
-        without_text: leave out columns of tables that hold no numbers, instead of refusing them.
+        without_text: leave out columns of tables that hold no numbers or categories, instead of
+            refusing them.
+        options: more arguments of the format's function, such as `{"delimiter": ";"}`.
 
     Raises:
-        DataError: the format is not known, cannot skip rows, or what its source raises.
+        DataError: the format is not known, cannot skip rows, takes no such option, or what its
+            source raises.
     """
     import flatout.data as sources
 
     kind = format or schema_format(schema) or guess(paths)
     if kind not in FORMATS:
         raise DataError(f"expected one of the formats {', '.join(FORMATS)}; found {kind!r}")
-    options: dict[str, Any] = {} if schema is None else {"schema": schema}
+    source: Callable[..., Pipeline] = getattr(sources, kind)
+    arguments = _checked(options or {}, kind, source)
+    if schema is not None:
+        arguments["schema"] = schema
     if kind in SKIPPING:
-        options.update(on_error=on_error, max_errors=max_errors)
+        arguments.update(on_error=on_error, max_errors=max_errors)
     elif on_error != "fail":
         raise DataError(f"rows of {kind} cannot be skipped: on_error is for {', '.join(SKIPPING)}")
     if kind in _TABLES:
-        return _open_table(kind, paths, options, without_text)
+        return _open_table(source, paths, arguments, without_text)
     if kind in ("idx", "rows"):
         return _open_folder(kind, paths, schema)
     if kind in ("npz", "hdf5") and schema is not None:
-        options.update(_names_of(schema, kind))
-    source: Callable[..., Pipeline] = getattr(sources, kind)
-    return source(paths, **options)
+        arguments.update(_names_of(schema, kind))
+    return source(paths, **arguments)
 
 
-def _open_table(kind: str, paths: Paths, options: dict[str, Any], without_text: bool) -> Pipeline:
+def _checked(
+    options: Mapping[str, Any], kind: str, source: Callable[..., Pipeline]
+) -> dict[str, Any]:
+    """The options, all of which the format's function takes."""
+    known = list(signature(source).parameters)[1:]
+    for name in options:
+        if name not in known or kind in ("idx", "rows"):
+            raise DataError(
+                f"{kind} has no option {name!r}",
+                do=f"it takes {', '.join(known)}" if known else None,
+            )
+    return dict(options)
+
+
+def _open_table(
+    source: Callable[..., Pipeline], paths: Paths, options: dict[str, Any], without_text: bool
+) -> Pipeline:
     """A table, with the columns that hold no numbers left out, and the usual target."""
-    import flatout.data as sources
-
-    source: Callable[..., Pipeline] = getattr(sources, kind)
-    if "schema" in options:
+    if "schema" in options or "target" in options:
+        if without_text and "schema" not in options:
+            options["skip_text"] = True
         return source(paths, **options)
     if without_text:
-        from flatout.data.sources.optional import require
-
-        require("pyarrow", "tables", kind)
-        from flatout.data.table_columns import text_columns
-
-        options["unused"] = text_columns(kind, paths)
+        options["skip_text"] = True
     opened = source(paths, **options)
     names = [column.name for column in opened.schema.columns]
     targets = [name for name in names if name.lower() in TARGETS]

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers, offsets_of
-from flatout.data.decoder import Bytes, Decoder
+from flatout.data.decoder import Bytes, Decoder, Where
 from flatout.data.faults import Faults
 from flatout.data.files import File
 from flatout.data.running.buffers import Buffers
@@ -94,7 +95,7 @@ class IndexedRows:
         self.files = list(files)
         self.decoder = decoder
         self.schema: Schema = decoder.schema
-        self._kind = kind
+        self._kind, self._say = kind, say
         self._bytes = _FileBytes(self.files, budget)
         self._faults = Faults()  # what the index holds is good
         look = decoder.needs_survey or faults.skip
@@ -114,24 +115,40 @@ class IndexedRows:
         """Where each file's rows begin, and at last where they end, int64 of shape (files + 1,)."""
         return np.searchsorted(self.index.starts, self._bytes.bases).astype(np.int64)
 
-    def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """Decode these rows, in this order."""
+    def read_by(self, decoder: Decoder, faults: Faults) -> IndexedRows:
+        """The same files, by a decoder that finds the same rows in them and makes more of them."""
+        other = copy(self)
+        other.decoder, other.schema = decoder, decoder.schema
+        if decoder.needs_survey or faults.skip:
+            other.index = index_of(self._bytes, decoder, faults, True, self._say)
+            other.rows = len(other.index.starts)
+            if other.rows == 0:
+                raise DataError("the files hold no rows", where=names_of(self.files))
+        return other
+
+    def texts(self, numbers: Numbers, buffers: Buffers) -> tuple[Bytes, Numbers, Numbers, Where]:
+        """Of these rows: a buffer, where in it each begins and ends, and what names a place."""
         # No number is out of range, so nothing is clipped: this mode is numpy's fastest.
         starts = self.index.starts.take(numbers, mode="clip")
         sizes = self.index.sizes.take(numbers, mode="clip")
         margins = getattr(self.decoder, "margins", (0, 0))
         buffer, places = self._bytes.read(starts, sizes, margins, buffers)
-        lengths = {
-            name: found.take(numbers, mode="clip") for name, found in self.index.lengths.items()
-        }
 
         def where(row: int, byte: int) -> str:
             return self._where(int(starts[row]) + byte - int(places[row]))
 
+        return buffer, places, places + sizes, where
+
+    def take(self, numbers: Numbers, buffers: Buffers) -> Block:
+        """Decode these rows, in this order."""
+        buffer, starts, ends, where = self.texts(numbers, buffers)
+        lengths = {
+            name: found.take(numbers, mode="clip") for name, found in self.index.lengths.items()
+        }
         return self.decoder.decode(
             buffer,
-            places,
-            places + sizes,
+            starts,
+            ends,
             numbers,
             lengths or None,
             buffers,
@@ -162,8 +179,8 @@ class IndexedRows:
         return f"{count}, {_size_words(size)}, {self.rows:,} rows"
 
     def notes(self) -> list[str]:
-        """What was skipped, and where the bytes are."""
-        return [*self.index.notes, *self._bytes.notes()]
+        """What was skipped, how it is read, and where the bytes are."""
+        return [*self.index.notes, *getattr(self.decoder, "notes", ()), *self._bytes.notes()]
 
 
 class _FileBytes:

@@ -119,6 +119,22 @@ class Schema(BaseModel):
         """The columns in that role."""
         return tuple(column for column in self.columns if column.role == role)
 
+    @property
+    def embedding_rows(self) -> dict[str, int]:
+        """How many rows an embedding of each input of categories needs, that of 0 included."""
+        known, unknown = self.options.get("categories", {}), self.options.get("unknown", ())
+        inputs = [column.name for column in self.of_role("input")]
+        return {name: len(known[name]) + (name in unknown) for name in inputs if name in known}
+
+    @property
+    def classes(self) -> list[str] | None:
+        """What the numbers of the target stand for, from 0; None where they are only numbers."""
+        if "classes" in self.options:
+            return list(self.options["classes"])
+        targets = [column.name for column in self.of_role("target")]
+        known = self.options.get("categories", {})
+        return list(known[targets[0]]) if len(targets) == 1 and targets[0] in known else None
+
     def with_target(self, name: str) -> Schema:
         """The same with this column, and no other, as the target."""
         roles: dict[str, Role] = {column.name: "input" for column in self.of_role("target")}

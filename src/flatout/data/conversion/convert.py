@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -54,6 +55,7 @@ def convert(
     max_errors: int = 100,
     overwrite: bool = False,
     progress: bool = True,
+    options: Mapping[str, Any] | None = None,
 ) -> Converted:
     """Write data in another format.
 
@@ -82,6 +84,8 @@ def convert(
         max_errors: the most rows to skip.
         overwrite: replace what other settings or other data have made.
         progress: show on standard error how far it is, from the second second on.
+        options: more arguments of the source's function, such as `{"delimiter": ";"}` of CSV; not
+            with a Pipeline.
 
     Raises:
         DataError: the source cannot be read, the target is there already, made by other settings,
@@ -95,9 +99,11 @@ def convert(
     if balance not in (None, "class"):
         raise DataError(f"balance: expected 'class' or None, found {balance!r}")
     if not isinstance(source, Pipeline):
-        source = _opened(source, kind, format, schema, on_error, max_errors)
-    elif schema is not None or format is not None:
-        raise DataError("a pipeline has its schema already; found schema or format as well")
+        source = _opened(source, kind, format, schema, on_error, max_errors, options or {})
+    elif schema is not None or format is not None or options:
+        raise DataError(
+            "a pipeline has its schema already; found schema, format or options as well"
+        )
     with disk(path.parent, lambda: "nothing was written"):
         path.parent.mkdir(parents=True, exist_ok=True)
     if is_stream(source.origin):
@@ -140,12 +146,13 @@ def _opened(
     schema: Given | None,
     on_error: OnError,
     max_errors: int,
+    options: Mapping[str, Any],
 ) -> Pipeline:
     format = format or formats.schema_format(schema) or formats.guess(paths)
-    if format == "images" and kind == "tfrecord" and schema is None:
+    if format == "images" and kind == "tfrecord" and schema is None and not options:
         return Pipeline(ImageBytes(paths, Faults(on_error, max_errors)))
     return formats.open_files(
-        paths, format, schema=schema, on_error=on_error, max_errors=max_errors
+        paths, format, schema=schema, on_error=on_error, max_errors=max_errors, options=options
     )
 
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 # Rows that are made to learn dtypes, shapes and sizes.
 _PROBE = 256
 # Options of a source that say what its numbers mean; the others say how to read its files.
-_MEANINGS = ("classes", "categories")
+_MEANINGS = ("classes", "categories", "unknown")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,9 @@ _BLOCK_BYTES = 16 << 20
 _RATE_BATCH, _RATE_S = 1024, 0.3
 
 
-def inspect(paths: Paths, format: str | None = None, *, progress: bool = True) -> Report:
+def inspect(
+    paths: Paths, format: str | None = None, *, progress: bool = True, **options: Any
+) -> Report:
     """Look at all rows of files, and say what is in them. Bad rows are counted, not raised.
 
     Of images, all headers are read and some images are decoded. Where bad rows cannot be skipped,
@@ -52,19 +54,28 @@ def inspect(paths: Paths, format: str | None = None, *, progress: bool = True) -
         paths: as `files.find` takes them, or folders of images or rows.
         format: one of `formats.FORMATS`; None guesses.
         progress: show on standard error how far it is, from the second second on.
+        **options: of the format's function, such as `delimiter=";"` or `target="price"` of CSV.
 
     Raises:
-        DataError: there are no such files, their format is not known, or no row is good.
+        DataError: there are no such files, their format is not known, it has no such option, or no
+            row is good.
     """
     kind = format or guess(paths)
     images = None
     if kind == "images":
+        if options:
+            raise DataError(f"a look at images has no option {next(iter(options))!r}")
         images = ImageBytes(paths, Faults("skip", NO_LIMIT))
         pipeline = open_found(images, paths, "skip", NO_LIMIT)
     else:
         on_error: Any = "skip" if kind in SKIPPING else "fail"
         pipeline = open_files(
-            paths, kind, on_error=on_error, max_errors=NO_LIMIT, without_text=True
+            paths,
+            kind,
+            on_error=on_error,
+            max_errors=NO_LIMIT,
+            without_text=True,
+            options=options,
         )
     stored = _Stored.of(kind, paths, images)
     tally, bad = Tally(), ""
@@ -194,7 +205,7 @@ def _report(
     )
     if images is not None:
         notes.append(size_note(images))
-    names = () if schema is None else schema.options.get("classes", ())
+    names = () if schema is None else schema.classes or ()
     rows = pipeline.batch(1).samples
     assert rows is not None
     return Report(

@@ -14,7 +14,13 @@ import pyarrow.compute as pc
 from flatout.data.block import Numbers, Ragged, Values, offsets_of
 from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
-from flatout.data.sources.arrow_schema import is_stacked, source_names
+from flatout.data.sources.arrow_schema import (
+    ISO_TYPES,
+    is_date,
+    is_stacked,
+    is_text,
+    source_names,
+)
 
 
 class BadValue(Exception):
@@ -23,12 +29,14 @@ class BadValue(Exception):
     Attributes:
         row: of the table.
         what: the column, what was expected and found.
+        byte: of the row, where it begins.
     """
 
-    def __init__(self, row: int, what: str) -> None:
+    def __init__(self, row: int, what: str, byte: int = 0) -> None:
         super().__init__(what)
         self.row = row
         self.what = what
+        self.byte = byte
 
 
 def to_columns(table: pa.Table, schema: Schema, buffers: Buffers) -> dict[str, Values]:
@@ -69,6 +77,8 @@ class _Reader:
         self.name = name
         self.to = to
         self.categories = schema.options.get("categories", {}).get(name)
+        self.has_unknown = name in schema.options.get("unknown", ())
+        self.date = schema.options.get("dates", {}).get(name)
         self.allow_nan = bool(schema.options.get("allow_nan", False))
 
     def column(self, array: pa.Array, buffers: Buffers) -> Values:
@@ -132,6 +142,8 @@ class _Reader:
             array = array.dictionary_decode()
         if self.categories is not None:
             array = self._codes(array, row_of)
+        elif is_date(array.type) or self.date is not None:
+            array = self._days(array, row_of)
         array = self._cast(array, row_of)
         if array.null_count:
             if self.to.default is None:
@@ -151,12 +163,42 @@ class _Reader:
     def _codes(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
         """The number of each value among the categories."""
         codes = pc.index_in(array, value_set=pa.array(self.categories, array.type))
+        if self.has_unknown:
+            return pc.add(codes, 1).fill_null(0)
         unknown = pc.and_(codes.is_null(), array.is_valid())
         if pc.any(unknown).as_py():
             index = _first(unknown)
             words = f"one of {len(self.categories):,} categories"
             raise self._bad(row_of(index), words, repr(array[index].as_py()))
         return codes
+
+    def _days(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
+        """Dates as days since 1970-01-01, times of a day as its parts."""
+        if is_text(array.type):
+            array = self._dates(array.cast(pa.string()), row_of)
+        if pa.types.is_date32(array.type):
+            return array.cast(pa.int32())
+        if pa.types.is_time(array.type):
+            array = array.cast(pa.time64("us"))
+        else:
+            array = array.cast(pa.timestamp("us", getattr(array.type, "tz", None)), safe=False)
+        return pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), 86_400e6)
+
+    def _dates(self, texts: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
+        """Dates as they are written."""
+        if self.date in ISO_TYPES:
+            wanted = ISO_TYPES[self.date]
+            try:
+                return texts.cast(wanted)
+            except pa.ArrowInvalid:
+                index = _first_failing(texts, wanted)
+        else:
+            dates = pc.strptime(texts, self.date, "us", error_is_null=True)
+            wrong = pc.and_(dates.is_null(), texts.is_valid())
+            if not pc.any(wrong).as_py():
+                return dates
+            index = _first(wrong)
+        raise self._bad(row_of(index), f"a date as {self.date!r}", repr(texts[index].as_py()))
 
     def _cast(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
         """In a type from which numpy comes to the column's dtype without loss of whole numbers."""
@@ -172,7 +214,8 @@ class _Reader:
             raise self._bad(row_of(index), self.to.dtype, found) from None
 
     def _bad_missing(self, row: int) -> BadValue:
-        return self._bad(row, self.to.dtype, "a missing value, and there is no default for it")
+        found = f"a missing value, and there is no default for it (default={{{self.name!r}: 0}})"
+        return self._bad(row, self.to.dtype, found)
 
     def _bad(self, row: int, expected: str, found: str) -> BadValue:
         return BadValue(row, f"column {self.name!r}: expected {expected}, found {found}")

@@ -2,14 +2,15 @@
 
 How Arrow's types are taken when no schema says otherwise: integers, bool, float16 and float32 stay
 (unsigned ones of 16 and 32 bits become the next wider signed ones, uint64 becomes int64); float64
-and decimals become float32; integers that are a target become int64. Lists become ragged columns,
-lists of a fixed size and fixed-shape tensors become columns with a shape.
+and decimals become float32; integers that are a target become int64. Dates become days since
+1970-01-01, times of the day a part of one, as float32. Lists become ragged columns, lists of a
+fixed size and fixed-shape tensors become columns with a shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,6 +21,18 @@ from flatout.errors import DataError
 
 Names: TypeAlias = "str | Sequence[str] | None"
 Defaults: TypeAlias = "int | float | Mapping[str, int | float] | None"
+# Columns whose texts are to be learned; or the texts of each, None where they are to be learned.
+Categories: TypeAlias = "str | Sequence[str] | Mapping[str, Sequence[Any] | None] | None"
+# Columns of dates; or how those of each are written, as strptime has it.
+Dates: TypeAlias = "str | Sequence[str] | Mapping[str, str] | None"
+
+# How dates are written where nothing else is said.
+ISO, ISO_WITH_ZONE, TIME = "ISO 8601", "ISO 8601 with zone", "ISO 8601 time"
+ISO_TYPES = {
+    ISO: pa.timestamp("us"),
+    ISO_WITH_ZONE: pa.timestamp("us", "UTC"),
+    TIME: pa.time64("us"),
+}
 
 # The one input that several columns are put into.
 STACKED = "inputs"
@@ -56,8 +69,13 @@ class Wanted:
         weight: name of the weight.
         unused: names of columns to leave out.
         default: what a missing value becomes, in all columns or by name; None is an error.
-        categories: values of a column in the order of their numbers, by the column's name.
+        categories: values of a column in the order of their numbers, by the column's name; None,
+            or a column's name alone, where they are to be learned.
         stack: put all numeric input columns into one.
+        dates: how columns of dates are written, by name; or their names.
+        unknown: columns whose categories count from 1, and 0 is any other value.
+        left_out: columns of text that nothing was made of.
+        leave_out: leave such columns out, instead of refusing them.
     """
 
     target: Names = None
@@ -65,8 +83,41 @@ class Wanted:
     weight: str | None = None
     unused: Names = None
     default: Defaults = None
-    categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    categories: Categories = None
     stack: bool = False
+    dates: Dates = None
+    unknown: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    leave_out: bool = False
+
+    def fixed_categories(self, known: Iterable[str]) -> dict[str, list[Any]]:
+        """Those whose values were given."""
+        if not isinstance(self.categories, Mapping):
+            return {}
+        _check_names("categories", self.categories, known)
+        given = self.categories.items()
+        return {name: _values(name, values) for name, values in given if values is not None}
+
+    def asked_categories(self, known: Iterable[str]) -> list[str]:
+        """Those whose values are to be learned, whatever they are."""
+        asked = self.categories
+        if isinstance(asked, Mapping):
+            return [name for name, values in asked.items() if values is None]
+        _check_names("categories", listed(asked), known)
+        return listed(asked)
+
+    def date_formats(self, known: Iterable[str]) -> dict[str, str]:
+        """How columns of dates are written."""
+        if isinstance(self.dates, Mapping):
+            formats = dict(self.dates)
+        else:
+            formats = dict.fromkeys(listed(self.dates), ISO)
+        _check_names("dates", formats, known)
+        return formats
+
+    def with_dates(self, formats: Mapping[str, str]) -> Wanted:
+        """The same, with these columns of dates."""
+        return replace(self, dates=dict(formats))
 
     def without(self, names: Iterable[str]) -> Wanted:
         """The same, which leaves out these columns as well unless they are named in a role."""
@@ -121,23 +172,29 @@ def infer_schema(
     if not fields or "" in fields:
         raise DataError("expected columns with names, found one without, or no columns")
     roles = wanted.roles(dict.fromkeys(fields, "input"))
-    _check_names("categories", wanted.categories, fields)
+    categories = wanted.fixed_categories(fields)
+    dates = wanted.date_formats(fields)
     if isinstance(wanted.default, Mapping):
         _check_names("default", wanted.default, fields)
-    columns, problems = [], []
+    columns, problems, left_out = [], [], list(wanted.left_out)
     for name, type in fields.items():
-        column = _column(name, type, roles[name], wanted)
+        column = _column(name, type, roles[name], wanted, categories, dates)
         if column is not None:
             columns.append(column)
         elif roles[name] != "unused":
             problems.append((name, type))
+        elif is_text(type) and name not in left_out:
+            left_out.append(name)
+    if wanted.leave_out and columns:
+        left_out += [name for name, _ in problems]
+        problems = []
     if problems or not columns:
         raise _no_numbers(problems or list(fields.items()))
-    kept = dict(options)
-    if wanted.categories:
-        kept["categories"] = {name: list(values) for name, values in wanted.categories.items()}
+    found = {"categories": categories, "unknown": list(wanted.unknown), "dates": dates}
+    found["left_out"] = left_out
+    kept = {**options, **{name: value for name, value in found.items() if value}}
     if wanted.stack:
-        columns, kept["stack"] = _stacked(columns, wanted)
+        columns, kept["stack"] = _stacked(columns, wanted, categories)
     return Schema(format=format, columns=tuple(columns), options=kept)
 
 
@@ -147,15 +204,24 @@ def _check_names(what: str, named: Iterable[str], fields: Iterable[str]) -> None
             raise DataError(f"{what}: no column {name!r}: the columns are {', '.join(fields)}")
 
 
-def _column(name: str, type: pa.DataType, role: Role, wanted: Wanted) -> Column | None:
+def _column(
+    name: str,
+    type: pa.DataType,
+    role: Role,
+    wanted: Wanted,
+    categories: Mapping[str, Any],
+    dates: Mapping[str, str],
+) -> Column | None:
     kind = _kind(type)
     default: Any = wanted.default
     if isinstance(default, Mapping):
         default = default.get(name)
-    elif name in wanted.categories:
+    elif name in categories:
         default = None  # what fills in numbers is no category
-    if name in wanted.categories:
+    if name in categories:
         dtype: Any = "int64"
+    elif name in dates:
+        dtype = "float32"
     elif kind.dtype is None:
         return None
     else:
@@ -166,7 +232,15 @@ def _column(name: str, type: pa.DataType, role: Role, wanted: Wanted) -> Column 
     )
 
 
-def _stacked(columns: list[Column], wanted: Wanted) -> tuple[list[Column], list[str]]:
+def _values(name: str, values: Any) -> list[Any]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise DataError(f"categories of column {name!r}: expected a list, found {values!r}")
+    return list(values)
+
+
+def _stacked(
+    columns: list[Column], wanted: Wanted, categories: Mapping[str, Any]
+) -> tuple[list[Column], list[str]]:
     """The numeric inputs as one column, and their names."""
     names = [
         column.name
@@ -174,7 +248,7 @@ def _stacked(columns: list[Column], wanted: Wanted) -> tuple[list[Column], list[
         if column.role == "input"
         and not column.ragged
         and not column.shape
-        and column.name not in wanted.categories
+        and column.name not in categories
     ]
     if not names:
         raise DataError("stack: expected at least one numeric input column, found none")
@@ -224,7 +298,23 @@ def _kind(type: pa.DataType) -> _Kind:
         type = type.value_type
     if 0 in shape:
         return _Kind(None)
-    return _Kind("float32" if pa.types.is_decimal(type) else _DTYPES.get(str(type)), shape, ragged)
+    if pa.types.is_decimal(type) or is_date(type):
+        return _Kind("float32", shape, ragged)
+    return _Kind(_DTYPES.get(str(type)), shape, ragged)
+
+
+def is_date(type: pa.DataType) -> bool:
+    """Whether it holds dates or times, which become days."""
+    return bool(pa.types.is_date(type) or pa.types.is_timestamp(type) or pa.types.is_time(type))
+
+
+def is_text(type: pa.DataType) -> bool:
+    """Whether it holds texts."""
+    if pa.types.is_dictionary(type):
+        type = type.value_type
+    return bool(
+        pa.types.is_string(type) or pa.types.is_large_string(type) or pa.types.is_string_view(type)
+    )
 
 
 def given_schema(given: Given, format: str, wanted: Wanted, options: Mapping[str, Any]) -> Schema:
@@ -235,10 +325,10 @@ def given_schema(given: Given, format: str, wanted: Wanted, options: Mapping[str
             default is none of its column's dtype.
     """
     schema = as_schema(given, format)
-    if wanted.default is not None or wanted.categories or wanted.stack:
+    if wanted.default is not None or wanted.categories or wanted.dates or wanted.stack:
         raise DataError(
-            "default, categories and stack are for an inferred schema; found a schema as well",
-            do="write them into the schema: default of a column, options categories and stack",
+            "default, categories, dates and stack are without a schema; found a schema as well",
+            do="write them into the schema: default of a column, options categories, dates, stack",
         )
     roles = wanted.roles({column.name: column.role for column in schema.columns})
     columns = tuple(c.model_copy(update={"role": roles[c.name]}) for c in schema.columns)
@@ -274,7 +364,10 @@ def check_schema(schema: Schema, fields: Mapping[str, pa.DataType], where: str) 
             if categories is not None:
                 _check_categories(name, categories, fields[name], where)
             shape = () if stacked else column.shape
-            if not _fits(fields[name], column, shape, categories is not None):
+            dated = name in schema.options.get("dates", {}) and is_text(fields[name])
+            if dated and not column.dtype.startswith("float"):
+                raise DataError(f"column {name!r}: dates become float32, found {column.dtype}")
+            if not dated and not _fits(fields[name], column, shape, categories is not None):
                 raise DataError(
                     f"column {name!r}: expected {column.words}, found {fields[name]}", where=where
                 )
@@ -290,6 +383,8 @@ def _fits(type: pa.DataType, column: Column, shape: tuple[int, ...], coded: bool
         return in_shape and column.dtype != "bool"
     if column.dtype == "bool":
         return in_shape and kind.dtype == "bool"
+    if is_date(values_type(type)):
+        return in_shape and column.dtype.startswith("float")
     return in_shape and (kind.dtype is not None or pa.types.is_null(type))
 
 
@@ -327,7 +422,7 @@ def check_options(schema: Schema, also: Sequence[str] = ()) -> None:
     Raises:
         DataError: naming it.
     """
-    known = {"allow_nan", "stack", "categories", *also}
+    known = {"allow_nan", "stack", "categories", "unknown", "dates", "left_out", *also}
     for name in schema.options:
         if name not in known:
             raise DataError(

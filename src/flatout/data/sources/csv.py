@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from flatout.data.faults import Faults, OnError
 from flatout.data.files import Paths, find
@@ -12,7 +12,7 @@ from flatout.data.sources.optional import require
 
 if TYPE_CHECKING:
     from flatout.data.pipeline import Pipeline
-    from flatout.data.sources.arrow_schema import Defaults, Names
+    from flatout.data.sources.arrow_schema import Categories, Dates, Defaults, Names
 
 
 def csv(
@@ -24,23 +24,28 @@ def csv(
     unused: Names = None,
     schema: Given | None = None,
     delimiter: str | None = None,
+    decimal: str | None = None,
+    encoding: str | None = None,
     header: bool | Sequence[str] | None = None,
     quote: str | None = None,
     missing: Sequence[str] | None = None,
     default: Defaults = None,
-    categories: Mapping[str, Sequence[Any]] | None = None,
+    categories: Categories = None,
+    dates: Dates = None,
     stack: bool = False,
+    skip_text: bool = False,
     allow_nan: bool | None = None,
     on_error: OnError = "fail",
     max_errors: int = 100,
 ) -> Pipeline:
-    """Rows of CSV or TSV files in UTF-8, packed or not.
+    """Rows of CSV or TSV files, packed or not.
 
     Without a schema, the columns' types are inferred from the first mebibyte of the first file and
     of the last: whole numbers become int64, others float32, true and false bool. Several inputs
     come as a dict of tensors by column. Blank lines are no rows.
 
     What None means below is what the schema's option of that name says, or else what is named.
+    What is found out and is no matter of course stands in the pipeline's notes.
 
     Args:
         paths: as `files.find` takes them. All have the same columns.
@@ -51,18 +56,32 @@ def csv(
             out without being asked for.
         schema: a Schema, the path of one in TOML, or a dict; beside it, `target`, `inputs`,
             `weight` and `unused` change roles.
-        delimiter: between fields; None: a tab for files that end in .tsv or .tab, else a comma.
+        delimiter: between fields; None: a tab for files that end in .tsv or .tab, else tab,
+            semicolon, bar or comma, whichever parts the first rows alike.
+        decimal: between a number's whole part and its fraction; None: a comma where the delimiter
+            is none and no number of the first rows has a point, else a point.
+        encoding: as Python calls it, such as "cp1252"; a file that is not UTF-8 is copied into the
+            cache folder as UTF-8, once. None: what a byte order mark says, else UTF-8.
         header: whether the first line of each file names the columns; or the names, for files
-            without such a line. False calls them f0, f1, ...; None: True.
+            without such a line. False calls them f0, f1, ...; None: True, unless numbers stand in
+            it above numbers.
         quote: around fields that hold delimiters or newlines; "" where quotes mean nothing; None:
             a double quote.
-        missing: texts that stand for a missing value; None: "", NA, N/A, #N/A, NULL, null, None.
+        missing: texts that stand for a missing value; None: "", NA, N/A, n/a, #N/A, <NA>,
+            NULL, null, None.
         default: what a missing value becomes, in all columns or by column; None makes a missing
             value an error.
-        categories: for columns of strings, their values in the order of the numbers that they
-            become: `{"colour": ["red", "green"]}` makes int64 0 and 1. Others are errors.
+        categories: columns whose texts become numbers, with the texts in the order of these
+            numbers: `{"color": ["red", "green"]}` makes int64 0 and 1, and others are errors. A
+            list of names, or None in place of the texts, learns them from all rows: the sorted
+            texts count from 1, 0 stands for any other and for a missing one (of a target they count
+            from 0, and others are errors). Columns of text whose values come again are learned
+            without being named, those that hold names or prose are refused.
+        dates: columns of dates, or how those of each are written: `{"day": "%d.%m.%Y"}`. They
+            become days since 1970-01-01, float32. ISO 8601 is found without being named.
         stack: put all numeric input columns (no categories) into one input, float32 of shape
             (columns,), which most models of tables want.
+        skip_text: leave out columns of text that are no categories, instead of refusing them.
         allow_nan: let NaN and infinite values pass; None: False.
         on_error: "fail", or "skip" rows that are not as they should be: another number of fields,
             text in a column of numbers, missing and unknown values.
@@ -74,9 +93,11 @@ def csv(
     require("pyarrow", "tables", "CSV")
     from flatout.data.pipeline import Pipeline
     from flatout.data.sources.arrow_schema import Wanted, listed
-    from flatout.data.sources.csv_decoder import csv_rows
+    from flatout.data.sources.csv_rows import csv_rows
 
-    wanted = Wanted(target, inputs, weight, unused, default, categories or {}, stack)
+    wanted = Wanted(
+        target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
+    )
     return Pipeline(
         csv_rows(
             find(paths),
@@ -84,6 +105,8 @@ def csv(
             Faults(on_error, max_errors),
             schema,
             delimiter=delimiter,
+            decimal=decimal,
+            encoding=encoding,
             header=header,
             quote=quote,
             missing=None if missing is None else listed(missing),

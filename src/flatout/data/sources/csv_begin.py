@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,9 +14,9 @@ import pyarrow.compute as pc
 
 from flatout.data.decoder import Bytes, Split
 from flatout.data.files import File
-from flatout.data.sources.arrow_schema import Wanted
+from flatout.data.sources.arrow_schema import ISO, Wanted, is_date
 from flatout.data.sources.csv_split import Dialect, split_rows
-from flatout.data.sources.csv_text import in_one_piece, read_text
+from flatout.data.sources.csv_text import in_one_piece, not_utf8, read_text
 from flatout.errors import DataError
 
 UNNAMED = "Unnamed: "
@@ -26,6 +27,7 @@ _SAMPLE = 1 << 20
 _MOSTLY = 0.9
 _WHOLE = r"^\s*[+-]?\d{1,18}\s*$"
 _NUMBER = r"^\s*[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[nN][aA][nN]|[iI]nf(inity)?)\s*$"
+_POINT = r"\."
 
 
 class Begin(NamedTuple):
@@ -57,8 +59,12 @@ def begin_of(file: File, dialect: Dialect) -> Begin:
         raise DataError(f"the file cannot be read: {error.strerror}", where=file.name) from error
     if not content.strip():
         raise DataError("the file is empty: expected rows", where=file.name)
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError("expected UTF-8, found UTF-16", where=file.name, do="convert it to UTF-8")
+    if b"\0" in content:
+        raise DataError(
+            "expected text in UTF-8, found bytes of 0",
+            where=f"{file.name}: byte {content.index(0):,}",
+            do="say how the file is written, for example encoding='utf-16-le'",
+        )
     if b"\n" not in content and b"\r" in content:
         raise DataError(
             "expected lines that end in a newline, found carriage returns alone",
@@ -78,8 +84,13 @@ def _fields(begin: Begin, dialect: Dialect) -> list[str]:
     try:
         words = begin.first.removeprefix(BOM).decode()
     except UnicodeDecodeError as error:
+        byte, found = not_utf8(begin.first)
+        byte += int(begin.rows.starts[0])
+        line = begin.text[:byte].tobytes().count(b"\n") + 1
         raise DataError(
-            f"expected UTF-8: {error}", where=begin.file.name, do="convert it to UTF-8"
+            found,
+            where=f"{begin.file.name}:{line} (byte {byte:,})",
+            do="say how the file is written: encoding='cp1252', or convert it to UTF-8",
         ) from error
     if not dialect.quote:
         return words.split(dialect.delimiter)
@@ -119,7 +130,7 @@ def shared_names(
 def _names(begin: Begin, dialect: Dialect, header: bool | Sequence[str]) -> list[str]:
     fields, where = _fields(begin, dialect), begin.file.name
     if header is True:
-        names = [name or f"{UNNAMED}{at}" for at, name in enumerate(fields)]
+        names = [name.strip() or f"{UNNAMED}{at}" for at, name in enumerate(fields)]
     elif header is False:
         names = [f"f{at}" for at in range(len(fields))]
     else:
@@ -144,11 +155,17 @@ def found_types(
     Raises:
         DataError: no row has as many fields as there are names.
     """
-    texts = dict.fromkeys(wanted.categories, pa.binary())
+    dates = wanted.date_formats(names)
+    texts = {
+        *wanted.fixed_categories(names),
+        *wanted.asked_categories(names),
+        *(name for name, form in dates.items() if form != ISO),
+    }
     types: dict[str, pa.DataType] = dict.fromkeys(names, pa.null())
     for begin in begins:
         text = in_one_piece(begin.text, begin.rows.starts, begin.rows.ends)
-        table = read_text(text, names, dialect, texts, skip_invalid=True)
+        as_bytes = dict.fromkeys(texts, pa.binary())
+        table = read_text(text, names, dialect, as_bytes, skip_invalid=True)
         if len(table) == 0:
             raise DataError(
                 f"expected rows of {len(names)} fields, found none in the first {_SAMPLE:,} bytes",
@@ -156,16 +173,20 @@ def found_types(
                 do="correct the header, or name the columns: header=[...]",
             )
         for name in names:
-            types[name] = _common_type(types[name], _type_of(table[name]))
+            found = pa.string() if name in texts else _type_of(table[name], dialect.decimal)
+            types[name] = _common_type(types[name], found)
     return types
 
 
-def _type_of(column: pa.ChunkedArray) -> pa.DataType:
+def _type_of(column: pa.ChunkedArray, decimal: str) -> pa.DataType:
     """What a column holds: numbers too, where a few of its values are none."""
+    if pa.types.is_binary(column.type):  # text that is no UTF-8
+        return pa.string()
     if not pa.types.is_string(column.type):
         return column.type
     texts = column.drop_null()
-    for pattern, type in ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())):
+    number = _NUMBER.replace(_POINT, re.escape(decimal))
+    for pattern, type in ((_WHOLE, pa.int64()), (number, pa.float64())):
         share = pc.mean(pc.match_substring_regex(texts, pattern).cast(pa.float64())).as_py()
         if share is not None and share >= _MOSTLY:
             return type
@@ -177,7 +198,13 @@ def _common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType:
         return a
     if pa.types.is_null(a):
         return b
-    return pa.float64() if {a, b} == {pa.int64(), pa.float64()} else pa.string()
+    if {a, b} == {pa.int64(), pa.float64()}:
+        return pa.float64()
+    if pa.types.is_timestamp(a) or pa.types.is_timestamp(b):
+        zones = {getattr(type, "tz", None) for type in (a, b)}
+        if is_date(a) and is_date(b) and len(zones) == 1:
+            return a if pa.types.is_timestamp(a) else b
+    return pa.string()
 
 
 def samples_of(begins: Sequence[Begin], header: bool) -> list[Begin]:

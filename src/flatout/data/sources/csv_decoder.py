@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,48 +11,43 @@ import pyarrow as pa
 from flatout.data.block import Block, Numbers
 from flatout.data.decoder import Bytes, Split, Survey, Where
 from flatout.data.faults import Faults
-from flatout.data.files import File
-from flatout.data.indexed import IndexedRows
 from flatout.data.running.buffers import Buffers
-from flatout.data.schema import Given, Schema
+from flatout.data.schema import Schema
 from flatout.data.sources.arrow_columns import BadValue, to_columns
 from flatout.data.sources.arrow_schema import (
-    Wanted,
-    check_options,
+    ISO_TYPES,
     check_schema,
-    given_schema,
-    infer_schema,
+    is_date,
     source_names,
     used_names,
 )
-from flatout.data.sources.csv_begin import (
-    BOM,
-    UNNAMED,
-    begin_of,
-    found_types,
-    samples_of,
-    shared_names,
-)
-from flatout.data.sources.csv_split import MISSING, dialect_of, split_rows
-from flatout.data.sources.csv_text import in_one_piece, read_text
+from flatout.data.sources.csv_begin import BOM
+from flatout.data.sources.csv_split import dialect_of, split_rows
+from flatout.data.sources.csv_text import in_one_piece, not_utf8, read_text
 from flatout.errors import DataError
-
-_OPTIONS = ("delimiter", "quote", "header", "missing", "bools")
 
 
 class CsvDecoder:
     """Rows of CSV. Follows `flatout.data.decoder.Decoder`.
 
     Args:
-        schema: options delimiter, quote, missing, allow_nan, stack, bools (stacked columns of true
-            and false) and categories say the rest.
+        schema: options delimiter, quote, decimal, missing, allow_nan, stack, bools (stacked columns
+            of true and false), categories, unknown and dates say the rest.
         names: of the columns in the files.
         headers: the lines that may stand first in a file and are no rows.
+        notes: what there is to say of how the files are read.
     """
 
     needs_survey = False
 
-    def __init__(self, schema: Schema, names: Sequence[str], headers: frozenset[bytes]) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        names: Sequence[str],
+        headers: frozenset[bytes],
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.notes = list(notes)
         self.schema = schema
         self.names = list(names)
         self.dialect = dialect_of(schema.options)
@@ -106,7 +99,7 @@ class CsvDecoder:
                 return Block(columns, numbers[rows])
             except BadValue as bad:
                 row = int(rows[bad.row])
-                faults.bad(bad.what, where(row, int(starts[row])))
+                faults.bad(bad.what, where(row, int(starts[row]) + bad.byte))
                 rows = np.delete(rows, bad.row)
 
     def _parse(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> pa.Table:
@@ -117,7 +110,11 @@ class CsvDecoder:
         try:
             table = read_text(text, self.names, self.dialect, self._types, self._used)
         except pa.ArrowInvalid as error:
-            raise BadValue(*self._explain(str(error), len(starts))) from error
+            row, what = self._explain(str(error), len(starts))
+            if "invalid UTF8" in what:
+                byte, found = not_utf8(buffer[starts[row] : ends[row]].tobytes())
+                raise BadValue(row, f"{what.partition(':')[0]}: {found}", byte) from error
+            raise BadValue(row, what) from error
         if len(table) != len(starts):
             raise BadValue(
                 self._first_torn(buffer, starts, ends),
@@ -140,7 +137,12 @@ class CsvDecoder:
         name = self.names[int(column[1])]
         told = repr(value[1]) if value else words.rpartition(": ")[2]
         type = self._types[name]
-        expected = "text" if type == pa.string() else np.dtype(type.to_pandas_dtype()).name
+        if is_date(type):
+            expected = f"a date as {self.schema.options['dates'][name]!r}"
+        else:
+            expected = "text" if type == pa.string() else np.dtype(type.to_pandas_dtype()).name
+        if value and not re.search(r"\d", value[1]):
+            told += f" (missing=[{told}, ...] takes it for a missing value)"
         return row, f"column {name!r}: expected {expected}, found {told}"
 
     def _first_torn(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> int:
@@ -165,41 +167,10 @@ def _types_to_read(schema: Schema) -> dict[str, pa.DataType]:
                 types[name] = pa.string()
             elif name in schema.options.get("bools", ()):
                 types[name] = pa.bool_()
+            elif name in schema.options.get("dates", {}):
+                types[name] = ISO_TYPES.get(schema.options["dates"][name], pa.string())
             elif column.dtype == "float16":
                 types[name] = pa.float32()
             else:
                 types[name] = pa.from_numpy_dtype(column.numpy_dtype)
     return types
-
-
-def csv_rows(
-    files: Sequence[File],
-    wanted: Wanted,
-    faults: Faults,
-    schema: Given | None = None,
-    **given: Any,
-) -> IndexedRows:
-    """The rows of CSV files; arguments as those of `csv`, of which `given` may be None."""
-    options = {name: value for name, value in given.items() if value is not None}
-    if schema is not None:
-        base = given_schema(schema, "csv", wanted, options)
-        options = base.options
-    is_tsv = all({".tsv", ".tab"} & set(Path(file.name).suffixes) for file in files)
-    defaults = {"delimiter": "\t" if is_tsv else ",", "quote": '"', "header": True}
-    options = {**defaults, "missing": list(MISSING), **options}
-    dialect, header = dialect_of(options), options["header"]
-    begins = [begin_of(file, dialect) for file in files]
-    names = shared_names(begins, dialect, header)
-    headers = frozenset(begin.first for begin in begins) if header is True else frozenset()
-    if schema is None:
-        types = found_types(samples_of(begins, header is True), names, dialect, wanted)
-        nameless = [name for name in names if name.startswith(UNNAMED)]
-        base = infer_schema("csv", types, wanted.without(nameless), options)
-        # A stacked column is float32 in the schema, but true and false are read as such.
-        bools = [name for name in base.options.get("stack", ()) if types[name] == pa.bool_()]
-        if bools:
-            base = base.model_copy(update={"options": {**base.options, "bools": bools}})
-    else:
-        base = base.model_copy(update={"options": options})
-    check_options(base, _OPTIONS)
-    return IndexedRows(files, CsvDecoder(base, names, headers), faults, "CSV")

@@ -13,7 +13,7 @@ from flatout.data.decoder import Bytes, Split
 from flatout.errors import DataError
 from flatout.kernels import lines
 
-MISSING = ("", "NA", "N/A", "#N/A", "NULL", "null", "None")
+MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")
 
 _NEWLINE, _RETURN = b"\n\r"
 _WINDOW = 1 << 22
@@ -27,28 +27,36 @@ class Dialect(NamedTuple):
         quote: around fields that hold delimiters or newlines; doubled where it is meant itself.
             "" where quotes have no meaning.
         missing: texts that stand for a missing value.
+        decimal: between a number's whole part and its fraction.
     """
 
     delimiter: str = ","
     quote: str = '"'
     missing: tuple[str, ...] = MISSING
+    decimal: str = "."
 
 
 def dialect_of(options: Mapping[str, Any]) -> Dialect:
     """The dialect that a schema's options tell.
 
     Raises:
-        DataError: delimiter or quote is no single ASCII character, or missing no list of texts.
+        DataError: delimiter, quote or decimal is no single ASCII character, decimal and delimiter
+            are the same, or missing is no list of texts.
     """
     missing = options["missing"]
     if isinstance(missing, str) or not all(isinstance(text, str) for text in missing):
         raise DataError(f"missing: expected a list of texts, found {missing!r}")
-    dialect = Dialect(options["delimiter"], options["quote"], tuple(missing))
-    for name, sign in (("delimiter", dialect.delimiter), ("quote", dialect.quote)):
+    decimal = options.get("decimal", ".")
+    dialect = Dialect(options["delimiter"], options["quote"], tuple(missing), decimal)
+    for name, sign in zip(("delimiter", "quote", "", "decimal"), dialect, strict=True):
+        if not name:
+            continue
         if not (isinstance(sign, str) and sign.isascii() and sign not in ("\n", "\r")):
             raise DataError(f"{name}: expected an ASCII character, found {sign!r}")
         if len(sign) != 1 and (name, sign) != ("quote", ""):
             raise DataError(f"{name}: expected one character, found {sign!r}")
+    if dialect.decimal == dialect.delimiter:
+        raise DataError(f"delimiter and decimal are both {decimal!r}: expected two signs")
     return dialect
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
 from flatout.data.block import Numbers
 from flatout.data.decoder import Bytes
 from flatout.data.sources.csv_split import Dialect
+
+_LINE_ENDS = np.isin(np.arange(256), list(b"\n\r"))
 
 
 def read_text(
@@ -51,6 +54,7 @@ def read_text(
             include_columns=list(used),
             null_values=list(dialect.missing),
             strings_can_be_null=True,
+            decimal_point=dialect.decimal,
         ),
     )
 
@@ -58,9 +62,34 @@ def read_text(
 def in_one_piece(buffer: Bytes, starts: Numbers, ends: Numbers) -> Any:
     """The bytes of rows, with newlines between them; without a copy where they lie so."""
     gaps = starts[1:] - ends[:-1]
-    # A gap of one or two bytes is a line's end; what else was left out is longer.
-    if ((gaps == 1) | (gaps == 2)).all():
+    # A gap of one or two bytes is a line's end, unless a file ended without one before a header of
+    # a single letter.
+    if ((gaps == 1) | (gaps == 2)).all() and _LINE_ENDS[buffer[ends[:-1]]].all():
         return buffer[starts[0] : ends[-1]]
     view = buffer.data
     pairs = zip(starts.tolist(), ends.tolist(), strict=True)
     return b"\n".join([view[start:end] for start, end in pairs])
+
+
+def not_utf8(text: bytes) -> tuple[int, str]:
+    """Where a text is not UTF-8, in bytes from its begin; what is expected and found, in words."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        at = error.start
+    else:
+        return 0, "expected UTF-8"
+    near = text[max(0, at - 8) : at + 8]
+    guess = next(name for name in ("cp1252", "latin-1") if _reads(near, name))
+    return at, (
+        f"expected text in UTF-8, found the byte 0x{text[at]:02x} in {near!r} "
+        f"(encoding={guess!r} reads it as {near.decode(guess)!r})"
+    )
+
+
+def _reads(text: bytes, encoding: str) -> bool:
+    try:
+        text.decode(encoding)
+    except UnicodeDecodeError:
+        return False
+    return True

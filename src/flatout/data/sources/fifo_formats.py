@@ -164,6 +164,12 @@ class _Csv:
 
         defaults = {"delimiter": ",", "quote": '"', "header": True, "missing": list(MISSING)}
         options = {**defaults, **schema.options}
+        if options.get("encoding", "utf-8").lower() not in ("utf-8", "utf8", "ascii"):
+            raise DataError(
+                f"a stream of CSV is read as UTF-8, and the schema says {options['encoding']}",
+                where=name,
+                do="write UTF-8 into it: iconv -t UTF-8; and drop the schema's encoding",
+            )
         self._schema = schema.model_copy(update={"options": options})
         self._dialect = dialect_of(options)
         self._name, self._headers = name, headers

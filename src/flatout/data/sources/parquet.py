@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.data.files import Paths, find
 from flatout.data.schema import Given
@@ -11,7 +10,7 @@ from flatout.data.sources.optional import require
 
 if TYPE_CHECKING:
     from flatout.data.pipeline import Pipeline
-    from flatout.data.sources.arrow_schema import Defaults, Names
+    from flatout.data.sources.arrow_schema import Categories, Dates, Defaults, Names
 
 
 def parquet(
@@ -23,8 +22,10 @@ def parquet(
     unused: Names = None,
     schema: Given | None = None,
     default: Defaults = None,
-    categories: Mapping[str, Sequence[Any]] | None = None,
+    categories: Categories = None,
+    dates: Dates = None,
     stack: bool = False,
+    skip_text: bool = False,
     allow_nan: bool | None = None,
 ) -> Pipeline:
     """Rows of Parquet files. Only the columns that are used are read.
@@ -43,10 +44,17 @@ def parquet(
             `weight` and `unused` change roles.
         default: what a missing value becomes, in all columns or by column; None makes a missing
             value an error. A missing list of any length becomes an empty one.
-        categories: for columns of strings, their values in the order of the numbers that they
-            become: `{"colour": ["red", "green"]}` makes int64 0 and 1. Others are errors.
+        categories: columns whose texts become numbers, with the texts in the order of these
+            numbers: `{"color": ["red", "green"]}` makes int64 0 and 1, and others are errors. A
+            list of names, or None in place of the texts, learns them from all rows: the sorted
+            texts count from 1, 0 stands for any other and for a missing one (of a target they count
+            from 0, and others are errors). Columns of text whose values come again are learned
+            without being named, those that hold names or prose are refused.
+        dates: columns of dates, or how those of each are written: `{"day": "%d.%m.%Y"}`. They
+            become days since 1970-01-01, float32. Columns of Arrow's own dates need no naming.
         stack: put all numeric input columns (no lists, no categories) into one input, float32 of
             shape (columns,), which most models of tables want.
+        skip_text: leave out columns of text that are no categories, instead of refusing them.
         allow_nan: let NaN and infinite values pass; None means the schema's option, else False.
 
     Raises:
@@ -58,7 +66,9 @@ def parquet(
     from flatout.data.sources.arrow_schema import Wanted
     from flatout.data.sources.table_chunks import ParquetFile, table_chunks
 
-    wanted = Wanted(target, inputs, weight, unused, default, categories or {}, stack)
+    wanted = Wanted(
+        target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
+    )
     files = [ParquetFile(file) for file in find(paths)]
     return Pipeline(table_chunks("parquet", files, schema, wanted, allow_nan))
 
@@ -72,8 +82,10 @@ def arrow(
     unused: Names = None,
     schema: Given | None = None,
     default: Defaults = None,
-    categories: Mapping[str, Sequence[Any]] | None = None,
+    categories: Categories = None,
+    dates: Dates = None,
     stack: bool = False,
+    skip_text: bool = False,
     allow_nan: bool | None = None,
 ) -> Pipeline:
     """Rows of Arrow IPC files, which Feather's version 2 writes as well; else as `parquet`."""
@@ -82,6 +94,8 @@ def arrow(
     from flatout.data.sources.arrow_schema import Wanted
     from flatout.data.sources.table_chunks import ArrowFile, table_chunks
 
-    wanted = Wanted(target, inputs, weight, unused, default, categories or {}, stack)
+    wanted = Wanted(
+        target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
+    )
     files = [ArrowFile(file) for file in find(paths)]
     return Pipeline(table_chunks("arrow", files, schema, wanted, allow_nan))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -28,7 +29,16 @@ from flatout.data.sources.arrow_schema import (
     listed,
     used_names,
 )
+from flatout.data.sources.vocabulary import (
+    Texts,
+    left_out_notes,
+    merged,
+    notes_of,
+    texts_of,
+    with_vocabularies,
+)
 from flatout.errors import DataError
+from flatout.measure import usable_cpus
 
 _LARGE = 1 << 30
 
@@ -143,6 +153,7 @@ class TableChunks:
     Args:
         files: of one kind.
         schema: that fits each of them.
+        notes: what there is to say of it.
 
     Attributes:
         file_rows: where each file's rows begin, and at last where they end.
@@ -151,7 +162,10 @@ class TableChunks:
         DataError: a file lacks a column of the schema, or has it in a type that does not fit.
     """
 
-    def __init__(self, files: Sequence[TableFile], schema: Schema) -> None:
+    def __init__(
+        self, files: Sequence[TableFile], schema: Schema, notes: Sequence[str] = ()
+    ) -> None:
+        self._notes = list(notes)
         for one in files:
             check_schema(schema, one.fields, one.file.name)
         self.schema = schema
@@ -216,13 +230,14 @@ class TableChunks:
         return f"{count}, {words}, {self._starts[-1]:,} rows"
 
     def notes(self) -> list[str]:
-        """Whether parts are so large that decoding one needs much memory."""
+        """What was learned, and whether parts are so large that decoding one needs much memory."""
         largest = max(self._files, key=lambda one: one.largest)
         if largest.largest < _LARGE:
-            return []
+            return self._notes
         return [
+            *self._notes,
             f"a {largest.part} of {largest.file.name} takes {largest.largest / 1e9:.1f} GB "
-            "decoded, and each thread decodes one: write smaller ones (row_group_size)"
+            "decoded, and each thread decodes one: write smaller ones (row_group_size)",
         ]
 
 
@@ -256,7 +271,7 @@ def table_chunks(
     if schema is not None:
         given = given_schema(schema, format, wanted, options)
         check_options(given)
-        return TableChunks(files, given)
+        return TableChunks(files, given, left_out_notes(given, files[0].fields))
     fields = files[0].fields
     for one in files[1:]:
         # Where inputs are named, other columns do not matter.
@@ -269,4 +284,19 @@ def table_chunks(
                 where=one.file.name,
                 do="name those wanted: inputs=[...], or those to leave out: unused=[...]",
             )
-    return TableChunks(files, infer_schema(format, fields, wanted, options))
+    wanted = with_vocabularies(wanted, fields, lambda names, few: _texts(files, names, few))
+    inferred = infer_schema(format, fields, wanted, options)
+    return TableChunks(files, inferred, notes_of(inferred.options))
+
+
+def _texts(files: Sequence[TableFile], names: Sequence[str], few: bool) -> dict[str, Texts]:
+    """What columns of text hold, in all parts or in the first."""
+    parts = [(one, part) for one in files for part in range(len(one.sizes))]
+
+    def look(one: TableFile, part: int) -> dict[str, Texts]:
+        with _telling(one.file, f"{one.part} {part} cannot be decoded"):
+            return texts_of(one.read(part, names), names)
+
+    with ThreadPoolExecutor(usable_cpus()) as pool:
+        found = merged(pool.map(lambda part: look(*part), parts[:1] if few else parts))
+    return {name: found.get(name, Texts(frozenset(), 0)) for name in names}

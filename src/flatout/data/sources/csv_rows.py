@@ -1,0 +1,278 @@
+"""Opens CSV files: how they are written, what their columns are, and the rows in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from flatout.cache_folder import cache_folder
+from flatout.data.faults import Faults
+from flatout.data.files import File, in_utf8
+from flatout.data.indexed import IndexedRows
+from flatout.data.running.buffers import Buffers
+from flatout.data.schema import Column, Given, Schema
+from flatout.data.sources.arrow_schema import (
+    ISO,
+    ISO_WITH_ZONE,
+    TIME,
+    Wanted,
+    check_options,
+    given_schema,
+    infer_schema,
+    is_date,
+)
+from flatout.data.sources.csv_begin import (
+    UNNAMED,
+    Begin,
+    begin_of,
+    found_types,
+    samples_of,
+    shared_names,
+)
+from flatout.data.sources.csv_decoder import CsvDecoder
+from flatout.data.sources.csv_sniff import (
+    fields_of,
+    has_header,
+    marked_encoding,
+    sample_of,
+    sniff_decimal,
+    sniff_delimiter,
+)
+from flatout.data.sources.csv_split import MISSING, Dialect, dialect_of
+from flatout.data.sources.csv_text import in_one_piece, not_utf8, read_text
+from flatout.data.sources.vocabulary import (
+    Texts,
+    left_out_notes,
+    merged,
+    notes_of,
+    texts_of,
+    with_vocabularies,
+)
+from flatout.measure import usable_cpus
+
+_OPTIONS = ("delimiter", "quote", "header", "missing", "bools", "decimal", "encoding")
+# Rows whose texts are looked at together.
+_LOOKED_AT = 1 << 16
+_VERSION = 1
+
+
+class _Opened(NamedTuple):
+    """CSV files, and how they are written.
+
+    Attributes:
+        begins: of the files, which are in UTF-8.
+        options: all of them.
+        dialect: that they tell.
+        names: of the columns.
+        headers: the lines that may stand first in a file and are no rows.
+        notes: what was found out, and is no matter of course.
+    """
+
+    begins: list[Begin]
+    options: dict[str, Any]
+    dialect: Dialect
+    names: list[str]
+    headers: frozenset[bytes]
+    notes: list[str]
+
+
+def csv_rows(
+    files: Sequence[File],
+    wanted: Wanted,
+    faults: Faults,
+    schema: Given | None = None,
+    **given: Any,
+) -> IndexedRows:
+    """The rows of CSV files; arguments as those of `csv`, of which `given` may be None."""
+    options = {name: value for name, value in given.items() if value is not None}
+    base = None
+    if schema is not None:
+        base = given_schema(schema, "csv", wanted, options)
+        options = base.options
+    opened = _open(files, options)
+    files = [begin.file for begin in opened.begins]
+    if base is None:
+        return _inferred(files, opened, wanted, faults)
+    base = base.model_copy(update={"options": opened.options})
+    check_options(base, _OPTIONS)
+    named = [name for name in opened.names if not name.startswith(UNNAMED)]
+    notes = [*opened.notes, *left_out_notes(base, named)]
+    return IndexedRows(files, CsvDecoder(base, opened.names, opened.headers, notes), faults, "CSV")
+
+
+def _open(files: Sequence[File], given: Mapping[str, Any]) -> _Opened:
+    """Find out what was not given."""
+    notes: list[str] = []
+    options = {"quote": '"', "missing": list(MISSING), **given}
+    dialect_of({"delimiter": ",", **options})  # signs that are none are said first
+    files = [_as_utf8(file, options.get("encoding"), notes) for file in files]
+    text, quote = sample_of(files[0]), options["quote"]
+    if "delimiter" not in options:
+        is_tsv = all({".tsv", ".tab"} & set(Path(file.name).suffixes) for file in files)
+        options["delimiter"] = "\t" if is_tsv else sniff_delimiter(text, quote)
+        if not is_tsv and options["delimiter"] != ",":
+            notes.append(f"fields are parted by {options['delimiter']!r}")
+    dialect = dialect_of(options)
+    rows = fields_of(text, dialect.delimiter, dialect.quote)
+    if "decimal" not in options and sniff_decimal(rows, dialect.delimiter) == ",":
+        options["decimal"] = ","
+        dialect = dialect._replace(decimal=",")
+        notes.append("numbers have a decimal comma")
+    if "header" not in options:
+        options["header"] = has_header(rows, dialect.decimal, dialect.missing)
+        if not options["header"]:
+            notes.append(
+                "the first row looks like the others, so it is data, and the columns are called "
+                "f0, f1, ...: header=[names] names them, header=True takes it for names"
+            )
+    header = options["header"]
+    begins = [begin_of(file, dialect) for file in files]
+    names = shared_names(begins, dialect, header)
+    headers = frozenset(begin.first for begin in begins) if header is True else frozenset()
+    return _Opened(begins, options, dialect, names, headers, notes)
+
+
+def _as_utf8(file: File, encoding: str | None, notes: list[str]) -> File:
+    marked = None if encoding is not None else marked_encoding(file)
+    if marked is not None:
+        note = f"read as {marked.upper()}, which the byte order mark tells"
+        if note not in notes:
+            notes.append(note)
+    found = encoding or marked
+    return file if found is None else in_utf8(file, found)
+
+
+def _inferred(
+    files: Sequence[File], opened: _Opened, wanted: Wanted, faults: Faults
+) -> IndexedRows:
+    """Rows by a schema that is found out, with the categories in them."""
+    names, options = opened.names, opened.options
+    is_headed = options["header"] is True
+    samples = samples_of(opened.begins, is_headed)
+    wanted = wanted.without([name for name in names if name.startswith(UNNAMED)])
+    types = found_types(samples, names, opened.dialect, wanted)
+    rows = None
+
+    def count(columns: Sequence[str], few: bool) -> Mapping[str, Texts]:
+        nonlocal rows
+        if few:
+            return _texts_in_samples(samples, opened, columns)
+        if rows is None:
+            blank = (Column(name=names[0], dtype="int64", role="unused"),)
+            bare = Schema(format="csv", columns=blank, options=options)
+            decoder = CsvDecoder(bare, names, opened.headers)
+            rows = IndexedRows(files, decoder, Faults(), "CSV")
+        return _learned(rows, opened, columns, faults)
+
+    wanted = with_vocabularies(_with_dates(wanted, types), types, count)
+    schema = infer_schema("csv", types, wanted, options)
+    # A stacked column is float32 in the schema, but true and false are read as such.
+    bools = [name for name in schema.options.get("stack", ()) if types[name] == pa.bool_()]
+    if bools:
+        schema = schema.model_copy(update={"options": {**schema.options, "bools": bools}})
+    check_options(schema, _OPTIONS)
+    notes = [*opened.notes, *notes_of(schema.options)]
+    decoder = CsvDecoder(schema, names, opened.headers, notes)
+    if rows is None:
+        return IndexedRows(files, decoder, faults, "CSV")
+    return rows.read_by(decoder, faults)
+
+
+def _with_dates(wanted: Wanted, types: Mapping[str, pa.DataType]) -> Wanted:
+    """With the columns that look like dates, and how those are written."""
+    formats = wanted.date_formats(types)
+    coded = {*wanted.fixed_categories(types), *wanted.asked_categories(types)}
+    roles = wanted.roles(dict.fromkeys(types, "input"))
+    for name, type in types.items():
+        is_free = name not in coded and roles[name] != "unused"
+        if formats.get(name, ISO) == ISO and is_date(type) and is_free:
+            with_zone = ISO_WITH_ZONE if getattr(type, "tz", None) else ISO
+            formats[name] = TIME if pa.types.is_time(type) else with_zone
+    return wanted.with_dates(formats)
+
+
+def _texts_in_samples(
+    samples: Sequence[Begin], opened: _Opened, columns: Sequence[str]
+) -> dict[str, Texts]:
+    return merged(
+        _texts(in_one_piece(begin.text, begin.rows.starts, begin.rows.ends), opened, columns, None)
+        for begin in samples
+    )
+
+
+def _texts(
+    text: Any, opened: _Opened, columns: Sequence[str], faults: Faults | None
+) -> dict[str, Texts]:
+    """The texts in columns of whole rows; those that are no UTF-8 are left to who reads the rows.
+
+    Raises:
+        UnicodeDecodeError: where there are `faults` that skip no rows.
+    """
+    types = dict.fromkeys(columns, pa.binary())
+    table = read_text(text, opened.names, opened.dialect, types, columns, skip_invalid=True)
+    found = {}
+    for name, texts in texts_of(table, columns).items():
+        strict = faults is not None and not faults.skip
+        values = set()
+        for value in texts.values:
+            try:
+                values.add(value.decode())
+            except UnicodeDecodeError:
+                if strict:
+                    raise
+        found[name] = Texts(frozenset(values), texts.rows)
+    return found
+
+
+def _learned(
+    rows: IndexedRows, opened: _Opened, columns: Sequence[str], faults: Faults
+) -> Mapping[str, Texts]:
+    """The texts of all rows, from the cache or looked for now."""
+    words = json.dumps(
+        [_VERSION, rows.digest, opened.names, list(columns), *opened.dialect, faults.skip]
+    )
+    digest = hashlib.sha256(words.encode()).hexdigest()[:24]
+    # Beside the index of the same rows.
+    path = cache_folder() / "index" / f"{digest}.json"
+    # Whatever is wrong with it, it is made again.
+    with suppress(Exception):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return {name: Texts(frozenset(kept[name][0]), kept[name][1]) for name in columns}
+
+    def look(start: int) -> dict[str, Texts]:
+        numbers = np.arange(start, min(start + _LOOKED_AT, rows.rows))
+        buffer, starts, ends, where = rows.texts(numbers, Buffers())
+        try:
+            return _texts(in_one_piece(buffer, starts, ends), opened, columns, faults)
+        except UnicodeDecodeError as error:
+            row = next(
+                row
+                for row in range(len(starts))
+                if error.object in buffer[starts[row] : ends[row]].tobytes()
+            )
+            begin = int(starts[row])
+            begin += buffer[begin : ends[row]].tobytes().index(error.object)
+            byte, found = not_utf8(error.object)
+            faults.bad(found, where(row, begin + byte))
+            raise
+
+    with ThreadPoolExecutor(usable_cpus()) as pool:
+        found = merged(pool.map(look, range(0, rows.rows, _LOOKED_AT)))
+    kept = {name: [sorted(texts.values), texts.rows] for name, texts in found.items()}
+    beside = path.with_name(f".{uuid.uuid4().hex}.part")
+    # A cache that cannot be written costs time at the next start, nothing else.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(kept), encoding="utf-8")
+        os.replace(beside, path)
+    return found

@@ -1,0 +1,152 @@
+"""Which number each text of a column becomes: learned from all rows once, and kept in the schema.
+
+A column of texts that come again is taken for categories, by the sorted texts. Of an input they
+count from 1, and 0 is every text that was not there, and a missing one; of a target they count from
+0, and nothing else may come.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+import pyarrow as pa
+
+from flatout.data.schema import Schema
+from flatout.data.sources.arrow_schema import Wanted, is_text, listed
+from flatout.errors import DataError
+
+# Texts of which there are more than so many, in more than this share of the rows, are names or
+# prose rather than categories.
+_FEW, _SHARE = 32, 0.5
+_NUMBERISH = re.compile(r"[\s€$£%+-]*\d[\d\s.,'/:%€$£TZ+-]*")
+_MOSTLY = 0.9
+
+
+class Texts(NamedTuple):
+    """What a column of texts holds.
+
+    Attributes:
+        values: those that differ.
+        rows: that hold one.
+    """
+
+    values: frozenset[Any]
+    rows: int
+
+
+# Gives what columns hold: (names, whether some rows do).
+Count: TypeAlias = "Callable[[Sequence[str], bool], Mapping[str, Texts]]"
+
+
+def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: Count) -> Wanted:
+    """The same, with the categories of the columns that are to be learned.
+
+    Args:
+        wanted: what the user says.
+        fields: the types of the table's columns.
+        count: looks at its rows.
+
+    Raises:
+        DataError: a column of texts is left that holds no categories, and may not be left out.
+    """
+    roles = wanted.roles(dict.fromkeys(fields, "input"))
+    fixed, asked = wanted.fixed_categories(fields), wanted.asked_categories(fields)
+    texts = [
+        name
+        for name, type in fields.items()
+        if roles[name] in ("input", "target")
+        and name not in fixed
+        and name not in asked
+        and name not in wanted.date_formats(fields)
+        and is_text(type)
+    ]
+    refused: dict[str, str] = {}
+    for few in (True, False):  # prose is not read to its end
+        left = [name for name in texts if name not in refused]
+        found = count([*left, *asked], few) if left or (asked and not few) else {}
+        refused.update({n: w for n in left if (w := _no_categories(found[n]))})
+    if refused and not wanted.leave_out:
+        raise _refusal(refused)
+    learned = {name: sorted(found[name].values) for name in found if name not in refused}
+    for name, values in learned.items():
+        if not values:
+            raise DataError(f"column {name!r}: expected categories, found missing values alone")
+    return replace(
+        wanted,
+        categories={**fixed, **learned},
+        unknown=tuple(name for name in learned if roles[name] == "input"),
+        left_out=(*wanted.left_out, *refused),
+        unused=[*listed(wanted.unused), *refused],
+    )
+
+
+def _no_categories(found: Texts) -> str:
+    """Why texts are no categories, or ""."""
+    values, rows = found
+    if not rows:
+        return ""
+    alike = [text for text in values if _NUMBERISH.fullmatch(text)]
+    if len(alike) >= _MOSTLY * len(values):
+        return f"texts such as {min(alike)!r}, which look like numbers or dates"
+    if len(values) > _FEW and len(values) > _SHARE * rows:
+        return f"{len(values):,} different texts in {rows:,} rows"
+    return ""
+
+
+def _refusal(refused: Mapping[str, str]) -> DataError:
+    words = "; ".join(f"column {name!r} holds {why}" for name, why in refused.items())
+    names = list(refused)
+    do = f"leave out what is no input: unused={names!r}; or number the texts: categories={names!r}"
+    if any("look like" in why for why in refused.values()):
+        do += (
+            f"; for dates say how they are written: dates={{{names[0]!r}: '%d.%m.%Y'}}; for "
+            "numbers, the decimal sign: decimal=','"
+        )
+    return DataError(f"expected numbers or categories: {words}", do=do)
+
+
+def merged(parts: Iterable[Mapping[str, Texts]]) -> dict[str, Texts]:
+    """What all parts of a table hold."""
+    values: dict[str, set[Any]] = {}
+    rows: dict[str, int] = {}
+    for part in parts:
+        for name, found in part.items():
+            values.setdefault(name, set()).update(found.values)
+            rows[name] = rows.get(name, 0) + found.rows
+    return {name: Texts(frozenset(values[name]), rows[name]) for name in values}
+
+
+def texts_of(table: pa.Table, names: Sequence[str]) -> dict[str, Texts]:
+    """What columns of a table hold."""
+    found = {}
+    for name in names:
+        column = table[name].drop_null()
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        found[name] = Texts(frozenset(column.unique().to_pylist()), len(column))
+    return found
+
+
+def notes_of(options: Mapping[str, Any]) -> list[str]:
+    """What is said of the categories that were learned, and of columns that were left out."""
+    known, notes = options.get("categories", {}), []
+    learned = [f"{name} {len(known[name]):,}" for name in options.get("unknown", ())]
+    if learned:
+        notes.append(f"categories by their texts, 0 for unknown ones: {', '.join(learned)}")
+    if options.get("left_out"):
+        notes.append(f"columns of text left out: {', '.join(options['left_out'])}")
+    return notes
+
+
+def left_out_notes(schema: Schema, names: Iterable[str]) -> list[str]:
+    """What is said of a table's columns that a schema leaves out without calling them unused."""
+    known = {column.name for column in schema.columns} | set(schema.options.get("stack", ()))
+    left_out = schema.options.get("left_out", ())
+    notes = notes_of({"left_out": left_out})
+    others = [name for name in names if name not in known and name not in left_out]
+    if others:
+        notes.append(f"columns that the schema does not name, left out: {', '.join(others)}")
+    return notes
