@@ -79,6 +79,17 @@ def test_hugging_face_and_we_learn_the_same(tmp_path):
 
 
 @pytest.mark.slow
+def test_fastai_and_we_learn_the_same(tmp_path):
+    need("fastai")
+    write_files(DOCS / "migrate" / "fastai.md", tmp_path)
+    theirs, ours = (python(f"with_{name}.py", tmp_path) for name in ("fastai", "flatout"))
+    assert figures(ours) == pytest.approx(figures(theirs), abs=2e-4)
+    assert figures(ours)[-1] > 0.8
+    learned = torch.load(tmp_path / "fastai.pt")
+    assert_same_weights(load_file(tmp_path / "model.safetensors"), learned)
+
+
+@pytest.mark.slow
 def test_accelerate_and_we_learn_the_same(tmp_path):
     need("accelerate")
     write_files(DOCS / "migrate" / "accelerate.md", tmp_path)
