@@ -282,7 +282,7 @@ def test_a_callable_that_gives_something_else(value, found):
 
 
 def test_a_callable_cannot_take_sample_weights():
-    with pytest.raises(ModelError, match="sample weights"):
+    with pytest.raises(ModelError, match="weights of samples"):
         as_loss(lambda o, t: o.sum())(scores(3, 1), batch(torch.ones(3), torch.ones(3)))
 
 

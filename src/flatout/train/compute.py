@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,12 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def build_compute(
-    model: nn.Module, loss: Loss, metrics: Iterable[Metric], *, unweighted: bool
+    model: nn.Module,
+    loss: Loss,
+    metrics: Iterable[Metric],
+    *,
+    unweighted: bool,
+    weigh: Callable[[Batch], Batch] | None = None,
 ) -> Compute:
     """The function that a step differentiates.
 
@@ -41,6 +46,7 @@ def build_compute(
         loss: compares output and targets.
         metrics: fed with each output; nothing is read from the device.
         unweighted: no target of the source is one that the loss ignores.
+        weigh: adds weights to a batch's samples, for the loss.
     """
     metrics = list(metrics)
     unseen: int | None = None
@@ -51,23 +57,32 @@ def build_compute(
         watches = unseen is None or unseen > 0
         if watches:  # the first batch may come in pieces
             unseen = (unseen or batch.whole or batch.size) - batch.size
-        try:
-            if watches:
-                check_targets(loss, output, batch)
-            if watches and loss.own is not None:
-                with no_broadcast(f"the loss {loss.name}", output, batch):
-                    value = loss(output, batch, unweighted=unweighted)
-            else:
-                value = loss(output, batch, unweighted=unweighted)
-        except MISFITS as error:
-            if isinstance(error, FlatoutError) or is_out_of_memory(error):
-                raise
-            raise loss_misfit(error, loss, output, batch) from error
+        weighed = batch if weigh is None else weigh(batch)
+        value = value_of(loss, output, weighed, watches, unweighted)
         if metrics and not batch.is_copy and batch.samples:
             _feed(metrics, output, batch, watches)
         return value
 
     return compute
+
+
+def value_of(loss: Loss, output: Any, batch: Batch, watches: bool, unweighted: bool) -> Value:
+    """The loss of one output; what does not fit is explained, the first time before it is tried.
+
+    Raises:
+        FlatoutError: output and targets are not what the loss compares.
+    """
+    try:
+        if watches:
+            check_targets(loss, output, batch)
+        if watches and loss.own is not None:
+            with no_broadcast(f"the loss {loss.name}", output, batch):
+                return loss(output, batch, unweighted=unweighted)
+        return loss(output, batch, unweighted=unweighted)
+    except MISFITS as error:
+        if isinstance(error, FlatoutError) or is_out_of_memory(error):
+            raise
+        raise loss_misfit(error, loss, output, batch) from error
 
 
 @torch.no_grad()

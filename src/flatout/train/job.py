@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from flatout.data.batch import Batch
+from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import build_compute
 from flatout.train.losses import Loss, Value
 from flatout.train.metrics import Metric
@@ -45,14 +46,23 @@ class TorchJob:
         loss: compares output and targets.
         metrics: fresh ones, for this job alone.
         unweighted: no target of the source is one that the loss ignores.
+        class_weight: weights of classes, for the loss; or None.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, metrics: dict[str, Metric], *, unweighted: bool
+        self,
+        model: nn.Module,
+        loss: Loss,
+        metrics: dict[str, Metric],
+        *,
+        unweighted: bool,
+        class_weight: ClassWeight | None = None,
     ) -> None:
         self._metrics = metrics
         self._earlier: list[dict[str, Any]] = []  # of ranks that are no more
-        self.compute = build_compute(model, loss, metrics.values(), unweighted=unweighted)
+        self.compute = build_compute(
+            model, loss, metrics.values(), unweighted=unweighted, weigh=class_weight
+        )
 
     def results(self, world: World = ONE) -> dict[str, float]:
         """The metrics over all batches of all ranks since `reset`, by name."""

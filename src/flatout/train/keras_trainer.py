@@ -11,7 +11,8 @@ import torch
 
 from flatout.data.batch import Batch
 from flatout.data.source import Source
-from flatout.data.sources.keras_data import as_keras_source, split_validation
+from flatout.data.sources.array_parts import split_validation
+from flatout.data.sources.keras_data import as_keras_source
 from flatout.errors import ModelError
 from flatout.models import keras_model
 from flatout.optim import KerasOptimizer

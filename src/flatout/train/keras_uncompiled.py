@@ -50,6 +50,7 @@ class UncompiledKerasTrainer(Trainer):
             self.loss,
             as_metrics(self.metrics),
             unweighted=counts_all(self.loss, labels),
+            class_weight=None if source is None else self._class_weight,
         )
 
     def output(self, inputs: Any) -> Any:

@@ -85,7 +85,8 @@ class Loss:
             return self._own_value_of_samples(own, output, batch)
         if batch.weight is not None:
             raise ModelError(
-                f"sample weights were given, but the loss {self.name} does not take them",
+                f"weights of samples or classes were given, but the loss {self.name} does not take "
+                "them",
                 do="use a standard loss name, or weigh inside the loss and return (sum, weight)",
             )
         value = own(output, batch.targets)
@@ -115,7 +116,7 @@ class Loss:
         """Each element's loss times its sample's weight, over the sum of all weights."""
         assert self.function is not None
         each = self.function(output, target, "none")
-        weight = weight.reshape(-1, *[1] * (each.dim() - 1))
+        weight = weight.to(each.dtype).reshape(-1, *[1] * (each.dim() - 1))
         total = (each * weight).sum()
         if are_labels:
             return total, (self._weight_of_each(target) * weight).sum()

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from flatout.data.batch import Batch, to
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source, as_source
+from flatout.data.sources.array_parts import with_parts
 from flatout.data.sources.arrays import Arrays
 from flatout.devices import place, resolve_device
 from flatout.errors import CheckpointError, ModelError
@@ -26,6 +27,7 @@ from flatout.save.weights_file import check_ending, load_weights_file, save_weig
 from flatout.say import rounded, say
 from flatout.train import guard
 from flatout.train.callbacks import Callback
+from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import call
 from flatout.train.evaluate import evaluate
 from flatout.train.fit import Fit
@@ -161,6 +163,7 @@ class Trainer:
         """Begin with nothing fitted."""
         self.history: History | None = None
         self._fit: Fit | None = None
+        self._class_weight: ClassWeight | None = None
         self.loop = Loop(**self._loop_arguments)
 
     @on_ranks
@@ -183,6 +186,9 @@ class Trainer:
         drop_last: bool = False,
         validation_data: Any = None,
         validation_batch_size: int | None = None,
+        validation_split: float = 0.0,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
         callbacks: Iterable[Callback] = (),
         progress: bool | None = None,
         resume: bool | str = False,
@@ -201,6 +207,12 @@ class Trainer:
             drop_last: leave out a last batch that is not full.
             validation_data: evaluated after each epoch, as `val_...`.
             validation_batch_size: for validation; 256 by default.
+            validation_split: the share of arrays, from 0 to 1, that is held out to validate on:
+                the last of them as they are given, before any shuffling. `validation_data` wins.
+            class_weight: weight by class number, 1 where none is named: each sample's weight in
+                the loss of training is multiplied by that of its class.
+            sample_weight: of arrays, shape (samples,): each sample's weight in the loss, which is
+                divided by the sum of the weights.
             callbacks: see `flatout.Callback`.
             progress: True, False, or None: a bar on a terminal, otherwise a line a minute.
             resume: True goes on from the newest checkpoint of `run`, if there is one; a name
@@ -216,6 +228,11 @@ class Trainer:
             CheckpointError: where a checkpoint cannot be written or does not fit.
             Interrupted: after Ctrl-C or SIGTERM, when the checkpoint is written (exits 130 or 143).
         """
+        share = 0.0 if validation_data is not None else validation_split
+        x, y, held_out = with_parts(x, y, sample_weight, share)
+        if held_out is not None:
+            validation_data = held_out
+        self._class_weight = None if class_weight is None else ClassWeight(class_weight, self.loss)
         source = as_source(
             x,
             y,
@@ -234,12 +251,21 @@ class Trainer:
         self.history = self._fit.state.history  # what there is of it, should fit end in an error
         return self._fit.run()
 
-    def evaluate(self, x: Any, y: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
+    def evaluate(
+        self, x: Any, y: Any = None, *, batch_size: int | None = None, sample_weight: Any = None
+    ) -> dict[str, float]:
         """Loss and metrics over all samples, each counted once; the model's modes are kept.
+
+        Args:
+            x: as `fit` takes it.
+            y: targets, if they are not part of `x`.
+            batch_size: samples per batch; 256 by default.
+            sample_weight: as for `fit`, for the loss.
 
         Raises:
             NumbersError: if a weight or buffer is not finite.
         """
+        x, y, _ = with_parts(x, y, sample_weight, 0.0)
         figures = self.evaluation(self._in_order(x, y, batch_size))
         assert figures is not None
         return figures
@@ -342,6 +368,7 @@ class Trainer:
             self.loss,
             as_metrics(self.metrics),
             unweighted=counts_all(self.loss, labels),
+            class_weight=None if source is None else self._class_weight,
         )
 
     def evaluation(

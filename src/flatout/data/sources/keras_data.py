@@ -10,9 +10,9 @@ import torch
 
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source, as_source
+from flatout.data.sources.array_parts import are_arrays, map_arrays
 from flatout.data.sources.arrays import Arrays, array_source
 from flatout.data.sources.iterable import IterableSource, name_digest
-from flatout.data.tensors import is_array
 from flatout.errors import DataError
 
 # Where a batch's targets hold sample weights that are not one number a sample.
@@ -49,7 +49,7 @@ def as_keras_source(
         raise DataError("x is None: expected inputs", do="pass arrays, or an iterable of batches")
     if isinstance(x, (Arrays, Pipeline)):
         return as_source(x, batch_size=batch_size, shuffle=shuffle, seed=seed, clip_batch=True)
-    if steps is not None or not _are_arrays(x):
+    if steps is not None or not are_arrays(x):
         return _by_keras(x, y, sample_weight, batch_size, shuffle, class_weight, steps)
     x, y, sample_weight = (_in_floatx(part) for part in (x, y, sample_weight))
     if class_weight is not None:
@@ -59,29 +59,6 @@ def as_keras_source(
     return array_source(
         x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed, clip_batch=True
     )
-
-
-def split_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any]:
-    """The first samples to train on, and the share at the end to validate on, as Keras does it.
-
-    Raises:
-        DataError: the data are not arrays, or a part would be empty.
-    """
-    if not _are_arrays(x):
-        raise DataError(
-            "validation_split needs arrays, whose end can be held out",
-            do="pass validation_data",
-        )
-    total = len(next(_leaves(x)))
-    split = int(total * (1 - share))
-    if not 0 < split < total:
-        raise DataError(
-            f"validation_split={share} leaves {split} of {total} samples to train on",
-            do="choose a share between 0 and 1 that leaves both parts at least one sample",
-        )
-    first = tuple(_map(lambda part: part[:split], part) for part in (x, y, sample_weight))
-    last = tuple(_map(lambda part: part[split:], part) for part in (x, y, sample_weight))
-    return first, last
 
 
 def _class_weights(y: Any, sample_weight: Any, class_weight: dict[int, float]) -> Any:
@@ -99,30 +76,6 @@ def _class_weights(y: Any, sample_weight: Any, class_weight: dict[int, float]) -
 # -- arrays ----------------------------------------------------------------------------------------
 
 
-def _are_arrays(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_are_arrays, value.values()))
-    if isinstance(value, (tuple, list)):
-        return bool(value) and all(map(_are_arrays, value))
-    return is_array(value)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (dict, tuple, list)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(part)
-    elif value is not None:
-        yield value
-
-
-def _map(function: Any, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _map(function, part) for name, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return tuple(_map(function, part) for part in value)
-    return None if value is None else function(value)
-
-
 def _in_floatx(value: Any) -> Any:
     """Floating-point arrays in Keras' own precision, as its adapters give them."""
     import keras
@@ -133,7 +86,7 @@ def _in_floatx(value: Any) -> Any:
         tensor = array if torch.is_tensor(array) else torch.from_numpy(_plain(np.asarray(array)))
         return tensor.to(wanted) if tensor.is_floating_point() else tensor
 
-    return _map(convert, value)
+    return map_arrays(convert, value)
 
 
 def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

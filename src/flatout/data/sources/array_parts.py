@@ -1,0 +1,115 @@
+"""Arrays handed over in parts: inputs, targets and weights, and the share that is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import TensorDataset
+
+from flatout.data.sources.arrays import Arrays
+from flatout.data.tensors import is_array, parts_of
+from flatout.errors import DataError
+
+
+def with_parts(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any, Any]:
+    """Data with their weights, and what of them is held out to validate on.
+
+    Args:
+        x: inputs, or all of the data.
+        y: targets, where `x` is inputs alone.
+        sample_weight: one number per sample, or None.
+        share: of the samples, which the last are held out; 0 for none.
+
+    Returns:
+        x and y for `as_source`, and the data held out or None.
+
+    Raises:
+        DataError: weights or a share of what is not arrays, weights given twice, or a share that
+            leaves a part without samples.
+    """
+    if sample_weight is None and not share:
+        return x, y, None
+    if isinstance(x, Arrays) and y is None and sample_weight is None:
+        split = _split(len(x), share)
+        return x.part(0, split), None, x.part(split, len(x))
+    parts = _parts(x, y, sample_weight)
+    if not share:
+        return parts, None, None
+    first, last = split_validation(*parts, share)
+    return first, None, last
+
+
+def split_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any]:
+    """The first samples to train on, and the share at the end to validate on, as Keras does it.
+
+    Raises:
+        DataError: the data are not arrays, or a part would be empty.
+    """
+    if not are_arrays(x):
+        raise DataError(
+            "validation_split needs arrays, whose end can be held out",
+            do="pass validation_data; a pipeline has .split(), and torch.utils.data.random_split "
+            "parts a Dataset",
+        )
+    split = _split(len(next(_leaves(x))), share)
+    first = tuple(map_arrays(lambda part: part[:split], part) for part in (x, y, sample_weight))
+    last = tuple(map_arrays(lambda part: part[split:], part) for part in (x, y, sample_weight))
+    return first, last
+
+
+def are_arrays(value: Any) -> bool:
+    """Whether this is an array, or a tuple, list or dict of arrays alone."""
+    if isinstance(value, dict):
+        return all(map(are_arrays, value.values()))
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(map(are_arrays, value))
+    return is_array(value)
+
+
+def map_arrays(function: Any, value: Any) -> Any:
+    """The same structure, lists as tuples, with `function` applied to each array."""
+    if isinstance(value, dict):
+        return {name: map_arrays(function, part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(map_arrays(function, part) for part in value)
+    return None if value is None else function(value)
+
+
+def _parts(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+    if y is None and isinstance(x, TensorDataset):
+        x = x.tensors
+    weight = None
+    if y is None and isinstance(x, tuple):
+        x, y, weight = parts_of(x)
+    if weight is not None and sample_weight is not None:
+        raise DataError("sample_weight was given beside data that have weights of their own")
+    if sample_weight is not None and not is_array(sample_weight):
+        raise DataError(
+            "sample_weight: expected a tensor or array with a number per sample, found a "
+            f"{type(sample_weight).__name__}"
+        )
+    if sample_weight is not None and (not are_arrays(x) or y is None):
+        raise DataError(
+            f"sample_weight goes with arrays x and y, found a {type(x).__name__}",
+            do="let it give (x, y, weight) itself",
+        )
+    return x, y, weight if sample_weight is None else sample_weight
+
+
+def _split(samples: int, share: float) -> int:
+    split = int(samples * (1 - share))
+    if not 0 < split < samples:
+        raise DataError(
+            f"validation_split={share} leaves {split} of {samples} samples to train on",
+            do="choose a share between 0 and 1 that leaves both parts at least one sample",
+        )
+    return split
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (dict, tuple, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    elif value is not None:
+        yield value

@@ -1,0 +1,77 @@
+"""Weights of classes, as weights of the samples that are of them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flatout.data.batch import Batch
+from flatout.errors import ModelError
+from flatout.train.losses import Loss
+
+
+class ClassWeight:
+    """Multiplies the weight of each sample by that of its class.
+
+    Args:
+        given: weight by class number; classes that are not named weigh 1.
+        loss: tells what targets are: class numbers (samples,), class probabilities
+            (samples, classes), of which the largest counts, or numbers that are rounded.
+
+    Raises:
+        ModelError: a class is no number from 0 on, or a weight is negative or not finite.
+    """
+
+    def __init__(self, given: Mapping[int, float], loss: Loss) -> None:
+        if not isinstance(given, Mapping) or not given:
+            raise ModelError(
+                f"class_weight maps class numbers to weights, found a {type(given).__name__}",
+                do="write class_weight={0: 1.0, 1: 5.0}; of a list: dict(enumerate(weights))",
+            )
+        for number, weight in given.items():
+            is_class = isinstance(number, numbers.Integral) and number >= 0
+            if not is_class or not _is_weight(weight):
+                raise ModelError(
+                    f"class_weight maps class numbers from 0 on to weights from 0 on, found "
+                    f"{number!r}: {weight!r}"
+                )
+        self._loss = loss
+        self._table = torch.ones(int(max(given)) + 1, dtype=torch.float64)
+        for number, weight in given.items():
+            self._table[int(number)] = float(weight)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with each sample's weight times its class's.
+
+        Raises:
+            ModelError: the targets are not one class per sample.
+        """
+        classes = self._classes(batch.targets)
+        if self._table.device != classes.device:
+            self._table = self._table.to(classes.device)
+        known = (classes >= 0) & (classes < len(self._table))
+        weight = self._table[classes.where(known, 0)].where(known, 1.0)
+        return batch._replace(weight=weight if batch.weight is None else batch.weight * weight)
+
+    def _classes(self, targets: torch.Tensor | Any) -> torch.Tensor:
+        if isinstance(targets, torch.Tensor):
+            takes_labels = self._loss.ignore_index is not None
+            if takes_labels and targets.is_floating_point() and targets.dim() == 2:
+                return targets.argmax(1)
+            if targets.dim() == 2 and targets.shape[1] == 1:
+                targets = targets[:, 0]
+            if targets.dim() == 1:
+                return (targets.round() if targets.is_floating_point() else targets).long()
+        found = f"shape {tuple(targets.shape)}" if torch.is_tensor(targets) else f"{type(targets)}"
+        raise ModelError(
+            f"class_weight needs one class per sample, found targets of {found}",
+            do="weigh the classes in the loss, as torch.nn.CrossEntropyLoss(weight=...) does",
+        )
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and 0 <= float(value) < math.inf
