@@ -187,9 +187,12 @@ def test_after_an_interruption_anywhere(tmp_path, source, step):
     rest = Job(run, source=source).fit(resume=True, callbacks=[StopAt(0, quiet)])
     rest.is_like(whole)
     assert rest.history.timeline.steps == 15 - step
-    assert rest.said == [
-        f"resumed step {step} from step-00000000{step}, 0 samples repeated, 0 skipped"
+    resumed, changed = rest.said
+    assert resumed == f"resumed step {step} from step-00000000{step}, 0 samples repeated, 0 skipped"
+    assert [line for line in changed.splitlines() if "callback 2" in line] == [
+        "  arguments of callback 2, StopAt"
     ]
+    assert changed.count("then:") == 1
 
 
 @pytest.mark.slow
@@ -283,7 +286,8 @@ def test_settings_are_kept_and_not_measured_again(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / ".flatout-cache", ignore_errors=True)
     second, said = job()
     second.fit((x, y), batch_size=8, epochs=2, resume=True, progress=False)
-    assert [line.partition(" ")[0] for line in said] == ["resumed"]
+    assert [line.partition(" ")[0] for line in said] == ["resumed", "changed"]
+    assert said[1].endswith("\n  epochs\n    then: 1\n    now:  2")
     # With the reason and the measurement behind each.
     assert second.resolved == first.resolved == load(tmp_path / "run" / "recipe.toml")
     assert not (tmp_path / ".flatout-cache" / "auto").exists()
@@ -405,8 +409,9 @@ def refused(run, job, error, words, **options):
 
 
 def test_another_seed_or_accumulation(run):
-    refused(run, Job(run, seed=3), CheckpointError, "has seed=0 accumulate=1, found seed=3")
-    refused(run, Job(run, accumulate=2), CheckpointError, "found seed=0 accumulate=2")
+    refused(run, Job(run, seed=3), CheckpointError, "  seed\n    then: 0\n    now:  3\n")
+    job = Job(run, accumulate=2)
+    refused(run, job, CheckpointError, "  accumulate\n    then: 1\n    now:  2\n")
 
 
 def test_other_data(run):
@@ -435,15 +440,15 @@ def test_another_optimiser_or_schedule(run):
     refused(
         run, Job(run, optimizer=adam, scheduler=None), CheckpointError, "optimiser is SGD with [6]"
     )
-    refused(run, Job(run, scheduler=None), CheckpointError, "scheduler OneCycleLR, found None")
+    refused(run, Job(run, scheduler=None), CheckpointError, "then: OneCycleLR\n    now:  none")
 
 
 def test_other_callbacks(run):
     job = Job(run)
-    with pytest.raises(CheckpointError, match=r"callbacks EarlyStopping, found EarlyStopping, Sto"):
+    with pytest.raises(CheckpointError, match=r"then: EarlyStopping\n +now:  EarlyStopping, Sto"):
         job.fit(2, resume=True, callbacks=[StopAt(0, quiet)])
     job.stopping = BestCheckpoint("loss")
-    with pytest.raises(CheckpointError, match=r"callbacks EarlyStopping, found BestCheckpoint"):
+    with pytest.raises(CheckpointError, match=r"then: EarlyStopping\n +now:  BestCheckpoint"):
         job.fit(2, resume=True)
     # Nothing is lost: with the right ones it goes on.
     job = Job(run).fit(2, resume=True)

@@ -18,9 +18,9 @@ from flatout.data.origins import Chunks, Rows, Stream, is_rows, is_stream
 from flatout.data.planner import Built, Mixture, Options, build, check
 from flatout.data.running.buffers import Buffers
 from flatout.data.running.cut import padding_share
-from flatout.data.running.digests import digest_of
+from flatout.data.running.digests import digest_of, function_digest
 from flatout.data.running.prefetch import prefetch
-from flatout.data.running.samples import Costs
+from flatout.data.running.samples import Costs, name_of
 from flatout.data.running.stream_program import StreamProgram
 from flatout.data.schema import Schema
 from flatout.data.sources.arrays import Arrays
@@ -28,6 +28,7 @@ from flatout.data.sources.torch_dataset import DatasetRows
 from flatout.data.staged import Staged
 from flatout.data.stages import Batch as BatchStage
 from flatout.data.stages import (
+    Cache,
     Filter,
     Map,
     Prefetch,
@@ -238,6 +239,20 @@ class Pipeline(Staged):
         chosen = self._built.numbers
         whole = len(chosen) == self._built.samples.rows
         return digest_of(self._built.samples.digest, "" if whole else chosen.tobytes().hex())
+
+    @cached_property
+    def stage_words(self) -> list[str]:
+        """Stages that decide what a batch holds, with names of their functions, for a resume."""
+        inner = self.origin.parts if isinstance(self.origin, Mixture) else ()
+        found = [line for part in inner for line in getattr(part, "stage_words", [])]
+        for stage in self.stages:
+            if isinstance(stage, (Map, Filter)):
+                name, code = name_of(stage.function), function_digest(stage.function)
+                found.append(f"{words(stage)} {name} (code {code[:8]})")
+            elif not isinstance(stage, (Cache, Prefetch, Shard)):
+                fields = ", ".join(f"{name}={value}" for name, value in vars(stage).items())
+                found.append(f"{words(stage)} {fields}")
+        return found
 
     def describe(self) -> str:
         """One line for people, such as "2 LibSVM files, 0.9 MB, 8,124 rows, shuffled by seed 1"."""

@@ -3,7 +3,7 @@
 from flatout.models.facts import facts_of, is_batch_coupled, uses_convolution
 from flatout.models.recompute import recompute_activations
 from flatout.models.rewrites import Rewrite, find_rewrites
-from flatout.models.weights import load_weights, own_names, weights_of
+from flatout.models.weights import load_weights, modules_of, own_names, weights_of
 
 __all__ = [
     "Rewrite",
@@ -11,6 +11,7 @@ __all__ = [
     "find_rewrites",
     "is_batch_coupled",
     "load_weights",
+    "modules_of",
     "own_names",
     "recompute_activations",
     "uses_convolution",

@@ -45,6 +45,12 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         variable.value.copy_(weights[name])
 
 
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Each module by its own name: of a wrapper and what it holds, the latter."""
+    levels = _wrapped(model)
+    return {_without(path, levels): module for path, module in model.named_modules()}
+
+
 def own_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Each name of a parameter, buffer or module of `model`, without the levels of wrappers.
 

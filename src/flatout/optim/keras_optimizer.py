@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 
+from flatout.data.running.code import code_digest, is_library
+
 Tensors = list[torch.Tensor]
+# Attributes of Keras' optimisers that its `get_config` has too.
+_OPTIONS = (
+    "weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema", "ema_momentum",
+    "ema_overwrite_frequency", "loss_scale_factor", "gradient_accumulation_steps", "beta_1",
+    "beta_2", "epsilon", "amsgrad", "momentum", "nesterov", "rho", "centered",
+)  # fmt: skip
 
 
 class KerasOptimizer(torch.optim.Optimizer):
@@ -139,9 +147,29 @@ class KerasOptimizer(torch.optim.Optimizer):
     def _rate(self) -> float:
         return float(self._inner._get_current_learning_rate())
 
+    def options(self) -> dict[str, Any]:
+        """What the Keras optimiser was made with, as plain values by dotted name."""
+        try:
+            config = self.keras.get_config()
+        except NotImplementedError:  # a schedule of the user's that only runs
+            config = {k: v for k, v in vars(self.keras).items() if k in _OPTIONS}
+        found = dict(_flat(config))
+        if self.is_scheduled:
+            schedule = self._inner._learning_rate
+            found["learning_rate.class_name"] = type(schedule).__qualname__
+            if not is_library(type(schedule)):
+                found["learning_rate.code"] = code_digest(schedule)[:8]
+        return found
+
+    def take_rate(self, rate: float) -> None:
+        """Go on with another learning rate than the one that was loaded."""
+        self._inner._learning_rate.assign(rate)
+        self.param_groups[0]["lr"] = self._rate()
+
     def state_dict(self) -> dict[str, Any]:
         """Every variable of the Keras optimiser, in its order; the tensors themselves."""
         options = {k: v for k, v in self.param_groups[0].items() if k != "params"}
+        options["lr"] = self._rate()  # which a callback may have set since the last step
         state = {
             number: {"value": variable.value.detach()}
             for number, variable in enumerate(self._state_variables())
@@ -192,6 +220,18 @@ def _unscaled(optimizer: Any, gradients: Tensors) -> Iterator[None]:
         yield
     finally:
         optimizer.loss_scale_factor = factor
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Plain values in a Keras configuration; what things are called tells nothing."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if key not in ("name", "registered_name", "module"):
+                path = name if key == "config" else f"{name}.{key}".lstrip(".")
+                yield from _flat(one, path)
+    else:
+        plain = isinstance(value, (bool, int, float, str, type(None)))
+        yield name, value if plain else str(value)
 
 
 def _values(variables: Sequence[Any]) -> Tensors:

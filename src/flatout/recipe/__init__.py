@@ -2,7 +2,7 @@
 
 from flatout.recipe.overrides import apply, effective, from_file, from_set
 from flatout.recipe.parity import ModelFacts, Parity, of_change
-from flatout.recipe.recipe import Change, Choice, Recipe, ResolvedRecipe
+from flatout.recipe.recipe import ASKED, Change, Choice, Recipe, ResolvedRecipe
 from flatout.recipe.sections import (
     FIELDS,
     PLAIN,
@@ -19,6 +19,7 @@ from flatout.recipe.sections import (
 from flatout.recipe.toml import dump, dumps, load, loads
 
 __all__ = [
+    "ASKED",
     "FIELDS",
     "PLAIN",
     "SECTIONS",

@@ -30,6 +30,7 @@ from flatout.recipe import dump
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, JsonLines, Progress
 from flatout.train.history import History
+from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
 from flatout.train.ranks import agreed
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.snapshot import random_state, set_random_state
@@ -121,7 +122,6 @@ class Fit:
             "history": self.state.history.epochs,
             "notes": self.state.history.notes,
             "logs": self.state.logs,
-            "callback_kinds": [type(c).__qualname__ for c in stateful],
             "callbacks": [c.state_dict() for c in stateful],
         }
 
@@ -134,6 +134,7 @@ class Fit:
         planned = None
         if state.steps_per_epoch is not None:
             planned = state.steps_per_epoch * state.epochs
+        loop.told = self._facts()
         loop.prepare(
             trainer.model,
             trainer.optimizer,
@@ -181,7 +182,6 @@ class Fit:
 
     def _load_state_dict(self, saved: Any) -> None:
         state, callbacks = self.state, self._stateful()
-        self._check_callbacks(saved)
         state.history.epochs.extend(saved["history"])
         state.history.notes.extend(saved["notes"])
         state.logs = saved["logs"]
@@ -195,19 +195,21 @@ class Fit:
             return list(saved[world.rank]["metrics"])
         return [state for one in saved for state in one["metrics"]][world.rank :: world.size]
 
-    def _check_callbacks(self, saved: Any) -> None:
-        if not isinstance(saved, dict) or "callback_kinds" not in saved:
-            raise CheckpointError(
-                "the checkpoint was written by a Loop, not by a Trainer",
-                do="resume with the Loop, or use warm_start",
-            )
-        found = [type(c).__qualname__ for c in self._stateful()]
-        if saved["callback_kinds"] != found:
-            raise CheckpointError(
-                f"the checkpoint was made with the callbacks {_listed(saved['callback_kinds'])}, "
-                f"found {_listed(found)}",
-                do="resume with the same callbacks in the same order",
-            )
+    def _facts(self) -> Facts:
+        """What tells this fit from others, for a resume to compare."""
+        validation = self.validation
+        return {
+            **self.trainer.facts(),
+            **callback_facts(self._stateful()),
+            "epochs": fact(self.state.epochs),
+            "validation data": fact("none")
+            if validation is None
+            else fact(validation.describe(), self._digest_of(validation)),
+        }
+
+    def _digest_of(self, source: Source) -> str:
+        """Reading all of the data is for those who keep what it tells."""
+        return UNREAD if self.loop.run is None else source.digest
 
     def _stateful(self) -> list[Callback]:
         """The user's callbacks: what Flatout adds for showing and logging needs no state."""
@@ -467,7 +469,3 @@ class Fit:
 
 def _is_plateau(scheduler: Any) -> bool:
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) or "none"

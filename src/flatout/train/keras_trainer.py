@@ -23,8 +23,10 @@ from flatout.train.evaluate import evaluate
 from flatout.train.fit import Fit
 from flatout.train.history import History
 from flatout.train.job import Job
+from flatout.train.job_facts import Facts
 from flatout.train.keras_callback_ranks import on_rank, reads_batches
 from flatout.train.keras_callbacks import KerasCallbacks, watched
+from flatout.train.keras_facts import compiled_facts, keras_callback_facts
 from flatout.train.keras_job import KerasJob, call, compiled_metrics, targets_of
 from flatout.train.keras_ranks import save_on_first
 from flatout.train.keras_slow_metrics import SlowMetrics
@@ -322,6 +324,11 @@ class KerasTrainer(Trainer):
             # Evaluation is the same code on all ranks; of training, the steps are.
             together=self.world if source is None else lambda: self.loop.together,
         )
+
+    def facts(self) -> Facts:
+        """What the model was compiled with, for a resume to compare."""
+        callbacks = [] if self._callbacks is None else self._callbacks.callbacks
+        return {**compiled_facts(self.model), **keras_callback_facts(callbacks)}
 
     def evaluation(
         self, source: Source, stopped: Callable[[], bool] = lambda: False

@@ -40,6 +40,7 @@ from flatout.measure.live import Live
 from flatout.models import facts_of, weights_of
 from flatout.optim import LrRule, LrScale, Optimizers, as_tuple
 from flatout.recipe import (
+    ASKED,
     Choice,
     Parity,
     Recipe,
@@ -56,6 +57,7 @@ from flatout.say import say
 from flatout.strategies import check_replicas
 from flatout.strategies.reductions import Reduction, Shared, check_reduction, reduction_of
 from flatout.train import auto, guard
+from flatout.train.changed_rates import RateChanges
 from flatout.train.checks import check_first_batch
 from flatout.train.large_batch import as_rule, resumed_words, scale_rates
 from flatout.train.micro_batch import Parts, estimate_pieces, pieces_for
@@ -63,12 +65,13 @@ from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.ranks import agreed, check_ranks, part_of
 from flatout.train.resume import (
     check_same_data,
-    check_same_job,
     first_samples,
     own_state_of,
     put_back,
+    source_state,
     state_of,
 )
+from flatout.train.same_job import check_same_job, in_words, job_of
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import set_random_state, untouched
@@ -129,6 +132,9 @@ class Loop:
         pace: of several ranks, what this one's steps take without waiting for others.
         restored_extra: after a resume, what was given to `save` as `extra`.
         restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
+        told: what a Trainer tells of its job, for a resume to compare; None without a Trainer.
+        job: all that tells this job from others, as a checkpoint keeps it.
+        fresh_groups: the optimizers' groups as `prepare` found them.
     """
 
     def __init__(
@@ -166,7 +172,11 @@ class Loop:
         self.lr_scale: LrScale | None = None
         self.restored_extra: Any = None
         self.restored_own: list[Any] = []
-        self._clip = (clip_norm, clip_value)
+        self.clip = (clip_norm, clip_value)
+        self.told: dict[str, list[str]] | None = None
+        self.job: dict[str, Any] = {}
+        self.fresh_groups: list[list[dict[str, Any]]] = []
+        self._changes = RateChanges()
         self.lr_rule = as_rule(lr_rule)
         # After a rank was killed all start again, and go on where the last checkpoint was.
         self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
@@ -256,8 +266,10 @@ class Loop:
         if self.requested.process.threads == "auto":
             self._undo.callback(torch.set_num_threads, torch.get_num_threads())
         loaded = self._find_checkpoint()
+        self.job = self.world.from_first(job_of(self, compute))
+        self.fresh_groups = [[dict(group) for group in o.param_groups] for o in self.optimizers]
         if loaded is not None:
-            check_same_job(loaded, self)
+            self._changes = check_same_job(loaded, self, weights_of(model))
             self._take_recipe(loaded)
         self._check_folder()
         for line in process.apply(self.requested.process):
@@ -265,6 +277,9 @@ class Loop:
         self._place(model)
         if data is not None and is_pipe(data):
             data = agreed(data, self.world)
+        if data is not None and self.run is not None:
+            # What tells the data is told before a function that draws has drawn.
+            source_state(data)
         check_ranks(model, data, self.world)
         check_reduction(self.requested.world, self.world, self.say)
         if data is not None:
@@ -358,8 +373,8 @@ class Loop:
             self._undo.callback(keyed.close)
         self.stepper = Stepper(
             Switch(self.model, self.optimizers, self.device),
-            clip_norm=self._clip[0],
-            clip_value=self._clip[1],
+            clip_norm=self.clip[0],
+            clip_value=self.clip[1],
             micro_batch=self.requested.memory.micro_batch,
             dropout=keyed,
         )
@@ -873,10 +888,17 @@ class Loop:
         if not same:
             self.say(f"settings are decided anew on this machine: {'; '.join(differences)}")
             return
+        if any(one.name == "allow" for one in self._changes.taken):
+            self.say(f"settings are decided again, with allow={self.allow.name.lower()}")
+            return
         asked = {field: v for field, v in self.requested.named().items() if v != "auto"}
         changed = [f"{f}={v} (was {saved.get(f)})" for f, v in asked.items() if v != saved.get(f)]
         if changed:
             self.say(f"settings differ from the checkpoint's: {', '.join(changed)}")
+        left = [f for f, c in saved.choices.items() if c.reason == ASKED and f not in asked]
+        kept = [f"{f}={saved.get(f)}" for f in left if saved.get(f) != self.requested.get(f)]
+        if kept:
+            self.say(f"kept from the checkpoint, though not asked for now: {', '.join(kept)}")
         # Whether a step may be split when memory runs out is a rule, not a measured value.
         open_again = {"memory.micro_batch": self.requested.memory.micro_batch}
         if len(loaded.own) != self.world.size:
@@ -886,7 +908,7 @@ class Loop:
         self._checkpoints = None  # made anew, as the saved settings say
 
     def _restore(self, loaded: LoadedCheckpoint) -> None:
-        put_back(self, loaded, same_machine=self._kept is not None)
+        put_back(self, loaded, self._changes, same_machine=self._kept is not None)
         set_random_state(self._own_of(loaded)["random"])
         self.restored_own = [one["own"] for one in loaded.own]
         self._resumed = loaded
@@ -897,6 +919,9 @@ class Loop:
             f"resumed step {self.step_count:,} from {loaded.name}{ranks}, 0 samples repeated, "
             "0 skipped"
         )
+        if self._changes.taken:
+            words = "\n".join(map(in_words, self._changes.taken))
+            self.say(f"changed since the checkpoint, and taken over:\n{words}")
 
     def _own_of(self, loaded: LoadedCheckpoint) -> Any:
         """What was this rank's own; on another World, the first's."""

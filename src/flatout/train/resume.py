@@ -1,20 +1,20 @@
-"""What a checkpoint holds of a Loop, whether it fits the job at hand, and putting it back."""
+"""What a checkpoint holds of a Loop, whether its data are those at hand, and putting it back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flatout.data.batch import Batch
 from flatout.data.source import Source
-from flatout.errors import CheckpointError, DataError
-from flatout.models import load_weights, weights_of
+from flatout.errors import DataError
+from flatout.models import load_weights
 from flatout.optim.fused import align_state, fuse, is_fused
 from flatout.save.checkpoint import LoadedCheckpoint
-from flatout.save.fits import check_fits
-from flatout.train.large_batch import as_saved
+from flatout.train.changed_rates import RateChanges, keeps_arguments, take_over
+from flatout.train.same_job import kind_of
 from flatout.train.snapshot import random_state
 
 if TYPE_CHECKING:
@@ -32,13 +32,10 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "step": loop.step_count,
         "step_in_epoch": loop.step_in_epoch,
         "batch_in_epoch": loop.batch_in_epoch,
-        "seed": loop.seed,
-        "accumulate": loop.accumulate,
-        "lr_rule": as_saved(loop.lr_rule),
+        "job": loop.job,
         "optimizers": [optimizer.state_dict() for optimizer in loop.optimizers],
-        "optimizer_kinds": _kinds(loop.optimizers),
+        "optimizer_kinds": [kind_of(optimizer) for optimizer in loop.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
-        "scheduler_kinds": _kinds(loop.schedulers),
         "turns": [turn.state_dict() for turn in loop.stepper.turns.values()],
         "source": None if loop.source is None else source_state(loop.source),
         "first_samples": loop.first_samples,
@@ -69,6 +66,7 @@ def source_state(source: Source) -> dict[str, Any]:
         "batch_size": source.batch_size,
         "steps": source.steps,
         "words": source.describe(),
+        "stages": getattr(source, "stage_words", []),
     }
 
 
@@ -77,69 +75,6 @@ def first_samples(first: list[Batch]) -> list[int] | None:
     if not first or first[0].indices is None:
         return None
     return [int(number) for number in first[0].indices[:_SHOWN]]
-
-
-def check_same_job(loaded: LoadedCheckpoint, loop: Loop) -> None:
-    """Raise, before anything is changed, if the checkpoint is of another job.
-
-    Raises:
-        CheckpointError: naming what differs.
-    """
-    state = loaded.state
-    check_fits(weights_of(loop.model), loaded.model, where=loaded.name)
-    check_optimizers(loop.optimizers, state)
-    had, has = _words_of(state["scheduler_kinds"]), _words_of(_kinds(loop.schedulers))
-    if had != has:
-        raise CheckpointError(
-            f"the checkpoint has the scheduler {had}, found {has}",
-            where=loaded.name,
-            do=f"use the same scheduler, {_ANEW}",
-        )
-    if (state["seed"], state["accumulate"]) != (loop.seed, loop.accumulate):
-        raise CheckpointError(
-            f"the checkpoint has seed={state['seed']} accumulate={state['accumulate']}, "
-            f"found seed={loop.seed} accumulate={loop.accumulate}",
-            where=loaded.name,
-            do=f"use the same values, {_ANEW}",
-        )
-    then, now = state.get("lr_rule"), as_saved(loop.lr_rule)
-    if then != now:
-        raise CheckpointError(
-            f"the checkpoint has the learning-rate rule {then}, found {now}",
-            where=loaded.name,
-            do=f"use the same lr_rule, {_ANEW}",
-        )
-
-
-def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
-    """Raise if the saved optimizer states are of other optimizers or other parameter groups.
-
-    Raises:
-        CheckpointError: naming both.
-    """
-    then = [
-        _optimizer_words(kind, saved["param_groups"])
-        for kind, saved in zip(state["optimizer_kinds"], state["optimizers"], strict=True)
-    ]
-    now = [_optimizer_words(type(o).__qualname__, o.param_groups) for o in optimizers]
-    if then != now:
-        raise CheckpointError(
-            f"the checkpoint's optimiser is {', '.join(then)}, found {', '.join(now)}",
-            do=f"make the optimiser as it was, {_ANEW} from a model file",
-        )
-
-
-def _optimizer_words(kind: str, groups: Sequence[Mapping[str, Any]]) -> str:
-    sizes = [len(group["params"]) for group in groups]
-    return f"{kind} with {sizes} parameters in its groups"
-
-
-def _kinds(objects: Sequence[object]) -> list[str]:
-    return [type(one).__qualname__ for one in objects]
-
-
-def _words_of(kinds: Sequence[str]) -> str:
-    return ", ".join(kinds) or "None"
 
 
 def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] | None) -> None:
@@ -151,10 +86,10 @@ def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] |
     saved, now = state["source"], source_state(source)
     if saved is None:
         return
-    if any(saved[key] != now[key] for key in ("digest", "batch_size", "steps")):
+    if any(saved[key] != now[key] for key in ("digest", "batch_size", "steps", "stages")):
         raise DataError(
             "the training data or batch size differ from those of the checkpoint",
-            where=f"then: {_words(saved)}\n  now: {_words(now)}",
+            where=f"then: {_words(saved, now)}\n  now: {_words(now, saved)}",
             do=f"resume with the same data and batch size, {_ANEW}",
         )
     then = state["first_samples"]
@@ -167,14 +102,19 @@ def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] |
         )
 
 
-def put_back(loop: Loop, loaded: LoadedCheckpoint, *, same_machine: bool) -> None:
-    """Load what `state_of` gave, and the weights, into a prepared Loop."""
+def put_back(
+    loop: Loop, loaded: LoadedCheckpoint, changes: RateChanges, *, same_machine: bool
+) -> None:
+    """Load what `state_of` gave, and the weights, into a prepared Loop; but for what is new."""
     state = loaded.state
     load_weights(loop.model, loaded.model)
     for optimizer, saved in zip(loop.optimizers, state["optimizers"], strict=True):
         load_optimizer(optimizer, saved)
+    replayed = [loop.optimizers[number] for number in changes.replayed]
     for scheduler, saved in zip(loop.schedulers, state["schedulers"], strict=True):
-        scheduler.load_state_dict(saved)
+        if not any(getattr(scheduler, "optimizer", None) is one for one in replayed):
+            scheduler.load_state_dict(keeps_arguments(scheduler, saved))
+    take_over(loop, changes, state)
     for saved in state["turns"]:
         turn = loop.stepper.turn_at(tuple(saved["optimizers"]))
         turn.load_state_dict(saved, same_machine=same_machine)
@@ -199,5 +139,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
         fuse(optimizer)  # its state is where the kernel wants it
 
 
-def _words(state: Mapping[str, Any]) -> str:
-    return f"{state['words']}, batches of {state['batch_size']}, {state['steps']} an epoch"
+def _words(state: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """In words, with all that tells it from the other one."""
+    words = f"{state['words']}, batches of {state['batch_size']}, {state['steps']} an epoch"
+    stages = [stage for stage in state["stages"] if stage not in other["stages"]]
+    if not stages and state["stages"] != other["stages"]:
+        stages = state["stages"]  # the same in another order
+    words += "".join(f", {stage}" for stage in stages)
+    if state["digest"] != other["digest"]:
+        words += f", content {state['digest'][:8]}"
+    return words

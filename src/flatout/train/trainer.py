@@ -33,6 +33,7 @@ from flatout.train.evaluate import evaluate
 from flatout.train.fit import Fit
 from flatout.train.history import History
 from flatout.train.job import Job, TorchJob
+from flatout.train.job_facts import Facts, fact, loss_fact, metrics_fact
 from flatout.train.loop import Loop
 from flatout.train.losses import Loss, as_loss
 from flatout.train.metrics import Given, as_metrics
@@ -370,6 +371,14 @@ class Trainer:
             unweighted=counts_all(self.loss, labels),
             class_weight=None if source is None else self._class_weight,
         )
+
+    def facts(self) -> Facts:
+        """What tells this Trainer's job from others, for a resume to compare."""
+        return {
+            "loss": loss_fact(self.loss),
+            "metrics": metrics_fact(as_metrics(self.metrics)),
+            "schedule_every": fact(self.schedule_every if self.scheduler is not None else "none"),
+        }
 
     def evaluation(
         self, source: Source, stopped: Callable[[], bool] = lambda: False

@@ -14,7 +14,7 @@ from flatout.save.fits import check_fits
 from flatout.save.foreign import TORCH_FILES
 from flatout.save.model_file import is_model_file
 from flatout.save.weights_file import load_weights_file
-from flatout.train.resume import check_optimizers
+from flatout.train.same_job import check_optimizers
 
 
 def warm_start(model: nn.Module, optimizer: torch.optim.Optimizer, source: str | Path) -> str:

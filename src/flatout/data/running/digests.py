@@ -14,6 +14,9 @@ import torch
 
 # Values of global names that are looked at; a module is what it is, whoever uses it.
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+# Of tensors up to this size all bytes are read, of larger ones as many.
+_READ = 64 * 2**20
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 class Nameless(Exception):
@@ -30,7 +33,7 @@ def function_digest(function: Any) -> str:
     try:
         return function_name(function)
     except Nameless:
-        return digest_of(_kind(function), _code_words(getattr(function, "__code__", None)))
+        return digest_of(_kind(function), code_words(getattr(function, "__code__", None)))
 
 
 def function_name(function: Any) -> str:
@@ -54,6 +57,27 @@ def tensors_name(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
+def content_digest(tensor: torch.Tensor) -> str:
+    """16 hex digits over dtype, shape and bytes of a tensor.
+
+    Above 64 MiB the bytes are those of rows spread evenly over it, 64 MiB in all.
+    """
+    tensor = tensor.detach()
+    words = f"{tensor.dtype} {tuple(tensor.shape)}"
+    whole = tensor.numel() * tensor.element_size()
+    if whole > _READ:
+        count = max(1, len(tensor) * _READ // whole)
+        chosen = torch.linspace(0, len(tensor) - 1, count, dtype=torch.float64).long()
+        # torch gathers no rows of the wider unsigned dtypes.
+        signed = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
+        tensor = signed.index_select(0, chosen.to(tensor.device))
+    digest = hashlib.blake2b(words.encode(), digest_size=8)
+    flat = tensor.cpu().contiguous().reshape(-1)
+    if flat.numel():
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def _words(value: Any, seen: set[int]) -> Iterator[str]:
     """What tells a value from all others, piece by piece."""
     if id(value) in seen:
@@ -68,6 +92,8 @@ def _words(value: Any, seen: set[int]) -> Iterator[str]:
         yield str(len(value))
         for part in value:
             yield from _words(part, seen)
+    elif isinstance(value, (set, frozenset)):  # which another process has in another order
+        yield from sorted("\0".join(_words(part, seen)) for part in value)
     elif isinstance(value, dict):
         yield str(len(value))
         for key, part in value.items():
@@ -86,7 +112,7 @@ def _callable_words(function: Callable[..., Any], seen: set[int]) -> Iterator[st
         yield from _words(function.__func__, seen)
         yield from _words(function.__self__, seen)
     elif inspect.isfunction(function):
-        yield _code_words(function.__code__)
+        yield code_words(function.__code__)
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
         yield from _words((function.__defaults__, function.__kwdefaults__, cells), seen)
         yield from _global_words(function, seen)
@@ -95,7 +121,7 @@ def _callable_words(function: Callable[..., Any], seen: set[int]) -> Iterator[st
     elif type(function).__module__ in ("builtins", "numpy", "torch"):
         yield str(getattr(function, "__name__", repr(function)))
     else:  # an object that is called
-        yield _code_words(getattr(type(function).__call__, "__code__", None))
+        yield code_words(getattr(type(function).__call__, "__code__", None))
         yield from _words(getattr(function, "__dict__", None) or {}, seen)
         yield _pickled(function)
 
@@ -124,8 +150,19 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _code_words(code: Any) -> str:
+def code_words(code: Any) -> str:
+    """A code object's instructions, names and constants."""
     if code is None:
         return ""
-    inner = [_code_words(c) if hasattr(c, "co_code") else repr(c) for c in code.co_consts]
+    inner = [_constant_words(constant) for constant in code.co_consts]
     return " ".join([code.co_code.hex(), repr(code.co_names), *inner])
+
+
+def _constant_words(value: Any) -> str:
+    if hasattr(value, "co_code"):
+        return code_words(value)
+    if isinstance(value, frozenset):  # which another process has in another order
+        return f"{{{', '.join(sorted(map(_constant_words, value)))}}}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_constant_words, value))})"
+    return repr(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from itertools import islice
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from flatout.data.batch import Batch, Tensors, map_tensors, named_tensors, rows
 from flatout.data.plan import Plan, plan_batches
+from flatout.data.running.digests import content_digest, digest_of
 from flatout.data.staged import Staged
 from flatout.data.stages import Stage
 from flatout.data.tensors import as_tensor, as_tensors, count_rows
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from flatout.data.pipeline import Pipeline
     from flatout.data.running.cut import Cut
 
-# Rows that the digest reads, spread evenly over the data.
-_DIGEST_ROWS = 64
 # torch gathers no rows of these dtypes, but of their signed twins.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -109,16 +107,9 @@ class Arrays(Staged):
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over names, dtypes, shapes and the bytes of 64 rows of each tensor."""
-        digest = hashlib.sha256(f"{self.scale} {self.shift}".encode())
-        count = min(self.samples, _DIGEST_ROWS)
-        chosen = torch.linspace(0, self.samples - 1, count, dtype=torch.float64).long()
-        for name, tensor in self._named():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            signed = tensor.detach().view(_SIGNED.get(tensor.dtype, tensor.dtype))
-            sample = signed.index_select(0, chosen.to(tensor.device)).cpu()
-            digest.update(sample.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """16 hex digits over names, dtypes, shapes and bytes; see `content_digest`."""
+        parts = [f"{name} {content_digest(tensor)}" for name, tensor in self._named()]
+        return digest_of(f"{self.scale} {self.shift}", *parts)
 
     @cached_property
     def _label_range(self) -> tuple[int, int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -74,10 +75,10 @@ class DatasetSource:
             generator=torch.Generator(),
         )
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """16 hex digits over the dataset's class and length: reading samples may cost much."""
-        return name_digest(self.dataset, len(self.dataset))
+        """16 hex digits over the dataset's code and length: reading samples may cost much."""
+        return name_digest(self.dataset, len(self.dataset), self._fetch.collate)
 
     def describe(self) -> str:
         """One line for people."""
@@ -298,7 +299,7 @@ def _iterable_dataset(
     return IterableSource(
         begin,
         name=f"batches of {type(samples).__name__}, in its own order",
-        digest=name_digest(samples, length_of(samples)),
+        digest=lambda: name_digest(samples, length_of(samples), collate),
         steps=steps,
         samples=_samples_per_epoch(loader, steps),
         batch_size=loader.batch_size,
@@ -333,7 +334,9 @@ def from_loader(loader: DataLoader[Any]) -> IterableSource:
     return IterableSource(
         begin,
         name=f"batches of a DataLoader of {type(loader.dataset).__name__}, as it makes them",
-        digest=name_digest(loader.dataset, length_of(loader.dataset)),
+        digest=lambda: name_digest(
+            loader.dataset, length_of(loader.dataset), loader.collate_fn, *samplers
+        ),
         steps=steps,
         samples=_samples_per_epoch(loader, steps),
         batch_size=loader.batch_size,

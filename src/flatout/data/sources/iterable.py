@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain, count, islice
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from flatout.data.batch import Batch
 from flatout.data.plan import check_start, check_steps
 from flatout.data.randomness import random_state, set_random_state
+from flatout.data.running.code import code_digest
+from flatout.data.running.digests import digest_of
 from flatout.data.tensors import as_batch, is_array
 from flatout.errors import DataError
 
@@ -31,7 +33,7 @@ class IterableSource:
     Args:
         begin: gives the iterator of an epoch.
         name: what it is, for people.
-        digest: what it is, for comparison.
+        digest: gives what it is, for comparison; called when that is asked for.
         steps: batches per epoch where known.
         samples: samples per epoch where known.
         batch_size: samples per batch where known.
@@ -46,7 +48,7 @@ class IterableSource:
         begin: Callable[[int], Iterator[Any]],
         *,
         name: str,
-        digest: str,
+        digest: Callable[[], str],
         steps: int | None = None,
         samples: int | None = None,
         batch_size: int | None = None,
@@ -59,12 +61,17 @@ class IterableSource:
         self.samples = samples
         self.steps = steps
         self.batch_size = batch_size
-        self.digest = digest
+        self._digest = digest
         self._begin = begin
         self._name = name
         self._generators = generators
         self._peek = peek
         self._start: dict[str, Any] | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits that differ for other data, as far as their code and length tell."""
+        return self._digest()
 
     def describe(self) -> str:
         """One line for people."""
@@ -205,7 +212,7 @@ def iterable(batches: Any, *, steps: int | None = None) -> IterableSource:
         once = _OneShot(batches, steps)
         name = f"batches from a {type(batches).__name__}, which can be read once"
         return IterableSource(
-            once.begin, name=name, digest=name_digest(batches), steps=steps, peek=once.peek
+            once.begin, name=name, digest=lambda: name_digest(batches), steps=steps, peek=once.peek
         )
     if isinstance(batches, Iterable):
         _refuse_bare_arrays(batches)
@@ -215,7 +222,7 @@ def iterable(batches: Any, *, steps: int | None = None) -> IterableSource:
         return IterableSource(
             lambda epoch: islice(iter(batches), steps),
             name=f"batches of a {type(batches).__name__}, in its own order",
-            digest=name_digest(batches, length),
+            digest=lambda: name_digest(batches, length),
             steps=min((n for n in (length, steps) if n is not None), default=None),
             seekable=isinstance(batches, list),
         )
@@ -223,16 +230,22 @@ def iterable(batches: Any, *, steps: int | None = None) -> IterableSource:
     return IterableSource(
         lambda epoch: islice(_opened(batches), steps),
         name=f"batches from {_name_of(batches)}()",
-        digest=name_digest(batches),
+        digest=lambda: name_digest(batches),
         steps=steps,
     )
 
 
-def name_digest(thing: Any, length: int | None = None) -> str:
-    """16 hex digits over what `thing` is called and how long it is: its content is not read."""
+def name_digest(thing: Any, length: int | None = None, *code: Any) -> str:
+    """16 hex digits over what `thing` is called, how long it is and what its code is.
+
+    Args:
+        thing: a Dataset, an iterable or a function; what it gives is not read.
+        length: how much it gives, where that is known.
+        code: functions and objects beside it that make its batches.
+    """
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     words = f"{getattr(named, '__module__', '')}.{named.__qualname__} {length}"
-    return hashlib.sha256(words.encode()).hexdigest()[:16]
+    return digest_of(words, *map(code_digest, (thing, *code)))
 
 
 def length_of(thing: Any) -> int | None:

@@ -130,7 +130,7 @@ def _by_keras(
     return IterableSource(
         batches.begin,
         name=f"batches of a {type(x).__name__}, read by Keras",
-        digest=name_digest(x),
+        digest=lambda: name_digest(x, None, class_weight),
         steps=iterator.num_batches,
         peek=batches.peek,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -25,9 +26,9 @@ class DatasetRows:
         self.dataset = dataset
         self.rows = len(dataset)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Over the Dataset's class and length: reading samples may cost much."""
+        """Over the Dataset's code and length: reading samples may cost much."""
         return name_digest(self.dataset, self.rows)
 
     def describe(self) -> str:

@@ -21,6 +21,7 @@ class BestCheckpoint(Callback):
     Attributes:
         best: the best figure seen; None before the first.
         path: the checkpoint of the best epoch; None before the first.
+        scored_by: what gives the checkpoints of a run their scores, which a resume cannot change.
 
     Raises:
         ModelError: `auto` cannot tell the mode; and at the end of the first epoch, the logs have no
@@ -29,6 +30,7 @@ class BestCheckpoint(Callback):
 
     def __init__(self, monitor: str = "val_loss", mode: Mode = "auto") -> None:
         self._monitor = Monitor(monitor, mode)
+        self.scored_by = f"{monitor} ({self._monitor.mode})"
         self.path: str | None = None
         self._resumed = False
 

@@ -50,6 +50,7 @@ class EarlyStopping(Callback):
         self.waited = 0
         self._weights: dict[str, Any] = {}
         self._resumed = False
+        self._watched_before: str | None = None
 
     @property
     def best(self) -> float | None:
@@ -60,6 +61,12 @@ class EarlyStopping(Callback):
         """Forget an earlier fit, unless this one resumes it."""
         if not self._resumed:
             self._monitor.best, self.best_epoch, self.waited, self._weights = None, 0, 0, {}
+        if self._watched_before is not None:
+            state.trainer.loop.say(
+                f"EarlyStopping begins with {self._monitor.words} here: until now it watched "
+                f"{self._watched_before}"
+            )
+            self._watched_before = None
         self._stop_if_due(state)  # a run that had ended here already is not trained further
 
     def on_epoch_end(self, state: FitState) -> None:
@@ -96,6 +103,7 @@ class EarlyStopping(Callback):
         """Return the figure's name, the best, its epoch and its weights."""
         return {
             "monitor": self._monitor.name,
+            "mode": self._monitor.mode,
             "best": self.best,
             "best_epoch": self.best_epoch,
             "waited": self.waited,
@@ -103,7 +111,10 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Take back what `state_dict` returned; the best of another figure is none."""
+        if (state["monitor"], state["mode"]) != (self._monitor.name, self._monitor.mode):
+            self._watched_before = f"{state['monitor']} ({state['mode']})"
+            return
         self._monitor.best = state["best"]
         self.best_epoch = state["best_epoch"]
         self.waited = state["waited"]

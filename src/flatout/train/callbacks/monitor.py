@@ -48,6 +48,11 @@ class Monitor:
         self.min_delta = abs(min_delta)
         self.best: float | None = None
 
+    @property
+    def words(self) -> str:
+        """What is watched, for people."""
+        return f"{self.name} ({self.mode}, min_delta={self.min_delta:g})"
+
     def read(self, logs: Mapping[str, float]) -> float:
         """Return the figure.
 

@@ -1,0 +1,304 @@
+"""Other learning rates, other optimizer options, other schedules: what a resume takes over of them.
+
+Numbers are taken over: the optimizer's state goes on, with the new numbers from the next step. What
+would need another state (amsgrad, momentum where there was none) is refused.
+
+A schedule is a function of its step, so a new one, or a new learning rate under it, goes on as if
+it had been there from the start: the schedule of now is brought to the step of the checkpoint.
+ReduceLROnPlateau depends on what it has seen: its rate is multiplied by what the new one is of the
+old, and what it has seen is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from flatout.data.running.code import code_digest, words_of
+from flatout.optim import KerasOptimizer
+
+if TYPE_CHECKING:
+    from flatout.train.loop import Loop
+
+# How an optimizer runs, which is this run's own.
+_RUNS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "kind")
+# What a schedule writes into a group, and the base values that it writes there for itself.
+_BASES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+_SCHEDULED = ("lr", "momentum", "betas", *_BASES)
+# Where a schedule stands, and what the optimizer's groups tell too.
+_PROGRESS = (
+    "last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "T_cur",
+    "T_i", "best", "num_bad_epochs", "cooldown_counter", "verbose", "base_lrs",
+)  # fmt: skip
+# A number there is kept in the optimizer's state; in a schedule it is not.
+_KERAS_RATES = ("learning_rate", "inner_optimizer.learning_rate")
+_CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
+
+
+class Difference(NamedTuple):
+    """Something that is not as it was when the checkpoint was written."""
+
+    name: str
+    then: str
+    now: str
+
+
+@dataclass
+class RateChanges:
+    """What a resumed job has changed of its optimizers and schedules.
+
+    Attributes:
+        taken: what is taken over.
+        refused: what cannot be.
+        values: new options, as (optimizer, group, name).
+        replayed: optimizers whose schedules are brought to the checkpoint's step.
+    """
+
+    taken: list[Difference] = field(default_factory=list)
+    refused: list[Difference] = field(default_factory=list)
+    values: list[tuple[int, int, str]] = field(default_factory=list)
+    replayed: set[int] = field(default_factory=set)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group, as plain values."""
+    if isinstance(optimizer, KerasOptimizer):
+        return [optimizer.options()]
+    return [
+        {name: _plain(value) for name, value in group.items() if name not in _RUNS}
+        for group in optimizer.param_groups
+    ]
+
+
+def arguments_of_schedule(scheduler: Any) -> dict[str, Any]:
+    """What a schedule was made with, by name, without where it stands."""
+    found = dict(_flat(scheduler.state_dict()))
+    for at, one in enumerate([scheduler, *getattr(scheduler, "_schedulers", ())]):
+        functions = getattr(one, "lr_lambdas", None)
+        if functions:
+            name = f"schedule {at}.lr_lambda" if at else "lr_lambda"
+            found[name] = ", ".join(f"code {code_digest(f)[:8]}" for f in functions)
+    return found
+
+
+def rate_changes(loop: Loop, then: Mapping[str, Any], state: Mapping[str, Any]) -> RateChanges:
+    """Compare options and schedules with those of a checkpoint of the same kinds of both.
+
+    Args:
+        loop: not resumed yet.
+        then: the job as the checkpoint tells it.
+        state: of the checkpoint.
+    """
+    changes = RateChanges()
+    for number, options in enumerate(loop.job["options"]):
+        saved = state["optimizers"][number]["param_groups"]
+        _compare_options(loop, number, then["options"][number], options, saved, changes)
+    for number, scheduler in enumerate(loop.schedulers):
+        _compare_schedule(loop, scheduler, then["schedules"][number], number, changes)
+    for number in changes.replayed:
+        changes.refused += _not_replayable(loop, number)
+    return changes
+
+
+def take_over(loop: Loop, changes: RateChanges, state: Mapping[str, Any]) -> None:
+    """Bring the new options and schedules into a Loop whose optimizers have been loaded.
+
+    Schedulers that are not replayed have been loaded too.
+    """
+    for number, group, name in changes.values:
+        optimizer, fresh = loop.optimizers[number], loop.fresh_groups[number][group]
+        if isinstance(optimizer, KerasOptimizer):
+            if name in _KERAS_RATES:
+                optimizer.take_rate(loop.job["options"][number][group][name])
+        elif name == "lr" and _plateaus(loop, optimizer):
+            then = state["job"]["options"][number][group]["lr"]
+            reduced = optimizer.param_groups[group]["lr"] / then if then else 1.0
+            optimizer.param_groups[group]["lr"] = fresh["lr"] * reduced
+        else:
+            optimizer.param_groups[group][name] = fresh[name]
+    for number in changes.replayed:
+        optimizer = loop.optimizers[number]
+        groups = zip(optimizer.param_groups, loop.fresh_groups[number], strict=True)
+        for options, own in groups:
+            options.update({name: own[name] for name in _SCHEDULED if name in own})
+        for place, scheduler in enumerate(loop.schedulers):
+            if scheduler.optimizer is optimizer:
+                _replay(scheduler, _steps_in(state["schedulers"][place]))
+
+
+def keeps_arguments(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved state of a schedule that is loaded, with the numbers that it is made with now."""
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return dict(saved)
+    own = scheduler.state_dict()
+    return {
+        name: saved[name] if name in _PROGRESS else own.get(name, saved[name]) for name in saved
+    }
+
+
+def _compare_options(
+    loop: Loop,
+    number: int,
+    then_groups: Sequence[Mapping[str, Any]],
+    now_groups: Sequence[Mapping[str, Any]],
+    saved_groups: Sequence[Mapping[str, Any]],
+    changes: RateChanges,
+) -> None:
+    optimizer = loop.optimizers[number]
+    scheduled = _schedules(loop, optimizer)
+    for at, (then, now) in enumerate(zip(then_groups, now_groups, strict=True)):
+        skipped = _left_to_schedule(now) if scheduled else ()
+        for name in {**then, **now}:
+            was, is_now = then.get(name), now.get(name)
+            # Another fit of the same process finds what the one before has left.
+            left = saved_groups[at].get("lr" if name in _KERAS_RATES else name)
+            same = was == is_now or (left is not None and is_now == _plain(left))
+            if name in skipped or same:
+                continue
+            kind = type(getattr(optimizer, "keras", optimizer)).__qualname__
+            group = f", group {at + 1}" if len(now_groups) > 1 else ""
+            words = f"{_words_of_option(name)} of {kind}{group}"
+            difference = Difference(words, str(was), str(is_now))
+            if _is_of_schedule(name, then, now):
+                changes.taken.append(difference)  # Keras asks it in each step
+            elif not _may_change(name, was, is_now) or (
+                name == "lr" and _foreign_schedule(loop, optimizer)
+            ):
+                changes.refused.append(difference)
+            elif scheduled and name in _BASES:
+                changes.taken.append(difference)
+                changes.replayed.add(number)
+            else:
+                changes.taken.append(difference)
+                changes.values.append((number, at, name))
+
+
+def _compare_schedule(
+    loop: Loop, scheduler: Any, then: Mapping[str, Any], number: int, changes: RateChanges
+) -> None:
+    now = loop.job["schedules"][number]
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    for name in names:
+        words = f"{name} of {type(scheduler).__qualname__}"
+        difference = Difference(words, str(then.get(name)), str(now.get(name)))
+        if isinstance(scheduler, ReduceLROnPlateau):
+            fits = _may_change(name, then.get(name), now.get(name))
+            (changes.taken if fits else changes.refused).append(difference)
+        elif isinstance(scheduler, LRScheduler):
+            changes.taken.append(difference)
+            changes.replayed.add([id(o) for o in loop.optimizers].index(id(scheduler.optimizer)))
+        else:
+            changes.refused.append(difference)
+
+
+def _not_replayable(loop: Loop, number: int) -> Iterator[Difference]:
+    """Schedules of an optimizer that cannot be brought to a step."""
+    for scheduler in loop.schedulers:
+        if getattr(scheduler, "optimizer", None) is not loop.optimizers[number]:
+            continue
+        kind = type(scheduler).__qualname__
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            yield Difference(f"the schedule beside {kind}", "as it was", "another one")
+        elif _steps_in(scheduler.state_dict()):
+            yield Difference(f"{kind}, which has made steps already", "new", "used")
+
+
+def _replay(scheduler: Any, steps: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+        for _ in range(steps):
+            scheduler.step()
+
+
+def _steps_in(state: Mapping[str, Any]) -> int:
+    if "last_epoch" in state:
+        return int(state["last_epoch"])
+    return max((_steps_in(one) for one in state.get("_schedulers", ())), default=0)
+
+
+def _schedules(loop: Loop, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether schedules that are functions of their step set this optimizer's rate."""
+    return any(
+        isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+        for scheduler in loop.schedulers
+        if getattr(scheduler, "optimizer", None) is optimizer
+    )
+
+
+def _plateaus(loop: Loop, optimizer: torch.optim.Optimizer) -> bool:
+    return any(
+        isinstance(s, ReduceLROnPlateau) and s.optimizer is optimizer for s in loop.schedulers
+    )
+
+
+def _foreign_schedule(loop: Loop, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a schedule that is none of torch's may set this optimizer's rate."""
+    return any(
+        not isinstance(s, LRScheduler) and getattr(s, "optimizer", optimizer) is optimizer
+        for s in loop.schedulers
+    )
+
+
+def _left_to_schedule(options: Mapping[str, Any]) -> tuple[str, ...]:
+    if "base_momentum" in options or "max_momentum" in options:
+        return ("lr", "momentum", "betas")
+    return ("lr",)
+
+
+def _is_of_schedule(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether an option is one of a Keras schedule, where there was one then and is one now."""
+    prefix, dot, _ = name.rpartition("learning_rate.")
+    kind = f"{prefix}learning_rate.class_name"
+    return bool(dot) and kind in then and kind in now
+
+
+def _may_change(name: str, then: Any, now: Any) -> bool:
+    """Numbers may, unless the optimizer's state would have to be another one."""
+    name = name.rpartition(".")[2]
+    if name in _CLIPS or not (_is_number(then) and _is_number(now)):
+        return name == "weight_decay" and {type(then), type(now)} == {float, type(None)}
+    return name != "momentum" or bool(then) == bool(now)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_number, value))
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _words_of_option(name: str) -> str:
+    return "learning rate" if name in ("lr", "initial_lr", *_KERAS_RATES) else name
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The plain values in a schedule's state, by dotted name."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        for key, one in value.items():
+            if key not in _PROGRESS:
+                yield from _flat(one, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, (list, tuple)) and any(isinstance(one, Mapping) for one in value):
+        for at, one in enumerate(value, 1):
+            yield from _flat(one, f"{name} {at}")
+    else:
+        yield name.replace("_schedulers ", "schedule "), _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, texts and lists of such; anything else in words."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {one}" for key, one in value.items())
+    if isinstance(value, (bool, int, str, type(None))):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return words_of(value)

@@ -1,0 +1,114 @@
+"""What tells a job from others, in words that a checkpoint keeps and a resume compares.
+
+A fact is [words, digest]: for people, and what differs where the words do not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from flatout.data.running.code import arguments_of, code_digest, is_library, words_of
+from flatout.data.running.digests import content_digest, digest_of
+from flatout.models import modules_of
+from flatout.models.keras_model import is_keras
+from flatout.train.large_batch import as_saved
+from flatout.train.losses import Loss
+
+if TYPE_CHECKING:
+    from flatout.train.callbacks import Callback
+    from flatout.train.loop import Loop
+    from flatout.train.metrics import Metric
+
+Facts = dict[str, list[str]]
+# The digest of what was not read: the words alone tell.
+UNREAD = "unread"
+# The seeds of layers that draw, and numbers that ranks have of their own, are no architecture.
+_UNTOLD = ("seed", "device", "dtype", "rank", "world_size")
+
+
+def fact(words: Any, digest: str = "") -> list[str]:
+    """Words for people, and a digest where other things may have the same words."""
+    return [str(words), digest]
+
+
+def loop_facts(loop: Loop) -> Facts:
+    """What a Loop was given."""
+    norm, value = loop.clip
+    rule = as_saved(loop.lr_rule)
+    return {
+        "seed": fact(loop.seed),
+        "accumulate": fact(loop.accumulate),
+        "clip_norm": fact(norm),
+        "clip_value": fact(value),
+        "lr_rule": fact("none" if rule is None else ", ".join(f"{k}={v}" for k, v in rule.items())),
+        "scheduler": fact(", ".join(type(s).__qualname__ for s in loop.schedulers) or "none"),
+        "allow": fact(loop.allow.name.lower()),
+    }
+
+
+def compute_fact(compute: Callable[..., Any] | None) -> Facts:
+    """What a user's own loop computes; a Trainer's loss is told by the Trainer."""
+    if compute is None or is_library(getattr(compute, "__func__", compute)):
+        return {}
+    return {"compute": fact(words_of(compute), code_digest(compute))}
+
+
+def loss_fact(loss: Loss) -> list[str]:
+    """What a loss is called, its arguments and buffers, and its code where that is the user's."""
+    own: Any = loss.module if loss.own is None else loss.own
+    if own is None:
+        return fact(loss.name)
+    if not isinstance(own, nn.Module):
+        return fact(loss.name, code_digest(own))
+    buffers = [f"{name} {content_digest(value)}" for name, value in own.named_buffers()]
+    return fact(f"{loss.name}({arguments_words(own)})", digest_of(code_digest(own), *buffers))
+
+
+def metrics_fact(metrics: dict[str, Metric]) -> list[str]:
+    """Their names, and their code where that is the user's."""
+    inner = {name: getattr(m, "_function", getattr(m, "_metric", m)) for name, m in metrics.items()}
+    digest = digest_of(*(f"{name} {code_digest(one)}" for name, one in inner.items()))
+    return fact(", ".join(metrics) or "none", digest)
+
+
+def callback_facts(callbacks: Iterable[Callback]) -> Facts:
+    """Which callbacks there are, and what each was made with."""
+    callbacks = list(callbacks)
+    kinds = ", ".join(type(one).__qualname__ for one in callbacks) or "none"
+    facts = {"callbacks": fact(kinds)}
+    for number, one in enumerate(callbacks, 1):
+        words = arguments_words(one)
+        facts[f"arguments of callback {number}, {type(one).__qualname__}"] = fact(words or "none")
+        scored_by = getattr(one, "scored_by", None)
+        if scored_by is not None:  # scores of two figures cannot be compared
+            facts["what gives checkpoints their scores"] = fact(scored_by)
+    return facts
+
+
+def model_lines(model: nn.Module) -> dict[str, str]:
+    """Each module by name: its class, what it was made with, and the user's code in it."""
+    if is_keras(model):
+        from flatout.train.keras_facts import layer_lines
+
+        return layer_lines(model)
+    return {name or "the model": _module_words(m) for name, m in modules_of(model).items()}
+
+
+def _module_words(module: nn.Module) -> str:
+    words = f"{type(module).__qualname__}({arguments_words(module)})"
+    if not is_library(type(module)):
+        words += f" code {code_digest(module)[:8]}"
+    fixed = [n for n, p in module.named_parameters(recurse=False) if not p.requires_grad]
+    return f"{words}, not trained: {', '.join(fixed)}" if fixed else words
+
+
+def arguments_words(thing: Any) -> str:
+    """What an object was made with, for people; without paths."""
+    given = {k: v for k, v in arguments_of(thing).items() if k not in _UNTOLD}
+    words = {name: words_of(value) for name, value in given.items()}
+    # A path may be another one in each run, or on each machine.
+    return ", ".join(f"{name}={value}" for name, value in words.items() if os.sep not in value)

@@ -1,0 +1,96 @@
+"""What tells a job of a compiled Keras model from others: its layers, losses and metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from flatout.data.running.code import arguments_of, code_digest, is_library, words_of
+from flatout.data.running.digests import digest_of
+from flatout.train.job_facts import Facts, arguments_words, fact
+
+# Names are counted by what else a process has made; what only begins the weights is in them.
+_UNTOLD = ("name", "seed", "build_config", "registered_name", "layers", "dtype")
+
+
+def layer_lines(model: Any) -> dict[str, str]:
+    """Each layer in Keras' order: its class and configuration, and the user's code in it."""
+    layers = list(model._flatten_layers())
+    numbers = {layer.name: f"layer {number}" for number, layer in enumerate(layers)}
+    return {numbers[layer.name]: _layer_words(layer, numbers) for layer in layers}
+
+
+def compiled_facts(model: Any) -> Facts:
+    """The loss and metrics that a model was compiled with."""
+    compiled = model._compile_config.config
+    return {
+        "loss": _named(compiled.get("loss")),
+        "loss_weights": fact(json.dumps(compiled.get("loss_weights"), default=words_of)),
+        "metrics": _named([compiled.get("metrics"), compiled.get("weighted_metrics")]),
+    }
+
+
+def keras_callback_facts(callbacks: Iterable[Any]) -> Facts:
+    """Which of Keras' callbacks there are, and what each was made with."""
+    kinds = [
+        f"{type(one).__qualname__}({arguments_words(one)})"
+        for one in callbacks
+        if type(one).__qualname__ != "History"  # in every fit
+    ]
+    return {"Keras callbacks": fact(", ".join(kinds) or "none")}
+
+
+def _named(given: Any) -> list[str]:
+    return fact(_words(given), digest_of(_digests(given)))
+
+
+def _words(given: Any) -> str:
+    if given is None or isinstance(given, str):
+        return str(given or "none")
+    if isinstance(given, Mapping):
+        return ", ".join(f"{name}: {_words(one)}" for name, one in given.items())
+    if isinstance(given, (list, tuple)):
+        return ", ".join(_words(one) for one in given if one is not None) or "none"
+    return words_of(given)
+
+
+def _digests(given: Any) -> str:
+    if isinstance(given, Mapping):
+        return ";".join(f"{name}: {_digests(one)}" for name, one in given.items())
+    if isinstance(given, (list, tuple)):
+        return ";".join(map(_digests, given))
+    config = {}
+    with suppress(Exception):  # a class of the user's may have none
+        config = given.get_config()
+    return f"{code_digest(given)} {json.dumps(_plain(config, {}), sort_keys=True)}"
+
+
+def _layer_words(layer: Any, numbers: dict[str, str]) -> str:
+    words = type(layer).__qualname__
+    try:
+        config = layer.get_config()
+    except Exception:  # a class of the user's need not have one
+        config = arguments_of(layer)
+    nodes = [one.get("inbound_nodes") for one in config.get("layers", ()) if isinstance(one, dict)]
+    if any(nodes):  # which layers feed which
+        words += f" graph {digest_of(json.dumps(_plain(nodes, numbers), sort_keys=True))[:8]}"
+    told = {k: v for k, v in _plain(config, numbers).items() if not k.endswith("_initializer")}
+    words += f"({', '.join(f'{name}={_short(value)}' for name, value in told.items())})"
+    return words if is_library(type(layer)) else f"{words} code {code_digest(layer)[:8]}"
+
+
+def _plain(value: Any, numbers: Mapping[str, str]) -> Any:
+    """Of plain values, with each layer's name as its number."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, numbers) for k, v in value.items() if k not in _UNTOLD}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, numbers) for one in value]
+    if isinstance(value, str):
+        return numbers.get(value, value)
+    return value if isinstance(value, (bool, int, float, type(None))) else words_of(value)
+
+
+def _short(value: Any) -> str:
+    return str(value.get("class_name", value)) if isinstance(value, dict) else str(value)

@@ -1,0 +1,157 @@
+"""Whether a resumed job is the one of its checkpoint: each difference, then and now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import CheckpointError
+from flatout.save.checkpoint import LoadedCheckpoint
+from flatout.save.fits import check_fits
+from flatout.train.changed_rates import (
+    Difference,
+    RateChanges,
+    arguments_of_schedule,
+    options_of,
+    rate_changes,
+)
+from flatout.train.job_facts import UNREAD, Facts, compute_fact, loop_facts, model_lines
+
+if TYPE_CHECKING:
+    import torch
+
+    from flatout.train.loop import Loop
+    from flatout.train.step import Compute
+
+# Modules of a model that are named where many differ.
+_SHOWN = 3
+# What may be another thing in a resume: it does not change what is learned, or begins now.
+_TAKEN = ("epochs", "validation data", "allow", "arguments of ", "Keras callbacks")
+_OTHERWISE = "or begin a new run from its weights: warm_start, in another run folder"
+
+
+def job_of(loop: Loop, compute: Compute | None) -> dict[str, Any]:
+    """What a checkpoint keeps of the job, before any step has changed it."""
+    return {
+        "facts": {**loop_facts(loop), **(loop.told or compute_fact(compute))},
+        "told": loop.told is not None,
+        "model": model_lines(loop.model),
+        "options": [options_of(optimizer) for optimizer in loop.optimizers],
+        "schedules": [arguments_of_schedule(scheduler) for scheduler in loop.schedulers],
+    }
+
+
+def check_same_job(loaded: LoadedCheckpoint, loop: Loop, weights: Mapping[str, Any]) -> RateChanges:
+    """Raise, before anything is changed, if the checkpoint is of another job.
+
+    Returns:
+        What of it is taken over: rates and schedules, and whatever else may change.
+
+    Raises:
+        CheckpointError: naming each difference that cannot be taken over.
+    """
+    state = loaded.state
+    check_fits(weights, loaded.model, where=loaded.name)
+    check_optimizers(loop.optimizers, state)
+    then, now = state.get("job"), loop.job
+    if then is None:
+        raise CheckpointError(
+            "the checkpoint does not tell what its job was: an earlier version wrote it",
+            where=loaded.name,
+            do="resume with that version, or begin a new run with warm_start",
+        )
+    if now["told"] and not then["told"]:
+        raise CheckpointError(
+            "the checkpoint was written by a Loop, not by a Trainer",
+            where=loaded.name,
+            do="resume with the Loop, or use warm_start",
+        )
+    differences = _differences(then, now)
+    taken = [one for one in differences if one.name.startswith(_TAKEN)]
+    refused = [one for one in differences if not one.name.startswith(_TAKEN)]
+    changes = RateChanges()
+    if not any(one.name == "scheduler" for one in refused):
+        changes = rate_changes(loop, then, state)
+    refused += changes.refused
+    if refused:
+        raise CheckpointError(
+            "this is another job than the checkpoint's; what differs:\n"
+            + "\n".join(map(in_words, refused)),
+            where=loaded.name,
+            do=f"resume with what it was then, {_OTHERWISE}",
+        )
+    changes.taken[:0] = taken
+    return changes
+
+
+def in_words(difference: Difference) -> str:
+    """A difference in three lines."""
+    return f"  {difference.name}\n    then: {difference.then}\n    now:  {difference.now}"
+
+
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
+    """Raise if the saved optimizer states are of other optimizers or other parameter groups.
+
+    Raises:
+        CheckpointError: naming both.
+    """
+    then = [
+        _optimizer_words(kind, saved["param_groups"])
+        for kind, saved in zip(state["optimizer_kinds"], state["optimizers"], strict=True)
+    ]
+    now = [_optimizer_words(kind_of(o), o.param_groups) for o in optimizers]
+    if then != now:
+        raise CheckpointError(
+            f"the checkpoint's optimiser is {', '.join(then)}, found {', '.join(now)}",
+            do="make the optimiser as it was, or begin a new run with warm_start from a model file",
+        )
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The class of an optimizer, of Keras' own where it drives one."""
+    return type(getattr(optimizer, "keras", optimizer)).__qualname__
+
+
+def _optimizer_words(kind: str, groups: Sequence[Mapping[str, Any]]) -> str:
+    sizes = [len(group["params"]) for group in groups]
+    return f"{kind} with {sizes} parameters in its groups"
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    return [
+        *_of_facts(then["facts"], now["facts"], now["told"]),
+        *_of_models(then["model"], now["model"]),
+    ]
+
+
+def _of_facts(then: Facts, now: Facts, told: bool) -> list[Difference]:
+    found = []
+    for name in {**then, **now}:
+        was, is_now = then.get(name), now.get(name)
+        if was == is_now or (not told and is_now is None):
+            continue  # a Loop that resumes a Trainer's checkpoint has its own words
+        if name.startswith("arguments of ") and None in (was, is_now):
+            continue  # the callbacks themselves differ
+        if was and is_now and was[0] == is_now[0] and UNREAD in (was[1], is_now[1]):
+            continue
+        found.append(Difference(name, *_told_apart(was, is_now)))
+    return found
+
+
+def _told_apart(then: list[str] | None, now: list[str] | None) -> tuple[str, str]:
+    """Both in words that differ."""
+    was, is_now = then or ["none", ""], now or ["none", ""]
+    if was[0] != is_now[0]:
+        return was[0], is_now[0]
+    return tuple(f"{words} (code {digest[:8]})" for words, digest in (was, is_now))  # type: ignore[return-value]
+
+
+def _of_models(then: Mapping[str, str], now: Mapping[str, str]) -> list[Difference]:
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    found = [
+        Difference(f"model: {name}", then.get(name, "none"), now.get(name, "none"))
+        for name in names[:_SHOWN]
+    ]
+    if len(names) > _SHOWN:
+        found.append(Difference(f"model: {len(names) - _SHOWN:,} more modules", "…", "…"))
+    return found
