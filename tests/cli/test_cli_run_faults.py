@@ -128,7 +128,7 @@ STUCK = """
     import torch
     from flatout.world import join
 
-    world = join("cpu", float(sys.argv[2]), 1)
+    world = join("cpu", float(sys.argv[2]), float(sys.argv[3]))
     world.sum(torch.ones(3), "warm-up")
     time.sleep(1)
 
@@ -142,6 +142,11 @@ STUCK = """
     def sleep():
         time.sleep(1000)
 
+    def deaf():
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        while True:
+            time.sleep(1)
+
     def other():
         world.gather(1)
 
@@ -152,9 +157,9 @@ STUCK = """
 """
 
 
-def stuck(folder, how, timeout_s=600):
+def stuck(folder, how, timeout_s=600, patience_s=1):
     """The job, and what it has said once it has said whom it waits for."""
-    job = begin(folder, STUCK, how, str(timeout_s))
+    job = begin(folder, STUCK, how, str(timeout_s), str(patience_s))
     said = []
     told = threading.Event()
 
@@ -203,6 +208,21 @@ def test_a_hang_ends_with_the_timeout_and_the_missing_rank_named(tmp_path):
     assert job.wait(60) == 75
     wait_for(said, "flatout: rank 0: rank 1 did not come to my sum")
     assert "Traceback" not in "".join(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stop", "deaf"])
+def test_a_hang_that_no_signal_ends_is_not_started_again(tmp_path, how):
+    job, said = stuck(tmp_path, how, timeout_s=9, patience_s=4)
+    pid = ranks_of(job)[1]
+    assert job.wait(60) == 75
+    wait_for(said, "all ranks have ended")
+    text = "".join(said)
+    assert "flatout: rank 0: rank 1 did not come to my sum" in text
+    assert f"flatout: rank 1 (process {pid}) hung, and did not end on SIGTERM either\n" in text
+    assert "start again" not in text
+    # Told when patience ends, not some beats later.
+    assert 4 <= int(re.search(r"rank 0 has waited (\d+) s in my sum for rank 1", text)[1]) < 7
 
 
 @pytest.mark.slow

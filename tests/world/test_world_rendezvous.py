@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from torch.distributed import TCPStore
 from world_ranks import free_port
 
 from flatout.errors import WorldError
@@ -83,7 +84,10 @@ def test_nodes_that_agree_start_their_ranks_together(monkeypatch):
         assert [one.rounds for one in nodes] == [again, again]
         found[0].store.set("key", str(again))
         assert found[1].store.get("key") == str(again).encode()
-    assert found[1].bootstrap_store_info.master_port == port
+    for one in found:  # the ranks reach the store on loopback of their own node
+        info = one.bootstrap_store_info
+        assert info.master_addr == "127.0.0.1"
+        TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False)
     nodes[1].end("rank 1 has ended with exit code 1")
     with pytest.raises(WorldError, match=r"node 1 \(.*\): rank 1 has ended with exit code 1"):
         go_on(nodes[0])

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -31,9 +31,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flatout.errors import WorldError
 from flatout.say import say
+from flatout.world import secret
+from flatout.world.network import INTERFACES
 from flatout.world.nodes import Nodes
 from flatout.world.rendezvous import Rendezvous
 from flatout.world.start import STARTED_BY
+from flatout.world.stores import own_files
 from flatout.world.world import TIMEOUT_S, LostRank
 
 # How long nodes wait for one another at the start.
@@ -43,9 +46,9 @@ WAIT_S = 900.0
 _SILENT_S = 60.0
 # How often the agent looks after its ranks.
 _LOOK_EVERY_S = 0.1
-# What ranks may take to write their last checkpoint after a stop signal; to end without one; and
-# to leave after another one was killed.
-_LAST_WORDS_S, _SOON_S, _LAST_BREATH_S = 120, 5, 1
+# What ranks may take to write their last checkpoint after a stop signal; to end where another one
+# has failed; where they have lost it; and where it was killed.
+_LAST_WORDS_S, _OTHERS_S, _SOON_S, _LAST_BREATH_S = 120, 30, 5, 1
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # How ranks end that have only lost another one.
@@ -115,8 +118,9 @@ def run_ranks(
         monitor_interval=_LOOK_EVERY_S,
     )
     os.environ[STARTED_BY] = str(os.getpid())
-    with _quiet(), _stop_signals():
+    with _quiet(), _stop_signals(), ExitStack() as told:
         rendezvous.open()
+        told.enter_context(_told_to_ranks(rendezvous))
         agent = _Agent(spec, rendezvous, logs or DefaultLogsSpecs(log_dir=os.devnull))
         try:
             result: RunResult = agent.run()
@@ -131,6 +135,27 @@ def run_ranks(
             rendezvous.end(_ended(*first_failure(result.failures)))
         rendezvous.shutdown()
         return result
+
+
+@contextmanager
+def _told_to_ranks(rendezvous: Rendezvous) -> Iterator[None]:
+    """Within, ranks inherit how they reach one another; what the user has set stays."""
+    interface = rendezvous.interface()
+    given = {} if interface is None else dict.fromkeys(INTERFACES, interface)
+    with ExitStack() as held:
+        own: dict[str, str] = {}
+        if rendezvous.nodes.count == 1:
+            given |= {secret.VARIABLE: secret.new_secret()}
+            own = held.enter_context(own_files(rendezvous.store_port))
+        before = {name: os.environ.get(name) for name in (*given, *own)}
+        os.environ.update({n: value for n, value in given.items() if not before[n]} | own)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 @contextmanager
@@ -171,6 +196,8 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, rendezvous: Rendezvous, logs: LogsSpecs) -> None:
         super().__init__(spec, logs_specs=logs, shutdown_timeout=_LAST_WORDS_S)
         self._nodes = rendezvous
+        # Ranks of this node that this agent has ended, since another one has failed.
+        self._ended_here: set[int] = set()
 
     def kill(self) -> None:
         """End ranks that still run."""
@@ -187,15 +214,18 @@ class _Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
+        self._ended_here = set()
         self._remaining_restarts = worker_group.spec.max_restarts - self._nodes.rounds + 1
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._end_those_of_a_killed_rank()
+        if not self._is_over():
+            return RunResult(WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED and not self._nodes.finished():
             return RunResult(WorkerState.HEALTHY)  # another node may want all to start again
         if not result.is_failed():
             return result
+        self._take_ends_upon_itself(result)
         killed = [rank for rank, one in result.failures.items() if _was_killed(one)]
         if killed and self._remaining_restarts > 0:
             words = _ended(killed[0], result.failures[killed[0]])
@@ -203,6 +233,15 @@ class _Agent(LocalElasticAgent):
         elif not killed and not self._another_node_starts_again(result):
             self._remaining_restarts = 0
         return result
+
+    def _take_ends_upon_itself(self, result: RunResult) -> None:
+        """A rank that this agent had to kill was not killed from outside: it would hang again."""
+        first = [one for one in result.failures.values() if one.local_rank not in self._ended_here]
+        for rank, one in result.failures.items():
+            if one.local_rank in self._ended_here and _was_killed(one):
+                one.exitcode = -signal.SIGTERM
+                if all(other.exitcode in _LEFT for other in first):
+                    say(f"rank {rank} (process {one.pid}) hung, and did not end on SIGTERM either")
 
     def _another_node_starts_again(self, result: RunResult) -> bool:
         """Whether ranks of this node have only lost one that was killed on another node."""
@@ -217,13 +256,24 @@ class _Agent(LocalElasticAgent):
             time.sleep(_LOOK_EVERY_S)
         return False
 
-    def _end_those_of_a_killed_rank(self) -> None:
-        """What the others are at is lost, so that none may make all wait for its end."""
+    def _is_over(self) -> bool:
+        """Whether all ranks of this node have ended, or one has failed, for which the others end.
+
+        That is done here and not by torch, so that it is known whom this agent has killed.
+        """
         ranks = self._pcontext
         if not isinstance(ranks, SubprocessContext):
-            return
-        if any(_is_kill(one.proc.poll() or 0) for one in ranks.subprocess_handlers.values()):
-            ranks.close(signal.SIGTERM, timeout=_LAST_BREATH_S)
+            return True
+        codes = {rank: one.proc.poll() for rank, one in ranks.subprocess_handlers.items()}
+        running = {rank for rank, code in codes.items() if code is None}
+        failed = [code for code in codes.values() if code]
+        if failed and running:
+            self._ended_here = running
+            # What the others are at is lost where one was killed, so none may make all wait.
+            killed, lost = any(map(_is_kill, failed)), all(code in _LEFT for code in failed)
+            patience = _LAST_BREATH_S if killed else _SOON_S if lost else _OTHERS_S
+            ranks.close(signal.SIGTERM, timeout=patience)
+        return bool(failed) or not running
 
 
 def _was_killed(failure: ProcessFailure) -> bool:

@@ -6,6 +6,14 @@ import socket
 
 import psutil
 
+LOOPBACK = "127.0.0.1"
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the interface which ranks use to reach one another."""
+
+# Reserved for examples: what leads there leads to all that is not near. Nothing is sent.
+_FAR = ("192.0.2.1", 9)
+
 
 def listener(port: int) -> str:
     """The process that uses a TCP port of this node, in words; "" where that cannot be seen."""
@@ -34,6 +42,43 @@ def is_here(host: str) -> bool:
     return bool(addresses & {address for _, address in _addresses()})
 
 
+def listening_address(host: str) -> str:
+    """The own address by which other nodes reach this one, which they know by a name or address.
+
+    A name may lead to loopback on the host that bears it, or to something that passes packets on:
+    then it is the address by which this node reaches others.
+
+    Raises:
+        OSError: there is none.
+    """
+    found = [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    if host == "localhost" or host in found:  # an address, as it was given
+        found = [one for one in found if _is_loopback(one)] or found
+        if _is_loopback(found[0]):
+            return found[0]
+    own = {address for _, address in _addresses()}
+    near = [one for one in found if one in own and not _is_loopback(one)]
+    return near[0] if near else address_towards(*_FAR)
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens on one address of this node.
+
+    Args:
+        address: IPv4 or IPv6.
+        port: 0 takes a free one.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=1024)
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
 def address_towards(host: str, port: int) -> str:
     """The own address from which packets to a host leave; nothing is sent.
 
@@ -48,7 +93,7 @@ def address_towards(host: str, port: int) -> str:
 
 def interface_of(address: str) -> str | None:
     """The interface that has an address, such as eth0."""
-    if address.startswith("127."):
+    if _is_loopback(address):
         return "lo"  # all of them are its own, though it lists only one
     wanted = address.partition("%")[0]
     return next((interface for interface, one in _addresses() if one == wanted), None)

@@ -16,11 +16,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from flatout.errors import WorldError
+from flatout.world.network import LOOPBACK, interface_of
 from flatout.world.nodes import Nodes
 from flatout.world.roll_call import RollCall, Waiting
 
@@ -105,12 +106,23 @@ class Rendezvous(RendezvousHandler):
             self._look()
             waiting.say("waiting for the other nodes to start their ranks again")
             time.sleep(_LOOK_EVERY_S)
+        # What the agent of one node alone says to itself, no other process need hear.
+        store = HashStore() if self.nodes.count == 1 else self._store
         return RendezvousInfo(
-            PrefixStore(f"start-{self.rounds}", self._store),
+            PrefixStore(f"start-{self.rounds}", store),
             self.nodes.rank,
             self.nodes.count,
-            RendezvousStoreInfo(self._roll_call.host, self._roll_call.port),
+            RendezvousStoreInfo(LOOPBACK, self._roll_call.store_port),
         )
+
+    def interface(self) -> str | None:
+        """By which the ranks of all nodes reach one another."""
+        return interface_of(self._roll_call.address)
+
+    @property
+    def store_port(self) -> int:
+        """Of the store, on loopback of this node."""
+        return self._roll_call.store_port
 
     def _all_here(self) -> bool:
         seen = self._seen
@@ -247,4 +259,5 @@ class Rendezvous(RendezvousHandler):
         if self._listening is not None:
             # Python must not end while a thread of its own is about to leave the store's C++.
             self._listening.join(_LAST_WORDS_S)
+        self._roll_call.close()
         return True

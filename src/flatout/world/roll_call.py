@@ -24,8 +24,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from flatout.errors import WorldError
 from flatout.say import say
 from flatout.world.agreement import Arrival, disagreement
-from flatout.world.network import is_here, listener
+from flatout.world.network import LOOPBACK, is_here, listen, listener, listening_address
 from flatout.world.nodes import Nodes
+from flatout.world.secret import VARIABLE, Refused, Stranger, secret
+from flatout.world.stores import served
+from flatout.world.tunnel import Gate, Way, entered
 
 T = TypeVar("T")
 
@@ -46,8 +49,8 @@ class RollCall:
         answer_s: how long a call of the store may take, in seconds.
 
     Attributes:
-        host: of the store.
-        port: of the store; once it is open, a free one where none was asked for.
+        address: of this node, by which the others and it reach one another, once it is open.
+        store_port: where the store is reached on loopback of this node, once it is open.
         own: what this node says of itself.
     """
 
@@ -56,7 +59,8 @@ class RollCall:
     ) -> None:
         self.nodes = nodes
         host, _, port = nodes.rendezvous.rpartition(":")
-        self.host, self.port = host or "127.0.0.1", int(port or 0)
+        self.host, self.port = host.strip("[]") or LOOPBACK, int(port or 0)
+        self.address, self.store_port = LOOPBACK, 0
         self.own = Arrival(
             node=nodes.rank,
             host=socket.gethostname(),
@@ -64,6 +68,7 @@ class RollCall:
             key=uuid.uuid4().hex,
             facts={"--nodes": str(nodes.count), **facts},
         )
+        self._gate: Gate | None = None
         self._wait_s = wait_s
         self._answer_s = answer_s
 
@@ -86,23 +91,26 @@ class RollCall:
         until = time.monotonic() + self._wait_s
         if self.nodes.rank == 0:
             self._store = self._keep_store()
-            self.port = int(self._store.port)
-            return self._store, self._receive(until)
-        self._wait_for_port(until)
-        self._store = self._reach_store()
+            alone = self.nodes.count == 1
+            return self._store, [self.own] if alone else self._receive(until)
+        self.address = self._enter(until)
+        self.store_port = Way(self.host, self.port).port
+        self._store = within(self._answer_s, self.connect)
         came = within(self._wait_s + 2 * _LAST_WORDS_S, lambda: self._arrive(until))
         return self._store, came
 
     def _keep_store(self) -> Any:
+        """The store, on loopback, and on several nodes a gate to it where the others come."""
+        timeout = timedelta(seconds=self._answer_s)
         try:
-            return TCPStore(
-                "127.0.0.1",
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self._answer_s),
-            )
-        except RuntimeError as error:
+            if self.nodes.count == 1:
+                store = served(LOOPBACK, self.port, timeout)
+            else:
+                self.address = listening_address(self.host)
+                listening = listen(self.address, self.port)
+                store = served(LOOPBACK, 0, timeout)
+                self._gate = Gate(listening, int(store.port))
+        except (OSError, RuntimeError) as error:
             holder = listener(self.port)
             raise WorldError(
                 f"the nodes cannot meet at {self.where}: port {self.port} of this node "
@@ -111,16 +119,35 @@ class RollCall:
                 do="choose another port with --rendezvous, the same on every node, or end what "
                 "uses it",
             ) from error
+        self.store_port = int(store.port)
+        if self.nodes.count > 1 and not secret() and self.address != LOOPBACK:
+            say(
+                f"no {VARIABLE} is set: whoever reaches {self.where} can take part in this job; "
+                "set the same long random one on every node"
+            )
+        return store
 
-    def _wait_for_port(self, until: float) -> None:
-        """Until the first node listens; a name that nobody knows yet may come with it."""
+    def _enter(self, until: float) -> str:
+        """Wait until the first node lets this one in; the address that leads there from here."""
         waiting = Waiting()
-        why = ""
         while True:
             try:
-                socket.create_connection((self.host, self.port), timeout=2).close()
-                return
+                with entered(self.host, self.port) as gate:
+                    return str(gate.getsockname()[0])
+            except Stranger as error:
+                raise WorldError(
+                    f"what listens at {self.where} is not the first node of this job ({error})",
+                    where=self.who,
+                    do="start node 0 there, or choose another port with --rendezvous on every node",
+                ) from error
+            except Refused as error:
+                raise WorldError(
+                    f"node 0 at {self.where} and this one do not share a secret: {error}",
+                    where=self.who,
+                    do=f"set the same {VARIABLE} in the environment of flatout run on every node",
+                ) from error
             except OSError as error:
+                # A name that nobody knows yet may come with it.
                 why = error.strerror or str(error)
             if time.monotonic() > until:
                 raise WorldError(
@@ -132,21 +159,16 @@ class RollCall:
             waiting.say(f"waiting for node 0 at {self.where} ({why})")
             time.sleep(4 * _LOOK_EVERY_S)
 
-    def _reach_store(self) -> Any:
-        try:
-            return within(self._answer_s, self.connect)
-        except RuntimeError as error:
-            raise WorldError(
-                f"what listens at {self.where} is not the first node of this job ({_first(error)})",
-                where=self.who,
-                do="start node 0 there, or choose another port with --rendezvous on every node",
-            ) from error
+    def close(self) -> None:
+        """Let no more nodes in."""
+        if self._gate is not None:
+            self._gate.close()
 
     def connect(self) -> Any:
         """A connection of its own to the store."""
         return TCPStore(
-            "127.0.0.1" if self.nodes.rank == 0 else self.host,
-            self.port,
+            LOOPBACK,
+            self.store_port,
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=self._answer_s),

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flatout.world.network import listening_address
-from flatout.world.tunnel import loopback
+from flatout.world.network import LOOPBACK, listen, listening_address
 
 if TYPE_CHECKING:
     from flatout.world.place import Place
@@ -40,15 +41,24 @@ class OwnFiles(NamedTuple):
     board: str
 
 
-def own_files(port: int) -> str | None:
-    """As an agent: make the files, which end with this process; the value of FLATOUT_STORE."""
+@contextmanager
+def own_files(port: int) -> Iterator[dict[str, str]]:
+    """As an agent, hold such files; within, the variable by which its ranks find them.
+
+    Args:
+        port: of the job.
+    """
     if not hasattr(os, "memfd_create"):
-        return None
-    paths = [
-        f"/proc/{os.getpid()}/fd/{os.memfd_create(name, os.MFD_CLOEXEC)}"
-        for name in ("flatout-store", "flatout-board")
-    ]
-    return " ".join((str(port), *paths))
+        yield {}
+        return
+    names = ("flatout-store", "flatout-board")
+    files = [os.memfd_create(name, os.MFD_CLOEXEC) for name in names]
+    try:
+        paths = [f"/proc/{os.getpid()}/fd/{file}" for file in files]
+        yield {VARIABLE: " ".join((str(port), *paths))}
+    finally:
+        for file in files:
+            os.close(file)
 
 
 def files_of(here: Place) -> OwnFiles | None:
@@ -66,15 +76,23 @@ def open_store(here: Place, timeout: timedelta) -> Any:
         RuntimeError: it cannot be reached in time.
         OSError: its port is in use.
     """
-    import torch.distributed as dist
-
     if files_of(here) is not None or here.rank > 0 or agent_keeps_it():
         return connect(here, timeout)
-    address = "127.0.0.1" if here.nodes == 1 else listening_address(here.address)
-    listening = loopback(here.port, address)
+    return served(_address(here), here.port, timeout)
+
+
+def served(address: str, port: int, timeout: timedelta) -> Any:
+    """A store of torch's that listens on one address; by itself it would on all.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    import torch.distributed as dist
+
+    listening = listen(address, port)
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
-        here.port,
+        listening.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         timeout=timeout,
@@ -96,8 +114,17 @@ def connect(here: Place, timeout: timedelta) -> Any:
         store.set_timeout(timeout)
         return store
     return dist.TCPStore(  # type: ignore[attr-defined]
-        here.address, here.port, is_master=False, wait_for_workers=False, timeout=timeout
+        _address(here), here.port, is_master=False, wait_for_workers=False, timeout=timeout
     )
+
+
+def _address(here: Place) -> str:
+    """Where the store listens, as this rank reaches it."""
+    if agent_keeps_it():
+        return here.address
+    if here.nodes == 1:
+        return LOOPBACK
+    return listening_address(here.address) if here.rank == 0 else here.address
 
 
 def agent_keeps_it() -> bool:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from flatout.errors import WorldError
+from flatout.world.network import LOOPBACK, listen
 from flatout.world.secret import admit, enter
 
 _HANDSHAKE_S = 5.0
 # Who does not know the secret must not cost more than so many threads.
 _AT_ONCE = 64
 _PIECE = 1 << 16
+_AGAIN_S = 0.05
 
 Connect = Callable[[], socket.socket]
 
@@ -35,7 +38,14 @@ class Gate:
     def __init__(self, listening: socket.socket, port: int) -> None:
         self._port = port
         self._strangers = threading.BoundedSemaphore(_AT_ONCE)
+        self._listening = listening
         _serve(listening, self._receive)
+
+    def close(self) -> None:
+        """Let no more in."""
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
 
     def _receive(self, peer: socket.socket) -> None:
         if not self._strangers.acquire(blocking=False):
@@ -46,7 +56,7 @@ class Gate:
                 return
         finally:
             self._strangers.release()
-        with socket.create_connection(("127.0.0.1", self._port)) as store:
+        with socket.create_connection((LOOPBACK, self._port)) as store:
             _carry(peer, store)
 
 
@@ -62,25 +72,13 @@ class Way:
 
     def __init__(self, host: str, port: int) -> None:
         self._gate = host, port
-        listening = loopback()
+        listening = listen(LOOPBACK)
         self.port = int(listening.getsockname()[1])
         _serve(listening, self._lead)
 
     def _lead(self, peer: socket.socket) -> None:
         with entered(*self._gate) as gate:
             _carry(peer, gate)
-
-
-def loopback(port: int = 0) -> socket.socket:
-    """A socket that listens on loopback.
-
-    Args:
-        port: 0 takes a free one.
-
-    Raises:
-        OSError: the port is in use.
-    """
-    return socket.create_server(("127.0.0.1", port), backlog=1024)
 
 
 def entered(host: str, port: int) -> socket.socket:
@@ -112,7 +110,10 @@ def _serve(listening: socket.socket, receive: Callable[[socket.socket], None]) -
             try:
                 peer, _ = listening.accept()
             except OSError:
-                continue  # that one is gone already
+                if listening.fileno() < 0:
+                    return
+                time.sleep(_AGAIN_S)  # that one is gone already, or there are too many
+                continue
             threading.Thread(target=one, args=(peer,), daemon=True).start()
 
     threading.Thread(target=all_, daemon=True, name="flatout-tunnel").start()
@@ -127,9 +128,7 @@ def _carry(one: socket.socket, other: socket.socket) -> None:
             ready.register(source, selectors.EVENT_READ, target)
         while True:
             for key, _ in ready.select():
-                source = key.fileobj
-                assert isinstance(source, socket.socket)
-                piece = source.recv(_PIECE)
+                piece = key.fileobj.recv(_PIECE)  # type: ignore[union-attr]
                 if not piece:
                     return
                 key.data.sendall(piece)

@@ -9,7 +9,6 @@ its process does. Then one rank prints what is known, and the job goes on waitin
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from contextlib import suppress
@@ -23,13 +22,16 @@ from flatout.say import say
 from flatout.world.hang import Stand, explain
 from flatout.world.place import Place, restarts
 from flatout.world.stacks import Process, look_at, own_stack, this_process
+from flatout.world.stores import Board, agent_keeps_it, connect, files_of
 from flatout.world.trail import Trail, Waiting
 
 # How often a rank tells where it stands, at most and as a share of the patience.
-_BEAT_S, _SHARE = 5.0, 0.2
+_BEAT_S, _SHARE = 5.0, 0.1
 # How many beats the others have to answer, before someone looks at their process, and until what
-# is known is told.
-_LOOK_AFTER, _TELL_AFTER = 2, 4
+# is known is told. So long before patience ends they are asked, so that it is told when it does.
+_LOOK_AFTER, _TELL_AFTER = 2, 5
+# But no less: a process that is looked at may take that long.
+_LEAST_S = 1.0
 _STORE_S = 10.0
 _LATEST = 16
 
@@ -59,6 +61,8 @@ class Watch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatout-watch", daemon=True)
         self._store: Any = None
+        files = files_of(here)
+        self._board = None if files is None else Board(files.board)
         self._process = this_process()
         self._answered = 0
         self._to_look: list[tuple[int, float]] = []
@@ -87,7 +91,7 @@ class Watch:
     def _leave(self) -> None:
         """A store that this process keeps ends with it: first the other watches are told."""
         left = self._store.add("left", 1)
-        if self._here.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self._here.rank != 0 or agent_keeps_it() or self._board is not None:
             return
         if hasattr(sys, "last_value"):
             return  # it has failed, and the others are to know soon
@@ -116,7 +120,7 @@ class Watch:
     def _run(self) -> None:
         # Where the store is gone the job is at its end, and that is told by others.
         with suppress(RuntimeError, OSError):
-            while not self._over.wait(self._beat):
+            while not self._over.wait(self._next_look()):
                 if self._store.check(["over"]):
                     self._store.add("left", 1)
                     self._over.set()
@@ -126,8 +130,25 @@ class Watch:
                 self._look_at_neighbours()
                 self._mind_own_waiting()
 
+    def _next_look(self) -> float:
+        """In how many seconds."""
+        if self._question is None or self._question.is_told:
+            return self._beat
+        return min(self._beat, max(0.0, self._question.due - monotonic()))
+
     def _tell_where_it_stands(self) -> None:
-        self._set(f"stand/{self._here.rank}", asdict(self._stand()))
+        stand = json.dumps(asdict(self._stand()))
+        if self._board is not None:
+            self._board.write(self._here.rank, stand)
+        else:
+            self._store.set(f"stand/{self._here.rank}", stand)
+
+    def _told_by(self, rank: int) -> Any:
+        """Where a rank last said that it stands; None where it has said nothing."""
+        if self._board is None:
+            return self._get(f"stand/{rank}")
+        told = self._board.read(rank)
+        return None if told is None else json.loads(told)
 
     def _stand(self) -> Stand:
         trail = self._trail
@@ -140,7 +161,7 @@ class Watch:
         )
 
     def _answer(self) -> None:
-        asked = self._store.add("asked", 0)
+        asked = int(self._store.get("asked")) if self._store.check(["asked"]) else 0
         while self._answered < asked:
             self._answered += 1
             stand = self._stand()
@@ -172,16 +193,19 @@ class Watch:
             elif not question.is_told and monotonic() >= question.due:
                 self._tell(question)
         elif waiting is not None and self._is_to_tell(waiting) and self._take_the_word():
-            due = monotonic() + _TELL_AFTER * self._beat
+            left = self._patience - (clock() - waiting.since) / 1e9
+            due = monotonic() + max(left, _LOOK_AFTER * self._beat, _LEAST_S)
             number = self._store.add("asked", 1)
             self._question = _Question(number, waiting.number, waiting.since, due)
 
     def _is_to_tell(self, waiting: Waiting) -> bool:
-        """Whether patience has ended; a lower rank that waits in the same has some beats more."""
-        late = (clock() - waiting.since) / 1e9 - self._patience
+        """Whether patience is about to end; where a lower rank waits in the same, that one asks."""
+        early = max(_TELL_AFTER * self._beat, _LEAST_S)
+        asks_after = max(self._patience / 2, self._patience - early)
+        late = (clock() - waiting.since) / 1e9 - asks_after
         if late <= 0 or late > _LOOK_AFTER * self._beat:
             return late > 0
-        stands = (self._get(f"stand/{rank}") for rank in range(self._here.rank))
+        stands = map(self._told_by, range(self._here.rank))
         return not any(stand and stand["waiting"] == waiting.number for stand in stands)
 
     def _take_the_word(self) -> bool:
@@ -203,7 +227,7 @@ class Watch:
         answer = self._get(f"answer/{question.number}/{rank}")
         if answer is not None:
             return Stand(**answer)
-        stand = Stand(**(self._get(f"stand/{rank}") or {}))
+        stand = Stand(**(self._told_by(rank) or {}))
         process, seen = self._get(f"process/{rank}"), self._get(f"seen/{question.number}/{rank}")
         if process is not None:
             stand.process = Process(**process).words
@@ -236,11 +260,5 @@ def _store_of(here: Place) -> Any:
     """The job's store, by a connection of its own: one that waits would hold up the ranks'."""
     import torch.distributed as dist
 
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        here.address,
-        here.port,
-        is_master=False,
-        timeout=timedelta(seconds=_STORE_S),
-        wait_for_workers=False,
-    )
+    store = connect(here, timedelta(seconds=_STORE_S))
     return dist.PrefixStore(f"flatout-watch-{restarts()}", store)  # type: ignore[attr-defined]

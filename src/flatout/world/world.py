@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.errors import WorldError
 from flatout.world import messages
-from flatout.world.network import address_towards, interface_of
+from flatout.world.network import INTERFACES, address_towards, interface_of
 from flatout.world.place import ALONE, Place, place, restarts
+from flatout.world.secret import check_channel
+from flatout.world.stores import open_store
 from flatout.world.trail import Trail, Waiting
 from flatout.world.watch import Watch
 
@@ -190,7 +192,9 @@ class World:
             timeout = timedelta(seconds=self.timeout_s)
             with _together(self, number):
                 made = [dist.new_group(list(part), timeout=timeout) for part in sets]
-            own = [(part, one) for part, one in zip(sets, made, strict=True) if self.rank in part]
+                own = [pair for pair in zip(sets, made, strict=True) if self.rank in pair[0]]
+                for part, one in own:
+                    check_channel(part.index(self.rank), len(part), one)
             _groups[sets] = next((Group(p, p.index(self.rank), one) for p, one in own), None)
         return _groups[sets]
 
@@ -298,21 +302,13 @@ def leave() -> None:
 def _meet(here: Place, device: str, timeout: timedelta) -> None:
     import torch.distributed as dist
 
-    # Where an agent has started the ranks, it keeps the store, also when they start again: what
-    # earlier ranks have left in it must not be found.
-    agent_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        found = dist.TCPStore(  # type: ignore[attr-defined]
-            here.address,
-            here.port,
-            here.world_size,
-            is_master=here.rank == 0 and not agent_keeps_it,
-            timeout=_PATIENCE,
-        )
+        found = open_store(here, _PATIENCE)
+        # An agent's outlives ranks that start again: what earlier ones have left must not be found.
         store = dist.PrefixStore(f"flatout-{restarts()}", found)  # type: ignore[attr-defined]
         _all_here(store, here)
-        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface(store, here)):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+        if INTERFACES[0] not in os.environ and (name := _interface(store, here)):
+            os.environ.update(dict.fromkeys(INTERFACES, name))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
             store=store,
@@ -320,7 +316,10 @@ def _meet(here: Place, device: str, timeout: timedelta) -> None:
             rank=here.rank,
             timeout=timeout,
         )
+        check_channel(here.rank, here.world_size)
     except (RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, WorldError):
+            raise
         raise WorldError(
             f"the {here.world_size} ranks did not meet at {here.address}:{here.port}: {error}",
             where=str(here),
