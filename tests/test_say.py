@@ -1,12 +1,19 @@
 """What Flatout tells the user beside what the script prints."""
 
+import io
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from flatout.say import rounded, say
+from flatout.errors import FlatoutError
+from flatout.say import printable, rounded, say
+from flatout.terminal import Console
 
 buffered_or_not = pytest.mark.parametrize(
     "variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["usual", "unbuffered"]
@@ -54,3 +61,29 @@ def test_numbers_are_rounded_as_people_write_them():
         "2,000,000,000",
     ]
     assert [rounded(value) for value in (0, float("nan"), float("-inf"))] == ["0", "nan", "-inf"]
+
+
+RAW = "a\x1b[2J\x1b]0;owned\x07b\x9bc\x7fd\r\u202ee\u2069\tf\n"
+SHOWN = "a␛[2J␛]0;owned␇b\ufffdc␡d␍\ufffde\ufffd\tf\n"
+
+
+def test_what_a_terminal_would_obey_is_shown():
+    assert printable(RAW) == SHOWN
+    assert len(SHOWN) == len(RAW)
+    assert printable("naïve ☂ 学") == "naïve ☂ 学"
+
+
+def test_nothing_that_is_said_reaches_a_terminal_raw(capsys):
+    say(f"the file {RAW}")
+    assert "\x1b" not in str(FlatoutError(RAW, where=RAW, do=RAW))
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, markup=False)
+    table = Table("column", RAW)
+    table.add_row(Text(RAW, style="bold"), RAW)
+    console.print(table, RAW, Text(RAW))
+    with Live(Text(RAW), console=console):
+        pass
+    # Rich's own codes are left: styles, and moves of the cursor.
+    for text in (capsys.readouterr().err, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())):
+        assert "␛[2J␛]0;owned" in text
+        assert not set("\x1b\x07\x9b\x7f\u202e\u2069") & set(text)

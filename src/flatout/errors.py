@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flatout.say import printable
+
 
 class FlatoutError(Exception):
     """Base of every error that Flatout raises on purpose.
@@ -13,6 +15,8 @@ class FlatoutError(Exception):
     """
 
     def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
+        what = printable(what)
+        where, do = (None if text is None else printable(text) for text in (where, do))
         self.what = what
         self.where = where
         self.do = do

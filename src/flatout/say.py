@@ -5,6 +5,22 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
+# What a terminal would obey instead of showing it: control characters but for tab and newline, and
+# marks that turn the direction of text. Each has a picture of the width of one letter.
+_PICTURES = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
+    0x7F: 0x2421,
+    **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
+}
+
+
+def printable(text: str) -> str:
+    """Text as a terminal may get it: names of files, classes and processes can hold anything.
+
+    An escape becomes ␛, which is shown and does nothing. The length stays.
+    """
+    return text if text.isprintable() else text.translate(_PICTURES)
+
 
 def say(*lines: str) -> None:
     """Print lines on stderr, each of them marked as Flatout's."""
@@ -17,7 +33,7 @@ def say_as_is(*lines: str) -> None:
     Where stderr was closed nobody is told, and nothing fails for that: what lay in its buffer would
     be tried again when Python ends, and turn an exit code of 0 into 120.
     """
-    text = "\n".join(lines)
+    text = printable("\n".join(lines))
     stream = sys.stderr
     if stream is None:  # as Python leaves it where it begins without one
         return

@@ -1,10 +1,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from time import perf_counter_ns
 
+import psutil
 import pytest
 
 from flatout.cache_folder import cache_folder
@@ -167,3 +169,115 @@ def test_an_observation_is_shown_through_a_pointer(tmp_path):
     assert rank.lanes_ms["input"] == pytest.approx(18)
     withdraw()
     assert ranks.read() == []
+
+
+def _forged(**changes):
+    """A file that another job might have written, with something wrong."""
+    good = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "command": ["train.py"],
+        "started": psutil.Process().create_time(),
+        "updated": 1.0,
+        "rank": 0,
+        "world_size": 1,
+        "job": "j",
+        "run": None,
+        "steps": 3,
+        "lanes_ms": {"input": 1.0},
+        "throughput": None,
+    }
+    return json.dumps({name: v for name, v in {**good, **changes}.items() if v is not ...})
+
+
+FORGED = [
+    "",
+    "null",
+    "[" * 100_000,
+    "[1, 2]",
+    '"' + "x" * 20_000_000 + '"',
+    "\0\1",
+    *(
+        _forged(**changes)
+        for changes in (
+            {"pid": "1"},
+            {"pid": True},
+            {"pid": 2**80},
+            {"pid": -1},
+            {"host": []},
+            {"command": "train.py"},
+            {"command": [1]},
+            {"command": None},
+            {"started": "now"},
+            {"started": float("nan")},
+            {"updated": []},
+            {"updated": float("inf")},
+            {"rank": 1},
+            {"rank": -1},
+            {"world_size": 10**9},
+            {"world_size": 1.5},
+            {"job": 1},
+            {"job": ...},
+            {"run": 7},
+            {"steps": "many"},
+            {"steps": 10**40},
+            {"lanes_ms": [1]},
+            {"lanes_ms": {"input": "x"}},
+            {"lanes_ms": {"input": float("inf")}},
+            {"throughput": {}},
+            {"watched_s": "x"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("content", FORGED, ids=lambda content: content[:20] + content[-60:])
+def test_a_file_that_no_job_has_written_is_passed_over(content):
+    _own().parent.mkdir(parents=True, exist_ok=True)
+    _own().write_text(_forged())
+    assert [rank.command for rank in Ranks().read()] == [["train.py"]]
+    _own().write_text(content)
+    assert Ranks().read() == []
+
+
+def test_what_is_no_file_of_this_user_is_passed_over(tmp_path):
+    folder = _own().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(_own())  # reading it would wait for ever
+    assert Ranks().read() == []
+    _own().unlink()
+    (tmp_path / "elsewhere").write_text(_forged())
+    _own().symlink_to(tmp_path / "elsewhere")
+    assert Ranks().read() == []
+    _own().unlink()
+    (folder / "1234.json").write_text(_forged())  # under another process' name
+    assert Ranks().read() == []
+    if os.geteuid() == 0:
+        _own().write_text(_forged())
+        os.chown(_own(), 65534, 65534)
+        assert Ranks().read() == []
+
+
+def test_a_process_without_python_is_no_rank():
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        started = psutil.Process(other.pid).create_time()
+        file = _own().with_name(f"{other.pid}.json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_forged(pid=other.pid, started=started))
+        assert Ranks().read() == []
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.parametrize(
+    "observed",
+    ["", "[]", '{"steps": "x", "lanes_ms": {}}', '{"steps": 1, "lanes_ms": 5, "command": []}',
+     '{"steps": 1, "lanes_ms": {"input": []}, "command": []}', "{}"],
+)  # fmt: skip
+def test_an_observation_that_none_has_written_fails_nothing(tmp_path, observed):
+    (tmp_path / "rank-0.json").write_text(observed)
+    point_to(tmp_path / "rank-0.json")
+    assert all(rank.steps == 0 for rank in Ranks().read())
+    withdraw()

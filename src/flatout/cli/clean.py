@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout.say import printable
+
 if TYPE_CHECKING:
     from flatout.doctor.kept import Kept
 
@@ -38,23 +40,23 @@ def clean(
         said = {"kept": [one.as_dict() for one in found], "removed": gone}
         typer.echo(json.dumps({"folder": str(cache_folder()), **said}, indent=2))
     elif is_agreed:
-        typer.echo(f"removed {_size(removed)}")
+        typer.echo(printable(f"removed {_size(removed)}"))
     if is_agreed and len(removed) < len(free):
         left = [str(one.path) for one in free if one not in removed]
-        typer.echo(f"could not be removed: {', '.join(left)}", err=True)
+        typer.echo(printable(f"could not be removed: {', '.join(left)}"), err=True)
         raise typer.Exit(1)
 
 
 def _print(found: list[Kept], folder: str) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from flatout.doctor.kept import KINDS, not_marked
+    from flatout.terminal import Console
 
     for one in not_marked():
-        typer.echo(f"{one} was not made by Flatout, and stays", err=True)
+        typer.echo(printable(f"{one} was not made by Flatout, and stays"), err=True)
     if not found:
-        typer.echo(f"{folder}: nothing is kept")
+        typer.echo(printable(f"{folder}: nothing is kept"))
         return
     console = Console(highlight=False, markup=False)
     console.print(folder, soft_wrap=True)
@@ -72,7 +74,7 @@ def _print(found: list[Kept], folder: str) -> None:
 
 def _agrees() -> bool:
     if not sys.stdin.isatty():
-        typer.echo("flatout clean --yes removes what is not in use")
+        typer.echo(printable("flatout clean --yes removes what is not in use"))
         return False
     return typer.confirm("Remove what is not in use?")
 

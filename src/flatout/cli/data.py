@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flatout.say import printable
+
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from flatout.data.inspection.inspected import Report
+    from flatout.terminal import Console
 
 data = typer.Typer(
     help="Look at input files, measure reading them, and write them in another format.",
@@ -309,7 +311,7 @@ def convert(
     if as_json:
         _print_json(done.as_dict())
     else:
-        typer.echo(str(done))
+        typer.echo(printable(str(done)))
 
 
 @data.command()
@@ -347,7 +349,7 @@ def _print_json(words: dict[str, Any]) -> None:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from flatout.terminal import Console
 
     return Console(highlight=False, markup=False)
 

@@ -11,12 +11,12 @@ import typer
 from flatout.say import rounded, say_as_is
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from torch import Tensor
 
     from flatout.cli.demo_job import ConvNet
     from flatout.data import Arrays
     from flatout.report import Job
+    from flatout.terminal import Console
     from flatout.train.history import History
     from flatout.train.trainer import Trainer
 
@@ -52,7 +52,7 @@ def demo(
     ] = False,
 ) -> None:
     """Train a small ConvNet on real images, as a plain loop and with Flatout, and compare."""
-    from rich.console import Console
+    from flatout.terminal import Console
 
     out = Console(stderr=as_json, highlight=False)
     folder = run or Path("runs") / time.strftime("demo-%Y-%m-%d-%H%M%S")
@@ -144,6 +144,9 @@ def _tensors(part: Arrays) -> tuple[Tensor, Tensor]:
 
 
 def _train_plainly(out: Console, model: ConvNet, train: Arrays, test: Arrays, epochs: int) -> Job:
+    from rich.control import Control
+    from rich.segment import ControlType
+
     from flatout.cli.demo_job import train_plainly
 
     def tell(epoch: int, accuracy: float) -> None:
@@ -151,7 +154,8 @@ def _train_plainly(out: Console, model: ConvNet, train: Arrays, test: Arrays, ep
 
     def say(words: str) -> None:
         if out.is_terminal:
-            out.print(f"plain loop: {words}".ljust(60), end="\r")
+            out.print(f"plain loop: {words}".ljust(60), end="")
+            out.control(Control(ControlType.CARRIAGE_RETURN))
 
     say("the first epoch ...")
     (images, labels), (held_out, answers) = _tensors(train), _tensors(test)

@@ -20,8 +20,9 @@ def devices(
 
         typer.echo(json.dumps(found.as_dict(), indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from flatout.terminal import Console
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)

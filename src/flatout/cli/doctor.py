@@ -213,10 +213,11 @@ def _check_machine(as_json: bool) -> None:
 
         typer.echo(json.dumps({"findings": [finding.as_dict() for finding in found]}, indent=2))
         return
-    from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
+
+    from flatout.terminal import Console
 
     console = Console(highlight=False, markup=False)
     here = Table.grid(padding=(0, 2))

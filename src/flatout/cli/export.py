@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from flatout.say import printable
+
 
 def export(
     checkpoint: Annotated[
@@ -67,9 +69,9 @@ def export(
         if as_json:
             typer.echo(json.dumps(program.as_dict(), indent=2))
             return
-        typer.echo(f"{program.target}  {program.bytes:,} bytes")
-        typer.echo(f"read back and compared with the model: {program.parity}")
-        typer.echo(f"load it: torch.export.load({program.target!r}).module()")
+        typer.echo(printable(f"{program.target}  {program.bytes:,} bytes"))
+        typer.echo(printable(f"read back and compared with the model: {program.parity}"))
+        typer.echo(printable(f"load it: torch.export.load({program.target!r}).module()"))
         return
     if model is not None or inputs:
         raise typer.BadParameter("--model and --input are for a .pt2 target")
@@ -81,21 +83,21 @@ def export(
         typer.echo(json.dumps(done.as_dict(), indent=2))
         return
     if done.kept and which is None:
-        typer.echo("the run has two; the best is taken (--last for the other):")
-        typer.echo("\n".join(f"  {line}" for line in done.kept))
-    typer.echo(f"read {done.source}")
+        typer.echo(printable("the run has two; the best is taken (--last for the other):"))
+        typer.echo(printable("\n".join(f"  {line}" for line in done.kept)))
+    typer.echo(printable(f"read {done.source}"))
     if is_keras_file(checkpoint):
         held = (
             f"{done.stripped[0]}, which held the model as a layer" if done.stripped else "nothing"
         )
-        typer.echo(f"taken off: {held}")
+        typer.echo(printable(f"taken off: {held}"))
     else:
-        typer.echo(f"taken off names: {' '.join(done.stripped) or 'nothing'}")
+        typer.echo(printable(f"taken off names: {' '.join(done.stripped) or 'nothing'}"))
     if done.left_out:
         more = f", … {len(done.left_out) - 5:,} more" if len(done.left_out) > 5 else ""
-        typer.echo(f"left out: {', '.join(done.left_out[:5])}{more}")
-    typer.echo(f"{done.target}  {done.tensors:,} tensors, {done.bytes:,} bytes")
-    typer.echo(f"load it: {_loading(done.target)}")
+        typer.echo(printable(f"left out: {', '.join(done.left_out[:5])}{more}"))
+    typer.echo(printable(f"{done.target}  {done.tensors:,} tensors, {done.bytes:,} bytes"))
+    typer.echo(printable(f"load it: {_loading(done.target)}"))
 
 
 def _loading(target: str) -> str:

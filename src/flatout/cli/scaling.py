@@ -30,6 +30,6 @@ def scaling(
 
         typer.echo(json.dumps(found.as_dict(), indent=2))
         return
-    from rich.console import Console
+    from flatout.terminal import Console
 
     Console(highlight=False, markup=False).print(found)

@@ -30,9 +30,8 @@ def top(
     ] = False,
 ) -> None:
     """Show the lanes of running jobs, rank by rank, until Ctrl-C."""
-    from rich.console import Console
-
     from flatout.report.top import Top, watch
+    from flatout.terminal import Console
 
     looking = Top(which, pid)
     if as_json:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from flatout.data.words import count_words
+from flatout.terminal import Console
 
 _QUIET_S = 1.0
 _DRAWINGS_PER_S = 4

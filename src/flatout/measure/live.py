@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import sys
 import time
 import weakref
@@ -34,6 +35,9 @@ _NEVER = 2**63
 _RECENT_S, _WATCHED_S = 5.0, 60.0
 # A stretch of which so much went to waiting for input is counted as starved.
 _STARVED = 0.25
+# Live files take a few hundred bytes, observations some more.
+_MOST_BYTES = 16 << 20
+_MOST_RANKS = 1_000_000
 # What one clock read twice may differ by: the same process has the same start.
 _SAME_START_S = 2.0
 
@@ -184,11 +188,13 @@ class Ranks:
         """Those whose process still runs, by job and rank."""
         found = []
         for file in sorted((cache_folder() / "live").glob("*.json")):
-            # Another version of Flatout may have written it, or a disk that is full.
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                data = json.loads(file.read_bytes())
-                if data["host"] == socket.gethostname() and _runs(data["pid"], data["started"]):
-                    found.append(self._rank(data))
+            # Another version of Flatout may have written it, a disk that is full, or anybody else.
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                data, _ = _read(file)
+                if data["host"] == socket.gethostname() and file.stem == str(data["pid"]):
+                    rank = self._rank(data)
+                    if _runs(rank.pid, rank.started):
+                        found.append(rank)
         return sorted(found, key=lambda rank: (rank.started, rank.job, rank.rank))
 
     def _rank(self, data: dict[str, Any]) -> Rank:
@@ -196,16 +202,17 @@ class Ranks:
         if file is not None:
             data |= self._observed(data["pid"], Path(file))
         names = Rank.__dataclass_fields__
-        return Rank(**{name: value for name, value in data.items() if name in names})
+        rank = Rank(**{name: value for name, value in data.items() if name in names})
+        _check(rank)
+        return rank
 
     def _observed(self, pid: int, file: Path) -> dict[str, Any]:
         """What an observation tells; nothing where it cannot be read yet."""
         try:
-            seen = json.loads(file.read_bytes())
-            written = file.stat().st_mtime
+            seen, written = _read(file)
         except (OSError, ValueError):
             return {}
-        steps, lanes = seen["steps"], seen["lanes_ms"]
+        steps, lanes = _count(seen["steps"]), _lanes(seen["lanes_ms"])
         looks = self._looks.setdefault(pid, deque())
         if not looks:
             looks.append(_Look(0.0, 0, {}))
@@ -215,6 +222,67 @@ class Ranks:
         recent = _recent(looks)
         recent["lanes_ms"] = {lane: recent["lanes_ms"].get(lane) for lane in lanes}
         return {"steps": steps, "command": seen["command"], "updated": written, **recent}
+
+
+def _read(file: Path) -> tuple[dict[str, Any], float]:
+    """An object of JSON in a file of this user's, and when that was written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else, or too large to be one.
+    """
+    # What is no file must not be waited for, and a link may lead to anything.
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(handle, "rb") as it:
+        seen = os.fstat(it.fileno())
+        if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
+            raise ValueError("not a file of this user's")
+        content = it.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError("too large")
+    try:
+        data = json.loads(content)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    if not isinstance(data, dict):
+        raise ValueError("not an object")
+    return data, seen.st_mtime
+
+
+def _check(rank: Rank) -> None:
+    """Refuse what is not of a Rank's types.
+
+    Raises:
+        ValueError: something is not.
+    """
+    numbers = [rank.started, rank.updated, rank.watched_s, rank.starved_s]
+    for number in [*numbers, *([] if rank.throughput is None else [rank.throughput])]:
+        _finite(number)
+    if not _count(rank.rank) < _count(rank.world_size) <= _MOST_RANKS or not _count(rank.pid):
+        raise ValueError("no rank of a job")
+    _count(rank.steps)
+    _lanes(rank.lanes_ms)
+    words = [rank.job, *([] if rank.run is None else [rank.run]), *rank.command]
+    if not isinstance(rank.command, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError("no words")
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _finite(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1e18:
+        raise ValueError(f"{value!r} is no number from 0")
+    return float(value)
+
+
+def _lanes(value: Any) -> dict[str, float | None]:
+    if not isinstance(value, dict):
+        raise ValueError("no lanes")
+    return {str(lane): None if ms is None else _finite(ms) for lane, ms in value.items()}
 
 
 @dataclass(frozen=True)
@@ -302,8 +370,20 @@ def _runs(pid: int, started: float) -> bool:
     try:
         process = psutil.Process(pid)
         same = bool(abs(process.create_time() - started) < _SAME_START_S)
-        return same and bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
+        own = bool(process.uids().effective == os.geteuid())
+        lives = bool(process.status() != psutil.STATUS_ZOMBIE)
+        return same and own and lives and _runs_python(process)
+    except (psutil.Error, OverflowError, TypeError, ValueError):
+        return False
+
+
+def _runs_python(process: Any) -> bool:
+    """Whether a process can be a rank: another program may have Python within it."""
+    if "python" in os.path.basename(process.exe()):
+        return True
+    try:
+        return "python" in Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+    except OSError:
         return False
 
 
@@ -328,7 +408,7 @@ def _sweep(folder: Path) -> None:
     """Take away what processes of this machine have left that were killed."""
     for file in folder.glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            data = json.loads(file.read_bytes())
+            data, _ = _read(file)
             gone = not _runs(data["pid"], data["started"])
             if data["host"] == socket.gethostname() and gone:
                 remove(file)

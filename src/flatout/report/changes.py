@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.text import Text
 
 from flatout.doctor.edits import diff, fix
@@ -21,6 +20,7 @@ from flatout.errors import FlatoutError
 from flatout.recipe import Parity
 from flatout.report.first_look import short
 from flatout.say import counted
+from flatout.terminal import Console
 
 _COLOURS = {"---": "bold", "+++": "bold", "@@ ": "cyan", "-": "red", "+": "green"}
 

@@ -97,7 +97,7 @@ class _Extension:
             self._tell()
 
     def _tell(self) -> None:
-        from rich.console import Console
+        from flatout.terminal import Console
 
         seen, seconds = self._cells.look()
         seen.ended = "done" if seen.steps else "no steps"

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-
 from flatout.devices.inventory import inventory
 from flatout.doctor.first_look import FirstLook, first_look
 from flatout.doctor.judge import Verdict, judge
@@ -33,6 +31,7 @@ from flatout.report.files import Files
 from flatout.report.first_look import FirstLookReport, what_next
 from flatout.report.proven import ProvenReport
 from flatout.say import say_as_is
+from flatout.terminal import Console
 
 FAILED, DANGER = 1, 3
 """Exit codes, beside 0 for nothing dangerous and 2 for wrong usage."""

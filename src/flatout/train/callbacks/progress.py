@@ -8,13 +8,15 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich import console
+from rich.console import ConsoleOptions, RenderableType
 from rich.constrain import Constrain
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column, Table
 
 from flatout.say import rounded
+from flatout.terminal import Console
 from flatout.train.callbacks.callback import Callback
 from flatout.train.callbacks.rate import Rate
 
@@ -189,7 +191,7 @@ class _Narrower:
         self._table = table
 
     def __rich_console__(
-        self, console: Console, options: ConsoleOptions
+        self, console: console.Console, options: ConsoleOptions
     ) -> Iterable[RenderableType]:
         yield Constrain(self._table, options.max_width - 3)
 
