@@ -204,7 +204,7 @@ def test_a_module_that_the_user_moved_stays() -> None:
 
     with FakeTensorMode(), torch.no_grad():
         model = nn.Sequential(Held("cuda:0"), Held("cpu"), Held("cuda:1"))
-        homes = _homes(model, torch.device("cuda:1"))
+        homes = _homes(model, torch.device("cuda:1"), strict=False)
     assert [(str(device), reason) for device, reason in homes.values()] == [
         ("cuda:0", "pinned: it was moved there before"),
         ("cuda:1", "moved"),
@@ -232,10 +232,19 @@ def test_a_parameter_without_values_is_named() -> None:
     assert "to_empty" in caught.value.do
 
 
-def test_a_pin_to_a_device_that_is_not_here_is_refused() -> None:
-    model = nn.Sequential(pin(nn.Linear(2, 2), "cuda:99"))
-    with pytest.raises(DeviceError, match="a Linear is pinned to cuda:99"):
-        place(model, "cpu")
+@pytest.mark.parametrize("device", ["cuda:99", "xpu:99"])
+def test_a_pin_to_a_device_that_is_not_here_falls_back_unless_strict(device: str) -> None:
+    model = nn.Sequential(pin(nn.Sequential(nn.Linear(2, 2)), device), nn.Linear(2, 2))
+    with pytest.raises(DeviceError, match=f"a Sequential is pinned to {device}"):
+        place(model, "cpu", strict=True)
+    placement = place(model, "cpu")
+    why = f"instead of {device}, to which it is pinned and which cannot be used here"
+    assert placement.words_of_fallbacks() == [f"0.0 runs on cpu {why}"]
+    assert not placement.spread
+    assert model(torch.ones(1, 2)).device.type == "cpu"
+    # Another pin, inside, holds.
+    pin(model[0][0], "cpu")
+    assert place(model, "cpu", strict=False).words_of_fallbacks() == []
 
 
 def test_a_spread_model_can_be_copied_and_pickled() -> None:

@@ -31,6 +31,8 @@ __all__ = [
     "resolve_device",
 ]
 
+# How the reason begins where another device runs than was asked for.
+FALLBACK = "instead of"
 _PIN = "_flatout_pinned_to"
 _MOVED = "moved"
 
@@ -86,7 +88,7 @@ def _choose(name: str, strict: bool, free: Sequence[int | None], missing: str) -
             do='ask for one that is here, or set world.placement to "soft"',
         )
     chosen, _ = _most_free(free) if free else ("cpu", "")
-    return chosen, f"instead of {name}, which cannot be used; here: {here}"
+    return chosen, f"{FALLBACK} {name}, which cannot be used; here: {here}"
 
 
 def _most_free(free: Sequence[int | None]) -> tuple[str, str]:
@@ -152,6 +154,14 @@ class Placement:
     modules: tuple[Placed, ...]
     _hooks: list[RemovableHandle] = field(default_factory=list, repr=False)
 
+    def words_of_fallbacks(self) -> list[str]:
+        """A line for each module that is not where it was pinned to."""
+        return [
+            f"{module or 'the model'} runs on {device} {reason}"
+            for module, device, reason in self.modules
+            if reason.startswith(FALLBACK)
+        ]
+
     @property
     def spread(self) -> bool:
         """Whether the model lives on more than one device, or away from `device`."""
@@ -188,7 +198,7 @@ def pin(module: nn.Module, device: str | torch.device) -> nn.Module:
     return module
 
 
-def place(model: nn.Module, device: str | torch.device) -> Placement:
+def place(model: nn.Module, device: str | torch.device, *, strict: bool = False) -> Placement:
     """Moves a model to a device, except the modules that the user pinned, and says what went where.
 
     A module is pinned by `pin`, or by having been moved to another device than the CPU before. A
@@ -196,15 +206,18 @@ def place(model: nn.Module, device: str | torch.device) -> Placement:
     objects, so an optimiser made before holds on to them. Placing again replaces the last
     placement.
 
+    A module that is pinned to a device that is not here goes where the model goes, and its reason
+    says so; with `strict` that is an error.
+
     Raises:
-        DeviceError: a parameter or buffer is on the meta device, so there is nothing to move, or a
-            module is pinned to a device that is not here.
+        DeviceError: a parameter or buffer is on the meta device, so there is nothing to move; or
+            `strict` is set, and a module is pinned to a device that is not here.
     """
     import torch
 
     target = _numbered(torch.device(device))
     _refuse_meta(model, target)
-    homes = _homes(model, target)
+    homes = _homes(model, target, strict)
     if all(home == target for home, _ in homes.values()):
         model.to(target)
     else:
@@ -259,19 +272,21 @@ def _refuse_meta(model: nn.Module, target: torch.device) -> None:
         )
 
 
-def _homes(model: nn.Module, target: torch.device) -> dict[nn.Module, tuple[torch.device, str]]:
+def _homes(
+    model: nn.Module, target: torch.device, strict: bool
+) -> dict[nn.Module, tuple[torch.device, str]]:
     """Decides the device of each module with tensors of its own, with the reason."""
     homes: dict[nn.Module, tuple[torch.device, str]] = {}
 
-    def visit(module: nn.Module, pinned: torch.device | None) -> None:
+    def visit(module: nn.Module, pinned: torch.device | None, why: str) -> None:
         if hasattr(module, _PIN):
-            pinned = _pinned_device(module)
+            pinned, why = _pinned_device(module, target, strict)
         own = _own(module)
         if own and module not in homes:
             here = own[0].device
             by_user = here.type not in ("cpu", "meta") and here != _moved.get(module)
             if pinned is not None:
-                homes[module] = pinned, "pinned"
+                homes[module] = pinned, why
             elif here == target:
                 homes[module] = target, "was there"
             elif by_user:
@@ -279,24 +294,38 @@ def _homes(model: nn.Module, target: torch.device) -> dict[nn.Module, tuple[torc
             else:
                 homes[module] = target, _MOVED
         for child in module.children():
-            visit(child, pinned)
+            visit(child, pinned, why)
 
-    visit(model, None)
+    visit(model, None, "")
     _send_sharers_along(homes, target)
     return homes
 
 
-def _pinned_device(module: nn.Module) -> torch.device:
+def _pinned_device(
+    module: nn.Module, target: torch.device, strict: bool
+) -> tuple[torch.device, str]:
+    """Returns where a pinned module lives, and why: with the model where its pin is not here."""
+    device: torch.device = getattr(module, _PIN)
+    if _is_here(device):
+        return _numbered(device), "pinned"
+    if strict:
+        raise DeviceError(
+            f"a {type(module).__name__} is pinned to {device}, which cannot be used here",
+            where='world.device with placement "strict"',
+            do='pin it to a device that is here, or set world.placement to "soft"',
+        )
+    return target, f"{FALLBACK} {device}, to which it is pinned and which cannot be used here"
+
+
+def _is_here(device: torch.device) -> bool:
     import torch
 
-    device: torch.device = getattr(module, _PIN)
-    count = torch.cuda.device_count() if device.type == "cuda" else None
-    if count is not None and (device.index or 0) >= count:
-        raise DeviceError(
-            f"a {type(module).__name__} is pinned to {device}, and {count} CUDA devices are here",
-            do="pin it to a device that is here",
-        )
-    return _numbered(device)
+    if device.type in ("cpu", "meta"):
+        return True
+    kind = getattr(torch.backends if device.type == "mps" else torch, device.type, None)
+    if kind is None or not kind.is_available():
+        return False
+    return device.type == "mps" or (device.index or 0) < kind.device_count()
 
 
 def _send_sharers_along(

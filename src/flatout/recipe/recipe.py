@@ -31,6 +31,8 @@ from flatout.recipe.sections import (
 
 ASKED = "asked for"
 DEFAULT = "default"
+# How the reason begins where what was asked for cannot be had.
+REPLACED = "instead of"
 
 
 def _parity(value: Any) -> Any:
@@ -298,12 +300,12 @@ class ResolvedRecipe(_Sections):
     def _differs(self, field: str) -> bool:
         if field not in self.choices:
             return False
-        if self.proven_for:
+        choice = self.choices[field]
+        if self.proven_for or choice.reason.startswith(REPLACED):
             return True
         if field in PLAIN:
             return self.get(field) != PLAIN[field]
         # Plain PyTorch's thread counts depend on the machine: a choice that keeps them is exact.
-        choice = self.choices[field]
         return choice.parity > Parity.EXACT or choice.reason == ASKED
 
 

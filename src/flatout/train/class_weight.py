@@ -44,6 +44,11 @@ class ClassWeight:
         for number, weight in given.items():
             self._table[int(number)] = float(weight)
 
+    @property
+    def words(self) -> str:
+        """The weights by class number, for people."""
+        return ", ".join(f"{number}: {w:g}" for number, w in enumerate(self._table.tolist()))
+
     def __call__(self, batch: Batch) -> Batch:
         """The batch with each sample's weight times its class's.
 

@@ -135,7 +135,12 @@ class History:
             "startup_s": self.startup_s,
             "lanes_by_rank_ms": self.lanes_by_rank,
             "epochs": [dict(logs) for logs in self.epochs],
-            "recipe": recipe and {"summary": recipe.summary(), "values": recipe.request().named()},
+            "recipe": recipe
+            and {
+                "summary": recipe.summary(),
+                "values": recipe.request().named(),
+                "reasons": {change.field: change.reason for change in recipe.changes()},
+            },
             "lr_scale": self.lr_scale and self.lr_scale.as_dict(),
             "notes": list(self.notes),
             "stop_reason": self.stop_reason,

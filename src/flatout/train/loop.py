@@ -41,7 +41,9 @@ from flatout.models import facts_of, weights_of
 from flatout.optim import LrRule, LrScale, Optimizers, as_tuple
 from flatout.recipe import (
     ASKED,
+    PLAIN,
     Choice,
+    ModelFacts,
     Parity,
     Recipe,
     ResolvedRecipe,
@@ -49,6 +51,7 @@ from flatout.recipe import (
     effective,
     from_file,
     loads,
+    of_change,
 )
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
 from flatout.save.pieces import Pieces, check_shared
@@ -155,6 +158,8 @@ class Loop:
             raise FlatoutError(f"accumulate must be at least 1, found {accumulate}")
         self.say = say
         self._first_words: list[str] = []
+        self._elsewhere: list[str] = []
+        self._why_device = ""
         self.requested = self._effective(recipe)
         self.allow = Parity.from_name(allow)
         self.seed = seed
@@ -294,6 +299,8 @@ class Loop:
         self._decide(compute, [to(batch, self.device) for batch in first], steps)
         if loaded is not None:
             self._restore(loaded)
+        elif self.world.is_first:
+            self.stepper.notes += self._elsewhere  # after a resume the History has them
         self._scale_rates(data)
         check_replicas(model, self.world, "at the start")
         if is_trial():
@@ -339,7 +346,7 @@ class Loop:
             count = torch.cuda.device_count()
             if count >= here.local_world_size:
                 name = f"cuda:{here.local_rank}"
-            elif name == "cuda" or count:
+            elif count or (name == "cuda" and asked.placement == "strict"):
                 raise DeviceError(
                     f"{here.local_world_size} ranks on this node, but {count} GPUs",
                     do="start as many ranks as there are GPUs, or --set world.device=cpu",
@@ -348,10 +355,13 @@ class Loop:
 
     def _place(self, model: nn.Module) -> None:
         asked = self.requested.world
-        self.device, reason = self._device_here()
+        self.device, self._why_device = self._device_here()
+        self.placement = place(model, self.device, strict=asked.placement == "strict")
+        self._elsewhere = self.placement.words_of_fallbacks()
         if asked.device not in ("auto", str(self.device), self.device.type):
-            self.say(f"running on {self.device} {reason}")
-        self.placement = place(model, self.device)
+            self._elsewhere.insert(0, f"running on {self.device} {self._why_device}")
+        for line in self._elsewhere:
+            self.say(line)
         for optimizer in self.optimizers:
             if self.device.type != "cpu" and optimizer.state:
                 # State of earlier steps follows its parameters: torch moves what it loads.
@@ -399,6 +409,7 @@ class Loop:
             self.resolved = auto.resolve(
                 self.requested, self.stepper, compute, first, facts, self.allow, steps, self.say
             )
+        self._note_device(facts)
         if self.world.size > 1:
             # Each rank has measured, all at the same time; what the first found holds for all.
             found = loads(self.world.from_first(dumps(self.resolved)))
@@ -414,6 +425,17 @@ class Loop:
             if self.stepper.pieces == estimated:  # the settings chosen may need less
                 self._estimate_pieces(compute, first[0])
             self._tell_of_pieces(first[0])
+
+    def _note_device(self, facts: ModelFacts) -> None:
+        """Say in the Recipe on which device the job runs, where another one was asked for."""
+        assert self.resolved is not None
+        name = str(self.device)
+        if self.resolved.world.device == name:
+            return
+        parity = of_change("world.device", PLAIN["world.device"], name, facts)
+        choice = Choice(value=name, reason=self._why_device, parity=parity)
+        choices = {**self.resolved.choices, "world.device": choice}
+        self.resolved = self.requested.resolve(choices, self.resolved.machine, facts)
 
     def _reduction(self) -> Reduction:
         """How the ranks add up, which is noted in the Recipe where that left it open."""
@@ -892,7 +914,10 @@ class Loop:
             self.say(f"settings are decided again, with allow={self.allow.name.lower()}")
             return
         asked = {field: v for field, v in self.requested.named().items() if v != "auto"}
-        changed = [f"{f}={v} (was {saved.get(f)})" for f, v in asked.items() if v != saved.get(f)]
+        here = {**asked, "world.device": str(self._device_here()[0])}
+        changed = [
+            f"{f}={v} (was {saved.get(f)})" for f, v in asked.items() if here[f] != saved.get(f)
+        ]
         if changed:
             self.say(f"settings differ from the checkpoint's: {', '.join(changed)}")
         left = [f for f, c in saved.choices.items() if c.reason == ASKED and f not in asked]
@@ -900,7 +925,11 @@ class Loop:
         if kept:
             self.say(f"kept from the checkpoint, though not asked for now: {', '.join(kept)}")
         # Whether a step may be split when memory runs out is a rule, not a measured value.
-        open_again = {"memory.micro_batch": self.requested.memory.micro_batch}
+        # Each rank has a device of its own, and what was not here may be here now.
+        open_again = {
+            "memory.micro_batch": self.requested.memory.micro_batch,
+            "world.device": self.requested.world.device,
+        }
         if len(loaded.own) != self.world.size:
             open_again["world.reduction"] = "auto"
         self.requested = saved.request().replace({**open_again, **asked})

@@ -377,6 +377,7 @@ class Trainer:
         return {
             "loss": loss_fact(self.loss),
             "metrics": metrics_fact(as_metrics(self.metrics)),
+            "class_weight": fact(self._class_weight.words if self._class_weight else "none"),
             "schedule_every": fact(self.schedule_every if self.scheduler is not None else "none"),
         }
 
@@ -402,8 +403,12 @@ class Trainer:
         """Place a model that has not been fitted yet."""
         if self.resolved is None:
             asked = self.loop.requested.world
-            self._device, _ = resolve_device(asked.device, asked.placement == "strict")
-            place(self.model, self._device)
+            strict = asked.placement == "strict"
+            self._device, why = resolve_device(asked.device, strict)
+            if asked.device not in ("auto", str(self._device), self._device.type):
+                self.loop.say(f"running on {self._device} {why}")
+            for line in place(self.model, self._device, strict=strict).words_of_fallbacks():
+                self.loop.say(line)
 
     def ready(self, batch: Batch) -> Batch:
         """The batch on the model's device, laid out as training resolved to."""
