@@ -34,10 +34,17 @@ def kind_folder(kind: str) -> Path:
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = base / kind
     folder.mkdir(mode=0o700, exist_ok=True)
+    if is_made(folder) and stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        folder.chmod(0o700)
     if not folder.is_symlink() and not os.listdir(folder):
         with suppress(FileExistsError):  # another process of the user's has just done it
             (folder / MARK).touch(mode=0o600, exist_ok=False)
     return folder
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file, made where it is not there, so that its user alone may read it: an `opener`."""
+    return os.open(path, flags, 0o600)
 
 
 def is_made(folder: Path) -> bool:

@@ -895,3 +895,38 @@ def test_bad_rows(tmp_path):
     assert "a.svm:5" in done.notes[0]
     folder = convert(path, tmp_path / "a.rows", on_error="skip")
     assert rows(folder.files[0]).notes()[0] == f"when it was converted: {done.notes[0]}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shards": [{"file": "../x", "rows": 1, "bytes": 1, "crc32c": "0"}]},
+        {"shards": [{"file": "/etc/passwd", "rows": 1, "bytes": 1, "crc32c": "0"}]},
+        {"shards": [{"file": "x", "rows": "1", "bytes": 1, "crc32c": "0"}]},
+        {"shards": [{"file": "x", "rows": -1, "bytes": 1, "crc32c": "0"}]},
+        {"shards": [{"file": 7, "rows": 1, "bytes": 1, "crc32c": "0"}]},
+        {"shards": 7},
+        {"settings": []},
+        {"schema": None},
+        {"notes": [7]},
+        {"more": 7},
+    ],
+)
+def test_a_made_up_manifest_is_told(tmp_path, change):
+    convert(Pipeline(MadeUp(20)), tmp_path / "made.tfrecord")
+    manifest = tmp_path / "_made.tfrecord.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **change}))
+    with pytest.raises(DataError, match="the manifest cannot be read"):
+        convert(Pipeline(MadeUp(20)), tmp_path / "made.tfrecord")
+
+
+def test_a_manifest_nested_without_end_or_no_file_is_told(tmp_path):
+    convert(Pipeline(MadeUp(20)), tmp_path / "made.tfrecord")
+    manifest = tmp_path / "_made.tfrecord.json"
+    manifest.write_text("[" * 100_000)
+    with pytest.raises(DataError, match="the manifest cannot be read"):
+        convert(Pipeline(MadeUp(20)), tmp_path / "made.tfrecord")
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(DataError, match="it is no file"):
+        convert(Pipeline(MadeUp(20)), tmp_path / "made.tfrecord")

@@ -2,13 +2,16 @@ import bz2
 import gzip
 import lzma
 import os
+import socket
 
 import fsspec
 import pytest
 import zstandard
 
-from flatout.cache_folder import MARK
+import flatout
+from flatout.cache_folder import MARK, cache_folder, kind_folder
 from flatout.data import files
+from flatout.data.sources.libsvm import libsvm
 from flatout.errors import DataError
 
 CONTENT = b"1 1:0.5\n0 2:1\n" * 1000
@@ -134,3 +137,52 @@ def test_a_file_that_changes_is_named(tmp_path):
     path.unlink()
     with pytest.raises(DataError, match="has gone"):
         file.check_unchanged()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_file_is_named_and_never_waited_for(tmp_path, kind):
+    path = tmp_path / "a_fifo"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(path))
+    else:
+        path = "/dev/zero"
+    with pytest.raises(DataError, match=f"expected a file, found a {kind}"):
+        libsvm(str(path))
+
+
+def test_what_unpacks_to_far_more_than_data_do_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_ALWAYS_UNPACKED", 1 << 20)
+    path = str(tmp_path / "zeros.svm.gz")
+    with gzip.open(path, "wb") as packed:
+        packed.write(b"0 1:1\n" * 700_000)
+    with pytest.raises(DataError, match=r"unpacks to more than [\d,]+ bytes") as found:
+        libsvm(path)
+    assert f"flatout.data.unpack({path!r}, most=BYTES)" in str(found.value)
+    assert not [one for one in (cache_folder() / "files").glob("*") if "zeros" in one.name]
+    with pytest.raises(DataError, match="more than 4,000,000 bytes"):
+        flatout.data.unpack(path, most=4_000_000)
+    (unpacked,) = flatout.data.unpack(path, most=4_200_000)
+    assert os.path.getsize(unpacked) == 4_200_000
+    assert libsvm(path).batch(7).samples == 700_000
+
+
+def test_copies_and_indexes_are_for_their_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    old = os.umask(0)
+    try:
+        with gzip.open(tmp_path / "a.svm.gz", "wb") as packed:
+            packed.write(b"0 1:1\n1 2:1\n")
+        for path in (tmp_path / "cache" / "files", tmp_path / "cache" / "index"):
+            kind_folder(path.name)
+            path.chmod(0o755)  # as an earlier version made it
+        list(libsvm(str(tmp_path / "a.svm.gz")).batch(1).cache("disk").batches(0))
+    finally:
+        os.umask(old)
+    inside = sorted((tmp_path / "cache").rglob("*"))
+    assert {path.parent.name for path in inside if path.is_file()} >= {"files", "index"}
+    assert "rows.bin" in {path.name for path in inside}
+    modes = {str(path): oct(path.stat().st_mode & 0o777) for path in inside}
+    assert modes == {str(path): oct(0o700 if path.is_dir() else 0o600) for path in inside}

@@ -275,3 +275,10 @@ def test_real_mnist_damaged(tmp_path):
     images.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match="expected 7,840,000 bytes of values, found"):
         idx_split(tmp_path)
+
+
+def test_a_packed_file_that_unpacks_to_far_more_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("flatout.data.files._ALWAYS_UNPACKED", 1 << 20)
+    write(tmp_path / "zeros.gz", np.zeros((3000, 1000), np.uint8))
+    with pytest.raises(DataError, match="unpacks to 3,000,000 bytes, more than the ceiling"):
+        read(tmp_path / "zeros.gz")

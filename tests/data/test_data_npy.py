@@ -403,3 +403,12 @@ def test_a_zip_that_is_no_archive_of_arrays(tmp_path):
     with pytest.raises(DataError, match="damaged or no npy file") as caught:
         npz(tmp_path / "a.npz", "x", None)
     assert caught.value.where.endswith("a.npz: x")
+
+
+def test_an_archive_that_unpacks_to_far_more_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("flatout.data.files._ALWAYS_UNPACKED", 1 << 20)
+    path = str(tmp_path / "zeros.npz")
+    np.savez_compressed(path, x=np.zeros((1000, 1000)), y=np.zeros(1000))
+    with pytest.raises(DataError, match="unpacks to 8,000,128 bytes, more than the ceiling"):
+        npz(path)
+    assert npz(path, most=8_000_128).batch(1).samples == 1000

@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import os
 import pickle
 
 import numpy as np
@@ -244,3 +245,65 @@ def test_folders_of_the_first_version_are_read_and_compared(folder):
 def test_numbers_beyond_the_rows(folder, number):
     with pytest.raises(IndexError):
         _sum(FolderRows(folder), np.array([number]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": 10**30},
+        {"rows": -1},
+        {"rows": "100"},
+        {"stride": 0},
+        {"stride": 2**63},
+        {"fields": []},
+        {"fields": "x"},
+        {"files": {"../../rows.bin": {}}},
+        {"files": {"rows.bin": {"size": 10**30, "block": 1, "crc32c": []}}},
+        {"form": [{"tuple": 1}]},
+        {"schema": 7},
+    ],
+)
+def test_made_up_meta_is_told(folder, change):
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["checksum"]
+    (folder / "meta.json").write_text(sealed({**meta, **change}))
+    with pytest.raises(DataError):
+        FolderRows(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "object"},
+        {"dtype": "M8[s]"},
+        {"dtype": ">f4"},
+        {"offset": -8},
+        {"offset": 10**9},
+        {"width": 10**9},
+        {"shape": [10**9, 10**9, 10**9]},
+        {"shape": [-1]},
+        {"shape": [2**62, 4]},
+        {"ragged": True},
+        {"channels_last": True},
+        {"name": []},
+        {"more": 1},
+    ],
+)
+def test_made_up_columns_are_told(folder, change):
+    meta = json.loads((folder / "meta.json").read_text())
+    for at, field in enumerate(meta["fields"]):
+        if not field["ragged"]:
+            fields = [*meta["fields"][:at], {**field, **change}, *meta["fields"][at + 1 :]]
+            sealed_again(folder, fields=fields)
+            with pytest.raises(DataError):
+                FolderRows(folder)
+
+
+def test_meta_nested_without_end_or_no_file_is_told(folder):
+    (folder / "meta.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="nested too deeply"):
+        rows(folder)
+    (folder / "meta.json").unlink()
+    os.mkfifo(folder / "meta.json")
+    with pytest.raises(DataError, match="it is no file"):
+        rows(folder)

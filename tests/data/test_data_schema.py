@@ -1,5 +1,8 @@
+import os
+
 import pytest
 
+from flatout.data.formats import schema_format
 from flatout.data.schema import Column, Schema, as_schema
 from flatout.errors import DataError
 
@@ -63,3 +66,28 @@ def test_files_that_are_no_schema_are_named(tmp_path):
         as_schema(tmp_path / "absent.toml", "csv")
     with pytest.raises(DataError, match="expected a schema of csv, found one of libsvm"):
         as_schema(CLICKS, "csv")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = " + "[" * 5000 + "]" * 5000,
+        "x = " + "{x = " * 5000 + "1" + "}" * 5000,
+        ".".join("x" * 30_000) + " = 1",
+        "[" + ".".join("x" * 30_000) + "]",
+        ".".join(['"x"'] * 30_000) + " = 1",
+    ],
+    ids=range(5),
+)
+def test_text_that_is_nested_without_end_is_refused_at_once(tmp_path, text):
+    (tmp_path / "schema.toml").write_text(text)
+    with pytest.raises(DataError, match="not nested so deeply"):
+        as_schema(tmp_path / "schema.toml", "csv")
+    with pytest.raises(DataError, match="not nested so deeply"):
+        schema_format(tmp_path / "schema.toml")
+
+
+def test_a_schema_that_is_no_file_is_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "schema.toml")
+    with pytest.raises(DataError, match="a schema is a file"):
+        as_schema(tmp_path / "schema.toml", "csv")

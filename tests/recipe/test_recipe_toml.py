@@ -221,3 +221,19 @@ def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path):
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
         assert load(path).get("compute.precision") in ("fp32", "bf16")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = " + "[" * 5000 + "]" * 5000,
+        "x = " + "{x = " * 5000 + "1" + "}" * 5000,
+        ".".join("x" * 30_000) + " = 1",
+        "[" + ".".join("x" * 30_000) + "]",
+        ".".join(['"x"'] * 30_000) + " = 1",
+    ],
+    ids=range(5),
+)
+def test_text_that_is_nested_without_end_is_refused_at_once(text):
+    with pytest.raises(RecipeError, match="not nested so deeply"):
+        loads(text)

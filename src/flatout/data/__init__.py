@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flatout.data.batch import Batch
     from flatout.data.conversion.convert import convert
+    from flatout.data.files import unpack
     from flatout.data.inspection.inspect import inspect
     from flatout.data.pipeline import Pipeline, mix
     from flatout.data.schema import Column, Schema
@@ -64,6 +65,7 @@ _HOMES = {
     "rows": "flatout.data.sources.rows",
     "tfrecord": "flatout.data.sources.tfrecord",
     "torch_dataset": "flatout.data.sources.torch_dataset",
+    "unpack": "flatout.data.files",
 }
 
 __all__ = [
@@ -97,6 +99,7 @@ __all__ = [
     "rows",
     "tfrecord",
     "torch_dataset",
+    "unpack",
 ]
 
 

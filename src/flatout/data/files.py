@@ -13,6 +13,7 @@ import hashlib
 import lzma
 import os
 import shutil
+import stat
 import time
 import uuid
 import zlib
@@ -25,7 +26,7 @@ from typing import IO, Any, TypeAlias
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from flatout.cache_folder import cache_folder, kind_folder
+from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.errors import DataError
 from flatout.say import say_as_is
 
@@ -33,6 +34,9 @@ Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
 _PIECE = 4 << 20
 _QUIET_S = 1.0
+# Text and records pack 3 to 20 to 1; what packs better is mostly zeros, or made to fill a disk.
+_MOST_RATIO = 200
+_ALWAYS_UNPACKED = 256 << 20
 _MAGIC = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -80,7 +84,11 @@ class File:
 
 
 def find(
-    paths: Paths, *, unpack: bool = True, say: Callable[[str], None] = say_as_is
+    paths: Paths,
+    *,
+    unpack: bool = True,
+    most: int | None = None,
+    say: Callable[[str], None] = say_as_is,
 ) -> list[File]:
     """The files that `paths` names, here.
 
@@ -90,6 +98,7 @@ def find(
             pattern), or a list of these. What a pattern or folder names comes sorted by name.
         unpack: unpack gzip, bzip2, xz and zstandard into the cache; False leaves packed files as
             they are, for formats that pack their own content.
+        most: bytes that a packed file may unpack to; None means `most_unpacked` of its size.
         say: gets a line for what takes more than a second.
 
     Raises:
@@ -110,7 +119,7 @@ def find(
                 do="read it with flatout.data.fifo('-', ...), or write it into a file first",
             )
     return [
-        _here(fs, place, name, unpack, say)
+        _here(fs, place, name, unpack, most, say)
         for one in given
         for fs, place, name in _places(os.fspath(one))
     ]
@@ -151,21 +160,67 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
         yield fs, one, one if is_local and name.startswith("..") else name
 
 
-def _here(fs: Any, place: str, name: str, unpack: bool, say: Callable[[str], None]) -> File:
+def unpack(paths: Paths, *, most: int, say: Callable[[str], None] = say_as_is) -> list[str]:
+    """Unpack files that hold far more than their size lets expect, so that they can be read.
+
+    They are unpacked into the cache, where whatever reads these paths finds them.
+
+    Args:
+        paths: as `find` takes them.
+        most: bytes that each may unpack to.
+        say: gets a line for what takes more than a second.
+
+    Returns:
+        where the unpacked files are.
+
+    Raises:
+        DataError: as `find`, or a file holds more than `most` bytes.
+    """
+    return [file.path for file in find(paths, most=most, say=say)]
+
+
+def most_unpacked(packed: int) -> int:
+    """Bytes that what is packed may unpack to where none said so: far more than data do.
+
+    Args:
+        packed: bytes of it.
+    """
+    return max(_ALWAYS_UNPACKED, _MOST_RATIO * packed)
+
+
+def _here(
+    fs: Any, place: str, name: str, unpack: bool, most: int | None, say: Callable[[str], None]
+) -> File:
     with _reading(name):
         if isinstance(fs, LocalFileSystem):
             status = os.stat(place)
+            if not stat.S_ISREG(status.st_mode):
+                raise _no_file(name, status.st_mode)
             packed = _packing(place) if unpack else None
             if packed is None:
                 return File(place, name, status.st_size, status.st_mtime_ns)
             known = f"{place} {status.st_size} {status.st_mtime_ns} unpacked"
-            return _cached(known, name, lambda: open(place, "rb"), status.st_size, unpack, say)
+            return _cached(
+                known, name, lambda: open(place, "rb"), status.st_size, unpack, most, say
+            )
         info = fs.info(place)
         size = info.get("size")
         # Stores tell a version by one of these; a size alone would miss a rewritten file.
         version = [str(info.get(k)) for k in ("ETag", "etag", "md5Hash", "mtime", "LastModified")]
         known = f"{name} {size} {version} {unpack}"
-        return _cached(known, name, lambda: fs.open(place, "rb"), size, unpack, say)
+        return _cached(known, name, lambda: fs.open(place, "rb"), size, unpack, most, say)
+
+
+def _no_file(name: str, mode: int) -> DataError:
+    """Opening it could wait for ever."""
+    if stat.S_ISFIFO(mode):
+        return DataError(
+            "expected a file, found a pipe, which is read once and has no row numbers",
+            where=name,
+            do="read it with flatout.data.fifo(path, ...), or write it into a file first",
+        )
+    kind = "a socket" if stat.S_ISSOCK(mode) else "a device"
+    return DataError(f"expected a file, found {kind}", where=name, do="name a file")
 
 
 def _packing(path: str) -> str | None:
@@ -250,6 +305,7 @@ def _cached(
     open_original: Callable[[], Any],
     size: int | None,
     unpack: bool,
+    most: int | None,
     say: Callable[[str], None],
 ) -> File:
     """The copy of what `known` describes, made if it is not there yet."""
@@ -264,7 +320,9 @@ def _cached(
                 where=name,
                 do="make room for a copy on this machine, or set FLATOUT_CACHE elsewhere",
             )
-        _copy(name, open_original, target, unpack, say)
+        if most is None:
+            most = None if size is None else most_unpacked(size)
+        _copy(name, open_original, target, unpack, most, say)
     status = target.stat()
     return File(str(target), name, status.st_size, status.st_mtime_ns)
 
@@ -274,17 +332,25 @@ def _copy(
     open_original: Callable[[], Any],
     target: Path,
     unpack: bool,
+    most: int | None,
     say: Callable[[str], None],
 ) -> None:
     # Several processes may want the same file at the same time: each writes its own, one wins.
     beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     done, said = 0, time.monotonic()
     try:
-        with open_original() as original, open(beside, "wb") as copy:
+        with open_original() as original, open(beside, "wb", opener=private) as copy:
             content = _unpacked(original, name) if unpack else original
             while piece := content.read(_PIECE):
-                copy.write(piece)
                 done += len(piece)
+                if most is not None and content is not original and done > most:
+                    raise DataError(
+                        f"the file unpacks to more than {most:,} bytes, which is the ceiling",
+                        where=name,
+                        do="if it is no mistake, unpack it by hand, or once by "
+                        f"flatout.data.unpack({name!r}, most=BYTES)",
+                    )
+                copy.write(piece)
                 if time.monotonic() - said > _QUIET_S:
                     said = time.monotonic()
                     say(f"bringing {name} into the cache: {done / 1e6:,.0f} MB")

@@ -6,16 +6,15 @@ import os
 import re
 import stat
 import struct
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.faults import OnError
 from flatout.data.files import File, Paths, find
-from flatout.data.schema import Given, Schema
+from flatout.data.schema import Given, Schema, read_toml
 from flatout.data.sources.tfrecord_schema import TARGETS
 from flatout.errors import DataError
 from flatout.kernels.example import masked_crc32c
@@ -176,11 +175,7 @@ def schema_format(schema: Given | None) -> str | None:
         return None if schema is None else schema.format
     if isinstance(schema, dict):
         return schema.get("format")
-    try:
-        return tomllib.loads(Path(schema).read_text(encoding="utf-8")).get("format")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        words = getattr(error, "strerror", None) or error
-        raise DataError(f"the schema cannot be read: {words}", where=os.fspath(schema)) from error
+    return read_toml(schema).get("format")
 
 
 def open_files(

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flatout.cache_folder import cache_folder, kind_folder
+from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.block import Block, Numbers, offsets_of
 from flatout.data.decoder import Bytes, Decoder, Where
 from flatout.data.faults import Faults
@@ -518,7 +518,7 @@ def _save(index: Index, path: Path) -> None:
     with suppress(OSError):
         kind_folder("index")
         try:
-            with open(beside, "wb") as file:
+            with open(beside, "wb", opener=private) as file:
                 arrays: dict[str, Any] = {f"length {name}": found for name, found in own.items()}
                 arrays.update(starts=index.starts, sizes=index.sizes, rest=json.dumps(rest))
                 np.savez(file, **arrays)

@@ -16,6 +16,7 @@ A source infers its schema; `pipeline.schema.dump(path)` writes it as TOML, to b
 from __future__ import annotations
 
 import os
+import stat
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -25,7 +26,10 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flatout.errors import DataError
+from flatout.recipe.toml import parse
 
+# Characters of a wrong value in an error.
+_SHOWN = 400
 Role = Literal["input", "target", "weight", "unused"]
 DType = Literal[
     "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"
@@ -191,18 +195,42 @@ def _read(given: str | os.PathLike[str] | dict[str, Any], format: str) -> Schema
     if isinstance(given, dict):
         content = {"format": format, **given}
     else:
-        where = os.fspath(given)
-        try:
-            content = tomllib.loads(Path(given).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            words = getattr(error, "strerror", None) or error
-            raise DataError(f"cannot read the schema: {words}", where=where) from error
-        except tomllib.TOMLDecodeError as error:
-            raise DataError(f"the schema is no TOML: {error}", where=where) from error
+        where, content = os.fspath(given), read_toml(given)
     try:
         return Schema.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "schema"
-        found = "" if first["type"] == "value_error" else f", found {first['input']!r}"
+        found = "" if first["type"] == "value_error" else f", found {_shown(first['input'])}"
         raise DataError(f"{field}: {first['msg']}{found}", where=where) from error
+    except RecursionError as error:
+        raise DataError("a schema is not nested so deeply", where=where) from error
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, not endlessly long."""
+    try:
+        shown = repr(value)
+    except RecursionError:
+        return "something nested deeply"
+    return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a schema's TOML file holds, whether it is a schema or not.
+
+    Raises:
+        DataError: the file cannot be read, is no TOML, or is nested too deeply.
+    """
+    where = os.fspath(path)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise DataError("a schema is a file, and this is none", where=where)
+        return parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        words = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read the schema: {words}", where=where) from error
+    except tomllib.TOMLDecodeError as error:
+        raise DataError(f"the schema is no TOML: {error}", where=where) from error
+    except RecursionError as error:
+        raise DataError("a schema is not nested so deeply", where=where) from error

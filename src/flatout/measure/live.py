@@ -24,7 +24,7 @@ from pathlib import Path
 from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any
 
-from flatout.cache_folder import cache_folder, kind_folder, remove
+from flatout.cache_folder import cache_folder, kind_folder, private, remove
 
 if TYPE_CHECKING:
     from flatout.measure.timeline import Timeline
@@ -397,7 +397,8 @@ def _write(data: dict[str, Any]) -> None:
         _sweep(kind_folder("live"))
     part = file.with_suffix(".part")
     try:
-        part.write_text(json.dumps(data))
+        with open(part, "w", opener=private) as out:
+            out.write(json.dumps(data))
         part.replace(file)
     except OSError:
         with suppress(OSError):

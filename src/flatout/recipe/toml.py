@@ -17,6 +17,7 @@ from flatout.recipe.recipe import Choice, Recipe, ResolvedRecipe
 from flatout.recipe.refusal import FieldError, bad_value
 from flatout.recipe.sections import Value, split
 
+_LONG_KEY = re.compile(r"""(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
 _REQUESTED = "# A Recipe for Flatout. What is not named here is measured, or keeps its default.\n\n"
 _RESOLVED = "# A Recipe for Flatout, resolved on the machine below; the choices say why.\n\n"
 
@@ -51,16 +52,35 @@ def loads(text: str, *, source: str = "TOML text") -> Recipe | ResolvedRecipe:
     import tomllib
 
     try:
-        tables = tomllib.loads(text)
+        tables = parse(text)
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         number = int(line[1]) if line else text.count("\n") + 1
         raise RecipeError(f"this is not TOML: {error}", where=f"{source}:{number}") from error
+    except RecursionError as error:
+        raise RecipeError("a Recipe is not nested so deeply", where=source) from error
     try:
         return _resolved(tables) if {"choices", "machine"} & set(tables) else Recipe(**tables)
     except FieldError as error:
         found = _line_of(text, error.path)
         raise error.at(f"{source}:{found}" if found else source) from None
+    except RecursionError as error:
+        raise RecipeError("a Recipe is not nested so deeply", where=source) from error
+
+
+def parse(text: str) -> dict[str, Any]:
+    """What TOML text holds.
+
+    Raises:
+        RecursionError: it is nested more deeply than anything that people write.
+        TOMLDecodeError: it is no TOML.
+    """
+    import tomllib
+
+    # Python's parser takes time with the square of a dotted key's length.
+    if _LONG_KEY.search(text):
+        raise RecursionError
+    return tomllib.loads(text)
 
 
 def dump(

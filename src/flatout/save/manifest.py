@@ -65,18 +65,38 @@ def read(folder: Folder) -> Manifest:
         whole = False
     if not whole:
         raise CheckpointError("damaged: the manifest differs from its own checksum", where=where)
-    if fields["format"] != _FORMAT:
+    if fields.get("format") != _FORMAT:
         raise CheckpointError(
-            f"checkpoint format {fields['format']}, this version reads {_FORMAT}",
+            f"checkpoint format {fields.get('format')}, this version reads {_FORMAT}",
             where=where,
             do="update Flatout",
         )
-    return Manifest(
-        step=fields["step"],
-        files={name: Written(**written) for name, written in fields["files"].items()},
-        score=fields["score"],
-        meta=unflatten({}, fields["meta"]),
-    )
+    try:
+        return _checked(fields)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"the manifest is none that Flatout writes: {type(error).__name__}: {error}",
+            where=where,
+        ) from error
+
+
+def _checked(fields: dict[str, Any]) -> Manifest:
+    """What a seal does not tell: whoever made the file may have sealed anything."""
+    step, score = fields["step"], fields["score"]
+    if type(step) is not int or step < 0:
+        raise ValueError(f"expected a step from 0 on, found {step!r:.80}")
+    if score is not None and type(score) not in (int, float):
+        raise ValueError(f"expected a number as score, found {score!r:.80}")
+    files = {name: Written(**written) for name, written in fields["files"].items()}
+    for name, written in files.items():
+        if name.startswith("/") or "\0" in name or {"", ".", ".."} & set(name.split("/")):
+            raise ValueError(f"expected names of files within its folder, found {name!r:.200}")
+        if type(written.size) is not int or written.size < 0 or type(written.sha256) is not str:
+            raise ValueError(f"expected a size and a checksum of {name}, found {written!r:.200}")
+    meta = unflatten({}, fields["meta"])
+    if not isinstance(meta, dict):
+        raise TypeError(f"expected meta data by name, found {meta!r:.80}")
+    return Manifest(step, files, score, meta)
 
 
 def check_sizes(folder: Folder, manifest: Manifest) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from flatout.cache_folder import cache_folder, kind_folder
+from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.errors import WorldError
 from flatout.measure.fingerprint import fingerprint
 from flatout.say import rounded
@@ -97,8 +97,8 @@ def choose(
             f"{_ranks(speed.ranks)}{share}: {rounded(speed.mean, 4)} steps/s, {ratio:.2f}x, "
             f"noise {speed.noise - 1:.0%}{mark}"
         )
-    with suppress(OSError):
-        (kind_folder("ranks") / kept.name).write_text(json.dumps({"ranks": chosen.ranks}))
+    with suppress(OSError), open(kind_folder("ranks") / kept.name, "w", opener=private) as file:
+        file.write(json.dumps({"ranks": chosen.ranks}))
     return chosen.ranks
 
 

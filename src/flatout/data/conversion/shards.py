@@ -34,6 +34,8 @@ from flatout.kernels.example import crc32c
 
 VERSION = 1
 _PIECE = 16 << 20
+# What a damaged or made-up manifest leads to.
+_UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, RecursionError)
 
 
 class Sink(Protocol):
@@ -237,24 +239,42 @@ class Manifest:
             DataError: it is damaged, or of another version.
         """
         try:
+            if path.exists() and not path.is_file():
+                raise ValueError("it is no file")
             words = json.loads(path.read_text())
             version = words.pop("version")
             if version != VERSION:
                 raise DataError(
                     f"expected a manifest of version {VERSION}, found {version}", where=str(path)
                 )
-            shards = [Shard(**one) for one in words.pop("shards")]
-            return cls(**words, shards=shards)
+            shards = [_checked_shard(Shard(**one)) for one in words.pop("shards")]
+            found = cls(**words, shards=shards)
+            if not isinstance(found.settings, dict) or not isinstance(found.schema, str):
+                raise TypeError("expected settings by name, and a schema as text")
+            if not all(isinstance(note, str) for note in found.notes):
+                raise TypeError("expected notes as texts")
+            return found
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, DataError):
-                raise
+        except DataError:
+            raise
+        except _UNREADABLE as error:
             raise DataError(
                 f"the manifest cannot be read: {error}",
                 where=str(path),
                 do="delete it, or pass overwrite",
             ) from error
+
+
+def _checked_shard(shard: Shard) -> Shard:
+    counts = (shard.rows, shard.bytes)
+    if not isinstance(shard.file, str) or os.path.basename(shard.file) != shard.file:
+        raise ValueError(f"expected names of files beside it, found {shard.file!r:.200}")
+    if any(type(count) is not int or count < 0 for count in counts):
+        raise ValueError(f"expected rows and bytes of {shard.file}, found {counts!r:.200}")
+    if not isinstance(shard.crc32c, str):
+        raise TypeError(f"expected the checksum of {shard.file}, found {shard.crc32c!r:.80}")
+    return shard
 
 
 def begin(place: Place, wanted: Manifest, overwrite: bool) -> Manifest:
@@ -318,6 +338,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 def _is_whole(folder: Path, shard: Shard) -> bool:
     crc, size = 0, 0
+    if not (folder / shard.file).is_file():
+        return False
     try:
         with open(folder / shard.file, "rb") as file:
             if os.fstat(file.fileno()).st_size != shard.bytes:

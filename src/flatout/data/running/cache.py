@@ -132,7 +132,9 @@ class Cached:
             return
         try:
             with _told(target):
-                self._filling = Filling(target, layout, len(self._numbers), self.inner.digest)
+                self._filling = Filling(
+                    target, layout, len(self._numbers), self.inner.digest, private=True
+                )
         except BlockingIOError:
             # Another process fills it; this one makes its samples as if there were no cache.
             self.reason += "; another process is filling it, so this one does without"

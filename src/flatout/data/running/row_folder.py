@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import mmap
 import os
 import shutil
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from flatout import cache_folder
 from flatout.data.block import Block, Numbers, Values
 from flatout.data.checksums import Checksums, Verified, sealed, unsealed
 from flatout.data.form import Form, Leaf
@@ -33,10 +36,13 @@ from flatout.data.running.row_store import PLACE, Arena, Field, Layout, RowStore
 from flatout.errors import DataError
 from flatout.kernels.example import crc32c
 
+Opener: TypeAlias = Callable[[str, int], int]
+
 VERSION = 2
 # Folders of version 1 hold checksums of blocks of this size, and none of meta.json.
 _FIRST_BLOCK = 64 << 20
 _ENTRY = struct.Struct("<II")
+_DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError, RecursionError)
 _AGAIN = "the folder is damaged: delete it and make it again"
 # Bytes that are compared in one go, a whole number of blocks.
 _VERIFIED = 64 << 20
@@ -47,9 +53,9 @@ _FLUSH_S = 5.0
 class FileArena:
     """Values at the end of a file, mapped again when it has grown."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], opener: Opener | None) -> None:
         self._dtype = dtype
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
+        self._file = open(path, "a+b", buffering=0, opener=opener)  # noqa: SIM115
         self._mapped = np.empty(0, dtype)
         self._end = os.fstat(self._file.fileno()).st_size // dtype.itemsize
 
@@ -83,23 +89,34 @@ class FileArena:
 class Filling:
     """A folder that is being filled, by this process alone.
 
+    Args:
+        target: what it is called once it is whole.
+        layout: of the rows.
+        rows: how many.
+        digest: of what makes them.
+        private: whether its user alone may read it; else whoever the process' umask lets.
+
     Attributes:
         store: the rows.
         filled: bool of shape (rows,): which are there.
         found: how many were there already, from a run before.
     """
 
-    def __init__(self, target: Path, layout: Layout, rows: int, digest: str) -> None:
+    def __init__(
+        self, target: Path, layout: Layout, rows: int, digest: str, *, private: bool = False
+    ) -> None:
         self.target = target
+        self._opener = opener = cache_folder.private if private else None
         self.part = target.with_name(target.name + ".part")
-        self.part.mkdir(parents=True, exist_ok=True)
+        self.part.parent.mkdir(parents=True, exist_ok=True)
+        self.part.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
         if not (self.part / "lock").exists() and any(self.part.iterdir()):
             raise DataError(
                 "this folder is needed to write in, but holds files that Flatout has not made",
                 where=str(self.part),
                 do="move it elsewhere, or choose another target",
             )
-        self._lock = open(self.part / "lock", "w")  # noqa: SIM115
+        self._lock = open(self.part / "lock", "w", opener=opener)  # noqa: SIM115
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.digest = digest
         begun = {"version": VERSION, "rows": rows, "digest": digest, **_layout_words(layout)}
@@ -113,11 +130,12 @@ class Filling:
         self._mapped = mapped
         ragged = [field for field in layout.fields if field.ragged]
         self._arenas = [
-            FileArena(self.part / f"ragged-{i}.bin", field.dtype) for i, field in enumerate(ragged)
+            FileArena(self.part / f"ragged-{i}.bin", field.dtype, opener)
+            for i, field in enumerate(ragged)
         ]
         self.store = RowStore(layout, matrix, self._arenas)
         self.filled = np.zeros(rows, bool)
-        self._log = open(self.part / "filled.log", "a+b", buffering=0)  # noqa: SIM115
+        self._log = open(self.part / "filled.log", "a+b", buffering=0, opener=opener)  # noqa: SIM115
         self._replay()
         self.found = int(self.filled.sum())
         self._pending: list[tuple[Numbers, int]] = []
@@ -131,9 +149,10 @@ class Filling:
         for old in self.part.iterdir():
             if old.name != "lock":
                 old.unlink()
-        with open(self.part / "rows.bin", "wb") as file:
+        with open(self.part / "rows.bin", "wb", opener=self._opener) as file:
             file.truncate(begun["rows"] * begun["stride"])
-        (self.part / "begun.json").write_text(json.dumps(begun))
+        with open(self.part / "begun.json", "w", opener=self._opener) as file:
+            file.write(json.dumps(begun))
 
     def _replay(self) -> None:
         """Take over the rows of the log whose bytes are what was written."""
@@ -209,7 +228,7 @@ class Filling:
             **extra,
         }
         beside = self.part / "meta.json.part"
-        with open(beside, "w") as file:
+        with open(beside, "w", opener=self._opener) as file:
             file.write(sealed(meta))
             file.flush()
             os.fsync(file.fileno())
@@ -246,9 +265,9 @@ class RowFolder:
         self.meta = read_meta(self.path)
         try:
             self._open()
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
-            if isinstance(error, DataError):
-                raise
+        except DataError:
+            raise
+        except _DAMAGED as error:
             raise DataError(
                 f"the folder is damaged: {type(error).__name__}: {error}",
                 where=str(self.path / "meta.json"),
@@ -257,7 +276,10 @@ class RowFolder:
 
     def _open(self) -> None:
         layout = _layout_of(self.meta)
-        self.rows = int(self.meta["rows"])
+        _check_layout(layout)
+        self.rows = self.meta["rows"]
+        if type(self.rows) is not int or self.rows < 0:
+            raise ValueError(f"expected a number of rows, found {self.rows!r:.80}")
         ragged = [field for field in layout.fields if field.ragged]
         names = ["rows.bin", *(f"ragged-{i}.bin" for i in range(len(ragged)))]
         if sorted(self.meta["files"]) != sorted(names):
@@ -314,6 +336,8 @@ class _Bytes:
         self._path = path
         self._sums = Checksums.from_words({"block": _FIRST_BLOCK, **words})
         size = _size(path)
+        if not path.is_file():
+            raise DataError("expected a file", where=str(path), do=_AGAIN)
         if size != self._sums.size:
             raise DataError(
                 f"expected {self._sums.size:,} bytes, found {size:,}", where=str(path), do=_AGAIN
@@ -384,6 +408,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         DataError: there is none, it is damaged, or of another version.
     """
     try:
+        if (path / "meta.json").exists() and not (path / "meta.json").is_file():
+            raise ValueError("it is no file")
         meta = unsealed((path / "meta.json").read_text())
         if meta.get("version") == VERSION and "checksum" not in meta:
             raise ValueError("its own checksum is missing")
@@ -446,6 +472,26 @@ def _layout_words(layout: Layout) -> dict[str, Any]:
         for field in layout.fields
     ]
     return {"stride": layout.stride, "fields": fields}
+
+
+def _check_layout(layout: Layout) -> None:
+    """Rows are copied by it, bytes by bytes: it must fit within itself, and hold numbers alone."""
+    for field in layout.fields:
+        kind = field.dtype.kind in "biuf" and field.dtype.isnative
+        sizes = [field.offset, field.width, *field.shape]
+        item = PLACE.itemsize if field.ragged else field.dtype.itemsize
+        whole = all(type(size) is int and size >= 0 for size in sizes)
+        if not kind or not whole or field.width != math.prod(field.shape) * item:
+            raise ValueError(f"no row can hold this column: {field!r:.200}")
+        if field.offset % min(item, 8) or field.offset + field.width > layout.stride:
+            raise ValueError(f"the column lies outside of its row: {field!r:.200}")
+        if (field.ragged and field.shape) or (field.channels_last and len(field.shape) != 3):
+            raise ValueError(f"the column's shape does not fit: {field!r:.200}")
+    names = {field.name for field in layout.fields if isinstance(field.name, str)}
+    if not names or len(names) < len(layout.fields):
+        raise ValueError("expected columns, each with a name of its own")
+    if type(layout.stride) is not int or layout.stride < 1:
+        raise ValueError(f"expected the size of a row, found {layout.stride!r:.80}")
 
 
 def _layout_of(meta: dict[str, Any]) -> Layout:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flatout.data.files import most_unpacked
 from flatout.data.sources.arrays import Arrays
 from flatout.errors import DataError
 
@@ -211,6 +212,13 @@ def _read(reader: _Reader, file_size: int) -> npt.NDArray[Any]:
             f"the file is truncated or its header damaged: expected {expected:,} bytes for "
             f"{dtype.newbyteorder('=')} of shape {shape}, found at most {room:,}",
             where=reader.where(reader.offset),
+        )
+    if reader.packed and expected > most_unpacked(file_size):
+        raise DataError(
+            f"the file unpacks to {expected:,} bytes, more than the ceiling of "
+            f"{most_unpacked(file_size):,}",
+            where=reader.where(reader.offset),
+            do="if it is no mistake, unpack it by gunzip first",
         )
     try:
         array = np.empty(shape, dtype)

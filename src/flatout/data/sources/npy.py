@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.files import File, Paths, find
+from flatout.data.files import File, Paths, find, most_unpacked
 from flatout.data.schema import Given, Role
 from flatout.data.sources.arrays_in_files import Names, Place, schema_of, wanted_columns
 from flatout.data.sources.mapped import MappedRows
@@ -66,6 +66,7 @@ def npz(
     weight: str | None = None,
     *,
     schema: Given | None = None,
+    most: int | None = None,
 ) -> Pipeline:
     """Rows of arrays in npz archives, mapped into memory, or held there where they are packed.
 
@@ -76,13 +77,15 @@ def npz(
         targets: as `inputs`; None where there is no target.
         weight: the name of an array with a number a row.
         schema: as for `npy`; its columns are those names.
+        most: bytes that a packed array may unpack to; None means 200 times its packed size, and
+            256 MiB in any case.
 
     Raises:
-        DataError: as `npy`, or an archive lacks an array.
+        DataError: as `npy`, or an archive lacks an array, or one unpacks to more than `most`.
     """
     from flatout.data.pipeline import Pipeline
 
-    return Pipeline(npz_rows(paths, inputs, targets, weight, schema))
+    return Pipeline(npz_rows(paths, inputs, targets, weight, schema, most))
 
 
 def npy_rows(
@@ -119,12 +122,13 @@ def npz_rows(
     targets: Names | None = "y",
     weight: str | None = None,
     schema: Given | None = None,
+    most: int | None = None,
 ) -> MappedRows:
     """The rows that `npz` reads."""
     wanted = wanted_columns(inputs, targets, weight)
     # An archive is one file with places in it; what packs its members is its own business.
     parts = [
-        {column: _npz_place(file, one.name) for column, one in wanted.items()}
+        {column: _npz_place(file, one.name, most) for column, one in wanted.items()}
         for file in find(paths)
     ]
     roles = {column: one.role for column, one in wanted.items()}
@@ -147,7 +151,7 @@ def _npy_place(file: File) -> Place:
     return place
 
 
-def _npz_place(file: File, name: str) -> Place:
+def _npz_place(file: File, name: str, most: int | None) -> Place:
     try:
         with zipfile.ZipFile(file.path) as archive, open(file.path, "rb") as stream:
             names = [one.removesuffix(".npy") for one in archive.namelist()]
@@ -165,6 +169,14 @@ def _npz_place(file: File, name: str) -> Place:
                     raise DataError("the archive is damaged", where=f"{file.name}: {name}")
                 stream.seek(sum(lengths), 1)
                 return _place(stream, file, name, member.file_size)
+            ceiling = most_unpacked(member.compress_size) if most is None else most
+            if member.file_size > ceiling:
+                raise DataError(
+                    f"the array unpacks to {member.file_size:,} bytes, more than the ceiling of "
+                    f"{ceiling:,}",
+                    where=f"{file.name}: {name}",
+                    do=f"if it is no mistake: flatout.data.npz(..., most={member.file_size})",
+                )
             with archive.open(member) as packed:
                 return _place(packed, file, name, member.file_size)._replace(offset=None)
     except (OSError, zipfile.BadZipFile, struct.error, RuntimeError, NotImplementedError) as error:

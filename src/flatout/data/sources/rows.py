@@ -21,6 +21,7 @@ from flatout.data.running.row_store import Field
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.data.words import size_words
 from flatout.errors import DataError
+from flatout.recipe.toml import parse
 
 if TYPE_CHECKING:
     from flatout.data.pipeline import Pipeline
@@ -68,8 +69,8 @@ class FolderRows:
                 do="make a folder to be read with flatout data convert",
             )
         try:
-            return as_schema(tomllib.loads(text), "rows")
-        except (tomllib.TOMLDecodeError, TypeError) as error:
+            return as_schema(parse(text), "rows")
+        except (tomllib.TOMLDecodeError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"the schema in meta.json is no TOML: {error}", where=str(self.path)
             ) from error
