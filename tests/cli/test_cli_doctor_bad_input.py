@@ -12,6 +12,7 @@ import pytest
 from test_cli_doctor_script import TRAIN, command, leftovers
 from typer.testing import CliRunner
 
+from flatout.cache_folder import MARK
 from flatout.cli.main import app
 from flatout.doctor.first_look import first_look
 
@@ -116,7 +117,9 @@ def run(bad, tmp_path):
 
 def files(folder):
     return {
-        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        path.relative_to(folder): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != MARK
     }
 
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from flatout import __version__
+from flatout.cache_folder import MARK
 
 MAIN = "from flatout.cli.main import main; main()"
 
@@ -88,6 +89,7 @@ def test_streams_that_were_closed_lead_nowhere(closed, tmp_path) -> None:
 
 def test_nobody_is_asked_where_standard_input_was_closed(tmp_path) -> None:
     (tmp_path / "auto").mkdir()
+    (tmp_path / "auto" / MARK).touch()
     (tmp_path / "auto" / "one").write_text("{}")
     begin = ["bash", "-c", 'exec "$@" <&-', "bash", sys.executable, "-c", MAIN]
     done = subprocess.run(

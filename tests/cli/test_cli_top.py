@@ -83,7 +83,7 @@ def begin(tmp_path):
         finally:
             job.kill()
     if begun:
-        assert not list((tmp_path / "cache" / "live").iterdir())
+        assert not list((tmp_path / "cache" / "live").glob("[!.]*"))
 
 
 def _top(folder, *arguments):
@@ -195,7 +195,7 @@ def test_an_observed_script_is_shown_while_it_runs(tmp_path):
         assert re.search(r"STARVED: it waited for input", _top(tmp_path, "plain.py").stdout)
         job.send_signal(signal.SIGINT)
         job.communicate(timeout=60)
-        assert not list((tmp_path / "cache" / "live").iterdir())
+        assert not list((tmp_path / "cache" / "live").glob("[!.]*"))
     finally:
         job.kill()
         job.communicate()

@@ -95,7 +95,7 @@ def test_two_processes_run_in_turn_a_b_b_a(tmp_path):
     assert pair.result is not None
     assert pair.result.pairs == 2
     assert pair.result.a_median > 0.004
-    assert list(trials_folder().iterdir()) == []
+    assert list(trials_folder().glob("[!.]*")) == []
 
 
 @pytest.mark.slow
@@ -224,10 +224,10 @@ def test_a_killed_controller_leaves_no_process_and_the_next_start_no_folder(tmp_
     pids = killed_in_the_middle(tmp_path, [*script.command[1:]])
     assert len(pids) == 4
     assert wait_until(lambda: not alive(pids))
-    assert len(list(trials_folder().iterdir())) == 1
+    assert len(list(trials_folder().glob("[!.]*"))) == 1
     pair = run_pair(job(tmp_path, "1 / 0", name="other"), script, budget_s=60, block_s=0.1)
     assert pair.reason == "a: the script failed: ZeroDivisionError: division by zero"
-    assert list(trials_folder().iterdir()) == []
+    assert list(trials_folder().glob("[!.]*")) == []
 
 
 @pytest.mark.slow

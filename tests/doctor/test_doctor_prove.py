@@ -88,7 +88,7 @@ def verdict(*findings: Finding, **others) -> Verdict:
 
 def assert_nothing_is_left(tmp_path: Path):
     assert [one.name for one in tmp_path.iterdir() if one.name[0] != "."] == ["script.py"]
-    assert list(trials_folder().iterdir()) == []
+    assert list(trials_folder().glob("[!.]*")) == []
     # In no other folder do the processes of a trial run.
     below = psutil.Process().children(recursive=True)
     assert [one for one in below if one.cwd() == str(tmp_path)] == []

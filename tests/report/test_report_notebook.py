@@ -73,7 +73,7 @@ def _in_shell(cells, folder):
         timeout=120,
     )
     assert shell.returncode == 0, shell.stderr
-    assert not list((folder / "cache" / "live").glob("*"))  # nothing is left of the shell
+    assert not list((folder / "cache" / "live").glob("[!.]*"))  # nothing is left of the shell
     return json.loads(shell.stdout)
 
 

@@ -150,7 +150,9 @@ def test_predictions_are_of_the_samples_and_not_of_what_fills_batches_up():
     job = trainer()
     x = torch.from_numpy(np.array([b.inputs for b in data(50).batch(1).batches(0)])[:, 0])
     found = job.predict(data(50).batch(16, last="pad"))
-    torch.testing.assert_close(found, job.predict(x, batch_size=16))  # 16 rows and 2 may round apart
+    torch.testing.assert_close(
+        found, job.predict(x, batch_size=16)
+    )  # 16 rows and 2 may round apart
     assert len(found) == 50
 
 
