@@ -256,7 +256,7 @@ def in_utf8(file: File, encoding: str, say: Callable[[str], None] = say_as_is) -
         return file
     with _reading(file.name):
         known = f"{file.path} {file.size} {file.mtime_ns} {name} as utf-8"
-        return _cached(known, file.name, lambda: _InUtf8(file, name), file.size, False, say)
+        return _cached(known, file.name, lambda: _InUtf8(file, name), file.size, False, None, say)
 
 
 class _InUtf8:
