@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from flatout.data.batch import Batch
+from flatout.data.classes import Renumbered, classes_of, listed
 from flatout.data.explanation import Explanation
 from flatout.data.form import Leaf
+from flatout.data.normalization import Normalization
 from flatout.data.origins import Chunks, Rows, Stream, is_rows, is_stream
 from flatout.data.planner import Built, Mixture, Options, build, check
 from flatout.data.running.buffers import Buffers
@@ -31,9 +33,11 @@ from flatout.data.stages import (
     Cache,
     Filter,
     Map,
+    Normalize,
     Prefetch,
     Shard,
     Shuffle,
+    Split,
     Stage,
     call,
     passes,
@@ -73,6 +77,7 @@ class Pipeline(Staged):
         self._ahead: Iterator[Batch] | None = None
         # Of a pipe: what this rank of several reads, once they have agreed on it (own_pipes.py).
         self.of_rank: Pipeline | None = None
+        self._renumbered: dict[tuple[str, ...], Pipeline] = {}
         check(self.stages)
 
     def _with(self, stage: Stage) -> Pipeline:
@@ -122,13 +127,71 @@ class Pipeline(Staged):
         return schema
 
     @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes by number; None where numbers are all that the data have of them."""
+        if isinstance(self.origin, Mixture):
+            found: tuple[str, ...] | None = self.origin.parts[0].classes
+            return found
+        return classes_of(self.origin)
+
+    def with_classes(self, names: Sequence[str]) -> Pipeline:
+        """The same samples, whose classes have the numbers that their names have here.
+
+        Itself where nothing differs, or where the data name no classes.
+
+        Args:
+            names: of classes by number, such as those of a model; there may be more than the data
+                have.
+
+        Raises:
+            DataError: the data have other classes, or are split by class.
+        """
+        names = tuple(names)
+        if self.classes in (None, names):
+            return self
+        if names not in self._renumbered:
+            self._renumbered[names] = self._renumber(names)
+        return self._renumbered[names]
+
+    def _renumber(self, names: tuple[str, ...]) -> Pipeline:
+        if any(isinstance(stage, Split) and stage.stratify for stage in self.stages):
+            assert self.classes is not None
+            raise DataError(
+                "split(stratify=True) shares out classes by number, and the model has others: "
+                f"{listed(self.classes)} here, {listed(names)} there",
+                do="give the source these numbers: schema=train.schema, or classes=[...]",
+            )
+        origin: Any = self.origin
+        if isinstance(origin, Mixture):
+            parts = tuple(part.with_classes(names) for part in origin.parts)
+            origin = replace(origin, parts=parts)
+        else:
+            origin = Renumbered(origin, names)
+        return Pipeline(origin, self.stages, self._options, self._say)
+
+    @property
     def in_batches(self) -> bool:
         """Whether `batch` has been written."""
         return any(isinstance(stage, BatchStage) for stage in self.stages)
 
+    @property
+    def normalization(self) -> Normalization | None:
+        """What `normalize` makes of its bytes; None where it was not written."""
+        stage = next((stage for stage in self.stages if isinstance(stage, Normalize)), None)
+        return None if stage is None else stage.normalization
+
+    @cached_property
+    def in_bytes(self) -> Pipeline:
+        """The same without `normalize`, for whoever does that on a device. It shares all caches."""
+        if self.normalization is None:
+            return self
+        return self.with_stages([s for s in self.stages if not isinstance(s, Normalize)])
+
     @cached_property
     def _built(self) -> Built:
         assert not is_stream(self.origin)
+        if self.in_bytes is not self:
+            return self.in_bytes._built
         origin: Any = self.origin
         return build(origin, self.stages, self._options, self._say)
 
@@ -138,6 +201,8 @@ class Pipeline(Staged):
             raise DataError(
                 "the pipeline makes no batches", do="add .batch(size), or pass batch_size to fit"
             )
+        if self.in_bytes is not self:
+            return self.in_bytes._program
         if is_stream(self.origin):
             return StreamProgram(self.origin, self.stages, self._options.seed)
         return self._built.program
@@ -321,6 +386,9 @@ class Pipeline(Staged):
         Raises:
             DataError: the epoch has no such step, or a row is not as it should be.
         """
+        normalization = self.normalization
+        if normalization is not None:
+            return map(normalization.batch, self.in_bytes.batches(epoch, start_step))
         if self._ahead is not None and epoch == 0:
             ahead, self._ahead = self._ahead, None
             return islice(ahead, start_step, None)
@@ -338,6 +406,9 @@ class Pipeline(Staged):
 
     def peek(self, count: int) -> list[Batch]:
         """The first batches of epoch 0, without using anything up."""
+        normalization = self.normalization
+        if normalization is not None:
+            return list(map(normalization.batch, self.in_bytes.peek(count)))
         made = self.batches(0)
         first = list(islice(made, count))
         if is_stream(self.origin):  # what was read is gone from the pipe: epoch 0 begins with it
@@ -365,7 +436,9 @@ class Pipeline(Staged):
         """What was written, what runs and why that is the same, what each stage costs."""
         written = [self._origin_name, *(words(stage) for stage in self.stages)]
         program = self._program
-        runs = list(written) if is_stream(self.origin) else self._built.runs
+        runs = list(written) if is_stream(self.origin) else list(self._built.runs)
+        if self.normalization is not None and not is_stream(self.origin):
+            runs.append("normalize")
         return Explanation.of(program, written, runs, self.notes(), self._padding())
 
     @property
@@ -394,14 +467,15 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
 
     Args:
         pipelines: with the same columns. Each keeps its own shuffle, split and functions.
+            Where they name classes, one has all names, and its numbers hold for the others.
         weights: the share of each in an epoch, to be counted exactly, not drawn; the epoch is as
             long as the source allows that runs out first, and the others go on in the next epoch
             where they stopped. None takes all samples of all.
         seed: of the sequence in which they take turns.
 
     Raises:
-        DataError: there are fewer than two, one is a stream or in batches already, or the weights
-            make no sense.
+        DataError: there are fewer than two, one is a stream or in batches already, their classes
+            differ, or the weights make no sense.
     """
     if len(pipelines) < 2:
         raise DataError(f"mix wants at least two pipelines, found {len(pipelines)}")
@@ -412,6 +486,7 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
                 "mix takes pipelines of numbered samples that are not in batches yet",
                 do="put batch behind mix; convert streams to files",
             )
+    pipelines = _of_same_classes(pipelines)
     shares = None
     if weights is not None:
         if len(weights) != len(pipelines) or any(not weight > 0 for weight in weights):
@@ -421,6 +496,22 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
             )
         shares = tuple(weight / sum(weights) for weight in weights)
     return Pipeline(Mixture(pipelines, shares, seed))
+
+
+def _of_same_classes(pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
+    """The same pipelines, in which a class has one number."""
+    found = [pipeline.classes for pipeline in pipelines]
+    named = [names for names in found if names is not None]
+    if len(set(named)) < 2:
+        return pipelines
+    every = {name for names in named for name in names}
+    whole = next((names for names in named if set(names) == every), None)
+    if whole is None:
+        raise DataError(
+            f"mix: the sources number different classes: {' and '.join(map(listed, named[:2]))}",
+            do=f"give each of them classes={sorted(every)}",
+        )
+    return tuple(pipeline.with_classes(whole) for pipeline in pipelines)
 
 
 def _targets_at(built: Built, numbers: Any) -> Any:

@@ -41,6 +41,7 @@ from flatout.data.stages import (
     Cache,
     Filter,
     Map,
+    Normalize,
     Repeat,
     Shard,
     Shuffle,
@@ -160,7 +161,7 @@ def build(
 
 def check(stages: Sequence[Stage]) -> None:
     """Refuse stages that make no sense together."""
-    for kind in (Shuffle, Batch, Shard, Repeat):
+    for kind in (Shuffle, Batch, Shard, Repeat, Normalize):
         if sum(isinstance(stage, kind) for stage in stages) > 1:
             raise DataError(
                 f"{kind.__name__.lower()} stands twice in the pipeline", do="leave one of them out"
@@ -172,6 +173,15 @@ def check(stages: Sequence[Stage]) -> None:
             f"{turns:,} passes of repeat, which stands behind batch",
             do=f"pass a multiple of {turns:,} as steps, or put repeat before batch",
         )
+    is_normal = False
+    for stage in stages:
+        is_normal = is_normal or isinstance(stage, Normalize)
+        if is_normal and isinstance(stage, (Map, Filter)):
+            raise DataError(
+                f"{words(stage)} stands behind normalize, which runs last: its function would get "
+                "bytes",
+                do=f"put {words(stage)} before normalize",
+            )
     for stage in _behind_batch(stages):
         if isinstance(stage, Filter):
             raise DataError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from flatout.data.normalization import Normalization
 from flatout.data.plan import check_batch_size
 from flatout.data.running.cut import Last
 from flatout.data.stages import (
@@ -15,6 +16,7 @@ from flatout.data.stages import (
     Cache,
     Filter,
     Map,
+    Normalize,
     Prefetch,
     Repeat,
     Shard,
@@ -63,6 +65,23 @@ class Staged:
         from the global generators runs in the thread that iterates.
         """
         return self._with(Map(_callable("map", function)))
+
+    def normalize(
+        self, mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0
+    ) -> Pipeline:
+        """uint8 images as float32: scaled to 0..1, then `(x - mean) / std`.
+
+        It runs last, wherever it is written, so that caches hold bytes; a Trainer copies bytes to
+        its device and normalizes there. What a model was trained with is saved with it.
+
+        Args:
+            mean: of pixels from 0 to 1, for each channel or one for all.
+            std: their standard deviation, likewise.
+
+        Raises:
+            DataError: the numbers make no sense.
+        """
+        return self._with(Normalize(Normalization.of(mean, std)))
 
     def filter(self, function: Callable[..., Any]) -> Pipeline:
         """Only the samples for which the function is true; it gets what `map` gives.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from flatout.data.normalization import Normalization
 from flatout.data.running.cut import Last
 from flatout.data.running.samples import name_of
 
@@ -79,6 +80,13 @@ class Prefetch:
 
 
 @dataclass(frozen=True)
+class Normalize:
+    """uint8 inputs become float32, when all else is done."""
+
+    normalization: Normalization
+
+
+@dataclass(frozen=True)
 class Shard:
     """A rank's part.
 
@@ -104,7 +112,9 @@ class Shard:
         return self.presharded or self.by != "batch"
 
 
-Stage: TypeAlias = Shuffle | Map | Filter | Batch | Cache | Repeat | Split | Shard | Prefetch
+Stage: TypeAlias = (
+    Shuffle | Map | Filter | Batch | Cache | Repeat | Split | Shard | Prefetch | Normalize
+)
 
 
 def passes(stages: Sequence[Stage]) -> int:

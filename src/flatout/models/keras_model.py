@@ -130,6 +130,21 @@ def draws_random(model: Any) -> bool:
     return any(layer._seed_generators for layer in model._flatten_layers())
 
 
+def scales_images(model: Any) -> bool:
+    """Whether a layer of the model scales or normalizes what it gets, as `Rescaling` does."""
+    keras: Any = sys.modules["keras"]
+    kinds = (keras.layers.Rescaling, keras.layers.Normalization)
+    return any(isinstance(layer, kinds) for layer in model._flatten_layers())
+
+
+def takes_channels_last(model: Any) -> bool:
+    """Whether its images are of shape (size, height, width, channels): by its layers, or Keras."""
+    keras: Any = sys.modules["keras"]
+    formats = (getattr(layer, "data_format", None) for layer in model._flatten_layers())
+    own = next((found for found in formats if found is not None), None)
+    return bool((own or keras.config.image_data_format()) == "channels_last")
+
+
 @contextmanager
 def watching(layer: Any, look: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
     """Have `look(layer, inputs, output)` called after each call of a layer.

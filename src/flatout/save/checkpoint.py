@@ -37,7 +37,7 @@ from flatout.errors import CheckpointError, RecipeError
 from flatout.save import manifest as manifests
 from flatout.save import unfinished
 from flatout.save.manifest import MANIFEST, Manifest
-from flatout.save.model_file import INDEX, MODEL, check, decode, encode
+from flatout.save.model_file import INDEX, MODEL, check, decode, encode, metadata_of
 from flatout.save.pieces import LostPiece, Pieces, parts
 from flatout.save.snapshot import Snapshot
 from flatout.save.storage import Chunk, Folder, Written
@@ -62,6 +62,7 @@ class LoadedCheckpoint:
         meta: what was given as `meta`, with `model_digest`, `torch`, `flatout` and `time` (UTC).
         score: what was given as `score`, None if nothing or not finite.
         own: what was given as `own`, by rank.
+        metadata: what was given as `metadata`.
     """
 
     name: str
@@ -71,6 +72,7 @@ class LoadedCheckpoint:
     meta: dict[str, Any]
     score: float | None
     own: list[Any] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=dict)
 
 
 class _Content(NamedTuple):
@@ -80,6 +82,7 @@ class _Content(NamedTuple):
     tensors: dict[str, Tensor]
     trees: dict[str, Any]
     weight_map: bytes | None = None
+    metadata: Mapping[str, str] | None = None
 
 
 class Checkpoints:
@@ -140,6 +143,7 @@ class Checkpoints:
         score: float | None = None,
         own: Sequence[Any] = (),
         replicated: Sequence[str] = (),
+        metadata: Mapping[str, str] | None = None,
     ) -> str:
         """Save a checkpoint and return its name; when asynchronous, `wait` until it is whole.
 
@@ -152,6 +156,7 @@ class Checkpoints:
             score: for `keep_best`; what is not finite counts as no score.
             own: the like of single ranks: of all, by rank, or with pieces of this one alone.
             replicated: keys of `state` that hold the same on every rank: all share in writing them.
+            metadata: text that goes with the weights, also into what is exported of them.
 
         Raises:
             CheckpointError: this save, or the asynchronous one before it, failed. The checkpoints
@@ -171,6 +176,7 @@ class Checkpoints:
             content = _all_of(model, state, own)
         else:
             content = _part_of(self._pieces, model, state, own, replicated)
+        content = content._replace(metadata=metadata)
         if self.asynchronous:
             content = content._replace(
                 weights=self._model_copy.copy(content.weights),
@@ -329,7 +335,9 @@ class Checkpoints:
             tensors = self._pieces.file("state", "safetensors")
             tree = self._pieces.file("state", "json")
         files: dict[str, list[Chunk]] = {
-            model: encode(content.weights, where=self._folder.where(f"{name}/{model}")),
+            model: encode(
+                content.weights, content.metadata, where=self._folder.where(f"{name}/{model}")
+            ),
             tensors: encode(content.tensors, where=self._folder.where(f"{name}/{tensors}")),
             tree: [json.dumps(content.trees, ensure_ascii=False, allow_nan=False).encode()],
         }
@@ -413,11 +421,14 @@ class Checkpoints:
         return manifest
 
 
-def read_weights(folder: Folder) -> tuple[dict[str, Tensor], str]:
-    """The model's tensors alone, from the folder of one checkpoint, checked; and their file."""
+def read_weights(folder: Folder) -> tuple[dict[str, Tensor], str, dict[str, str]]:
+    """The model's tensors alone, from the folder of one checkpoint, checked; their file, and the
+    text that goes with them.
+    """
     manifest = manifests.read(folder)
     where = folder.where(INDEX if INDEX in manifest.files else MODEL)
-    return _weights(folder, manifest), where
+    tensors, metadata = _weights(folder, manifest)
+    return tensors, where, metadata
 
 
 def read_state(folder: Folder) -> Any:
@@ -475,14 +486,16 @@ def _read(folder: Folder, name: str) -> LoadedCheckpoint:
     by_rank, trees = _state_files(folder, manifest)
     state, tensors = _state(by_rank, trees)
     own = [unflatten(part, tree["own"]) for part, tree in zip(by_rank, trees, strict=True)]
+    weights, metadata = _weights(folder, manifest)
     return LoadedCheckpoint(
         name=name,
         step=manifest.step,
-        model={**_weights(folder, manifest), **unflatten(tensors, trees[0]["model"])},
+        model={**weights, **unflatten(tensors, trees[0]["model"])},
         state=state,
         meta=manifest.meta,
         score=manifest.score,
         own=[one for of_rank in own for one in of_rank],
+        metadata=metadata,
     )
 
 
@@ -512,10 +525,14 @@ def _state(
     return state, tensors
 
 
-def _weights(folder: Folder, manifest: Manifest) -> dict[str, Tensor]:
-    files = _files(manifest, "model", MODEL)
-    read = [decode(_model_bytes(folder, manifest, file), folder.where(file)) for file in files]
-    return dict(sorted((name, tensor) for part in read for name, tensor in part.items()))
+def _weights(folder: Folder, manifest: Manifest) -> tuple[dict[str, Tensor], dict[str, str]]:
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for file in _files(manifest, "model", MODEL):
+        data, where = _model_bytes(folder, manifest, file), folder.where(file)
+        tensors |= decode(data, where)
+        metadata |= metadata_of(data, where)
+    return dict(sorted(tensors.items())), metadata
 
 
 def _files(manifest: Manifest, kind: str, whole: str) -> list[str]:

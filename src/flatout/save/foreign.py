@@ -85,7 +85,8 @@ def read_weights_of(source: str | os.PathLike[str], which: Which | None = None) 
 def _of_folder(folder: Folder, which: Which | None) -> Weights:
     if folder.exists(MANIFEST):
         _refuse_choice(which, folder)
-        return Weights(*read_weights(folder), own=True)
+        tensors, where, metadata = read_weights(folder)
+        return Weights(tensors, where, own=True, metadata=metadata)
     for place in (folder, folder.child("checkpoints")):
         if any(map(is_checkpoint, place.list())):
             kept = kept_in(place)
@@ -102,10 +103,11 @@ def _of_folder(folder: Folder, which: Which | None) -> Weights:
 
 
 def _of_run(checkpoints: Folder, kept: list[Kept], chosen: Kept) -> Weights:
-    tensors, where = read_weights(checkpoints.child(chosen.checkpoint))
+    tensors, where, metadata = read_weights(checkpoints.child(chosen.checkpoint))
     if chosen.weights is not None:
         tensors = {name: chosen.weights[name] for name in tensors}
-    return Weights(tensors, where, own=True, which=chosen.which, kept=kept if len(kept) > 1 else [])
+    kept = kept if len(kept) > 1 else []
+    return Weights(tensors, where, own=True, which=chosen.which, kept=kept, metadata=metadata)
 
 
 def _refuse_choice(which: Which | None, folder: Folder) -> None:

@@ -1,56 +1,72 @@
-"""Keras models in files: `.keras` and `.weights.h5` by Keras itself, `.safetensors` by name."""
+"""Keras models in files: `.keras` and `.weights.h5` by Keras itself, `.safetensors` by name.
+
+What goes with a model as text is a member `flatout.json` of the `.keras` archive, and a dataset of
+the HDF5 file; Keras reads both files as its own.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flatout.errors import CheckpointError
 from flatout.models import load_weights, weights_of
 from flatout.save.fits import check_fits
-from flatout.save.model_file import load_model, save_model
+from flatout.save.model_file import open_model, save_model
 from flatout.save.storage import Folder
+from flatout.save.weights_file import plain_text
 
 _KERAS = (".keras", ".weights.h5")
+_MEMBER = "flatout.json"
+_OURS = "flatout."
 
 
-def save_keras(model: Any, path: str | Path) -> Path:
+def save_keras(model: Any, path: str | Path, metadata: Mapping[str, str] | None = None) -> Path:
     """Write the model (`.keras`) or its weights, whole or not at all.
 
     Args:
         model: a built `keras.Model` on the torch backend.
         path: a path or fsspec URL that ends in .keras, .weights.h5 or .safetensors.
+        metadata: text that goes with it, by names that begin with "flatout.".
 
     Raises:
         CheckpointError: the ending is another, or the file cannot be written.
     """
     name = os.fspath(path)
     if name.endswith(".safetensors"):
-        save_model(name, weights_of(model))
+        save_model(name, weights_of(model), metadata)
         return Path(path)
     suffix = _suffix(name)
     folder, file = Folder(name).parent()
     with tempfile.TemporaryDirectory(prefix="flatout-") as beside:
         local = Path(beside, f"model{suffix}")
         model.save(local) if suffix == ".keras" else model.save_weights(local)
+        if metadata:
+            _add(local, metadata)
         folder.write_whole(file, [local.read_bytes()])
     return Path(path)
 
 
-def load_keras(model: Any, path: str | Path) -> None:
+def load_keras(model: Any, path: str | Path) -> dict[str, str]:
     """Load weights into the model, in place; nothing of the file is executed.
+
+    Returns:
+        the text that goes with it.
 
     Raises:
         CheckpointError: the file is missing, damaged or of another model.
     """
     name = os.fspath(path)
     if name.endswith(".safetensors"):
-        saved = load_model(name)
+        saved, metadata, _ = open_model(name)
         check_fits(weights_of(model), saved)
         load_weights(model, saved)
-        return
+        return metadata
     suffix = _suffix(name)
     folder, file = Folder(name).parent()
     data = folder.read(file)
@@ -67,6 +83,32 @@ def load_keras(model: Any, path: str | Path) -> None:
                 where=name,
                 do="check that the file is whole and of the same model",
             ) from error
+        return _text_of(local)
+
+
+def _add(file: Path, metadata: Mapping[str, str]) -> None:
+    if file.suffix == ".keras":
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.writestr(_MEMBER, json.dumps(dict(metadata), ensure_ascii=False))
+        return
+    import h5py
+
+    with h5py.File(file, "a") as opened:
+        for name, text in metadata.items():
+            opened[name] = text  # a dataset: an attribute takes 64 KiB at most
+
+
+def _text_of(file: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if file.suffix == ".keras":
+        with zipfile.ZipFile(file) as archive:
+            if _MEMBER in archive.namelist():
+                found = plain_text(archive.read(_MEMBER))
+        return found
+    import h5py
+
+    with h5py.File(file) as opened:
+        return {name: opened[name].asstr()[()] for name in opened if name.startswith(_OURS)}
 
 
 def _suffix(name: str) -> str:

@@ -86,8 +86,7 @@ def open_model(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[st
 def _open_one(folder: Folder, name: str) -> tuple[dict[str, Tensor], dict[str, str], bool]:
     data = folder.read(name)
     own = check(data, folder.where(name))
-    metadata = _metadata(_header(data, folder.where(name))[0])
-    return decode(data, folder.where(name)), _without_ours(metadata), own
+    return decode(data, folder.where(name)), metadata_of(data, folder.where(name)), own
 
 
 def _open_several(folder: Folder, index: str) -> tuple[dict[str, Tensor], dict[str, str], bool]:
@@ -168,6 +167,11 @@ def decode(data: bytes, where: str) -> dict[str, Tensor]:
     except (SafetensorError, KeyError, AssertionError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"not a safetensors file: {error}", where=where) from error
     return dict(sorted(tensors.items()))
+
+
+def metadata_of(data: bytes, where: str) -> dict[str, str]:
+    """The text in the bytes of a safetensors file, but our own checksums."""
+    return _without_ours(_metadata(_header(data, where)[0]))
 
 
 def check(data: bytes, where: str) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import zipfile
 from collections.abc import Mapping
 
 import torch
@@ -11,11 +13,12 @@ from torch import Tensor
 
 from flatout.errors import CheckpointError
 from flatout.save.foreign import TORCH_FILES, read_weights_of
-from flatout.save.model_file import is_model_file, load_model, save_model
+from flatout.save.model_file import is_model_file, open_model, save_model
 from flatout.save.storage import Folder
 from flatout.values.tensors import refusal
 
 _PICKLES = (".pt", ".pth")
+_MEMBER = "flatout.json"
 
 
 def check_ending(path: str | os.PathLike[str]) -> None:
@@ -37,13 +40,18 @@ def check_ending(path: str | os.PathLike[str]) -> None:
     )
 
 
-def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -> None:
+def save_weights(
+    path: str | os.PathLike[str],
+    weights: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write weights by name, whole or not at all, over an older file if there is one.
 
     Args:
         path: a path or an fsspec URL. `.safetensors` has checksums; `.pt` and `.pth` hold a plain
             dict of tensors on the CPU, which `torch.load(weights_only=True)` reads.
         weights: tensors of any device.
+        metadata: text that goes with them.
 
     Raises:
         CheckpointError: the ending is another, an entry is no dense tensor, or the file cannot be
@@ -51,7 +59,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) ->
     """
     check_ending(path)
     if not os.fspath(path).endswith(_PICKLES):
-        save_model(path, weights)
+        save_model(path, weights, metadata)
         return
     folder, name = Folder(path).parent()
     for key, tensor in weights.items():
@@ -59,12 +67,18 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) ->
             raise CheckpointError(f"cannot store {key!r}: {reason}", where=folder.where(name))
     file = io.BytesIO()
     torch.save({key: _plain(tensor) for key, tensor in weights.items()}, file)
+    if metadata:
+        _add(file, metadata)
     folder.remove_abandoned()
     folder.write_whole(name, [file.getbuffer()])
 
 
-def load_weights_file(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The weights in such a file, on the CPU, by name; nothing in it is executed.
+def load_weights_file(
+    path: str | os.PathLike[str],
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The weights in such a file, on the CPU, by name, and the text that goes with them.
+
+    Nothing in it is executed.
 
     Args:
         path: as `save_weights` takes it; also what others have written with torch.save (.bin,
@@ -74,10 +88,38 @@ def load_weights_file(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         CheckpointError: the file is missing, damaged, holds no weights, or ends in something else.
     """
     if os.fspath(path).endswith(TORCH_FILES):
-        return read_weights_of(path).tensors
+        return read_weights_of(path).tensors, _text_in(path)
     if not is_model_file(path):
         check_ending(path)
-    return load_model(path)
+    tensors, metadata, _ = open_model(path)
+    return tensors, metadata
+
+
+def _add(file: io.BytesIO, metadata: Mapping[str, str]) -> None:
+    """Put text beside the tensors: torch.save's files are ZIP archives, and torch reads its own."""
+    with zipfile.ZipFile(file, "a") as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        archive.writestr(f"{folder}/{_MEMBER}", json.dumps(dict(metadata), ensure_ascii=False))
+
+
+def _text_in(path: str | os.PathLike[str]) -> dict[str, str]:
+    folder, name = Folder(path).parent()
+    with folder.open(name) as file:
+        if not zipfile.is_zipfile(file):
+            return {}
+        with zipfile.ZipFile(file) as archive:
+            member = next((n for n in archive.namelist() if n.endswith(f"/{_MEMBER}")), None)
+            return {} if member is None else plain_text(archive.read(member))
+
+
+def plain_text(member: bytes) -> dict[str, str]:
+    """What was written as JSON, by name; nothing where it is something else."""
+    try:
+        found = json.loads(member)
+    except (ValueError, RecursionError):
+        return {}
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in pairs if isinstance(value, str)}
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from flatout.data.batch import Batch, Tensors, named_tensors
+from flatout.data.normalization import holds_bytes
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import own_names
 from flatout.train.losses import Loss, Value
@@ -162,6 +163,12 @@ def _input_advice(model: nn.Module, inputs: Tensors) -> str:
     embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in model.modules())
     for name, tensor in named_tensors("inputs", inputs):
         wanted = tensor.is_floating_point() or not embeds
+        if weight is not None and wanted and holds_bytes(tensor):
+            return (
+                f"{name} are uint8: for images, normalize scales them to 0..1, such as "
+                "flatout.data.arrays(x, y).normalize(); else convert them to "
+                f"{_short(weight.dtype)}"
+            )
         if weight is not None and wanted and tensor.dtype != weight.dtype:
             return f"convert {name} to {_short(weight.dtype)}, found {_short(tensor.dtype)}"
     return "compare the shapes with what the model's first layer and the loss expect"

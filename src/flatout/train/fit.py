@@ -147,9 +147,10 @@ class Fit:
         if loop.world.size > 1:
             loop.say(self._ranks_in_words())
         if isinstance(self.source, Pipeline):
-            for note in self.source.notes():
+            for note in (*self.trainer.input_lines, *self.source.notes()):
                 loop.say(f"input: {note}")
         state.history.recipe = loop.resolved
+        state.history.classes = list(trainer.classes or ())
         if self.source.batch_size is None and loop.first_batch_size is not None:
             # Batches that come ready-made: the first one tells their size.
             state.batch_size = loop.first_batch_size * loop.accumulate

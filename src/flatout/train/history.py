@@ -43,6 +43,7 @@ class History:
         nodes: on how many nodes.
         startup_s: from the start of this process to its first step, in seconds; None before it.
         lanes_by_rank: milliseconds per step by lane of each rank, when training has ended.
+        classes: names of the classes by number; empty where the data name none.
     """
 
     batch_size: int
@@ -56,6 +57,7 @@ class History:
     nodes: int = 1
     startup_s: float | None = None
     lanes_by_rank: list[dict[str, float]] = field(default_factory=list, repr=False)
+    classes: list[str] = field(default_factory=list, repr=False)
 
     def __repr__(self) -> str:
         return f"<History: {self.summary()}>"
@@ -134,6 +136,7 @@ class History:
             "nodes": self.nodes,
             "startup_s": self.startup_s,
             "lanes_by_rank_ms": self.lanes_by_rank,
+            "classes": list(self.classes),
             "epochs": [dict(logs) for logs in self.epochs],
             "recipe": recipe
             and {

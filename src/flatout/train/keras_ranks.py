@@ -12,7 +12,7 @@ gets the whole of each, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -154,9 +154,11 @@ def adds_up(metric: Any) -> bool:
     )
 
 
-def save_on_first(model: Any, path: str | Path, world: World) -> Path:
+def save_on_first(
+    model: Any, path: str | Path, world: World, metadata: Mapping[str, str] | None = None
+) -> Path:
     """Write a model's file on the first rank; whoever comes back from here finds it."""
     if world.is_first:
-        save_keras(model, path)
+        save_keras(model, path, metadata)
     world.wait()
     return Path(path)

@@ -22,6 +22,7 @@ from flatout.train.callbacks import Callback
 from flatout.train.evaluate import evaluate
 from flatout.train.fit import Fit
 from flatout.train.history import History
+from flatout.train.image_files import files_as_images
 from flatout.train.job import Job
 from flatout.train.job_facts import Facts
 from flatout.train.keras_callback_ranks import on_rank, reads_batches
@@ -33,6 +34,7 @@ from flatout.train.keras_slow_metrics import SlowMetrics
 from flatout.train.loop import Loop
 from flatout.train.notebook import check_ranks_asked
 from flatout.train.predict import predict
+from flatout.train.signature import Signature
 from flatout.train.trainer import Trainer
 from flatout.train.warm_start import warm_start as start_warm
 from flatout.world import place
@@ -175,9 +177,10 @@ class KerasTrainer(Trainer):
             validation = as_keras_source(
                 *parts, batch_size=validation_batch_size or batch_size, steps=validation_steps
             )
+        self.loop = Loop(**self._loop_arguments, resume=resume)
+        source, validation = self.learn(source, validation)
         self._build(source)
         self._validation_freq = validation_freq
-        self.loop = Loop(**self._loop_arguments, resume=resume)
         ours, theirs = _apart(callbacks)
         progress = False if verbose == 0 else None
         self._fit = Fit(self, source, validation, epochs, ours, progress)
@@ -242,7 +245,7 @@ class KerasTrainer(Trainer):
     def _build(self, source: Source) -> None:
         """Build what of model, loss, metrics and optimiser waits for a first batch."""
         self.world()  # from here on the first rank speaks for all
-        batch = source.peek(1)[0]
+        batch = self.loop.inputs(source.peek(1)[0])
         self.model._symbolic_build(data_batch=_as_keras(batch))
         variables = self.model.trainable_variables
         if self.optimizer is None or not self.optimizer.drives(self.model.optimizer, variables):
@@ -255,7 +258,8 @@ class KerasTrainer(Trainer):
         """Weights and the optimiser's averages from there; rate, step and schedule as compiled."""
         keras = self.model.optimizer
         rate = float(keras._get_current_learning_rate())
-        words = start_warm(self.model, self.optimizer, source)
+        words, signature = start_warm(self.model, self.optimizer, source)
+        self.signature = signature or self.signature
         if hasattr(keras._learning_rate, "assign"):
             keras._learning_rate.assign(rate)
         else:  # a schedule, which counts by the optimiser's steps
@@ -279,14 +283,19 @@ class KerasTrainer(Trainer):
             NumbersError: if a weight is not finite.
         """
         source = as_keras_source(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        source = self.met(source)
         self._build(source)
         figures = self.evaluation(source)
         assert figures is not None
         return figures
 
     def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
-        """The model's outputs for all samples, in order, as numpy arrays."""
-        source = as_keras_source(x, batch_size=batch_size)
+        """The model's outputs for all samples, in order, as numpy arrays.
+
+        Paths of image files are taken as those of torch models are.
+        """
+        x = files_as_images(x, self.signature)
+        source = self.met(as_keras_source(x, batch_size=batch_size))
         if not self.model.built:
             self._build(source)
         return _as_numpy(predict(self, source))
@@ -299,7 +308,7 @@ class KerasTrainer(Trainer):
             CheckpointError: if it cannot be written; an older file is then still whole.
         """
         guard.check_state(self.model, "saving")
-        return save_on_first(self.model, path, self.world())
+        return save_on_first(self.model, path, self.world(), self.metadata())
 
     def load(self, path: str | Path) -> None:
         """Load weights from a `.keras`, `.weights.h5` or `.safetensors` file, in place.
@@ -307,7 +316,8 @@ class KerasTrainer(Trainer):
         Raises:
             CheckpointError: if the file is damaged, or of another model.
         """
-        load_keras(self.model, path)
+        signature = Signature.of(load_keras(self.model, path), str(path))
+        self.signature = signature or self.signature
 
     # -- what fit, evaluate and predict ask for --------------------------------------------------
 
@@ -343,6 +353,14 @@ class KerasTrainer(Trainer):
         found = evaluate(self, source, stopped, partial(watched, callbacks))
         callbacks.on_test_end(found)
         return found
+
+    def takes_bytes(self, batch: Batch) -> bool:
+        """Whether a layer of the model scales its images."""
+        return keras_model.scales_images(self.model)
+
+    def takes_channels_last(self) -> bool:
+        """Whether the model takes images as (size, height, width, channels)."""
+        return keras_model.takes_channels_last(self.model)
 
     def validates(self, epoch: int) -> bool:
         """Whether `validation_freq` says so."""

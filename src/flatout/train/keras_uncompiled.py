@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from flatout.data.batch import Batch
 from flatout.data.source import Source
 from flatout.errors import ModelError
 from flatout.models import keras_model
@@ -16,6 +17,7 @@ from flatout.train.job import Job, TorchJob
 from flatout.train.keras_job import call
 from flatout.train.keras_ranks import save_on_first
 from flatout.train.metrics import as_metrics
+from flatout.train.signature import Signature
 from flatout.train.trainer import Trainer, counts_all
 
 
@@ -60,11 +62,20 @@ class UncompiledKerasTrainer(Trainer):
     def save(self, path: str | Path) -> Path:
         """As of a compiled model: `.keras`, `.weights.h5` or `.safetensors`."""
         guard.check_state(self.model, "saving")
-        return save_on_first(self.model, path, self.world())
+        return save_on_first(self.model, path, self.world(), self.metadata())
 
     def load(self, path: str | Path) -> None:
         """Load weights from such a file, in place."""
-        load_keras(self.model, path)
+        signature = Signature.of(load_keras(self.model, path), str(path))
+        self.signature = signature or self.signature
+
+    def takes_bytes(self, batch: Batch) -> bool:
+        """Whether a layer of the model scales its images."""
+        return keras_model.scales_images(self.model)
+
+    def takes_channels_last(self) -> bool:
+        """Whether the model takes images as (size, height, width, channels)."""
+        return keras_model.takes_channels_last(self.model)
 
 
 class _Called:

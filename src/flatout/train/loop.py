@@ -62,6 +62,7 @@ from flatout.strategies.reductions import Reduction, Shared, check_reduction, re
 from flatout.train import auto, guard
 from flatout.train.changed_rates import RateChanges
 from flatout.train.checks import check_first_batch
+from flatout.train.inputs import Inputs
 from flatout.train.large_batch import as_rule, resumed_words, scale_rates
 from flatout.train.micro_batch import Parts, estimate_pieces, pieces_for
 from flatout.train.rank_trial import RankTrial, is_trial
@@ -77,6 +78,7 @@ from flatout.train.resume import (
 from flatout.train.same_job import check_same_job, in_words, job_of
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
+from flatout.train.signature import check_resumed
 from flatout.train.snapshot import set_random_state, untouched
 from flatout.train.step import Compute, Stepper, placed
 from flatout.train.stragglers import Pace
@@ -138,6 +140,8 @@ class Loop:
         told: what a Trainer tells of its job, for a resume to compare; None without a Trainer.
         job: all that tells this job from others, as a checkpoint keeps it.
         fresh_groups: the optimizers' groups as `prepare` found them.
+        inputs: what becomes of a batch's images on the device; as a Trainer sets it.
+        metadata: text that goes with the weights into checkpoints; as a Trainer sets it.
     """
 
     def __init__(
@@ -182,6 +186,8 @@ class Loop:
         self.job: dict[str, Any] = {}
         self.fresh_groups: list[list[dict[str, Any]]] = []
         self._changes = RateChanges()
+        self.inputs = Inputs()
+        self.metadata: dict[str, str] = {}
         self.lr_rule = as_rule(lr_rule)
         # After a rank was killed all start again, and go on where the last checkpoint was.
         self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
@@ -275,6 +281,7 @@ class Loop:
         self.fresh_groups = [[dict(group) for group in o.param_groups] for o in self.optimizers]
         if loaded is not None:
             self._changes = check_same_job(loaded, self, weights_of(model))
+            check_resumed(self.metadata, loaded.metadata, loaded.name)
             self._take_recipe(loaded)
         self._check_folder()
         for line in process.apply(self.requested.process):
@@ -296,7 +303,7 @@ class Loop:
             self.first_batch_size = round(sum(self.world.gather(_samples_of(first))))
             if loaded is not None:
                 check_same_data(data, loaded.state, self.first_samples)
-        self._decide(compute, [to(batch, self.device) for batch in first], steps)
+        self._decide(compute, [self.inputs(to(batch, self.device)) for batch in first], steps)
         if loaded is not None:
             self._restore(loaded)
         elif self.world.is_first:
@@ -565,7 +572,9 @@ class Loop:
         """The batch on the device, in the memory format that was chosen."""
         if not self._reads_are_free:
             batch = to(batch, self.device, True)
-        return to_memory_format(batch, torch.channels_last) if self._channels_last else batch
+        if not self._channels_last:
+            return self.inputs(batch)
+        return to_memory_format(self.inputs(batch, torch.channels_last), torch.channels_last)
 
     def _begin(self, source: Source) -> Iterator[Batch]:
         resumed, self._resumed = self._resumed, None
@@ -727,7 +736,7 @@ class Loop:
             return []
         own = ranked(source, self.world.rank, self.world.size)
         again = own.batches(flag.epoch, flag.first_batch)
-        return [to(batch, self.device) for batch in islice(again, flag.batches)]
+        return [self.inputs(to(batch, self.device)) for batch in islice(again, flag.batches)]
 
     def _explain(
         self, compute: Compute, batches: Sequence[Batch], step: int, rate: float
@@ -829,7 +838,14 @@ class Loop:
         own_state = own_state_of(self, own)
         if self._writes_pieces:
             name = self.checkpoints.save(
-                self.step_count, weights, state, meta, score, [own_state], ["optimizers"]
+                self.step_count,
+                weights,
+                state,
+                meta,
+                score,
+                [own_state],
+                ["optimizers"],
+                self.metadata,
             )
             path = f"{self._checkpoint_folder}/{name}"
         else:
@@ -837,7 +853,9 @@ class Loop:
             path = self.next_checkpoint()
             if self.world.is_first:
                 # The same name: nobody else writes into a run folder.
-                name = self.checkpoints.save(self.step_count, weights, state, meta, score, by_rank)
+                name = self.checkpoints.save(
+                    self.step_count, weights, state, meta, score, by_rank, metadata=self.metadata
+                )
                 path = f"{self._checkpoint_folder}/{name}"
         self._saved = (self.epoch, self.step_count)
         return path

@@ -134,6 +134,7 @@ def _take_back(folder: Path, trainer: Trainer, callbacks: list[Any]) -> bool:
         if theirs is not None:
             vars(callback).update(theirs)
     trainer.history = found["history"]
+    trainer.signature = found["signature"]
     trainer.loop = Loop(**trainer._loop_arguments)
     if found["recipe"] is not None:
         trainer.loop.follow(trainer.model, trainer.optimizer, found["recipe"])

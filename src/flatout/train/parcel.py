@@ -114,6 +114,7 @@ def pack_result(folder: Path, trainer: Trainer, callbacks: list[Any]) -> None:
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "history": trainer.history,
         "recipe": trainer.resolved,
+        "signature": trainer.signature,
     }
     parts: dict[str, Any] = {name: _dumps(value, trainer) for name, value in found.items()}
     parts["callbacks"] = [_dumps_or_say(callback, trainer) for callback in callbacks]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from flatout.data.batch import Batch, to
+from flatout.data.batch import Batch, rows, to
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source, as_source
 from flatout.data.sources.array_parts import with_parts
 from flatout.data.sources.arrays import Arrays
 from flatout.devices import place, resolve_device
-from flatout.errors import CheckpointError, ModelError
+from flatout.errors import CheckpointError, DataError, ModelError
 from flatout.models import load_weights, weights_of
 from flatout.models.keras_model import is_keras
 from flatout.optim import Lamb, Lars, LrRule
@@ -32,6 +33,8 @@ from flatout.train.compute import call
 from flatout.train.evaluate import evaluate
 from flatout.train.fit import Fit
 from flatout.train.history import History
+from flatout.train.image_files import files_as_images
+from flatout.train.inputs import Inputs
 from flatout.train.job import Job, TorchJob
 from flatout.train.job_facts import Facts, fact, loss_fact, metrics_fact
 from flatout.train.loop import Loop
@@ -39,6 +42,18 @@ from flatout.train.losses import Loss, as_loss
 from flatout.train.metrics import Given, as_metrics
 from flatout.train.notebook import check_ranks_asked, on_ranks
 from flatout.train.predict import predict
+from flatout.train.signature import (
+    Signature,
+    as_classes,
+    check_bytes,
+    learned,
+    met,
+    renumbered_words,
+    schema_of_images,
+    trained,
+    words_of,
+)
+from flatout.train.takes import takes
 from flatout.train.warm_start import warm_start as start_warm
 from flatout.world import World
 
@@ -95,6 +110,10 @@ class Trainer:
         ModelError: for a model, loss, optimiser or metric that cannot be used.
         WorldError: for devices that are not here, or are for `flatout run` to start.
     """
+
+    # What the model knows of its data, and what is to be said of these; see `classes`.
+    signature: Signature | None = None
+    input_lines: Sequence[str] = ()
 
     def __new__(cls, model: Any = None, **arguments: Any) -> Trainer:
         """A Keras model gets the Trainer that knows Keras' words, or at least how to call it."""
@@ -158,7 +177,9 @@ class Trainer:
         }
         self.get_ready()
         if warm_start is not None:
-            say(start_warm(model, self.optimizer, warm_start))
+            words, signature = start_warm(model, self.optimizer, warm_start)
+            self.signature = signature or self.signature
+            say(words)
 
     def get_ready(self) -> None:
         """Begin with nothing fitted."""
@@ -248,6 +269,7 @@ class Trainer:
         if validation_data is not None:
             validation = self._in_order(validation_data, None, validation_batch_size)
         self.loop = Loop(**self._loop_arguments, resume=resume)
+        source, validation = self.learn(source, validation)
         self._fit = Fit(self, source, validation, epochs, list(callbacks), progress)
         self.history = self._fit.state.history  # what there is of it, should fit end in an error
         return self._fit.run()
@@ -267,18 +289,29 @@ class Trainer:
             NumbersError: if a weight or buffer is not finite.
         """
         x, y, _ = with_parts(x, y, sample_weight, 0.0)
-        figures = self.evaluation(self._in_order(x, y, batch_size))
+        figures = self.evaluation(self.met(self._in_order(x, y, batch_size)))
         assert figures is not None
         return figures
 
     def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
         """The model's outputs for all samples, in order, on the CPU.
 
+        Args:
+            x: what `evaluate` takes, targets or not; or the path of an image file, a list of them,
+                or a folder of images, where the model was trained on `flatout.data.images`: they
+                become its input as they did in training.
+            batch_size: samples per batch.
+
         Returns:
             a tensor (or tuple or dict of tensors, as the model returns them) with one row per
-            sample.
+            sample. `classes` names the classes by number.
+
+        Raises:
+            DataError: the data have classes that the model does not know, or the model does not
+                know how a file becomes its input.
         """
-        return predict(self, self._in_order(_inputs_only(x), None, batch_size))
+        x = files_as_images(x, self.signature)
+        return predict(self, self.met(self._in_order(_inputs_only(x), None, batch_size)))
 
     def save(self, path: str | Path) -> Path:
         """Write the weights under the model's own keys; the name's ending decides the format.
@@ -296,7 +329,7 @@ class Trainer:
         guard.check_state(self.model, "saving")
         world = self.world()
         if world.is_first:
-            save_weights(path, weights_of(self.model))
+            save_weights(path, weights_of(self.model), self.metadata())
         world.wait()  # so that whoever comes back from here finds the file
         return Path(path)
 
@@ -309,9 +342,11 @@ class Trainer:
         Raises:
             CheckpointError: if the file is damaged, or of another model.
         """
-        weights = load_weights_file(path)
+        weights, metadata = load_weights_file(path)
         check_fits(weights_of(self.model), weights, where=str(path))
+        signature = Signature.of(metadata, str(path))
         load_weights(self.model, weights)
+        self.signature = signature or self.signature
 
     def save_checkpoint(self, score: float | None = None) -> str:
         """Write a checkpoint of everything into the run folder; returns its path.
@@ -332,6 +367,21 @@ class Trainer:
         if self._fit is None:
             raise CheckpointError("there is nothing to save before the first fit")
         return self._fit.save_checkpoint(score)
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes by number, as of `predict`'s outputs; None where none are known.
+
+        They come from the training data or the file that was loaded, and are saved with the model.
+        Data that number them otherwise get these numbers. Set it to name the classes of arrays, or
+        to None to let the next training data name them.
+        """
+        return None if self.signature is None else self.signature.classes
+
+    @classes.setter
+    def classes(self, names: Sequence[str] | None) -> None:
+        found = None if names is None else as_classes(names)
+        self.signature = replace(self.signature or Signature(), classes=found)
 
     @property
     def resolved(self) -> ResolvedRecipe | None:
@@ -360,6 +410,66 @@ class Trainer:
         return 0 if workers == "auto" else workers
 
     # -- what fit, evaluate and predict ask for; another framework's models answer otherwise ------
+
+    def learn(self, source: Source, validation: Source | None) -> tuple[Source, Source | None]:
+        """Take from training data what the model is to know, and give what fit is to read."""
+        source = self._agreed(source)
+        before = self.signature
+        self.signature = learned(source, before, self.takes_bytes)
+        try:
+            train = trained(source, self.signature)
+            checked = None if validation is None else met(validation, self.signature)
+            if checked is not None:
+                check_bytes(checked, self.signature, self.takes_bytes)
+        except DataError:
+            self.signature = before
+            raise
+        self.loop.inputs = self._inputs(self.signature, train, checked)
+        self.loop.metadata = self.metadata()
+        lines = [words_of(self.signature, source), renumbered_words(source, train)]
+        if validation is not None and checked is not None:
+            words = renumbered_words(validation, checked)
+            lines.append(None if words is None else f"validation: {words}")
+        self.input_lines = [line for line in lines if line is not None]
+        return train, checked
+
+    def met(self, source: Source) -> Source:
+        """Data to evaluate or predict, with what the model knows of those it was trained on."""
+        source = self._agreed(source)
+        signature = self.signature
+        if signature is None:
+            signature = learned(source, None, self.takes_bytes)
+        found = met(source, signature)
+        check_bytes(found, signature, self.takes_bytes)
+        self.loop.inputs = self._inputs(signature, found)
+        words = renumbered_words(source, found)
+        if words is not None:
+            self.loop.say(f"input: {words}")
+        return found
+
+    def _agreed(self, source: Source) -> Source:
+        """The source, of which batches can be looked at: all ranks know how many there are."""
+        world = self.world()  # from here on the first rank speaks for all
+        return source.agreed(world.gather) if isinstance(source, Pipeline) else source
+
+    def metadata(self) -> dict[str, str]:
+        """What goes with the weights into a file."""
+        return {} if self.signature is None else self.signature.metadata()
+
+    def _inputs(self, signature: Signature, *sources: Source | None) -> Inputs:
+        """What becomes of these sources' images on the device."""
+        last = self.takes_channels_last()
+        schemas = [schema_of_images(s) for s in sources if isinstance(s, Pipeline)] if last else []
+        shapes = frozenset(schema["image"].shape for schema in schemas if schema is not None)
+        return Inputs(signature.pixels, last, shapes)
+
+    def takes_bytes(self, batch: Batch) -> bool:
+        """Whether the model computes with bytes as they are, because it scales them itself."""
+        return takes(self.model, rows(batch, 0, 2))
+
+    def takes_channels_last(self) -> bool:
+        """Whether the model takes images as (size, height, width, channels)."""
+        return False
 
     def job(self, source: Source | None = None) -> Job:
         """Forward, loss and fresh metrics: to train on `source`, or without one to evaluate."""
@@ -412,7 +522,9 @@ class Trainer:
 
     def ready(self, batch: Batch) -> Batch:
         """The batch on the model's device, laid out as training resolved to."""
-        return to(batch, self._device) if self.resolved is None else self.loop.ready(batch)
+        if self.resolved is not None:
+            return self.loop.ready(batch)
+        return self.loop.inputs(to(batch, self._device))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that training resolved to; plain before the first fit."""

@@ -15,10 +15,13 @@ from flatout.save.foreign import TORCH_FILES
 from flatout.save.model_file import is_model_file
 from flatout.save.weights_file import load_weights_file
 from flatout.train.same_job import check_optimizers
+from flatout.train.signature import Signature
 
 
-def warm_start(model: nn.Module, optimizer: torch.optim.Optimizer, source: str | Path) -> str:
-    """Load weights and, from a checkpoint, the optimiser's state; returns in words what was kept.
+def warm_start(
+    model: nn.Module, optimizer: torch.optim.Optimizer, source: str | Path
+) -> tuple[str, Signature | None]:
+    """Load weights and, from a checkpoint, the optimiser's state.
 
     The optimiser's options (learning rate and so on) are those it was made with now.
 
@@ -27,27 +30,33 @@ def warm_start(model: nn.Module, optimizer: torch.optim.Optimizer, source: str |
         optimizer: gets the state tensors in place.
         source: a run folder, its checkpoints folder, one checkpoint, or a model file.
 
+    Returns:
+        in words what was kept; and what the model knows of its data.
+
     Raises:
         CheckpointError: if there is none, it is damaged, or it belongs to another model or
             optimiser; nothing is changed then.
     """
     path = str(source).rstrip("/")
     if is_model_file(path) or path.endswith(TORCH_FILES):
-        weights = load_weights_file(path)
+        weights, metadata = load_weights_file(path)
+        signature = Signature.of(metadata, path)
         check_fits(weights_of(model), weights, where=path)
         load_weights(model, weights)
-        return "warm start: weights kept, optimiser new"
+        return "warm start: weights kept, optimiser new", signature
     loaded = _load(path)
     check_fits(weights_of(model), loaded.model, where=path)
     check_optimizers([optimizer], loaded.state)
+    signature = Signature.of(loaded.metadata, path)
     load_weights(model, loaded.model)
     groups = optimizer.state_dict()["param_groups"]
     (saved,) = loaded.state["optimizers"]
     optimizer.load_state_dict({**saved, "param_groups": groups})
     align_state(optimizer)
-    return (
+    words = (
         f"warm start from step {loaded.step:,}: weights and optimiser kept, step and schedule anew"
     )
+    return words, signature
 
 
 def _load(path: str) -> LoadedCheckpoint:

@@ -17,6 +17,7 @@ from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.image_files import (
     Entry,
+    check_no_splits,
     find_images,
     open_images,
     read_bytes,
@@ -53,6 +54,7 @@ class ImageBytes:
 
     def __init__(self, paths: Paths, faults: Faults) -> None:
         found = find_images(paths)
+        check_no_splits(found, paths, takes_classes=False)
         self._faults = faults
         self._skipped: set[int] = set()
         self.others = found.others

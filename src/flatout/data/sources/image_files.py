@@ -25,6 +25,9 @@ _SUFFIXES = (
 # Left behind by archives made on macOS; files and folders with a leading dot are no data either.
 _NO_CLASS = "__MACOSX"
 _THREADS = 16
+# Folders that hold parts of the data, each with the classes in it.
+_TRAINS = ("train", "training")
+_SPLITS = (*_TRAINS, "val", "valid", "validation", "dev", "test", "testing", "eval", "evaluation")
 # Headers that a thread reads in one go.
 _PIECE = 256
 # A million images are not unheard of, so their headers lie in an array.
@@ -70,6 +73,41 @@ class Found(NamedTuple):
     entries: list[Entry]
     folders: list[str]
     others: list[str]
+
+
+def check_no_splits(found: Found, paths: Paths, *, takes_classes: bool) -> None:
+    """Raise where the folders are no classes, but parts of the data to train and to test on.
+
+    Args:
+        found: what `paths` means.
+        paths: as the user named them.
+        takes_classes: whether these may be named by `classes=`, for the message.
+
+    Raises:
+        DataError: with what to read in their place.
+    """
+    splits = [name for name in found.folders if name.lower() in _SPLITS]
+    if not any(name.lower() in _TRAINS for name in splits):
+        return
+    # Beside classes, folders that hold folders are parts of the data all the same.
+    nested = len(splits) > 1 and all(
+        entry.key.count(os.sep) > 1 for entry in found.entries if entry.folder in splits
+    )
+    if len(splits) < len(found.folders) and not nested:
+        return
+    root = os.fspath(paths if isinstance(paths, (str, os.PathLike)) else next(iter(paths)))
+    parts = [os.path.join(root, name) for name in splits]
+    if takes_classes:
+        parts = [f'images("{part}")' for part in parts]
+    do = f"read each part by itself, as {' and '.join(parts)}"
+    if not os.path.isdir(root):
+        do = "name folders one level further down, where the classes are"
+    raise DataError(
+        f"expected a folder for each class, found {', '.join(map(repr, splits))}, which are parts "
+        "of the data",
+        where=root,
+        do=f"{do}; if these are the classes, pass classes={splits}" if takes_classes else do,
+    )
 
 
 def find_images(paths: Paths) -> Found:

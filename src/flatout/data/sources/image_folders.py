@@ -16,6 +16,7 @@ from flatout.data.running.buffers import Buffers
 from flatout.data.sources.image_files import (
     Entry,
     Found,
+    check_no_splits,
     find_images,
     open_images,
     read_bytes,
@@ -45,6 +46,8 @@ class ImageFolders:
         self, paths: Paths, labelled: bool, classes: tuple[str, ...] | None, faults: Faults
     ) -> None:
         found = find_images(paths)
+        if labelled and classes is None:
+            check_no_splits(found, paths, takes_classes=True)
         self.classes = _classes(found, classes) if labelled else ()
         self._entries, self.headers = open_images(found.entries, faults)
         self.labels = _labels(self._entries, self.classes) if labelled else None

@@ -1,0 +1,33 @@
+"""Paths of image files, given to predict, as the input that such files were in training."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from flatout.data.sources.images import images
+from flatout.errors import DataError
+from flatout.train.signature import Signature
+
+
+def files_as_images(x: Any, signature: Signature | None) -> Any:
+    """Images decoded as in training where `x` is a path or a list of paths; else `x` itself.
+
+    Raises:
+        DataError: the model does not know how a file becomes its input.
+    """
+    listed = [x] if isinstance(x, (str, os.PathLike)) else x
+    if not isinstance(listed, (list, tuple)) or not listed:
+        return x
+    if not all(isinstance(path, (str, os.PathLike)) for path in listed):
+        return x
+    schema = None if signature is None else signature.images
+    if schema is None:
+        raise DataError(
+            f"found the path {os.fspath(listed[0])!r}, and the model does not know how a file "
+            "becomes its input",
+            do="a Trainer learns that in fit on flatout.data.images without functions of your own, "
+            "and from the file that it saved then; else read and prepare the file as in training, "
+            "such as flatout.data.images(path, size=..., labels=False)",
+        )
+    return images(list(listed), schema=schema)

@@ -1,0 +1,45 @@
+"""Images as they are stored, as what the model takes: done on the device, batch by batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatout.data.batch import Batch, map_tensors
+from flatout.data.normalization import Normalization, holds_bytes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What becomes of a batch's images before the model gets them.
+
+    Attributes:
+        pixels: of bytes; None leaves them as they are.
+        channels_last: whether the model takes (size, height, width, channels), as Keras' do.
+        shapes: of one image, channels first, in the sources whose images are to be turned so.
+    """
+
+    pixels: Normalization | None = None
+    channels_last: bool = False
+    shapes: frozenset[tuple[int, ...]] = frozenset()
+
+    def __call__(
+        self, batch: Batch, memory_format: torch.memory_format = torch.contiguous_format
+    ) -> Batch:
+        """The same batch; the same object where there is nothing to do."""
+        if self.pixels is None and not self.shapes:
+            return batch
+        inputs = map_tensors(lambda tensor: self._image(tensor, memory_format), batch.inputs)
+        return batch._replace(inputs=inputs)
+
+    def _image(self, tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
+        if self.channels_last:
+            memory_format = torch.contiguous_format
+            if tuple(tensor.shape[1:]) in self.shapes:
+                tensor = tensor.permute(0, 2, 3, 1)
+        if self.pixels is None or not holds_bytes(tensor):
+            return tensor
+        channels = tensor.ndim - 1 if self.channels_last else 1
+        return self.pixels(tensor, channels=channels, memory_format=memory_format)

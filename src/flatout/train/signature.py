@@ -1,0 +1,271 @@
+"""What a model is to know of its data: names of classes, and how images become its input.
+
+It travels with the model, as JSON: in the metadata of model files and checkpoints, in `.keras`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.data.batch import Batch, named_tensors
+from flatout.data.classes import listed
+from flatout.data.normalization import Normalization, holds_bytes
+from flatout.data.origins import is_stream
+from flatout.data.pipeline import Pipeline
+from flatout.data.planner import Mixture
+from flatout.data.running.samples import takes_rng
+from flatout.data.schema import Schema, as_schema
+from flatout.data.source import Source
+from flatout.data.stages import Map
+from flatout.errors import CheckpointError, DataError
+
+KEY = "flatout.signature"
+_IMAGES = "images"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a model knows of the data that it was trained on.
+
+    Attributes:
+        classes: their names by number; None where the data named none.
+        images: a schema of `flatout.data.images` by which a file becomes an input; None where the
+            data were others, or functions of the user's had a part in it that are not random.
+        pixels: what bytes become before the model gets them; None where it gets them as they are.
+    """
+
+    classes: tuple[str, ...] | None = None
+    images: Schema | None = None
+    pixels: Normalization | None = None
+
+    def metadata(self) -> dict[str, str]:
+        """As text for a model file; empty where there is nothing to know."""
+        if self == Signature():
+            return {}
+        found: dict[str, Any] = {}
+        if self.classes is not None:
+            found["classes"] = list(self.classes)
+        if self.images is not None:
+            found["images"] = self.images.model_dump(mode="json", exclude_defaults=True)
+        if self.pixels is not None:
+            found["mean"], found["std"] = list(self.pixels.mean), list(self.pixels.std)
+        return {KEY: json.dumps(found, ensure_ascii=False)}
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str], where: str | None = None) -> Signature | None:
+        """From the text of a model file; None where nothing is said.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        text = metadata.get(KEY)
+        if text is None:
+            return None
+        try:
+            found = json.loads(text)
+            classes, images = found.get("classes"), found.get("images")
+            return cls(
+                None if classes is None else as_classes(classes),
+                None if images is None else as_schema(images, _IMAGES),
+                Normalization.of(found["mean"], found["std"]) if "mean" in found else None,
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"what the file says of the model's data cannot be read: {error}", where=where
+            ) from error
+
+
+def as_classes(names: Any) -> tuple[str, ...]:
+    """Names of classes by number.
+
+    Raises:
+        DataError: they are no different names.
+    """
+    found = tuple(names) if isinstance(names, (list, tuple)) else ()
+    if not found or not all(isinstance(name, str) for name in found):
+        raise DataError(f"classes: expected a list of names, found {names!r}")
+    if len(set(found)) < len(found):
+        raise DataError(f"classes: expected different names, found {listed(found)}")
+    return found
+
+
+def learned(
+    source: Source, known: Signature | None, takes_bytes: Callable[[Batch], bool]
+) -> Signature:
+    """What a model is to know that trains on `source`, in addition to what it knows.
+
+    Args:
+        source: as the user wrote it.
+        known: of an earlier training; None before the first.
+        takes_bytes: whether the model computes with bytes as they are.
+
+    Raises:
+        DataError: there are no bytes to normalize.
+    """
+    before = known or Signature()
+    if not isinstance(source, Pipeline):
+        return before
+    classes = before.classes or source.classes
+    written = source.normalization
+    schema = schema_of_images(source)
+    if written is None and schema is None:
+        return Signature(classes, before.images, before.pixels)
+    if is_stream(source.origin):  # not looked into before the ranks share it out
+        return Signature(classes, pixels=written)
+    batch = next(iter(source.in_bytes.peek(1)), None)
+    if batch is None or not _has_bytes(batch):
+        if written is not None and batch is not None:
+            raise DataError(
+                "normalize is for uint8 images: scaling to 0..1 is its part, and the inputs are "
+                f"{_dtypes(batch)}",
+                do="leave it out, or let the functions before it give uint8",
+            )
+        return Signature(classes)
+    if written is not None:
+        pixels: Normalization | None = written
+    elif before.pixels is not None or before.images is not None:
+        pixels = before.pixels
+    else:
+        pixels = None if takes_bytes(batch) else Normalization()
+    return Signature(classes, schema if _is_plain(source) else None, pixels)
+
+
+def trained(source: Source, signature: Signature) -> Source:
+    """The same for data to train on, which may be of classes that the model does not know yet.
+
+    Raises:
+        DataError: it is.
+    """
+    try:
+        return met(source, signature)
+    except DataError as error:
+        if isinstance(source, Pipeline) and set(source.classes or ()) - set(
+            signature.classes or ()
+        ):
+            do = "set trainer.classes = None, and these data name the classes from now on"
+            raise DataError(error.what, where=error.where, do=do) from None
+        raise
+
+
+def met(source: Source, signature: Signature) -> Source:
+    """The source with the model's numbers of classes, and bytes where the model normalizes them.
+
+    Raises:
+        DataError: it has classes that the model does not know, or is normalized otherwise.
+    """
+    if not isinstance(source, Pipeline):
+        return source
+    if signature.classes is not None:
+        source = source.with_classes(signature.classes)
+    written = source.normalization
+    if written is None or signature.pixels is None:
+        return source
+    if written != signature.pixels:
+        raise DataError(
+            f"the images are {written.words()}, and the model was trained on images "
+            f"{signature.pixels.words()}",
+            do="leave normalize out: what the model was trained with is used",
+        )
+    return source.in_bytes
+
+
+def check_bytes(source: Source, signature: Signature, takes_bytes: Callable[[Batch], bool]) -> None:
+    """Raise where the model would get bytes, and was trained on what functions made of them.
+
+    Raises:
+        DataError: with what to write.
+    """
+    known = signature.images is not None or signature.pixels is not None
+    if known or not isinstance(source, Pipeline) or schema_of_images(source) is None:
+        return
+    batch = next(iter(source.peek(1)), None)
+    if batch is not None and _has_bytes(batch) and not takes_bytes(batch):
+        raise DataError(
+            "the images are uint8, and the model was trained on other inputs",
+            where=source.describe(),
+            do="write the functions behind them that the training data had, or .normalize(mean, "
+            "std) where these scaled them",
+        )
+
+
+def words_of(signature: Signature, source: Source) -> str | None:
+    """What becomes of a source's images, in one line."""
+    if not isinstance(source, Pipeline) or schema_of_images(source) is None:
+        return None
+    if signature.pixels is None:
+        return None
+    hint = "; .normalize(mean, std) for a model's own statistics"
+    return f"uint8 images are {signature.pixels.words()}" + (
+        hint if signature.pixels == Normalization() and source.normalization is None else ""
+    )
+
+
+def renumbered_words(asked: Source, got: Source) -> str | None:
+    """That a source's classes have other numbers than its own, in one line."""
+    if not isinstance(asked, Pipeline) or not isinstance(got, Pipeline):
+        return None
+    if asked.classes == got.classes or asked.classes is None or got.classes is None:
+        return None
+    missing = [name for name in got.classes if name not in asked.classes]
+    without = f"; without {listed(missing)}" if missing else ""
+    return f"classes have the model's numbers, 0 to {len(got.classes) - 1}{without}"
+
+
+def schema_of_images(source: Pipeline) -> Schema | None:
+    """How a file becomes a row of a pipeline over `flatout.data.images`; None over other data."""
+    if isinstance(source.origin, Mixture):
+        first, *others = [schema_of_images(part) for part in source.origin.parts]
+        return first if all(other == first for other in others) else None
+    schema = getattr(source.origin, "schema", None)
+    if not isinstance(schema, Schema) or schema.format != _IMAGES:
+        return None
+    options = {name: value for name, value in schema.options.items() if name != "classes"}
+    return Schema(format=_IMAGES, columns=(schema["image"],), options=options)
+
+
+def _is_plain(source: Pipeline) -> bool:
+    """Whether no function of the user's has a part in it, but those that augment: with `rng`."""
+    parts = source.origin.parts if isinstance(source.origin, Mixture) else ()
+    functions = [stage.function for stage in source.stages if isinstance(stage, Map)]
+    return all(map(takes_rng, functions)) and all(map(_is_plain, parts))
+
+
+def check_resumed(now: Mapping[str, str], then: Mapping[str, str], where: str) -> None:
+    """Raise where a run goes on with other classes, or images that become another input.
+
+    Raises:
+        CheckpointError: with both in words.
+    """
+    ours, theirs = Signature.of(now), Signature.of(then, where)
+    if ours is None or theirs is None or ours == theirs:
+        return
+    for name, own, saved in (
+        ("classes", _list(ours), _list(theirs)),
+        ("images", _pixel_words(ours), _pixel_words(theirs)),
+    ):
+        if own != saved:
+            raise CheckpointError(
+                f"the checkpoint's {name} are {saved}, now they are {own}",
+                where=where,
+                do="resume with the same data, or begin a new run with warm_start",
+            )
+
+
+def _list(signature: Signature) -> str:
+    return "not named" if signature.classes is None else listed(signature.classes)
+
+
+def _pixel_words(signature: Signature) -> str:
+    return "as they are" if signature.pixels is None else signature.pixels.words()
+
+
+def _has_bytes(batch: Batch) -> bool:
+    return any(holds_bytes(tensor) for _, tensor in named_tensors("inputs", batch.inputs))
+
+
+def _dtypes(batch: Batch) -> str:
+    kinds = {str(t.dtype).removeprefix("torch.") for _, t in named_tensors("", batch.inputs)}
+    return " and ".join(sorted(kinds))
