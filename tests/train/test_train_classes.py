@@ -100,20 +100,23 @@ def test_names_travel_with_the_file_the_checkpoint_and_the_export(train, tmp_pat
     run = tmp_path / "run"
     job = fitted(train, run=str(run))
     job.save(tmp_path / "model.safetensors")
+    job.save(tmp_path / "model.pt")
+    plain = torch.load(tmp_path / "model.pt", weights_only=True, mmap=True)
+    assert all(torch.equal(plain[k], tensor) for k, tensor in job.model.state_dict().items())
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["flatout.signature"])["classes"] == list(ALL)
     export(run, tmp_path / "exported.safetensors")
     (newest,) = sorted(run.glob("checkpoints/*"))[-1:]
     val = flatout.data.images(folders(tmp_path / "val", ["red", "green"]))
-    for path in (tmp_path / "model.safetensors", tmp_path / "exported.safetensors",
-                 newest / "model.safetensors"):  # fmt: skip
+    files = ("model.safetensors", "model.pt", "exported.safetensors")
+    for path in (*(tmp_path / name for name in files), newest / "model.safetensors"):
         loaded = fresh()
         loaded.load(path)
         assert loaded.classes == ALL
         assert loaded.evaluate(val)["accuracy"] == 1
         output = loaded.predict(str(tmp_path / "val" / "red" / "0.png"))
         assert loaded.classes[output[0].argmax()] == "red"
-    for source in (run, newest, tmp_path / "model.safetensors"):
+    for source in (run, newest, tmp_path / "model.safetensors", tmp_path / "model.pt"):
         assert fresh(warm_start=str(source)).classes == ALL
     # A file that says nothing of classes leaves those that are known.
     bare = tmp_path / "bare.safetensors"
