@@ -34,6 +34,7 @@ LONG_PAGES = [
     DOCS / "large_batches.md",
     DOCS / "data" / "convert.md",
     DOCS / "data" / "images.md",
+    DOCS / "image_classifier.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
 PAGES = [DOCS / "loop.md", DOCS / "data" / "pipes.md"]

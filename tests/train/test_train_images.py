@@ -210,6 +210,21 @@ def test_a_model_is_evaluated_before_it_was_trained(photos):
     assert torch.equal(job.predict(images(photos)), trainer().predict(x))
 
 
+def test_images_that_look_otherwise_than_in_training(photos):
+    lines = []
+    job = trainer(say=lines.append)
+    job.fit(images(photos).batch(8), epochs=1, progress=False)
+    with pytest.raises(DataError, match=r"(?s)have 1 channels.*channels=3"):
+        job.evaluate(images(photos, channels=1))
+    job.evaluate(flatout.data.images(photos, size=12, resize="crop"))
+    assert lines[-1] == "input: images are 3x12x12 by crop, and were 3x8x8 in training"
+    job.evaluate(images(photos))
+    assert sum("in training" in line for line in lines) == 1
+    for ask in (job.fit, job.evaluate):
+        with pytest.raises(DataError, match=r"flatout\.data\.images\(path, size=224\)"):
+            ask(str(photos))
+
+
 def test_mixed_images_and_images_in_memory_are_scaled_too(photos):
     mixed = flatout.data.mix(images(photos), images(photos))
     seen = Seen()

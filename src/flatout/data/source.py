@@ -196,9 +196,11 @@ def _made_elsewhere(train: Any, batch_size: int | None) -> Source:
     elif isinstance(train, DataLoader):
         source = from_loader(train)
     elif isinstance(train, (str, bytes, os.PathLike)):
+        is_folder = not isinstance(train, bytes) and os.path.isdir(train)
+        read = "images(path, size=224)" if is_folder else "csv(path)"
         raise DataError(
             f"found the path {train!r}, expected data",
-            do="read it first, for example with flatout.data.csv(path)",
+            do=f"read it first, for example with flatout.data.{read}",
         )
     elif isinstance(train, Iterable) or (
         callable(train) and not isinstance(train, (type, nn.Module))

@@ -154,10 +154,12 @@ def met(source: Source, signature: Signature) -> Source:
     """The source with the model's numbers of classes, and bytes where the model normalizes them.
 
     Raises:
-        DataError: it has classes that the model does not know, or is normalized otherwise.
+        DataError: it has classes that the model does not know, is normalized otherwise, or has
+            images of other channels.
     """
     if not isinstance(source, Pipeline):
         return source
+    _check_channels(source, signature)
     if signature.classes is not None:
         source = source.with_classes(signature.classes)
     written = source.normalization
@@ -252,6 +254,36 @@ def check_resumed(now: Mapping[str, str], then: Mapping[str, str], where: str) -
                 where=where,
                 do="resume with the same data, or begin a new run with warm_start",
             )
+
+
+def _check_channels(source: Pipeline, signature: Signature) -> None:
+    schema, trained = schema_of_images(source), signature.images
+    if schema is None or trained is None or not _is_plain(source):
+        return
+    own, theirs = (one["image"].shape[0] for one in (schema, trained))
+    if own != theirs:
+        raise DataError(
+            f"the images have {own} channels, and the model was trained on {theirs}",
+            do=f"pass channels={theirs} to images, which makes grey or RGB of any picture",
+        )
+
+
+def resized_words(signature: Signature, source: Source) -> str | None:
+    """That a source's images come in another size than those of training, in one line."""
+    if not isinstance(source, Pipeline) or signature.images is None:
+        return None
+    schema = schema_of_images(source)
+    if schema is None or not _is_plain(source) or schema == signature.images:
+        return None
+    own, theirs = map(_look_words, (schema, signature.images))
+    return None if own == theirs else f"images are {own}, and were {theirs} in training"
+
+
+def _look_words(schema: Schema) -> str:
+    shape = "x".join(map(str, schema["image"].shape))
+    options = schema.options
+    how = f" by {options['resize']}" if options.get("resize", "stretch") != "stretch" else ""
+    return f"{shape}{how}{', reduced' if options.get('reduced') else ''}"
 
 
 def _list(signature: Signature) -> str:

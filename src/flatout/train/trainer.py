@@ -49,6 +49,7 @@ from flatout.train.signature import (
     learned,
     met,
     renumbered_words,
+    resized_words,
     schema_of_images,
     trained,
     words_of,
@@ -428,8 +429,8 @@ class Trainer:
         self.loop.metadata = self.metadata()
         lines = [words_of(self.signature, source), renumbered_words(source, train)]
         if validation is not None and checked is not None:
-            words = renumbered_words(validation, checked)
-            lines.append(None if words is None else f"validation: {words}")
+            found = (renumbered_words(validation, checked), resized_words(self.signature, checked))
+            lines += [None if words is None else f"validation: {words}" for words in found]
         self.input_lines = [line for line in lines if line is not None]
         return train, checked
 
@@ -442,9 +443,9 @@ class Trainer:
         found = met(source, signature)
         check_bytes(found, signature, self.takes_bytes)
         self.loop.inputs = self._inputs(signature, found)
-        words = renumbered_words(source, found)
-        if words is not None:
-            self.loop.say(f"input: {words}")
+        for words in (renumbered_words(source, found), resized_words(signature, source)):
+            if words is not None:
+                self.loop.say(f"input: {words}")
         return found
 
     def _agreed(self, source: Source) -> Source:
