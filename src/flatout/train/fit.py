@@ -33,6 +33,7 @@ from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
 from flatout.train.ranks import agreed
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
+from flatout.train.signature import facts_of
 from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.state import FitState
 from flatout.train.stragglers import RankTimes
@@ -201,6 +202,7 @@ class Fit:
         validation = self.validation
         return {
             **self.trainer.facts(),
+            **facts_of(self.trainer.signature),
             **callback_facts(self._stateful()),
             "epochs": fact(self.state.epochs),
             "validation data": fact("none")

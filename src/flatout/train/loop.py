@@ -78,7 +78,6 @@ from flatout.train.resume import (
 from flatout.train.same_job import check_same_job, in_words, job_of
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
-from flatout.train.signature import check_resumed
 from flatout.train.snapshot import set_random_state, untouched
 from flatout.train.step import Compute, Stepper, placed
 from flatout.train.stragglers import Pace
@@ -281,7 +280,6 @@ class Loop:
         self.fresh_groups = [[dict(group) for group in o.param_groups] for o in self.optimizers]
         if loaded is not None:
             self._changes = check_same_job(loaded, self, weights_of(model))
-            check_resumed(self.metadata, loaded.metadata, loaded.name)
             self._take_recipe(loaded)
         self._check_folder()
         for line in process.apply(self.requested.process):

@@ -16,11 +16,13 @@ from flatout.data.normalization import Normalization, holds_bytes
 from flatout.data.origins import is_stream
 from flatout.data.pipeline import Pipeline
 from flatout.data.planner import Mixture
+from flatout.data.running.digests import digest_of
 from flatout.data.running.samples import takes_rng
 from flatout.data.schema import Schema, as_schema
 from flatout.data.source import Source
 from flatout.data.stages import Map
 from flatout.errors import CheckpointError, DataError
+from flatout.train.job_facts import Facts, fact
 
 KEY = "flatout.signature"
 _IMAGES = "images"
@@ -235,25 +237,14 @@ def _is_plain(source: Pipeline) -> bool:
     return all(map(takes_rng, functions)) and all(map(_is_plain, parts))
 
 
-def check_resumed(now: Mapping[str, str], then: Mapping[str, str], where: str) -> None:
-    """Raise where a run goes on with other classes, or images that become another input.
-
-    Raises:
-        CheckpointError: with both in words.
-    """
-    ours, theirs = Signature.of(now), Signature.of(then, where)
-    if ours is None or theirs is None or ours == theirs:
-        return
-    for name, own, saved in (
-        ("classes", _list(ours), _list(theirs)),
-        ("images", _pixel_words(ours), _pixel_words(theirs)),
-    ):
-        if own != saved:
-            raise CheckpointError(
-                f"the checkpoint's {name} are {saved}, now they are {own}",
-                where=where,
-                do="resume with the same data, or begin a new run with warm_start",
-            )
+def facts_of(signature: Signature | None) -> Facts:
+    """What of it tells a job from others, for a resume to compare."""
+    facts: Facts = {}
+    if signature is not None and signature.classes is not None:
+        facts["classes"] = fact(listed(signature.classes), digest_of(*signature.classes))
+    if signature is not None and signature.pixels is not None:
+        facts["images"] = fact(signature.pixels.words(), repr(signature.pixels))
+    return facts
 
 
 def _check_channels(source: Pipeline, signature: Signature) -> None:
@@ -284,14 +275,6 @@ def _look_words(schema: Schema) -> str:
     options = schema.options
     how = f" by {options['resize']}" if options.get("resize", "stretch") != "stretch" else ""
     return f"{shape}{how}{', reduced' if options.get('reduced') else ''}"
-
-
-def _list(signature: Signature) -> str:
-    return "not named" if signature.classes is None else listed(signature.classes)
-
-
-def _pixel_words(signature: Signature) -> str:
-    return "as they are" if signature.pixels is None else signature.pixels.words()
 
 
 def _has_bytes(batch: Batch) -> bool:
