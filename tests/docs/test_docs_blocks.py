@@ -35,6 +35,7 @@ LONG_PAGES = [
     DOCS / "data" / "convert.md",
     DOCS / "data" / "images.md",
     DOCS / "image_classifier.md",
+    DOCS / "data" / "tables.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
 PAGES = [DOCS / "loop.md", DOCS / "data" / "pipes.md"]

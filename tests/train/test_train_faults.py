@@ -133,7 +133,7 @@ def test_data_that_cannot_be_batches(given, options, words):
             data()[1],
             ["float32 (32, 7)", "first layer 0 is Linear(in_features=12"],
         ),
-        (data()[0].double(), data()[1], ["convert", "to float32, found float64"]),
+        (data()[0].half(), data()[1], ["convert", "to float32, found float16"]),
         (data()[0].long(), data()[1], ["convert", "to float32, found int64"]),
         (data()[0], data()[1].float()[:, None], ["targets float32 (32, 1)"]),
     ],

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flatout.data.sources.npy import npy, npz
     from flatout.data.sources.parquet import arrow, parquet
     from flatout.data.sources.rows import rows
+    from flatout.data.sources.table import table
     from flatout.data.sources.tfrecord import tfrecord
     from flatout.data.sources.torch_dataset import torch_dataset
 
@@ -63,6 +64,7 @@ _HOMES = {
     "npz": "flatout.data.sources.npy",
     "parquet": "flatout.data.sources.parquet",
     "rows": "flatout.data.sources.rows",
+    "table": "flatout.data.sources.table",
     "tfrecord": "flatout.data.sources.tfrecord",
     "torch_dataset": "flatout.data.sources.torch_dataset",
     "unpack": "flatout.data.files",
@@ -97,6 +99,7 @@ __all__ = [
     "npz",
     "parquet",
     "rows",
+    "table",
     "tfrecord",
     "torch_dataset",
     "unpack",

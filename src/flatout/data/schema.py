@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -164,6 +165,15 @@ class Schema(BaseModel):
         ordered: dict[str, Any] = {name: fields[name] for name in names if name in fields}
         return tomli_w.dumps(ordered)
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Schema:
+        """From a TOML file, as `dump` and `flatout data inspect --schema` write it.
+
+        Raises:
+            DataError: it cannot be read, or is no schema.
+        """
+        return _read(path, "")
+
     def dump(self, path: str | os.PathLike[str]) -> None:
         """Write it as a TOML file.
 
@@ -178,14 +188,19 @@ class Schema(BaseModel):
             ) from error
 
 
-def as_schema(given: Given, format: str) -> Schema:
+def as_schema(given: Given, format: str, also: Sequence[str] = ()) -> Schema:
     """A schema from what a user passes: a Schema, the path of a TOML file, or what is in one.
+
+    Args:
+        given: by the user.
+        format: that is expected.
+        also: other formats that will do.
 
     Raises:
         DataError: it cannot be read, is no schema, or is one of another format.
     """
     schema = given if isinstance(given, Schema) else _read(given, format)
-    if schema.format != format:
+    if schema.format != format and schema.format not in also:
         raise DataError(f"expected a schema of {format}, found one of {schema.format}")
     return schema
 

@@ -128,7 +128,8 @@ def _from_numpy(name: str, array: npt.NDArray[Any], where: str | None) -> Tensor
         raise DataError(
             f"{name}: expected numbers, found an array of Python objects (dtype {array.dtype})",
             where=where,
-            do="pad rows of different lengths, then convert with .astype(numpy.float32)",
+            do="pad rows of different lengths, then convert with .astype(numpy.float32); hand a "
+            "table with texts over as flatout.data.table(frame, target=...)",
         )
     if array.dtype.kind not in "biufc":
         raise DataError(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
 
 from flatout.data.batch import Batch
+from flatout.say import say
 from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import build_compute
 from flatout.train.losses import Loss, Value
 from flatout.train.metrics import Metric
+from flatout.train.narrow import Narrow
 from flatout.world import ONE, World
 
 
@@ -47,6 +50,7 @@ class TorchJob:
         metrics: fresh ones, for this job alone.
         unweighted: no target of the source is one that the loss ignores.
         class_weight: weights of classes, for the loss; or None.
+        say: gets a line where batches of float64 are cast.
     """
 
     def __init__(
@@ -57,12 +61,15 @@ class TorchJob:
         *,
         unweighted: bool,
         class_weight: ClassWeight | None = None,
+        say: Callable[[str], None] = say,
     ) -> None:
         self._metrics = metrics
         self._earlier: list[dict[str, Any]] = []  # of ranks that are no more
-        self.compute = build_compute(
+        compute = build_compute(
             model, loss, metrics.values(), unweighted=unweighted, weigh=class_weight
         )
+        narrow = Narrow(model, say)
+        self.compute = lambda batch: compute(narrow.batch(batch))
 
     def results(self, world: World = ONE) -> dict[str, float]:
         """The metrics over all batches of all ranks since `reset`, by name."""

@@ -40,6 +40,7 @@ from flatout.train.job_facts import Facts, fact, loss_fact, metrics_fact
 from flatout.train.loop import Loop
 from flatout.train.losses import Loss, as_loss
 from flatout.train.metrics import Given, as_metrics
+from flatout.train.narrow import Narrow
 from flatout.train.notebook import check_ranks_asked, on_ranks
 from flatout.train.predict import predict
 from flatout.train.signature import (
@@ -187,6 +188,7 @@ class Trainer:
         self.history: History | None = None
         self._fit: Fit | None = None
         self._class_weight: ClassWeight | None = None
+        self._said: set[str] = set()
         self.loop = Loop(**self._loop_arguments)
 
     @on_ranks
@@ -481,7 +483,13 @@ class Trainer:
             as_metrics(self.metrics),
             unweighted=counts_all(self.loss, labels),
             class_weight=None if source is None else self._class_weight,
+            say=self._say_once,
         )
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.loop.say(line)
 
     def facts(self) -> Facts:
         """What tells this Trainer's job from others, for a resume to compare."""
@@ -504,7 +512,7 @@ class Trainer:
 
     def output(self, inputs: Any) -> Any:
         """What the model gives for a batch's inputs, in evaluation."""
-        return call(self.model, inputs)
+        return call(self.model, Narrow(self.model, self._say_once).inputs(inputs))
 
     def world(self) -> World:
         """The ranks that this job runs on; joins them where fit has not done so."""

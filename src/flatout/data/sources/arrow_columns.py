@@ -162,6 +162,8 @@ class _Reader:
 
     def _codes(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
         """The number of each value among the categories."""
+        if pa.types.is_null(array.type):
+            array = array.cast(pa.array(self.categories).type)
         codes = pc.index_in(array, value_set=pa.array(self.categories, array.type))
         if self.has_unknown:
             return pc.add(codes, 1).fill_null(0)

@@ -317,14 +317,20 @@ def is_text(type: pa.DataType) -> bool:
     )
 
 
-def given_schema(given: Given, format: str, wanted: Wanted, options: Mapping[str, Any]) -> Schema:
+def given_schema(
+    given: Given,
+    format: str,
+    wanted: Wanted,
+    options: Mapping[str, Any],
+    also: Sequence[str] = (),
+) -> Schema:
     """A user's schema, with the roles and options that were given beside it.
 
     Raises:
         DataError: as `as_schema`; or defaults, categories or stacking were given beside it; or a
             default is none of its column's dtype.
     """
-    schema = as_schema(given, format)
+    schema = as_schema(given, format, also)
     if wanted.default is not None or wanted.categories or wanted.dates or wanted.stack:
         raise DataError(
             "default, categories, dates and stack are without a schema; found a schema as well",
@@ -389,6 +395,8 @@ def _fits(type: pa.DataType, column: Column, shape: tuple[int, ...], coded: bool
 
 
 def _check_categories(name: str, values: Any, type: pa.DataType, where: str) -> None:
+    if pa.types.is_null(type):  # of missing values alone
+        return
     try:
         known = pa.array(values, values_type(type))
     except (pa.ArrowException, TypeError) as error:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.faults import Faults
 from flatout.data.files import File, in_utf8
 from flatout.data.indexed import IndexedRows
@@ -272,7 +272,8 @@ def _learned(
     beside = path.with_name(f".{uuid.uuid4().hex}.part")
     # A cache that cannot be written costs time at the next start, nothing else.
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(kept), encoding="utf-8")
+        kind_folder("index")
+        with open(beside, "w", encoding="utf-8", opener=private) as file:
+            json.dump(kept, file)
         os.replace(beside, path)
     return found

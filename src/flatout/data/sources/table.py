@@ -1,0 +1,213 @@
+"""Tables in memory: frames of pandas or polars, Arrow tables, dicts and lists of rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Block, Numbers
+from flatout.data.running.buffers import Buffers
+from flatout.data.schema import Given, Schema
+from flatout.data.sources.optional import require
+from flatout.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from flatout.data.pipeline import Pipeline
+    from flatout.data.sources.arrow_schema import Categories, Dates, Defaults, Names
+
+# Rows that the digest reads, spread evenly over the table.
+_DIGEST_ROWS = 64
+# Formats whose schemas read tables as well, and those of their options that mean something here.
+_FORMATS = ("csv", "parquet", "arrow")
+_OPTIONS = ("categories", "unknown", "dates", "stack", "left_out", "allow_nan")
+
+
+class TableRows:
+    """Rows of an Arrow table in memory. Follows `flatout.data.origins.Rows`.
+
+    Args:
+        table: with the columns that the schema uses.
+        schema: that fits it.
+        notes: what there is to say of it.
+
+    Raises:
+        DataError: a column is missing or cannot become what the schema says; or there are no rows.
+    """
+
+    random = True
+
+    def __init__(self, table: pa.Table, schema: Schema, notes: Sequence[str] = ()) -> None:
+        from flatout.data.sources.arrow_schema import check_schema, used_names
+
+        if len(table) == 0:
+            raise DataError("the table holds no rows")
+        check_schema(schema, {field.name: field.type for field in table.schema}, "the table")
+        self.schema = schema
+        self.rows = len(table)
+        self._table = table.select(used_names(schema)).combine_chunks()
+        self._notes = list(notes)
+
+    @cached_property
+    def digest(self) -> str:
+        """Over the schema, the number of rows and the bytes of 64 of them."""
+        import pyarrow as pa
+
+        chosen = np.linspace(0, self.rows - 1, min(self.rows, _DIGEST_ROWS)).astype(np.int64)
+        some = self._table.take(pa.array(chosen)).combine_chunks()
+        digest = hashlib.sha256(f"{self.schema.dumps()}\n{self.rows}\n".encode())
+        for column in some.columns:
+            digest.update(repr(column.to_pylist()).encode())
+        return digest.hexdigest()[:16]
+
+    def take(self, numbers: Numbers, buffers: Buffers) -> Block:
+        """These rows, in this order.
+
+        Raises:
+            DataError: naming column and row of a value that does not fit.
+        """
+        import pyarrow as pa
+
+        from flatout.data.sources.arrow_columns import BadValue, to_columns
+
+        try:
+            columns = to_columns(self._table.take(pa.array(numbers)), self.schema, buffers)
+        except BadValue as bad:
+            raise DataError(bad.what, where=self.where(int(numbers[bad.row]))) from None
+        return Block(columns, numbers)
+
+    def targets(self) -> npt.NDArray[Any] | None:
+        """None: they are known by decoding."""
+        return None
+
+    def lengths(self) -> Numbers | None:
+        """None: as `targets`."""
+        return None
+
+    def where(self, number: int) -> str:
+        """The row, counted from 0."""
+        return f"row {number:,} of the table"
+
+    def describe(self) -> str:
+        """Such as "table in memory, 8,124 rows"."""
+        return f"table in memory, {self.rows:,} row{'s' if self.rows > 1 else ''}"
+
+    def notes(self) -> list[str]:
+        """What was learned, and what was left out."""
+        return self._notes
+
+
+def table(
+    rows: Any,
+    *,
+    target: Names = None,
+    inputs: Names = None,
+    weight: str | None = None,
+    unused: Names = None,
+    schema: Given | None = None,
+    default: Defaults = None,
+    categories: Categories = None,
+    dates: Dates = None,
+    stack: bool = False,
+    skip_text: bool = False,
+    allow_nan: bool | None = None,
+) -> Pipeline:
+    """Rows of a table in memory.
+
+    Args:
+        rows: a frame of pandas or polars, an Arrow table, a dict of columns, or a list of dicts; a
+            dict of single values is one row.
+        schema: as `parquet`, or that of CSV, Parquet or Arrow files, so that a model's input is
+            made as it was in training. A target or weight that the table does not have is then left
+            out, as a row to be predicted has none.
+        target: as `parquet`, like all others.
+
+    Raises:
+        DataError: `rows` is no table, a column is missing or holds what the schema does not take;
+            naming column and row of a value that is missing or does not fit.
+    """
+    require("pyarrow", "tables", "tables")
+    from flatout.data.pipeline import Pipeline
+    from flatout.data.sources.arrow_schema import Wanted, check_options, given_schema, infer_schema
+    from flatout.data.sources.vocabulary import (
+        left_out_notes,
+        merged,
+        notes_of,
+        texts_of,
+        with_vocabularies,
+    )
+
+    found = _without_views(_as_table(rows))
+    fields = {field.name: field.type for field in found.schema}
+    wanted = Wanted(
+        target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
+    )
+    options = {} if allow_nan is None else {"allow_nan": allow_nan}
+    if schema is not None:
+        given = _without_absent(given_schema(schema, "table", wanted, options, _FORMATS), fields)
+        check_options(given)
+        return Pipeline(TableRows(found, given, left_out_notes(given, fields)))
+    wanted = with_vocabularies(
+        wanted, fields, lambda names, few: merged([texts_of(found[:1000] if few else found, names)])
+    )
+    inferred = infer_schema("table", fields, wanted, options)
+    return Pipeline(TableRows(found, inferred, notes_of(inferred.options)))
+
+
+def _without_absent(schema: Schema, fields: Mapping[str, Any]) -> Schema:
+    """The schema of tables, with targets and weights unused that are not there."""
+    options = {name: value for name, value in schema.options.items() if name in _OPTIONS}
+    columns = tuple(
+        column.model_copy(update={"role": "unused"})
+        if column.role in ("target", "weight") and column.name not in fields
+        else column
+        for column in schema.columns
+    )
+    return Schema(format="table", columns=columns, options=options)
+
+
+def _as_table(rows: Any) -> pa.Table:
+    """What a user hands over, as an Arrow table."""
+    import pyarrow as pa
+
+    try:
+        if isinstance(rows, (pa.Table, pa.RecordBatch)):
+            return pa.table(rows)
+        if type(rows).__module__.partition(".")[0] == "pandas":
+            return pa.Table.from_pandas(rows, preserve_index=False)
+        if hasattr(rows, "__arrow_c_stream__"):
+            return pa.table(rows)
+        if isinstance(rows, Mapping):
+            return pa.table({name: _column(values) for name, values in rows.items()})
+        if isinstance(rows, Sequence) and rows and all(isinstance(r, Mapping) for r in rows):
+            names = dict.fromkeys(name for row in rows for name in row)
+            return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        raise DataError(f"these rows are no table: {error}") from error
+    raise DataError(
+        f"expected a table, found {type(rows).__name__}",
+        do="take a frame of pandas or polars, an Arrow table, a dict of columns or a list of dicts",
+    )
+
+
+def _without_views(table: pa.Table) -> pa.Table:
+    """Arrow takes no rows of the views that polars holds texts in."""
+    import pyarrow as pa
+
+    for at, field in enumerate(table.schema):
+        if pa.types.is_string_view(field.type):
+            table = table.set_column(at, field.name, table[at].cast(pa.large_string()))
+    return table
+
+
+def _column(values: Any) -> pa.Array:
+    import pyarrow as pa
+
+    is_one = values is None or isinstance(values, (str, bytes)) or not hasattr(values, "__len__")
+    return pa.array([values] if is_one else values)

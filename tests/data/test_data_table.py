@@ -1,0 +1,102 @@
+"""Tables in memory, and the schema that makes one row of them what training has seen."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import flatout.data
+from flatout.errors import DataError
+
+pa = pytest.importorskip("pyarrow")
+
+COLUMNS = {"city": ["Ulm", "Bonn", "Ulm"], "size": [1.5, 2.5, 3.5], "y": [0, 1, 0]}
+
+
+def _all(pipeline):
+    (whole,) = list(pipeline.batch(1000).batches(0))
+    return whole
+
+
+def _frame(kind):
+    if kind == "dict":
+        return COLUMNS
+    if kind == "rows":
+        return [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
+    if kind == "arrow":
+        return pa.table(COLUMNS)
+    return pytest.importorskip(kind).DataFrame(COLUMNS)
+
+
+@pytest.mark.parametrize("kind", ["dict", "rows", "arrow", "polars", "pandas"])
+def test_any_table_reads_as_a_file_of_it_does(tmp_path, kind):
+    lines = "".join(f"{c},{s},{y}\n" for c, s, y in zip(*COLUMNS.values(), strict=True))
+    (tmp_path / "a.csv").write_text("city,size,y\n" + lines)
+    file = flatout.data.csv(tmp_path / "a.csv", target="y")
+    table = flatout.data.table(_frame(kind), target="y")
+    ours, theirs = _all(table), _all(file)
+    assert ours.inputs["city"].tolist() == theirs.inputs["city"].tolist() == [2, 1, 2]
+    assert torch.equal(ours.inputs["size"], theirs.inputs["size"])
+    assert ours.inputs["size"].dtype == torch.float32
+    assert torch.equal(ours.targets, theirs.targets)
+    assert table.schema.embedding_rows == file.schema.embedding_rows
+    by_schema = flatout.data.table(_frame(kind), schema=file.schema)
+    assert torch.equal(_all(by_schema).inputs["city"], theirs.inputs["city"])
+    other = pickle.loads(pickle.dumps(table.origin))
+    assert other.digest == table.origin.digest
+    assert flatout.data.table({"n": [1, 2]}).digest != flatout.data.table({"n": [1, 3]}).digest
+
+
+def test_rows_come_by_number(tmp_path):
+    numbers = np.arange(500)
+    table = flatout.data.table({"n": numbers, "y": numbers % 2}, target="y")
+    for batch in table.shuffle(seed=1).batch(64).batches(0):
+        assert batch.inputs.tolist() == batch.indices.tolist()
+
+
+def test_one_row_to_predict(tmp_path):
+    (tmp_path / "a.csv").write_text(
+        "city;size;day;ok;y\nUlm;1,5;2026-01-01;true;no\nBonn;2;2026-01-02;false;yes\n"
+    )
+    trained = flatout.data.csv(tmp_path / "a.csv", target="y", stack=True)
+    trained.schema.dump(tmp_path / "schema.toml")
+    row = {"city": "Ulm", "size": 1.5, "day": datetime.date(2026, 1, 1), "ok": True}
+    for day in (row["day"], "2026-01-01", "2026-01-01 00:00:00"):
+        found = flatout.data.table({**row, "day": day}, schema=tmp_path / "schema.toml")
+        one = _all(found)
+        first = _all(trained)
+        assert one.inputs["inputs"].tolist() == first.inputs["inputs"][:1].tolist()
+        assert one.inputs["city"].tolist() == [2]
+        assert one.targets is None
+    schema = flatout.data.Schema.load(tmp_path / "schema.toml")
+    assert schema.classes == ["no", "yes"]
+    for city in ("Rome", None):
+        assert _all(flatout.data.table({**row, "city": city}, schema=schema)).inputs["city"] == 0
+    with pytest.raises(DataError, match="expected inputs float32 x3, found string"):
+        flatout.data.table({**row, "size": "large"}, schema=schema)
+    with pytest.raises(DataError, match="expected a column 'size', found city, day, ok"):
+        flatout.data.table({k: v for k, v in row.items() if k != "size"}, schema=schema)
+    with pytest.raises(
+        DataError, match="'day': expected a date as 'ISO 8601', found 'soon'"
+    ) as caught:
+        _all(flatout.data.table({**row, "day": "soon"}, schema=schema))
+    assert caught.value.where == "row 0 of the table"
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ([1, 2], "expected a table, found list"),
+        ("a.csv", "expected a table, found str"),
+        ({"a": [1], "b": [1, 2]}, "these rows are no table"),
+        ({"a": [1, "x"]}, "these rows are no table"),
+        ({"a": []}, "expected columns of numbers|holds no rows"),
+    ],
+)
+def test_what_is_no_table(rows, match):
+    with pytest.raises(DataError, match=match):
+        flatout.data.table(rows)
