@@ -191,7 +191,6 @@ class Trainer:
         self._said: set[str] = set()
         self.loop = Loop(**self._loop_arguments)
 
-    @on_ranks
     def __repr__(self) -> str:
         parts = [f"{type(self.model).__name__} of {_weights(self.model)}"]
         if self.optimizer is not None:
@@ -200,6 +199,7 @@ class Trainer:
             parts.append(f"{type(own).__name__}, lr {', '.join(rates)}")
         return f"<{type(self).__name__}: {', '.join(parts)}>"
 
+    @on_ranks
     def fit(
         self,
         x: Any,
