@@ -60,7 +60,7 @@ def build_compute(
         weighed = batch if weigh is None else weigh(batch)
         value = value_of(loss, output, weighed, watches, unweighted)
         if metrics and not batch.is_copy and batch.samples:
-            _feed(metrics, output, batch, watches)
+            feed(metrics, output, batch, watches)
         return value
 
     return compute
@@ -86,7 +86,8 @@ def value_of(loss: Loss, output: Any, batch: Batch, watches: bool, unweighted: b
 
 
 @torch.no_grad()
-def _feed(metrics: list[Metric], output: Any, batch: Batch, watches: bool) -> None:
+def feed(metrics: list[Metric], output: Any, batch: Batch, watches: bool) -> None:
+    """Show metrics an output and what it is compared with; `watches` for shapes that broadcast."""
     detached = output.detach() if torch.is_tensor(output) else output
     detached, batch = rows_of_samples(detached, batch), without_padding(batch)
     for metric in metrics:

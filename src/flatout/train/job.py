@@ -9,11 +9,12 @@ from torch import nn
 
 from flatout.data.batch import Batch
 from flatout.say import say
-from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import build_compute
 from flatout.train.losses import Loss, Value
-from flatout.train.metrics import Metric
+from flatout.train.metrics import Metric, as_metrics
 from flatout.train.narrow import Narrow
+from flatout.train.several_losses import OutputMetrics, SeveralCompute, SeveralLosses, total_of
+from flatout.train.step import Compute
 from flatout.world import ONE, World
 
 
@@ -42,44 +43,61 @@ class Job(Protocol):
 
 
 class TorchJob:
-    """A torch model with a loss and metrics by name.
+    """A torch model with a loss and metrics by name, or with those of several outputs.
 
     Args:
         model: called with the batch's inputs.
         loss: compares output and targets.
-        metrics: fresh ones, for this job alone.
+        metrics: what the Trainer was given.
         unweighted: no target of the source is one that the loss ignores.
-        class_weight: weights of classes, for the loss; or None.
+        class_weight: weights of classes, for the loss, by output where there are several; or None.
         say: gets a line where batches of float64 are cast.
+
+    Raises:
+        ModelError: for unknown metrics.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
-        metrics: dict[str, Metric],
+        loss: Loss | SeveralLosses,
+        metrics: Any,
         *,
         unweighted: bool,
-        class_weight: ClassWeight | None = None,
+        class_weight: Any = None,
         say: Callable[[str], None] = say,
     ) -> None:
-        self._metrics = metrics
         self._earlier: list[dict[str, Any]] = []  # of ranks that are no more
-        compute = build_compute(
-            model, loss, metrics.values(), unweighted=unweighted, weigh=class_weight
-        )
+        self._losses: SeveralLosses | None = None
+        self._metrics: dict[str, Metric]
         narrow = Narrow(model, say)
-        self.compute = lambda batch: compute(narrow.batch(batch))
+        if isinstance(loss, SeveralLosses):
+            self._losses = loss
+            of_outputs = OutputMetrics(metrics, loss.parts)
+            several = SeveralCompute(model, loss, of_outputs, class_weight or {}, narrow.batch)
+            parts = {f"{name}_loss": tally for name, tally in several.tallies.items()}
+            self._metrics = {**parts, **of_outputs.by_name()}
+            self.compute: Compute = several
+        else:
+            self._metrics = as_metrics(metrics)
+            compute = build_compute(
+                model, loss, self._metrics.values(), unweighted=unweighted, weigh=class_weight
+            )
+            self.compute = lambda batch: compute(narrow.batch(batch))
 
     def results(self, world: World = ONE) -> dict[str, float]:
-        """The metrics over all batches of all ranks since `reset`, by name."""
-        if world.size == 1 and not self._earlier:
+        """The metrics over all batches of all ranks since `reset`, by name.
+
+        Of several losses also each of them, and their total as `loss`.
+        """
+        if world.size == 1 and not self._earlier and self._losses is None:
             return {name: metric.compute() for name, metric in self._metrics.items()}
         states = [state for of_rank in world.gather(self.state_dict()) for state in of_rank]
-        return {
+        found = {
             name: metric.compute([state[name] for state in states if name in state])
             for name, metric in self._metrics.items()
         }
+        return found if self._losses is None else {"loss": total_of(self._losses, states), **found}
 
     def reset(self) -> None:
         """Forget all batches."""
@@ -99,3 +117,14 @@ class TorchJob:
                 if name in state:
                     metric.load_state_dict(state[name])
         self._earlier = states[1:]
+
+
+def metrics_of(loss: Loss | SeveralLosses, given: Any) -> dict[str, Metric]:
+    """Fresh metrics by their names in the History, without the parts of a loss.
+
+    Raises:
+        ModelError: for an unknown name.
+    """
+    if isinstance(loss, SeveralLosses):
+        return OutputMetrics(given, loss.parts).by_name()
+    return as_metrics(given)

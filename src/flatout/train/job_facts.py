@@ -17,6 +17,7 @@ from flatout.models import modules_of
 from flatout.models.keras_model import is_keras
 from flatout.train.large_batch import as_saved
 from flatout.train.losses import Loss
+from flatout.train.several_losses import SeveralLosses
 
 if TYPE_CHECKING:
     from flatout.train.callbacks import Callback
@@ -55,6 +56,15 @@ def compute_fact(compute: Callable[..., Any] | None) -> Facts:
     if compute is None or is_library(getattr(compute, "__func__", compute)):
         return {}
     return {"compute": fact(words_of(compute), code_digest(compute))}
+
+
+def losses_facts(loss: Loss | SeveralLosses) -> Facts:
+    """The loss, or each of several, with what they are multiplied by."""
+    if not isinstance(loss, SeveralLosses):
+        return {"loss": loss_fact(loss)}
+    parts = {f"loss of {name!r}": loss_fact(one) for name, one in loss.parts.items()}
+    weights = ", ".join(f"{name}: {weight:g}" for name, weight in loss.weights.items())
+    return {**parts, "loss_weights": fact(weights)}
 
 
 def loss_fact(loss: Loss) -> list[str]:

@@ -41,7 +41,7 @@ from flatout.world import place
 
 # Of a compiled model these are its own.
 _COMPILED = ("loss", "optimizer", "lr", "metrics", "scheduler", "schedule_every", "clip_norm")
-_COMPILED_TOO = ("clip_value",)
+_COMPILED_TOO = ("clip_value", "loss_weights")
 
 
 class KerasHistory(History):

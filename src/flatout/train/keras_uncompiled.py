@@ -16,7 +16,6 @@ from flatout.train import guard
 from flatout.train.job import Job, TorchJob
 from flatout.train.keras_job import call
 from flatout.train.keras_ranks import save_on_first
-from flatout.train.metrics import as_metrics
 from flatout.train.signature import Signature
 from flatout.train.trainer import Trainer, counts_all
 
@@ -50,7 +49,7 @@ class UncompiledKerasTrainer(Trainer):
         return TorchJob(
             _Called(self.model, training=source is not None),  # type: ignore[arg-type]
             self.loss,
-            as_metrics(self.metrics),
+            self.metrics,
             unweighted=counts_all(self.loss, labels),
             class_weight=None if source is None else self._class_weight,
         )

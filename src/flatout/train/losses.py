@@ -74,6 +74,25 @@ class Loss:
             return self.function(output, target, "mean")
         return self.function(output, target, "sum"), self._weight_of_each(target).sum()
 
+    def weight_of(self, batch: Batch) -> torch.Tensor | float:
+        """What this loss divides its sum over the batch by: known without the output.
+
+        Of a callable these are the samples, as for one that returns a mean.
+        """
+        target, weight = batch.targets, batch.weight
+        if self.own is not None or not isinstance(target, torch.Tensor):
+            return float(batch.samples)
+        if self.ignore_index is not None and not target.is_floating_point():
+            each = self._weight_of_each(target.long())
+            if weight is not None:
+                each = each * weight.reshape(-1, *[1] * (each.dim() - 1))
+            return each.sum()
+        if weight is None:
+            return float(batch.size)
+        of_classes = self.ignore_index is not None and target.dim() > 1
+        values = target.numel() // len(target) // (target.shape[1] if of_classes else 1)
+        return weight.sum() * values
+
     @property
     def _class_weight(self) -> torch.Tensor | None:
         weight = None if self.module is None else self.module.weight

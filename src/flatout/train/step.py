@@ -12,8 +12,9 @@ optimizers, a step is that of one of them or of several together: its turn.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter_ns as clock
 from typing import NamedTuple, TypeVar
 
@@ -42,6 +43,18 @@ _Found = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
 _T = TypeVar("_T")
 # Divides what is zero; any smaller and 1 / _TINY would not be finite in float32.
 _TINY = 1e-12
+
+
+class Weighing(ABC):
+    """A `Compute` of several losses, each of which divides by a weight of its own."""
+
+    @abstractmethod
+    def sums_of_weights(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """What is to be added up over all ranks before the first part of a step."""
+
+    @abstractmethod
+    def of_step(self, sums: torch.Tensor) -> AbstractContextManager[None]:
+        """Within, batches are parts of a step of which these are the sums."""
 
 
 class Done(NamedTuple):
@@ -204,14 +217,26 @@ class Stepper:
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         if self.world.size > 1:
             self.world.trail.step = step
-            with self._all_together():
+            with self._all_together(), self._weighed(compute, batches):
                 return self._with_others(compute, batches, step)
         if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
             try:
                 return self._whole(compute, batches[0])
             except (RuntimeError, MemoryError) as error:
                 self._shrink(error, batches, step)
-        return self._in_pieces_that_fit(compute, batches, step)
+        with self._weighed(compute, batches):
+            return self._in_pieces_that_fit(compute, batches, step)
+
+    @contextmanager
+    def _weighed(self, compute: Compute, batches: Sequence[Batch]) -> Iterator[None]:
+        """Within, losses that each divide by a weight of their own know that of the whole step."""
+        if not isinstance(compute, Weighing):
+            yield
+            return
+        sums = compute.sums_of_weights(batches)
+        self.world.sum(sums, "weights of several losses")
+        with compute.of_step(sums):
+            yield
 
     def _whole(self, compute: Compute, batch: Batch) -> _Found:
         """The common case: one batch, one piece."""

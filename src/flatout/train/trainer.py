@@ -35,14 +35,15 @@ from flatout.train.fit import Fit
 from flatout.train.history import History
 from flatout.train.image_files import files_as_images
 from flatout.train.inputs import Inputs
-from flatout.train.job import Job, TorchJob
-from flatout.train.job_facts import Facts, fact, loss_fact, metrics_fact
+from flatout.train.job import Job, TorchJob, metrics_of
+from flatout.train.job_facts import Facts, fact, losses_facts, metrics_fact
 from flatout.train.loop import Loop
 from flatout.train.losses import Loss, as_loss
-from flatout.train.metrics import Given, as_metrics
+from flatout.train.metrics import Given
 from flatout.train.narrow import Narrow
 from flatout.train.notebook import check_ranks_asked, on_ranks
 from flatout.train.predict import predict
+from flatout.train.several_losses import SeveralLosses, check_names
 from flatout.train.signature import (
     Signature,
     as_classes,
@@ -83,14 +84,17 @@ class Trainer:
     Args:
         model: the user's own object; it holds the trained weights afterwards.
         loss: a standard name (cross_entropy, nll, binary_cross_entropy, mse, mae, huber), a torch
-            loss, or a callable `(output, target)` giving a mean or (sum, weight).
+            loss, or a callable `(output, target)` giving a mean or (sum, weight). Of a model of
+            several outputs: a dict of such, by the output's name (or, for a tuple, in its order).
+        loss_weights: of several losses what each is multiplied by in the total, by name; 1 where
+            none is given.
         optimizer: an optimiser, its class, a callable taking the parameters, or a name (adam,
             adamw, sgd, rmsprop; lars, lamb for very large batches).
         lr: learning rate, for a class or name; None leaves the class's own default.
         lr_rule: a `flatout.LrRule`: how the rate follows the global batch, where it was found with
             another one; None leaves it as it is.
         metrics: names (accuracy, auc, mse, mae), torchmetrics objects or callables; a list, or a
-            mapping by name.
+            mapping by name. With several losses: such a list or mapping for each output, by name.
         scheduler: a torch scheduler, or a callable that takes the optimiser and gives one.
         schedule_every: "step" or "epoch": when the scheduler steps. ReduceLROnPlateau always
             steps by epoch, on `val_loss` or, without validation, `loss`.
@@ -134,7 +138,8 @@ class Trainer:
         loss: Any = "cross_entropy",
         optimizer: Any = torch.optim.Adam,
         lr: float | None = None,
-        metrics: Iterable[Given] | Mapping[str, Given] = (),
+        loss_weights: Mapping[str, float] | None = None,
+        metrics: Iterable[Given] | Mapping[str, Any] = (),
         scheduler: Any = None,
         schedule_every: str = "step",
         recipe: Recipe | ResolvedRecipe | None = None,
@@ -159,9 +164,10 @@ class Trainer:
         if schedule_every not in ("step", "epoch"):
             raise ModelError(f"schedule_every is 'step' or 'epoch', found {schedule_every!r}")
         self.model = model
-        self.loss = as_loss(loss)
+        self.loss = _as_losses(loss, loss_weights)
         self.metrics = metrics
-        as_metrics(metrics)  # an unknown name is an error here, not after the first epoch
+        # An unknown name is an error here, not after the first epoch.
+        metrics_of(self.loss, metrics)
         self.optimizer = _as_optimizer(optimizer, model, lr)
         self.scheduler = _as_scheduler(scheduler, self.optimizer)
         self.schedule_every = schedule_every
@@ -187,7 +193,7 @@ class Trainer:
         """Begin with nothing fitted."""
         self.history: History | None = None
         self._fit: Fit | None = None
-        self._class_weight: ClassWeight | None = None
+        self._class_weight: Any = None
         self._said: set[str] = set()
         self.loop = Loop(**self._loop_arguments)
 
@@ -212,7 +218,7 @@ class Trainer:
         validation_data: Any = None,
         validation_batch_size: int | None = None,
         validation_split: float = 0.0,
-        class_weight: Mapping[int, float] | None = None,
+        class_weight: Mapping[Any, Any] | None = None,
         sample_weight: Any = None,
         callbacks: Iterable[Callback] = (),
         progress: bool | None = None,
@@ -235,7 +241,8 @@ class Trainer:
             validation_split: the share of arrays, from 0 to 1, that is held out to validate on:
                 the last of them as they are given, before any shuffling. `validation_data` wins.
             class_weight: weight by class number, 1 where none is named: each sample's weight in
-                the loss of training is multiplied by that of its class.
+                the loss of training is multiplied by that of its class. With several losses: by
+                output.
             sample_weight: of arrays, shape (samples,): each sample's weight in the loss, which is
                 divided by the sum of the weights.
             callbacks: see `flatout.Callback`.
@@ -257,7 +264,7 @@ class Trainer:
         x, y, held_out = with_parts(x, y, sample_weight, share)
         if held_out is not None:
             validation_data = held_out
-        self._class_weight = None if class_weight is None else ClassWeight(class_weight, self.loss)
+        self._class_weight = _class_weights(class_weight, self.loss)
         source = as_source(
             x,
             y,
@@ -480,7 +487,7 @@ class Trainer:
         return TorchJob(
             self.model,
             self.loss,
-            as_metrics(self.metrics),
+            self.metrics,
             unweighted=counts_all(self.loss, labels),
             class_weight=None if source is None else self._class_weight,
             say=self._say_once,
@@ -494,9 +501,9 @@ class Trainer:
     def facts(self) -> Facts:
         """What tells this Trainer's job from others, for a resume to compare."""
         return {
-            "loss": loss_fact(self.loss),
-            "metrics": metrics_fact(as_metrics(self.metrics)),
-            "class_weight": fact(self._class_weight.words if self._class_weight else "none"),
+            **losses_facts(self.loss),
+            "metrics": metrics_fact(metrics_of(self.loss, self.metrics)),
+            "class_weight": fact(_class_weight_words(self._class_weight)),
             "schedule_every": fact(self.schedule_every if self.scheduler is not None else "none"),
         }
 
@@ -540,11 +547,46 @@ class Trainer:
         return nullcontext() if self.resolved is None else self.loop.autocast()
 
 
-def counts_all(loss: Loss, labels: tuple[int, int] | None) -> bool:
+def counts_all(loss: Loss | SeveralLosses, labels: tuple[int, int] | None) -> bool:
     """Whether it is known that no target is one that the loss ignores."""
-    if labels is None:
+    if labels is None or isinstance(loss, SeveralLosses):
         return False
     return loss.ignore_index is None or not labels[0] <= loss.ignore_index <= labels[1]
+
+
+def _as_losses(loss: Any, weights: Mapping[str, float] | None) -> Loss | SeveralLosses:
+    if isinstance(loss, Mapping):
+        return SeveralLosses(loss, weights)
+    if weights is not None:
+        raise ModelError(
+            "loss_weights are for several losses, and there is one",
+            do='give a loss for each output: loss={"a": "cross_entropy", "b": "mse"}',
+        )
+    return as_loss(loss)
+
+
+def _class_weights(given: Any, loss: Loss | SeveralLosses) -> Any:
+    """As a `ClassWeight`, or one for each output that has some; None without any."""
+    if given is None:
+        return None
+    if not isinstance(loss, SeveralLosses):
+        return ClassWeight(given, loss)
+    is_by_output = isinstance(given, Mapping) and all(
+        isinstance(weights, Mapping) for weights in given.values()
+    )
+    if not is_by_output:
+        raise ModelError(
+            "with a loss for each output, class_weight is given by output too",
+            do=f"write class_weight={{{next(iter(loss.parts))!r}: {{0: 1.0, 1: 5.0}}}}",
+        )
+    check_names("class_weight", given, loss.parts)
+    return {name: ClassWeight(weights, loss.parts[name]) for name, weights in given.items()}
+
+
+def _class_weight_words(weights: Any) -> str:
+    if isinstance(weights, dict):
+        return "; ".join(f"{name}: {one.words}" for name, one in weights.items())
+    return "none" if weights is None else weights.words
 
 
 def _as_optimizer(optimizer: Any, model: nn.Module, lr: float | None) -> torch.optim.Optimizer:

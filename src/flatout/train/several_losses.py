@@ -1,0 +1,303 @@
+"""A model of several outputs, each with a loss, a weight of that loss, and metrics of its own.
+
+The total is the sum of weight times loss, where each loss is its own sum over its own weight: one
+output may ignore labels that count in another. Where a step is computed in parts (micro-batches,
+accumulated batches, ranks), what each loss divides by is therefore added up over the whole step
+before its first part, from targets and sample weights alone.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.data.batch import Batch
+from flatout.errors import FlatoutError, ModelError
+from flatout.train.class_weight import ClassWeight
+from flatout.train.compute import call, feed, value_of
+from flatout.train.losses import Loss, Value, as_loss
+from flatout.train.metrics import Metric, as_metrics
+from flatout.train.step import Weighing
+from flatout.train.tally import Tally, mean_of
+
+_TINY = 1e-12
+
+
+class SeveralLosses:
+    """A loss for each of several outputs, by name.
+
+    Args:
+        given: what `as_loss` takes, by the output's name. Of a model that returns a tuple, the
+            names are in the order of its outputs.
+        weights: what each loss is multiplied by in the total; 1 where none is given.
+
+    Raises:
+        ModelError: there is no loss, an unknown one, or weights that are not those of outputs.
+    """
+
+    def __init__(
+        self, given: Mapping[str, Any], weights: Mapping[str, float] | None = None
+    ) -> None:
+        if not given:
+            raise ModelError("loss is an empty dict: expected a loss for each output, by name")
+        self.parts: dict[str, Loss] = {name: as_loss(loss) for name, loss in given.items()}
+        weights = {} if weights is None else weights
+        if not isinstance(weights, Mapping):
+            raise ModelError(
+                f"loss_weights map outputs to numbers, found a {type(weights).__name__}",
+                do=f"give them by name: {dict.fromkeys(self.parts, 1.0)}",
+            )
+        check_names("loss_weights", weights, self.parts)
+        for name, weight in weights.items():
+            if not isinstance(weight, numbers.Real) or not math.isfinite(weight):
+                raise ModelError(f"loss_weights[{name!r}] is {weight!r}, expected a number")
+        self.weights = {name: float(weights.get(name, 1.0)) for name in self.parts}
+
+    def of(self, what: str, value: Any, name: str) -> Any:
+        """The part of outputs or targets that belongs to an output's name.
+
+        Raises:
+            ModelError: there is none, or it cannot be told which it is.
+        """
+        if isinstance(value, Mapping):
+            if name in value:
+                return value[name]
+            found = f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
+        elif hasattr(value, "_fields") and name in value._fields:
+            return getattr(value, name)
+        elif isinstance(value, (tuple, list)):
+            if len(value) == len(self.parts):
+                return value[list(self.parts).index(name)]
+            found = f"{len(value)} parts"
+        else:
+            found = f"a {type(value).__name__}"
+        raise ModelError(
+            f"loss names {len(self.parts)} outputs ({', '.join(map(repr, self.parts))}), and the "
+            f"{what} are {found}",
+            do=f"let the {what} be a dict by these names, or a tuple in their order",
+        )
+
+
+def check_names(argument: str, given: Iterable[str], outputs: Iterable[str]) -> None:
+    """Refuse names that are no outputs'."""
+    outputs = list(outputs)
+    unknown = [name for name in given if name not in outputs]
+    if unknown:
+        raise ModelError(
+            f"{argument} names {unknown[0]!r}, and the outputs that have a loss are "
+            f"{', '.join(map(repr, outputs))}"
+        )
+
+
+class OutputMetrics:
+    """Metrics of each output, and of all of them together.
+
+    Args:
+        given: for each output what `as_metrics` takes; a callable under another name gets all
+            outputs and all targets.
+        outputs: the names of those that have a loss.
+
+    Raises:
+        ModelError: for an unknown name.
+    """
+
+    def __init__(self, given: Any, outputs: Iterable[str]) -> None:
+        outputs = list(outputs)
+        if not isinstance(given, Mapping):
+            if not list(given):
+                given = {}
+            else:
+                raise ModelError(
+                    "with a loss for each output, metrics are given by output too",
+                    do=f"write metrics={{{outputs[0]!r}: [...]}}",
+                )
+        whole = {name: metric for name, metric in given.items() if name not in outputs}
+        check_names("metrics", [n for n, m in whole.items() if not callable(m)], outputs)
+        self.of_output = {
+            name: as_metrics([given[name]] if callable(given[name]) else given[name])
+            for name in outputs
+            if name in given
+        }
+        self.of_all = as_metrics(whole)
+
+    def by_name(self) -> dict[str, Metric]:
+        """Every metric, by its name in the History, such as "a_accuracy"."""
+        named = {
+            f"{output}_{name}": metric
+            for output, metrics in self.of_output.items()
+            for name, metric in metrics.items()
+        }
+        return named | self.of_all
+
+
+class PartLoss:
+    """The mean of one output's loss over all batches: as a metric, but it is told the values."""
+
+    def __init__(self) -> None:
+        self._tally = Tally()
+
+    def add(self, value: Value, samples: int) -> None:
+        """Take one batch's mean or (sum, weight); nothing is read."""
+        if isinstance(value, tuple):
+            total, weight = value
+            self._tally.add(total.detach() / _not_zero(weight), weight)
+        else:
+            self._tally.add(value.detach(), samples)
+
+    def update(self, output: Any, batch: Batch) -> None:
+        """Nothing: the loss has been computed already."""
+
+    def compute(self, states: Sequence[Any] | None = None) -> float:
+        """The mean so far, or that over what the states hold; NaN where nothing was counted."""
+        return self._tally.mean() if states is None else mean_of(states)
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._tally.reset()
+
+    def state_dict(self) -> Any:
+        """Total and weight."""
+        return self._tally.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        self._tally.load_state_dict(state)
+
+
+class SeveralCompute(Weighing):
+    """Forward and total loss of a batch: what a step differentiates.
+
+    Args:
+        model: called with the batch's inputs.
+        losses: of its outputs.
+        metrics: of its outputs, fed with each batch.
+        class_weight: for each output that has some, the weights of its classes.
+        narrow: casts batches whose numbers are wider than the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        losses: SeveralLosses,
+        metrics: OutputMetrics,
+        class_weight: Mapping[str, ClassWeight],
+        narrow: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        self._model = model
+        self._losses = losses
+        self._metrics = metrics
+        self._class_weight = class_weight
+        self._narrow = narrow
+        self._unseen: int | None = None
+        # Of the present step: samples over each loss's weight, or None where a batch is a whole.
+        self._shares: dict[str, torch.Tensor] | None = None
+        self.tallies = {name: PartLoss() for name in losses.parts}
+
+    def __call__(self, batch: Batch) -> Value:
+        """The total loss: a mean over the samples, or its sum and their number."""
+        batch = self._narrow(batch)
+        outputs = call(self._model, batch.inputs)
+        watches = self._unseen is None or self._unseen > 0
+        if watches:
+            self._unseen = (self._unseen or batch.whole or batch.size) - batch.size
+        total: Any = 0.0
+        for name, loss in self._losses.parts.items():
+            output = self._losses.of("outputs", outputs, name)
+            part = self._part(batch, name)
+            with _named(name):
+                value = value_of(loss, output, part, watches, unweighted=False)
+                total = total + self._losses.weights[name] * self._share_of(name, value, batch)
+            if not batch.is_copy and batch.samples:
+                self.tallies[name].add(value, batch.samples)
+                feed(list(self._metrics.of_output.get(name, {}).values()), output, part, watches)
+        if self._metrics.of_all and not batch.is_copy and batch.samples:
+            feed(list(self._metrics.of_all.values()), outputs, batch, watches)
+        return total if self._is_mean(batch) else (total, float(batch.samples))
+
+    def sums_of_weights(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """What each loss divides by over these batches, and how many samples they are."""
+        counted: list[Any] = []
+        for name, loss in self._losses.parts.items():
+            parts = [(self._part(batch, name), batch.copies) for batch in batches]
+            counted.append(sum(loss.weight_of(part) / copies for part, copies in parts))
+        counted.append(sum(batch.samples / batch.copies for batch in batches))
+        device = next((c.device for c in counted if torch.is_tensor(c)), None)
+        return torch.stack(
+            [torch.as_tensor(c, dtype=torch.float64, device=device) for c in counted]
+        )
+
+    @contextmanager
+    def of_step(self, sums: torch.Tensor) -> Iterator[None]:
+        """Within, batches are parts of a step of which these are the sums of weights."""
+        shares = sums[-1] / sums[:-1].clamp_min(_TINY)
+        self._shares = dict(zip(self._losses.parts, shares.unbind(), strict=True))
+        try:
+            yield
+        finally:
+            self._shares = None
+
+    def _part(self, batch: Batch, name: str) -> Batch:
+        """The batch as one output's loss sees it."""
+        part = batch._replace(targets=self._losses.of("targets", batch.targets, name))
+        weigh = self._class_weight.get(name)
+        return part if weigh is None else weigh(part)
+
+    def _is_mean(self, batch: Batch) -> bool:
+        return self._shares is None and not batch.padding
+
+    def _share_of(self, name: str, value: Value, batch: Batch) -> torch.Tensor:
+        """One loss as it adds to the total: a mean, or so that the sums of all parts give that."""
+        if self._shares is None:
+            mean = value[0] / _not_zero(value[1]) if isinstance(value, tuple) else value
+            return mean if self._is_mean(batch) else mean * batch.samples
+        share = self._shares[name]
+        if not isinstance(value, tuple):
+            return value * batch.size * share.to(value.dtype)
+        total, weight = value
+        is_known = self._losses.parts[name].own is None or (
+            not torch.is_tensor(weight) and weight == batch.samples
+        )
+        if not is_known:
+            raise ModelError(
+                "the loss returns a weight of its own, which is known only behind the forward "
+                "pass, and this step is computed in parts",
+                do="return a mean over the samples, use a standard loss, or give one loss for all "
+                "outputs together: a callable (outputs, targets) that returns (sum, weight)",
+            )
+        return total * share.to(total.dtype)
+
+
+def total_of(losses: SeveralLosses, states: Sequence[Mapping[str, Any]]) -> float:
+    """The total over what tallies of the parts have counted; a loss that counted nothing adds none.
+
+    Args:
+        losses: of the outputs.
+        states: of the job on each rank.
+    """
+    total = 0.0
+    for name, weight in losses.weights.items():
+        own = [state[f"{name}_loss"] for state in states if f"{name}_loss" in state]
+        if any(state["weight"] for state in own):
+            total += weight * mean_of(own)
+    return total
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors within say which output they are of."""
+    try:
+        yield
+    except FlatoutError as error:
+        raise type(error)(
+            f"output {name!r}: {error.what}", where=error.where, do=error.do
+        ) from error.__cause__
+
+
+def _not_zero(weight: torch.Tensor | float) -> torch.Tensor | float:
+    return weight.clamp_min(_TINY) if torch.is_tensor(weight) else max(weight, _TINY)
