@@ -17,6 +17,7 @@ from flatout.data.explanation import Explanation
 from flatout.data.form import Leaf
 from flatout.data.normalization import Normalization
 from flatout.data.origins import Chunks, Rows, Stream, is_rows, is_stream
+from flatout.data.plan import last_batch
 from flatout.data.planner import Built, Mixture, Options, build, check
 from flatout.data.running.buffers import Buffers
 from flatout.data.running.cut import padding_share
@@ -289,6 +290,21 @@ class Pipeline(Staged):
     def batch_size(self) -> int | None:
         """Samples of a global batch."""
         return next((stage.size for stage in self.stages if isinstance(stage, BatchStage)), None)
+
+    @property
+    def last_batch(self) -> int | None:
+        """Rows of an epoch's, or of each pass's, last batch, with what fills it up; None where
+        that is not known."""
+        size = self.batch_size
+        if size is None or (self.sharded is not None and self.sharded.has_own_rows):
+            return None
+        if any(isinstance(stage, BatchStage) and stage.last != "keep" for stage in self.stages):
+            return size
+        if is_stream(self.origin):
+            rows = self.rows_to_cut
+        else:
+            rows = self._built.cut.samples // self._built.cut.passes
+        return None if rows is None else last_batch(rows, size, drop_last=False)
 
     @cached_property
     def digest(self) -> str:

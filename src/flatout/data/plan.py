@@ -95,6 +95,11 @@ def plan_batches(
     return Plan(samples, batch_size, shuffle, seed, drop_last)
 
 
+def last_batch(samples: int, batch_size: int, drop_last: bool) -> int:
+    """Samples in the last of the batches that so many samples are cut into."""
+    return batch_size if drop_last else samples % batch_size or batch_size
+
+
 def check_batch_size(batch_size: int) -> int:
     """Refuse what is no positive int."""
     return _whole_number("batch_size", batch_size, 1)

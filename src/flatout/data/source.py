@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout.data.batch import Batch
 from flatout.data.pipeline import Pipeline
-from flatout.data.plan import DEFAULT_BATCH_SIZE
+from flatout.data.plan import DEFAULT_BATCH_SIZE, last_batch
 from flatout.data.sources.arrays import Arrays, array_source
 from flatout.data.sources.dataset import dataset, from_loader
 from flatout.data.sources.iterable import iterable
@@ -215,6 +215,16 @@ def _made_elsewhere(train: Any, batch_size: int | None) -> Source:
             do="drop batch_size, or pass the dataset itself",
         )
     return source
+
+
+def last_batch_of(source: Source) -> int | None:
+    """Rows of an epoch's last batch, with what fills it up; None where that is not known."""
+    if isinstance(source, Pipeline):
+        return source.last_batch
+    if source.samples is None or source.batch_size is None:
+        return None
+    # Of what is dropped `samples` does not tell.
+    return last_batch(source.samples, source.batch_size, drop_last=False)
 
 
 def _is_source(value: Any) -> bool:

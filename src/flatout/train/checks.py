@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from flatout.data.batch import Batch, Tensors, named_tensors
 from flatout.data.normalization import holds_bytes
+from flatout.data.pipeline import Pipeline
+from flatout.data.source import Source
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import own_names
 from flatout.train.losses import Loss, Value
@@ -40,15 +43,26 @@ def check_first_batch(model: nn.Module, compute: Compute, pieces: list[Batch]) -
     """
     with untouched(model), torch.no_grad():
         for piece in pieces:
-            try:
+            with explained(model, piece):
                 value = compute(piece)
-            except FlatoutError:
-                raise
-            except (*MISFITS, MemoryError) as error:
-                if is_out_of_memory(error):
-                    raise
-                raise _misfit(error, model, piece) from error
             _check_value(value)
+
+
+@contextmanager
+def explained(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Where the model or the loss does not take this batch, say so with what both are.
+
+    Raises:
+        DataError: in place of torch's error.
+    """
+    try:
+        yield
+    except FlatoutError:
+        raise
+    except MISFITS as error:
+        if is_out_of_memory(error):
+            raise
+        raise _misfit(error, model, batch) from error
 
 
 def check_targets(loss: Loss, output: object, batch: Batch) -> None:
@@ -74,6 +88,26 @@ def check_targets(loss: Loss, output: object, batch: Batch) -> None:
                 do="binary_cross_entropy compares with 0, 1 or a probability; for several "
                 "classes use cross_entropy",
             )
+
+
+def check_all_labels(loss: Loss, output: object, source: Source | None) -> None:
+    """Raise for a label anywhere in arrays in memory that the loss cannot compare with this output.
+
+    Raises:
+        DataError: naming the first such label in the first epoch's order, and its sample.
+    """
+    found = None if source is None or isinstance(source, Pipeline) else source.labels_range()
+    if found is None or source is None or not isinstance(output, torch.Tensor):
+        return
+    if loss.ignore_index is not None and output.dim() > 1:
+        most = output.shape[1] - 1
+    elif loss.name == "binary_cross_entropy":
+        most = 1
+    else:
+        return
+    if any(not 0 <= label <= most and label != loss.ignore_index for label in found):
+        for batch in source.batches(0):
+            check_targets(loss, output, batch)
 
 
 def check_labels(

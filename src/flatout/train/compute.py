@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from flatout.data.batch import Batch, rows_of_samples, without_padding
+from flatout.data.source import Source
 from flatout.errors import FlatoutError
 from flatout.train.broadcast import no_broadcast
-from flatout.train.checks import MISFITS, check_targets, loss_misfit
+from flatout.train.checks import MISFITS, check_all_labels, check_targets, loss_misfit
 from flatout.train.losses import Loss, Value
 from flatout.train.metrics import MeanOf, Metric
 from flatout.train.micro_batch import is_out_of_memory
@@ -34,6 +35,7 @@ def build_compute(
     *,
     unweighted: bool,
     weigh: Callable[[Batch], Batch] | None = None,
+    source: Source | None = None,
 ) -> Compute:
     """The function that a step differentiates.
 
@@ -47,6 +49,7 @@ def build_compute(
         metrics: fed with each output; nothing is read from the device.
         unweighted: no target of the source is one that the loss ignores.
         weigh: adds weights to a batch's samples, for the loss.
+        source: all of whose labels are looked at with the first batch, or None.
     """
     metrics = list(metrics)
     unseen: int | None = None
@@ -57,6 +60,7 @@ def build_compute(
         watches = unseen is None or unseen > 0
         if watches:  # the first batch may come in pieces
             unseen = (unseen or batch.whole or batch.size) - batch.size
+            check_all_labels(loss, output, source)
         weighed = batch if weigh is None else weigh(batch)
         value = value_of(loss, output, weighed, watches, unweighted)
         if metrics and not batch.is_copy and batch.samples:

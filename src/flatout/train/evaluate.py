@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from flatout.data.batch import Batch
 from flatout.data.source import Source
 from flatout.models.keras_model import is_keras
 from flatout.train import guard
+from flatout.train.job import Job
 from flatout.train.ranks import agreed, part_of
 from flatout.train.tally import Tally, mean_of
 
@@ -45,8 +46,24 @@ def evaluate(
     guard.check_state(trainer.model, "evaluation")
     trainer.be_ready()
     world = trainer.world()
-    job = trainer.job()
+    job = trainer.job(None, training=False)
+    part = part_of(agreed(source, world), world, trainer.loop.say)
+    tally = evaluate_batches(trainer, job, watched(part.batches(0, 0)), stopped)
+    if tally is None:
+        return None
+    loss = mean_of(world.gather(tally.state_dict(), "loss of an evaluation"))
+    return {"loss": loss, **job.results(world)}
+
+
+def evaluate_batches(
+    trainer: Trainer,
+    job: Job,
+    batches: Iterable[Batch],
+    stopped: Callable[[], bool] = lambda: False,
+) -> Tally | None:
+    """The losses of this rank's batches; the metrics are the job's. None where it is stopped."""
     tally = Tally()
+    world = trainer.world()
     # Losses of Keras may meet other ranks' in each batch.
     whole = world.size > 1 and is_keras(trainer.model)
 
@@ -63,13 +80,11 @@ def evaluate(
             tally.add(value, batch.size)
 
     with evaluating(trainer.model), trainer.autocast():
-        part = part_of(agreed(source, world), world, trainer.loop.say)
-        for batch in watched(part.batches(0, 0)):
+        for batch in batches:
             trainer.loop.parts(take, trainer.ready(batch), whole=whole)
             if stopped():
                 return None
-        loss = mean_of(world.gather(tally.state_dict(), "loss of an evaluation"))
-        return {"loss": loss, **job.results(world)}
+    return tally
 
 
 @contextmanager

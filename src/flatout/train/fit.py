@@ -28,9 +28,10 @@ from flatout.data.source import Source
 from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import dump
 from flatout.strategies import check_replicas
-from flatout.train.callbacks import Callback, JsonLines, Progress
+from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
+from flatout.train.preflight import check_callbacks, look_at_validation
 from flatout.train.ranks import agreed
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.signature import facts_of
@@ -63,7 +64,7 @@ class Fit:
         self.loop = trainer.loop
         self.source = source = agreed(source, self.loop.world)
         self.validation = validation
-        self.job = trainer.job(source)
+        self.job = trainer.job(source, training=True)
         self.compute = self.job.compute
         steps = None if source.steps is None else -(-source.steps // self.loop.accumulate)
         batch_size = (source.batch_size or 1) * self.loop.accumulate
@@ -145,6 +146,7 @@ class Fit:
             steps=planned,
         )
         self.job.reset()  # measuring has fed its metrics
+        figures = self._figures()
         if loop.world.size > 1:
             loop.say(self._ranks_in_words())
         if isinstance(self.source, Pipeline):
@@ -163,6 +165,7 @@ class Fit:
             self.job.load_state_dict(self._own_metrics(loop.restored_own))
         state.history.lr_scale = loop.lr_scale
         state.history.notes.extend(loop.notes())
+        check_callbacks(self.callbacks, state, figures)
         self._open_run()
         place = loop.world.place
         state.history.world_size, state.history.nodes = place.world_size, place.nodes
@@ -170,6 +173,20 @@ class Fit:
         loop.timeline.reset()
         loop.timeline.start()
         self._times = RankTimes(loop.world, loop.timeline, loop.pace)
+
+    def _figures(self) -> Figures:
+        """What the logs will have, of a validation too, which is looked at for that."""
+        known = list(self.job.results())
+        names, complete = ["loss", *known], True
+        if self.validation is not None:
+            most = max(1, self.loop.first_batch_size or self.state.batch_size)
+            found = look_at_validation(self.trainer, self.validation, most)
+            self.job.reset()  # a Keras model has one set of metrics for both
+            names += [f"val_{name}" for name in ("loss", *(found or ()))]
+            complete = found is not None
+        adds = any(callback.adds_figures for callback in self.callbacks)
+        # Of several losses the metrics have the total, too.
+        return Figures(tuple(dict.fromkeys([*names, "seconds"])), complete and not adds)
 
     def _ranks_in_words(self) -> str:
         """How the work is shared out, such as "2 ranks x 1 CPU, ddp, global batch 64 = 2 x 32"."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from flatout.data.batch import Batch
+from flatout.data.source import Source
 from flatout.say import say
 from flatout.train.compute import build_compute
 from flatout.train.losses import Loss, Value
@@ -52,6 +53,7 @@ class TorchJob:
         unweighted: no target of the source is one that the loss ignores.
         class_weight: weights of classes, for the loss, by output where there are several; or None.
         say: gets a line where batches of float64 are cast.
+        source: all of whose labels are looked at with the first batch, or None.
 
     Raises:
         ModelError: for unknown metrics.
@@ -66,6 +68,7 @@ class TorchJob:
         unweighted: bool,
         class_weight: Any = None,
         say: Callable[[str], None] = say,
+        source: Source | None = None,
     ) -> None:
         self._earlier: list[dict[str, Any]] = []  # of ranks that are no more
         self._losses: SeveralLosses | None = None
@@ -81,7 +84,12 @@ class TorchJob:
         else:
             self._metrics = as_metrics(metrics)
             compute = build_compute(
-                model, loss, self._metrics.values(), unweighted=unweighted, weigh=class_weight
+                model,
+                loss,
+                self._metrics.values(),
+                unweighted=unweighted,
+                weigh=class_weight,
+                source=source,
             )
             self.compute = lambda batch: compute(narrow.batch(batch))
 

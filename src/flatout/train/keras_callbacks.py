@@ -8,7 +8,7 @@ from typing import Any
 from flatout.data.batch import Batch
 from flatout.errors import WorldError
 from flatout.strategies import check_replicas
-from flatout.train.callbacks import Callback
+from flatout.train.callbacks import Callback, Figures
 from flatout.train.state import FitState
 from flatout.world import ONE, World
 
@@ -94,6 +94,27 @@ class KerasCallbacks(Callback):
         self._watching = [c for c in callbacks.callbacks if watches_batches(c)]
         if not self._watching and not self._reads_batches:
             self.every = 2**62
+
+    @property
+    def adds_figures(self) -> bool:
+        """Whether one of the callbacks may add to the logs."""
+        return any(
+            not type(c).__module__.startswith("keras.") or type(c).__name__ in _ADD_RATE
+            for c in self._callbacks.callbacks
+        )
+
+    def check(self, state: FitState, figures: Figures) -> None:
+        """Say which callback watches a figure that there will not be: Keras does so each epoch."""
+        names = [name for name in figures.names if name != "seconds"]
+        for callback in self._callbacks.callbacks:
+            monitor = getattr(callback, "monitor", None)
+            if not getattr(callback, "save_best_only", True):
+                continue  # it saves them all
+            if figures.complete and isinstance(monitor, str) and monitor not in names:
+                state.trainer.loop.say(
+                    f"{type(callback).__name__} watches {monitor!r}, which no epoch will have; "
+                    f"there is: {', '.join(names)}"
+                )
 
     def on_fit_start(self, state: FitState) -> None:
         """Begin, where the callbacks or the user say."""
@@ -183,6 +204,8 @@ def _in_keras_order(logs: dict[str, Any]) -> dict[str, Any]:
     return {name: logs[name] for name in names if name != "seconds"}
 
 
+# They log the learning rate.
+_ADD_RATE = ("LearningRateScheduler", "ReduceLROnPlateau")
 _STOPPED = "a Keras callback set model.stop_training"
 
 

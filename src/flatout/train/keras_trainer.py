@@ -321,18 +321,18 @@ class KerasTrainer(Trainer):
 
     # -- what fit, evaluate and predict ask for --------------------------------------------------
 
-    def job(self, source: Source | None = None) -> Job:
-        """The compiled loss and metrics: to train on `source`, or without one to evaluate."""
-        if source is not None:
+    def job(self, source: Source | None, *, training: bool) -> Job:
+        """The compiled loss and metrics, to train or to evaluate."""
+        if training:
             self._slow_metrics = SlowMetrics(
                 compiled_metrics(self.model), lambda line: self.loop.say(line)
             )
         return KerasJob(
             self.model,
-            training=source is not None,
+            training=training,
             slow_metrics=self._slow_metrics,
             # Evaluation is the same code on all ranks; of training, the steps are.
-            together=self.world if source is None else lambda: self.loop.together,
+            together=(lambda: self.loop.together) if training else self.world,
         )
 
     def facts(self) -> Facts:

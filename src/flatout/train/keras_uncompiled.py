@@ -43,15 +43,15 @@ class UncompiledKerasTrainer(Trainer):
             )
         super().__init__(model, **arguments)
 
-    def job(self, source: Source | None = None) -> Job:
-        """Forward, loss and fresh metrics: to train on `source`, or without one to evaluate."""
-        labels = None if source is None else source.labels_range()
+    def job(self, source: Source | None, *, training: bool) -> Job:
+        """Forward, loss and fresh metrics, to train or to evaluate."""
         return TorchJob(
-            _Called(self.model, training=source is not None),  # type: ignore[arg-type]
+            _Called(self.model, training=training),  # type: ignore[arg-type]
             self.loss,
             self.metrics,
-            unweighted=counts_all(self.loss, labels),
-            class_weight=None if source is None else self._class_weight,
+            unweighted=training and counts_all(self.loss, source),
+            class_weight=self._class_weight if training else None,
+            source=source,
         )
 
     def output(self, inputs: Any) -> Any:

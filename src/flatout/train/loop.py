@@ -65,6 +65,7 @@ from flatout.train.checks import check_first_batch
 from flatout.train.inputs import Inputs
 from flatout.train.large_batch import as_rule, resumed_words, scale_rates
 from flatout.train.micro_batch import Parts, estimate_pieces, pieces_for
+from flatout.train.preflight import check_last_batch
 from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.ranks import agreed, check_ranks, part_of
 from flatout.train.resume import (
@@ -292,6 +293,7 @@ class Loop:
             source_state(data)
         check_ranks(model, data, self.world)
         check_reduction(self.requested.world, self.world, self.say)
+        whole = data
         if data is not None:
             data = part_of(data, self.world, self._note)
         first = data.peek(2) if compute is not None and data is not None else []
@@ -301,7 +303,10 @@ class Loop:
             self.first_batch_size = round(sum(self.world.gather(_samples_of(first))))
             if loaded is not None:
                 check_same_data(data, loaded.state, self.first_samples)
-        self._decide(compute, [self.inputs(to(batch, self.device)) for batch in first], steps)
+        ready = [self.inputs(to(batch, self.device)) for batch in first]
+        if ready and whole is not None and compute is not None:
+            check_last_batch(self.model, compute, ready[0], whole)
+        self._decide(compute, ready, steps)
         if loaded is not None:
             self._restore(loaded)
         elif self.world.is_first:

@@ -481,16 +481,21 @@ class Trainer:
         """Whether the model takes images as (size, height, width, channels)."""
         return False
 
-    def job(self, source: Source | None = None) -> Job:
-        """Forward, loss and fresh metrics: to train on `source`, or without one to evaluate."""
-        labels = None if source is None else source.labels_range()
+    def job(self, source: Source | None, *, training: bool) -> Job:
+        """Forward, loss and fresh metrics, to train or to evaluate.
+
+        Args:
+            source: all of whose labels are looked at with the first batch; None for none.
+            training: whether it is trained on.
+        """
         return TorchJob(
             self.model,
             self.loss,
             self.metrics,
-            unweighted=counts_all(self.loss, labels),
-            class_weight=None if source is None else self._class_weight,
+            unweighted=training and counts_all(self.loss, source),
+            class_weight=self._class_weight if training else None,
             say=self._say_once,
+            source=source,
         )
 
     def _say_once(self, line: str) -> None:
@@ -547,8 +552,9 @@ class Trainer:
         return nullcontext() if self.resolved is None else self.loop.autocast()
 
 
-def counts_all(loss: Loss | SeveralLosses, labels: tuple[int, int] | None) -> bool:
+def counts_all(loss: Loss | SeveralLosses, source: Source | None) -> bool:
     """Whether it is known that no target is one that the loss ignores."""
+    labels = None if source is None else source.labels_range()
     if labels is None or isinstance(loss, SeveralLosses):
         return False
     return loss.ignore_index is None or not labels[0] <= loss.ignore_index <= labels[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flatout.data.plan import last_batch
 from flatout.doctor.checks.check import Check, NoSignal
 from flatout.doctor.checks.signals import at, has_batch_norm, models, training_loaders
 from flatout.doctor.finding import Finding
@@ -32,10 +33,8 @@ def _last(loader: Loader, ranks: int) -> int:
     """Samples in the last batch of a rank."""
     if loader.batch_size is None or loader.length is None:
         raise NoSignal("how many samples there are, or how many in a batch, was not seen")
-    if loader.drop_last or loader.batch_size < 2:
-        return loader.batch_size
     samples = -(-loader.length // ranks) if loader.is_distributed else loader.length
-    return samples % loader.batch_size or loader.batch_size
+    return last_batch(samples, loader.batch_size, bool(loader.drop_last))
 
 
 CHECK = Check("last_batch_ragged", (21,), look)

@@ -1,7 +1,7 @@
 """What is called while a fit runs: a file per callback."""
 
 from flatout.train.callbacks.best_checkpoint import BestCheckpoint
-from flatout.train.callbacks.callback import Callback
+from flatout.train.callbacks.callback import Callback, Figures
 from flatout.train.callbacks.early_stopping import EarlyStopping
 from flatout.train.callbacks.json_lines import JsonLines
 from flatout.train.callbacks.loggers import Log, Logger, TensorBoard
@@ -11,6 +11,7 @@ __all__ = [
     "BestCheckpoint",
     "Callback",
     "EarlyStopping",
+    "Figures",
     "JsonLines",
     "Log",
     "Logger",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flatout.train.callbacks.callback import Callback
+from flatout.errors import CheckpointError
+from flatout.train.callbacks.callback import Callback, Figures
 from flatout.train.callbacks.monitor import Mode, Monitor
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ class BestCheckpoint(Callback):
         scored_by: what gives the checkpoints of a run their scores, which a resume cannot change.
 
     Raises:
-        ModelError: `auto` cannot tell the mode; and at the end of the first epoch, the logs have no
-            such figure.
+        ModelError: `auto` cannot tell the mode; and in a fit, the logs have no such figure.
+        CheckpointError: in a fit, the Trainer has no run folder.
     """
 
     def __init__(self, monitor: str = "val_loss", mode: Mode = "auto") -> None:
@@ -38,6 +39,15 @@ class BestCheckpoint(Callback):
     def best(self) -> float | None:
         """The best figure seen; None before the first."""
         return self._monitor.best
+
+    def check(self, state: FitState, figures: Figures) -> None:
+        """Refuse a figure that there will not be, and a fit without a place for checkpoints."""
+        if state.trainer.loop.run is None:
+            raise CheckpointError(
+                "there is no run folder, which BestCheckpoint writes into",
+                do="give the Trainer one: Trainer(..., run='runs/name')",
+            )
+        self._monitor.check(figures)
 
     def on_fit_start(self, state: FitState) -> None:
         """Forget an earlier fit, unless this one resumes it."""

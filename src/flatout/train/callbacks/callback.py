@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flatout.train.state import FitState
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures that the logs of an epoch will have, as far as that is known before.
+
+    Attributes:
+        names: such as `loss`, `accuracy`, `val_loss`.
+        complete: whether there are no others.
+    """
+
+    names: tuple[str, ...]
+    complete: bool
 
 
 class Callback:
@@ -27,6 +41,14 @@ class Callback:
     """
 
     every: int = 1
+
+    @property
+    def adds_figures(self) -> bool:
+        """Whether it may add to the logs: Flatout's own callbacks do not."""
+        return not type(self).__module__.startswith("flatout.")
+
+    def check(self, state: FitState, figures: Figures) -> None:
+        """Called before the first epoch: raise here what would fail only at the end of one."""
 
     def on_fit_start(self, state: FitState) -> None:
         """Called before the first epoch."""

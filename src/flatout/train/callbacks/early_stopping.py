@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.models import load_weights, weights_of
-from flatout.train.callbacks.callback import Callback
+from flatout.train.callbacks.callback import Callback, Figures
 from flatout.train.callbacks.monitor import Mode, Monitor
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ class EarlyStopping(Callback):
         waited: epochs since then.
 
     Raises:
-        ModelError: `auto` cannot tell the mode; and at the end of the first epoch, the logs have no
-            such figure.
+        ModelError: `auto` cannot tell the mode; and in a fit, the logs have no such figure.
     """
 
     def __init__(
@@ -56,6 +55,10 @@ class EarlyStopping(Callback):
     def best(self) -> float | None:
         """The best figure seen; None before the first."""
         return self._monitor.best
+
+    def check(self, state: FitState, figures: Figures) -> None:
+        """Refuse a figure that there will not be."""
+        self._monitor.check(figures)
 
     def on_fit_start(self, state: FitState) -> None:
         """Forget an earlier fit, unless this one resumes it."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from flatout.errors import ModelError
+from flatout.train.callbacks.callback import Figures
 
 Mode = Literal["auto", "min", "max"]
 
@@ -67,6 +68,15 @@ class Monitor:
                 else "watch one of these",
             )
         return float(logs[self.name])
+
+    def check(self, figures: Figures) -> None:
+        """Refuse a name that no logs will have.
+
+        Raises:
+            ModelError: with those that there are.
+        """
+        if figures.complete:
+            self.read(dict.fromkeys(figures.names, 0.0))
 
     def improves(self, value: float) -> bool:
         """Return whether a figure beats the best so far, and keep it if so; NaN never does."""

@@ -1,0 +1,122 @@
+"""What would fail only at the end of an epoch, found before the first step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from flatout.data.batch import Batch, rows
+from flatout.data.source import Source, last_batch_of
+from flatout.errors import DataError, FlatoutError, ModelError
+from flatout.models import is_batch_coupled
+from flatout.train.callbacks import Callback, Figures
+from flatout.train.checks import explained
+from flatout.train.evaluate import evaluate_batches
+from flatout.train.ranks import agreed, part_of
+from flatout.train.snapshot import untouched
+from flatout.train.step import Compute
+
+if TYPE_CHECKING:
+    from flatout.train.state import FitState
+    from flatout.train.trainer import Trainer
+
+# Of the validation.
+_BATCHES = 2
+# A look that takes longer is told.
+_TOLD_FROM_S = 5.0
+# What torch says where BatchNorm has a single value to take a variance of.
+_ONE_VALUE = "Expected more than 1 value per channel"
+
+
+def check_last_batch(model: nn.Module, compute: Compute, first: Batch, source: Source) -> None:
+    """Refuse a last batch of one sample where BatchNorm cannot take statistics from one.
+
+    Of several ranks each finds the same: such a batch goes whole to all.
+
+    Args:
+        model: in the mode that it trains in; a trial forward leaves no trace.
+        compute: forward and loss.
+        first: a batch on the model's device.
+        source: of whole batches.
+
+    Raises:
+        DataError: with what to do.
+    """
+    size = source.batch_size
+    if size is None or size == 1 or last_batch_of(source) != 1 or not is_batch_coupled(model):
+        return
+    try:
+        with untouched(model), torch.no_grad():
+            compute(rows(first, 0, 1))
+    except Exception as error:
+        # Images have many values per sample, and of other errors the whole batch tells.
+        if not is_one_value(error):
+            return
+        raise DataError(
+            f"the last batch of an epoch has one sample, which BatchNorm cannot take statistics "
+            f"from: {source.samples:,} samples in batches of {size:,}",
+            where=source.describe(),
+            do=f'leave it out with fit(..., drop_last=True), .batch({size}, last="drop") or a '
+            'DataLoader\'s drop_last=True, fill it up with .batch(..., last="pad"), or choose '
+            "another batch size",
+        ) from error
+
+
+def is_one_value(error: BaseException) -> bool:
+    """Whether BatchNorm has refused a single value per channel."""
+    return isinstance(error, ValueError) and _ONE_VALUE in str(error)
+
+
+def check_callbacks(callbacks: Iterable[Callback], state: FitState, figures: Figures) -> None:
+    """Let each callback refuse what it could not do later.
+
+    Raises:
+        FlatoutError: as the callback finds.
+    """
+    for callback in callbacks:
+        callback.check(state, figures)
+
+
+def look_at_validation(trainer: Trainer, source: Source, most: int) -> list[str] | None:
+    """Evaluate some samples of a validation's first batches, without a trace.
+
+    Args:
+        trainer: prepared for a fit.
+        source: of the validation; nothing of it is used up.
+        most: samples of each batch.
+
+    Returns:
+        the names of its figures; None where only the whole validation could tell them.
+
+    Raises:
+        FlatoutError: as the validation would.
+    """
+    began = time.perf_counter()
+    world = trainer.world()
+    job = trainer.job(source, training=False)
+    names: list[str] | None = None
+    with untouched(trainer.model):
+        part = part_of(agreed(source, world), world, lambda line: None)
+        batches = [rows(b, 0, most) if b.size > most else b for b in part.peek(_BATCHES)]
+        for batch in batches:
+            try:
+                with explained(trainer.model, batch):
+                    evaluate_batches(trainer, job, [batch])
+            except (DataError, ModelError) as error:
+                what = f"the validation data do not fit: {error.what}"
+                raise type(error)(what, where=error.where, do=error.do) from error
+        try:
+            names = list(job.results())
+        except FlatoutError:
+            raise
+        except Exception:  # a metric may want more samples than these
+            pass
+    job.reset()
+    took = time.perf_counter() - began
+    if took > _TOLD_FROM_S:
+        trainer.loop.say(f"looked at two batches of the validation in {took:.1f} s")
+    return names
