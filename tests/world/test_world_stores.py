@@ -1,4 +1,5 @@
 import os
+import socket
 from dataclasses import replace
 from datetime import timedelta
 
@@ -77,3 +78,16 @@ def test_a_name_that_leads_to_loopback_does_not(monkeypatch):
     monkeypatch.setattr("flatout.world.network.socket.getaddrinfo", lambda *_, **__: found)
     monkeypatch.setattr("flatout.world.network.address_towards", lambda *_: "10.0.0.7")
     assert listening_address("node1") == "10.0.0.7"
+
+    def none_knows(*_, **__):
+        raise socket.gaierror("not known yet")
+
+    monkeypatch.setattr("flatout.world.network.socket.getaddrinfo", none_knows)
+    assert listening_address("node1") == "10.0.0.7"
+
+    def no_way(*_):
+        raise OSError("no way there")
+
+    monkeypatch.setattr("flatout.world.network.address_towards", no_way)
+    with pytest.raises(OSError, match="node1 is no address of this node"):
+        listening_address("node1")

@@ -45,20 +45,31 @@ def is_here(host: str) -> bool:
 def listening_address(host: str) -> str:
     """The own address by which other nodes reach this one, which they know by a name or address.
 
-    A name may lead to loopback on the host that bears it, or to something that passes packets on:
-    then it is the address by which this node reaches others.
+    A name may lead to loopback on the host that bears it, or to something that passes packets on,
+    or be known to none yet: then it is the address by which this node reaches others.
 
     Raises:
         OSError: there is none.
     """
-    found = [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    if host == "localhost" or host in found:  # an address, as it was given
+    try:
+        found = [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except socket.gaierror:
+        found = []
+    if found and (host == "localhost" or host in found):  # an address, as it was given
         found = [one for one in found if _is_loopback(one)] or found
         if _is_loopback(found[0]):
             return found[0]
     own = {address for _, address in _addresses()}
     near = [one for one in found if one in own and not _is_loopback(one)]
-    return near[0] if near else address_towards(*_FAR)
+    if near:
+        return near[0]
+    try:
+        return address_towards(*_FAR)
+    except OSError as error:
+        raise OSError(
+            f"{host} is no address of this node, and none of its interfaces leads further; name "
+            "its address in place of its name"
+        ) from error
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
