@@ -77,7 +77,7 @@ def test_packed_files_are_unpacked_once(tmp_path, monkeypatch, kind):
     (file,) = files.find(packed)
     assert read(file) == CONTENT
     assert files.find(packed) == [file]
-    assert len(list((tmp_path / "cache" / "files").glob("*.svm.*"))) == 1
+    assert len(list((tmp_path / "cache" / "files").glob(f"*.svm.{kind}"))) == 1
     (whole,) = files.find(packed, unpack=False)
     assert read(whole) == packed.read_bytes()
     os.utime(packed, ns=(1, 1))  # written anew

@@ -315,6 +315,23 @@ def convert(
 
 
 @data.command()
+def seal(paths: Paths, format: Format = None, as_json: AsJson = False) -> None:
+    """Write checksums beside files, FILE.seal, with which they are compared whenever they are read.
+
+    flatout data seal 'logs/2026-11-*.svm'
+    """
+    from flatout.data.sealing import seal as write
+    from flatout.data.words import size_words
+
+    done = write(paths, format=format)
+    if as_json:
+        _print_json({"sealed": [one._asdict() for one in done]})
+        return
+    for one in done:
+        typer.echo(f"{one.file}  {size_words(one.bytes)}  → {one.seal}")
+
+
+@data.command()
 def bench(
     paths: Paths,
     format: Format = None,

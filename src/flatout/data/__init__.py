@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flatout.data.inspection.inspect import inspect
     from flatout.data.pipeline import Pipeline, mix
     from flatout.data.schema import Column, Schema
+    from flatout.data.sealing import seal
     from flatout.data.source import Source, as_source
     from flatout.data.sources.arrays import Arrays, arrays
     from flatout.data.sources.criteo import criteo
@@ -64,6 +65,7 @@ _HOMES = {
     "npz": "flatout.data.sources.npy",
     "parquet": "flatout.data.sources.parquet",
     "rows": "flatout.data.sources.rows",
+    "seal": "flatout.data.sealing",
     "table": "flatout.data.sources.table",
     "tfrecord": "flatout.data.sources.tfrecord",
     "torch_dataset": "flatout.data.sources.torch_dataset",
@@ -99,6 +101,7 @@ __all__ = [
     "npz",
     "parquet",
     "rows",
+    "seal",
     "table",
     "tfrecord",
     "torch_dataset",

@@ -247,6 +247,7 @@ class _Board:
 
     def __init__(self, path: str | None, places: dict[Key, tuple[int, int]]) -> None:
         self.places, self.own, self.pid, self.used = places, path is None, os.getpid(), 0
+        self.path = path
         try:
             if path is None:
                 self.file = os.memfd_create("flatout-verified", os.MFD_CLOEXEC)
@@ -304,8 +305,13 @@ def adopt(told: tuple[str, dict[Key, tuple[int, int]]]) -> None:
     """Share the marks of the process that `told` of them; without them, compare for oneself."""
     path, places = told
     with _lock:
-        if not path.startswith(f"/proc/{os.getpid()}/"):
-            _boards.append(_Board(path, places))
+        if path.startswith(f"/proc/{os.getpid()}/"):
+            return
+        known = next((board for board in _boards if board.path == path), None)
+        if known is None:
+            _boards.append(_Board(path, dict(places)))
+        elif known.file >= 0:
+            known.places.update(places)
 
 
 def forget() -> None:

@@ -27,6 +27,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from flatout.cache_folder import cache_folder, kind_folder, private
+from flatout.data.sealed import SUFFIX, check_begins, write_seal
 from flatout.errors import DataError
 from flatout.say import say_as_is
 
@@ -131,7 +132,7 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
         fs, place = url_to_fs(os.path.expanduser(path))
         is_local = isinstance(fs, LocalFileSystem)
         if any(sign in path for sign in "*?[") and not fs.exists(place):
-            found = sorted(p for p in fs.glob(place) if not fs.isdir(p))
+            found = sorted(p for p in fs.glob(place) if not fs.isdir(p) and not p.endswith(SUFFIX))
             problem = f"no file matches the pattern {path!r}"
         elif fs.isdir(place):
             inside = fs.ls(place, detail=True)
@@ -139,7 +140,9 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
             found = sorted(
                 entry["name"]
                 for entry in inside
-                if entry["type"] == "file" and not Path(entry["name"]).name.startswith(hidden)
+                if entry["type"] == "file"
+                and not Path(entry["name"]).name.startswith(hidden)
+                and not entry["name"].endswith(SUFFIX)
             )
             problem = f"the folder {path!r} holds no files"
         else:
@@ -254,6 +257,7 @@ def in_utf8(file: File, encoding: str, say: Callable[[str], None] = say_as_is) -
         ) from error
     if name in ("utf-8", "utf-8-sig", "ascii"):
         return file
+    check_begins([file], file.size)
     with _reading(file.name):
         known = f"{file.path} {file.size} {file.mtime_ns} {name} as utf-8"
         return _cached(known, file.name, lambda: _InUtf8(file, name), file.size, False, None, say)
@@ -323,6 +327,7 @@ def _cached(
         if most is None:
             most = None if size is None else most_unpacked(size)
         _copy(name, open_original, target, unpack, most, say)
+        write_seal(str(target), name, private=True)
     status = target.stat()
     return File(str(target), name, status.st_size, status.st_mtime_ns)
 

@@ -31,6 +31,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.progress import progress as showing
 from flatout.data.running.samples import Decoded
 from flatout.data.schema import Column, Schema
+from flatout.data.sealing import compared_words
 from flatout.data.sources.image_bytes import ImageBytes
 from flatout.data.sources.rows import FolderRows
 from flatout.errors import DataError
@@ -205,6 +206,7 @@ def _report(
     )
     if images is not None:
         notes.append(size_note(images))
+    notes.append(compared_words(kind, stored.paths))
     names = () if schema is None else schema.classes or ()
     rows = pipeline.batch(1).samples
     assert rows is not None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flatout.data.faults import Faults, OnError
 from flatout.data.files import Paths, find
 from flatout.data.schema import Given
+from flatout.data.sealed import check_begins
 from flatout.data.sources.optional import require
 
 if TYPE_CHECKING:
@@ -93,14 +94,17 @@ def csv(
     require("pyarrow", "tables", "CSV")
     from flatout.data.pipeline import Pipeline
     from flatout.data.sources.arrow_schema import Wanted, listed
+    from flatout.data.sources.csv_begin import SAMPLE
     from flatout.data.sources.csv_rows import csv_rows
 
     wanted = Wanted(
         target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
     )
+    files = find(paths)
+    check_begins(files, SAMPLE)
     return Pipeline(
         csv_rows(
-            find(paths),
+            files,
             wanted,
             Faults(on_error, max_errors),
             schema,

@@ -22,7 +22,7 @@ from flatout.errors import DataError
 UNNAMED = "Unnamed: "
 BOM = b"\xef\xbb\xbf"
 # What is looked at of each file.
-_SAMPLE = 1 << 20
+SAMPLE = 1 << 20
 # A column in which so many of the texts are numbers holds numbers, and the others are errors.
 _MOSTLY = 0.9
 _WHOLE = r"^\s*[+-]?\d{1,18}\s*$"
@@ -54,7 +54,7 @@ def begin_of(file: File, dialect: Dialect) -> Begin:
     """
     try:
         with open(file.path, "rb") as opened:
-            content = opened.read(_SAMPLE)
+            content = opened.read(SAMPLE)
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror}", where=file.name) from error
     if not content.strip():
@@ -74,7 +74,7 @@ def begin_of(file: File, dialect: Dialect) -> Begin:
     text = np.frombuffer(content, np.uint8)
     rows = split_rows(text, len(content) >= file.size, dialect)
     if not len(rows.starts):
-        problem = rows.problem or f"the first row does not end within {_SAMPLE:,} bytes"
+        problem = rows.problem or f"the first row does not end within {SAMPLE:,} bytes"
         raise DataError(problem, where=f"{file.name}: byte 0")
     return Begin(file, text, rows, content[rows.starts[0] : rows.ends[0]])
 
@@ -168,7 +168,7 @@ def found_types(
         table = read_text(text, names, dialect, as_bytes, skip_invalid=True)
         if len(table) == 0:
             raise DataError(
-                f"expected rows of {len(names)} fields, found none in the first {_SAMPLE:,} bytes",
+                f"expected rows of {len(names)} fields, found none in the first {SAMPLE:,} bytes",
                 where=begin.file.name,
                 do="correct the header, or name the columns: header=[...]",
             )

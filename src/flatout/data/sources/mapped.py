@@ -19,6 +19,7 @@ from flatout.data.files import File
 from flatout.data.indexed import content_words
 from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
+from flatout.data.sealed import Seals, mapped_reader
 from flatout.data.sources.arrays_in_files import Part, Place, convert
 from flatout.errors import DataError
 from flatout.kernels import gather_rows
@@ -64,6 +65,11 @@ class MappedRows:
         self.file_rows = offsets_of(sizes)
         self.rows = int(self.file_rows[-1])
         self._files = [list(dict.fromkeys(place.file for place in part.values())) for part in parts]
+        self._seals = Seals(self.files)
+        for file in self.files:
+            if self._seals.of(file) is not None:  # what tells where the values are
+                places = [p for part in parts for p in part.values() if p.file == file]
+                self._seals.check_beside(file, map(_range, places), self._reader(file))
         if self.rows == 0:
             raise DataError("the arrays hold no rows", where=self._files[0][0].name)
 
@@ -124,6 +130,7 @@ class MappedRows:
     def _gather(self, at: int, column: Column, own: Numbers, out: npt.NDArray[Any]) -> None:
         place = self._parts[at][column.name]
         array = self._array(place)
+        self._check(place, own)
         if array.dtype == out.dtype and array.flags.c_contiguous:
             gather_rows(array, own, out)
         else:
@@ -143,6 +150,24 @@ class MappedRows:
         except (OSError, ValueError) as error:
             raise DataError(f"the file cannot be mapped: {error}", where=place.where) from error
         return flat.reshape(place.shape[::-1]).T if place.fortran else flat.reshape(place.shape)
+
+    def _check(self, place: Place, rows: Numbers | None) -> None:
+        """Compare the bytes of some rows, or of all, with the file's checksums if it has some."""
+        seal = self._seals.of(place.file)
+        if seal is None or place.offset is None:
+            return
+        start, stop = _range(place)
+        if rows is None or place.fortran:
+            starts, stops = np.array([start]), np.array([stop])
+        else:
+            row_bytes = (stop - start) // place.shape[0]
+            starts = start + rows * row_bytes
+            stops = starts + row_bytes
+        if stop > start:
+            seal.check(starts, stops, self._reader(place.file))
+
+    def _reader(self, file: File) -> Callable[[int, int], npt.NDArray[np.uint8]]:
+        return mapped_reader(self._map(file))
 
     def _map(self, file: File) -> mmap.mmap:
         with self._lock:
@@ -165,6 +190,7 @@ class MappedRows:
         out = np.empty(self.rows, targets[0].numpy_dtype)
         for at, part in enumerate(self._parts):
             own = out[self.file_rows[at] : self.file_rows[at + 1]]
+            self._check(part[targets[0].name], None)
             convert(self._array(part[targets[0].name]), own, part[targets[0].name])
         return out
 
@@ -201,3 +227,10 @@ class MappedRows:
                 "instead of savez_compressed to have it mapped"
             )
         return notes
+
+
+def _range(place: Place) -> tuple[int, int]:
+    """Where an array's values begin and end in its file; nothing of one that is packed."""
+    start = place.offset or 0
+    size = 0 if place.offset is None else math.prod(place.shape) * place.dtype.itemsize
+    return start, start + size
