@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers
-from flatout.data.origins import Rows
+from flatout.data.origins import Rows, is_rows
 from flatout.data.running.buffers import Buffers
 from flatout.data.running.digests import digest_of
 from flatout.data.schema import Schema
@@ -22,10 +22,28 @@ _TOLD = 8
 def classes_of(origin: Any) -> tuple[str, ...] | None:
     """Names of the classes by number; None where numbers are all that the data have of them."""
     schema = getattr(origin, "schema", None)
-    names = schema.options.get("classes") if isinstance(schema, Schema) else None
-    if not names or schema is None or not schema.of_role("target"):
+    if not isinstance(schema, Schema):
+        return None
+    # Texts of a table's target are names as well, where rows can be renumbered.
+    names = schema.classes if is_rows(origin) else schema.options.get("classes")
+    if not names or not schema.of_role("target"):
         return None
     return None if list(names) == [str(number) for number in range(len(names))] else tuple(names)
+
+
+def texts_of(origin: Any) -> dict[str, str]:
+    """Of columns of texts, a digest of which number is which; but for those of `classes_of`."""
+    schema = getattr(origin, "schema", None)
+    if not isinstance(schema, Schema):
+        return {}
+    known, open_ones = schema.options.get("categories", {}), schema.options.get("unknown", ())
+    roles = ("input",) if is_rows(origin) else ("input", "target")
+    names = [column.name for column in schema.columns if column.role in roles]
+    return {
+        name: digest_of(str(name in open_ones), *map(str, known[name]))
+        for name in names
+        if name in known
+    }
 
 
 def listed(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flatout.data.batch import Batch
-from flatout.data.classes import Renumbered, classes_of, listed
+from flatout.data.classes import Renumbered, classes_of, listed, texts_of
 from flatout.data.explanation import Explanation
 from flatout.data.form import Leaf
 from flatout.data.normalization import Normalization
@@ -134,6 +134,14 @@ class Pipeline(Staged):
             found: tuple[str, ...] | None = self.origin.parts[0].classes
             return found
         return classes_of(self.origin)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Of columns of texts, a digest of which number is which."""
+        if isinstance(self.origin, Mixture):
+            found: dict[str, str] = self.origin.parts[0].texts
+            return found
+        return texts_of(self.origin)
 
     def with_classes(self, names: Sequence[str]) -> Pipeline:
         """The same samples, whose classes have the numbers that their names have here.

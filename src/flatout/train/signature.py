@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flatout.data.batch import Batch, named_tensors
@@ -37,11 +37,13 @@ class Signature:
         images: a schema of `flatout.data.images` by which a file becomes an input; None where the
             data were others, or functions of the user's had a part in it that are not random.
         pixels: what bytes become before the model gets them; None where it gets them as they are.
+        texts: of columns of texts, a digest of which number is which.
     """
 
     classes: tuple[str, ...] | None = None
     images: Schema | None = None
     pixels: Normalization | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, str]:
         """As text for a model file; empty where there is nothing to know."""
@@ -54,6 +56,8 @@ class Signature:
             found["images"] = self.images.model_dump(mode="json", exclude_defaults=True)
         if self.pixels is not None:
             found["mean"], found["std"] = list(self.pixels.mean), list(self.pixels.std)
+        if self.texts:
+            found["texts"] = dict(self.texts)
         return {KEY: json.dumps(found, ensure_ascii=False)}
 
     @classmethod
@@ -73,6 +77,7 @@ class Signature:
                 None if classes is None else as_classes(classes),
                 None if images is None else as_schema(images, _IMAGES),
                 Normalization.of(found["mean"], found["std"]) if "mean" in found else None,
+                {str(name): str(digest) for name, digest in found.get("texts", {}).items()},
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
@@ -110,6 +115,14 @@ def learned(
     before = known or Signature()
     if not isinstance(source, Pipeline):
         return before
+    texts = {**source.texts, **before.texts}
+    return replace(_learned(source, before, takes_bytes), texts=texts)
+
+
+def _learned(
+    source: Pipeline, before: Signature, takes_bytes: Callable[[Batch], bool]
+) -> Signature:
+    """What it is to know of classes and images."""
     classes = before.classes or source.classes
     written = source.normalization
     schema = schema_of_images(source)
@@ -156,11 +169,12 @@ def met(source: Source, signature: Signature) -> Source:
     """The source with the model's numbers of classes, and bytes where the model normalizes them.
 
     Raises:
-        DataError: it has classes that the model does not know, is normalized otherwise, or has
-            images of other channels.
+        DataError: it has classes that the model does not know, numbers texts otherwise, is
+            normalized otherwise, or has images of other channels.
     """
     if not isinstance(source, Pipeline):
         return source
+    _check_texts(source, signature)
     _check_channels(source, signature)
     if signature.classes is not None:
         source = source.with_classes(signature.classes)
@@ -174,6 +188,19 @@ def met(source: Source, signature: Signature) -> Source:
             do="leave normalize out: what the model was trained with is used",
         )
     return source.in_bytes
+
+
+def _check_texts(source: Pipeline, signature: Signature) -> None:
+    """An embedding's rows would be those of other texts, and nothing would fail."""
+    for name, digest in source.texts.items():
+        if signature.texts.get(name, digest) != digest:
+            raise DataError(
+                f"the texts of column {name!r} have other numbers here than in the data that the "
+                "model was trained on",
+                where=source.describe(),
+                do="read them by the schema of the training data: schema=train.schema, or the file "
+                "that its schema.dump(path) has written",
+            )
 
 
 def check_bytes(source: Source, signature: Signature, takes_bytes: Callable[[Batch], bool]) -> None:
@@ -242,6 +269,8 @@ def facts_of(signature: Signature | None) -> Facts:
     facts: Facts = {}
     if signature is not None and signature.classes is not None:
         facts["classes"] = fact(listed(signature.classes), digest_of(*signature.classes))
+    for name, digest in ({} if signature is None else signature.texts).items():
+        facts[f"texts of {name}"] = fact(f"numbered as {digest}", digest)
     if signature is not None and signature.pixels is not None:
         facts["images"] = fact(signature.pixels.words(), repr(signature.pixels))
     return facts
