@@ -45,6 +45,7 @@ from flatout.data.stages import (
     samples_times,
     words,
 )
+from flatout.devices.threads import check_count
 from flatout.errors import DataError
 from flatout.say import say_as_is
 
@@ -109,6 +110,8 @@ class Pipeline(Staged):
         for name, value in given.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise DataError(f"options: {name} is an int of at least 1, found {value!r}")
+            if value is not None and name in ("threads", "processes"):
+                check_count(f"options: {name}", value)
         options = replace(self._options, **{k: v for k, v in given.items() if v is not None})
         return Pipeline(self.origin, self.stages, options, self._say)
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.order import order
+from flatout.devices.threads import check_count
 from flatout.errors import DataError
 
 # What a user who names no batch size gets, as in Keras.
@@ -106,8 +107,9 @@ def check_batch_size(batch_size: int) -> int:
 
 
 def check_workers(workers: int) -> int:
-    """Refuse what is no int from 0."""
-    return _whole_number("workers", workers, 0)
+    """Refuse what is no int from 0, and more processes than any job here can use."""
+    check_count("input.workers", _whole_number("workers", workers, 0))
+    return workers
 
 
 def check_steps(steps: int) -> int:

@@ -20,8 +20,10 @@ def apply(process: Process) -> list[str]:
         A sentence for each setting that comes too late in this process.
 
     Raises:
-        DeviceError: the affinity names CPUs that this process cannot have.
+        DeviceError: the affinity names CPUs that this process cannot have, or far more threads are
+            asked for than it can use.
     """
+    _check(process)
     late = []
     if process.affinity == "off":
         threads.reset_affinity()
@@ -46,6 +48,13 @@ def apply(process: Process) -> list[str]:
     return late
 
 
+def _check(process: Process) -> None:
+    for name in ("threads", "interop_threads"):
+        count = getattr(process, name)
+        if count != "auto":
+            threads.check_count(f"process.{name}", count)
+
+
 def environment(recipe: Recipe) -> dict[str, str]:
     """Returns the variables that a process needs from its start to run by a Recipe.
 
@@ -53,6 +62,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
     and with it every loader worker that it forks. `threads.set_affinity` before the start is
     inherited instead. KMP variables would do nothing, as torch's wheels load libgomp.
     """
+    _check(recipe.process)
     variables: dict[str, str] = {}
     if recipe.memory.allocator == "keep":
         variables |= allocator.environment()

@@ -10,6 +10,7 @@ from flatout.measure.cgroup import usable_cpus
 
 __all__ = [
     "affinity",
+    "check_count",
     "flush_denormals",
     "reset_affinity",
     "set_affinity",
@@ -22,6 +23,21 @@ __all__ = [
 _SPLIT_OVER_ALL = 65_536
 
 _first_affinity: set[int] | None = None
+
+
+def check_count(name: str, count: int) -> None:
+    """Refuse more threads or processes than any job here can use: starting them ends a process.
+
+    Raises:
+        DeviceError: naming the setting and what this machine has.
+    """
+    cpus = os.cpu_count() or 1
+    most = max(256, 16 * cpus)
+    if count > most:
+        raise DeviceError(
+            f"{name} asks for {count:,}, and this machine has {cpus:,} CPUs",
+            do=f"ask for at most {most:,}, or leave it to auto",
+        )
 
 
 def set_threads(count: int) -> int:

@@ -127,6 +127,7 @@ class Checkpoints:
         self._model_copy, self._state_copy = Snapshot(), Snapshot()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._told_of_thread = False
 
     def check_writable(self) -> None:
         """Raise `CheckpointError` now, and not an hour later, if nothing can be written."""
@@ -189,7 +190,14 @@ class Checkpoints:
             self._thread = threading.Thread(
                 target=self._write_in_thread, args=job, name=f"flatout-save-{step}"
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no thread can be started: this save waits for the disk
+                self._thread = None
+                if not self._told_of_thread:
+                    self._told_of_thread = True
+                    _log.warning("%s: checkpoints are written while training waits", error)
+                self._write(*job)
         else:
             self._write(*job)
         return name

@@ -246,6 +246,16 @@ class Fit:
         dump(self.loop.resolved, folder / "recipe.toml")
         self.callbacks.append(JsonLines(folder / "log.jsonl"))
 
+    def _mend_run(self) -> None:
+        """Make a run folder again that was removed while the job runs."""
+        if self.loop.mend_folder():
+            assert self.loop.run is not None
+            assert self.loop.resolved is not None
+            dump(self.loop.resolved, Path(self.loop.run) / "recipe.toml")
+            note = f"{self.loop.run} was removed while this job runs: made again, with what follows"
+            self.state.history.notes.append(note)
+            self.loop.say(note)
+
     def _close_run(self) -> None:
         """Leave the figures for a report."""
         if self.loop.run is None or "://" in self.loop.run or not self.loop.world.is_first:
@@ -432,6 +442,7 @@ class Fit:
     def _checkpoint(self) -> str:
         start = self._now()
         self.loop.check_numbers(self.compute)
+        self._mend_run()
         asked, self._asked = self._asked, []
         score = next((score for score in asked if score is not None), None)
         self._path = self.loop.save(self.state_dict(), score, {"metrics": self.job.state_dict()})

@@ -54,6 +54,7 @@ from flatout.recipe import (
     of_change,
 )
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
+from flatout.save.in_use import InUse
 from flatout.save.pieces import Pieces, check_shared
 from flatout.save.storage import Folder
 from flatout.say import say
@@ -202,6 +203,7 @@ class Loop:
         self._world: World | None = None
         self._trial: RankTrial | None = None
         self._live: Live | None = None
+        self._in_use: InUse | None = None
         self.pace = Pace(ONE.trail)
         self.parts = Parts(lambda line: self.say(line))
 
@@ -810,6 +812,20 @@ class Loop:
             check_shared(Folder(self._checkpoint_folder), self.world)
         elif self.world.is_first:
             self.checkpoints.check_writable()
+        if self.world.is_first and "://" not in self.run:
+            self._in_use = InUse(self.run)
+
+    def mend_folder(self) -> bool:
+        """Whether the run folder was removed while this job runs; it is taken again then.
+
+        Raises:
+            CheckpointError: another job has begun in its place.
+        """
+        if self.run is None or self._in_use is None or not self._in_use.is_gone:
+            return False
+        self._in_use.release()
+        self._in_use = InUse(self.run)
+        return True
 
     @property
     def _checkpoint_folder(self) -> str:
@@ -993,10 +1009,14 @@ class Loop:
         if hasattr(self, "stepper"):
             self.stepper.close()
         self._undo.close()
-        if self._checkpoints is not None:
-            if failed is not None:
-                self._checkpoints.give_up(0 if issubclass(failed, LostRank) else _LAST_PIECES_S)
-            self._checkpoints.wait()
+        try:
+            if self._checkpoints is not None:
+                if failed is not None:
+                    self._checkpoints.give_up(0 if issubclass(failed, LostRank) else _LAST_PIECES_S)
+                self._checkpoints.wait()
+        finally:
+            if self._in_use is not None:
+                self._in_use.release()
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

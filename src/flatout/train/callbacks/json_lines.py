@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 import warnings
 from pathlib import Path
@@ -88,6 +89,10 @@ class JsonLines(Callback):
         data = line.encode() + b"\n"
         end = os.fstat(self._file.fileno()).st_size
         try:
+            if self._is_removed():
+                self._file.close()
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file, end = self.path.open("ab", buffering=0), 0
             # What did not fit is reported only by the next write, so a short one is followed up.
             written = self._file.write(data)
             while written < len(data):
@@ -96,6 +101,11 @@ class JsonLines(Callback):
             if self.path.is_file():
                 self._file.truncate(end)
             self._give_up(error)
+
+    def _is_removed(self) -> bool:
+        assert self._file is not None
+        found = os.fstat(self._file.fileno())
+        return stat.S_ISREG(found.st_mode) and not found.st_nlink
 
     def _give_up(self, error: OSError) -> None:
         self._close()
