@@ -23,6 +23,7 @@ from flatout.data.plan import (
 )
 from flatout.data.randomness import seed_all, seeded
 from flatout.data.sources.iterable import IterableSource, length_of, name_digest
+from flatout.data.sources.worker_faults import named_faults, refuse_small_shm
 from flatout.data.tensors import as_batch
 from flatout.errors import DataError
 
@@ -119,7 +120,7 @@ class DatasetSource:
         )
         if first >= plan.used:
             return
-        made = enumerate(zip(self._loader, wanted, strict=True), start_step)
+        made = enumerate(zip(named_faults(self._loader), wanted, strict=True), start_step)
         try:
             for step, (value, indices) in made:
                 yield _checked(value, indices, f"epoch {epoch}, step {step}")
@@ -182,6 +183,7 @@ class _Fetch(Dataset[Any]):
         try:
             return self.collate(samples)
         except Exception as error:
+            refuse_small_shm(error)
             raise DataError(
                 f"the samples do not form a batch: {type(error).__name__}: {error}",
                 where=f"samples {indices}",
@@ -326,7 +328,7 @@ def from_loader(loader: DataLoader[Any]) -> IterableSource:
 
     def begin(epoch: int) -> Iterator[Any]:
         _set_epoch(epoch, *samplers, *([loader.dataset] if iterable else []))
-        return iter(loader)
+        return named_faults(loader)
 
     generators = {
         id(g): g for g in (getattr(part, "generator", None) for part in (loader, *samplers))
