@@ -58,8 +58,10 @@ class Fit:
         validation: Source | None,
         epochs: int,
         callbacks: list[Callback],
-        progress: bool | None,
+        progress: bool | Progress | None,
+        initial_epoch: int = 0,
     ) -> None:
+        self._initial_epoch = initial_epoch
         self.trainer = trainer
         self.loop = trainer.loop
         self.source = source = agreed(source, self.loop.world)
@@ -72,7 +74,8 @@ class Fit:
         self.state = FitState(trainer, history, epochs, steps, batch_size)
         self.state._read_loss = self.loop.mean_loss
         shows = progress is not False and self.loop.world.is_first
-        self.callbacks = [*callbacks, Progress()] if shows else callbacks
+        shown = progress if isinstance(progress, Progress) else Progress()
+        self.callbacks = [*callbacks, shown] if shows else callbacks
         self.signals = StopSignals()
         self._asked: list[float | None] = []
         self._path: str | None = None
@@ -135,7 +138,7 @@ class Fit:
             trainer.model.train()
         planned = None
         if state.steps_per_epoch is not None:
-            planned = state.steps_per_epoch * state.epochs
+            planned = state.steps_per_epoch * max(0, state.epochs - self._initial_epoch)
         loop.told = self._facts()
         loop.prepare(
             trainer.model,
@@ -158,6 +161,8 @@ class Fit:
             # Batches that come ready-made: the first one tells their size.
             state.batch_size = loop.first_batch_size * loop.accumulate
             state.history.batch_size = state.batch_size
+        if loop.restored_extra is None:
+            loop.epoch = self._initial_epoch
         state.epoch, state.step = loop.epoch, loop.step_count
         state.step_in_epoch = loop.step_in_epoch
         if loop.restored_extra is not None:

@@ -35,7 +35,7 @@ from flatout.train.loop import Loop
 from flatout.train.notebook import check_ranks_asked
 from flatout.train.predict import predict
 from flatout.train.signature import Signature
-from flatout.train.trainer import Trainer
+from flatout.train.trainer import Trainer, progress_of
 from flatout.train.warm_start import warm_start as start_warm
 from flatout.world import place
 
@@ -182,7 +182,7 @@ class KerasTrainer(Trainer):
         self._build(source)
         self._validation_freq = validation_freq
         ours, theirs = _apart(callbacks)
-        progress = False if verbose == 0 else None
+        progress = progress_of(verbose)
         self._fit = Fit(self, source, validation, epochs, ours, progress)
         self._fit.callbacks.insert(0, self._keras_callbacks(theirs, initial_epoch, self._fit))
         history = self._fit.state.history

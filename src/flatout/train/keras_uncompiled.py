@@ -84,6 +84,10 @@ class _Called:
         self._model = model
         self._training = training
 
+    def parameters(self) -> Any:
+        """Those of the model, whose dtypes tell what it takes."""
+        return self._model.parameters()
+
     def __call__(self, *parts: Any, **named: Any) -> Any:
         inputs = named or (parts[0] if len(parts) == 1 else parts)
         with training_step() if self._training else nullcontext():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,10 +25,11 @@ from flatout.models.keras_model import is_keras
 from flatout.optim import Lamb, Lars, LrRule
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.save.fits import check_fits
+from flatout.save.foreign import read_weights_of
 from flatout.save.weights_file import check_ending, load_weights_file, save_weights
 from flatout.say import rounded, say
 from flatout.train import guard
-from flatout.train.callbacks import Callback
+from flatout.train.callbacks import Callback, Progress
 from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import call
 from flatout.train.evaluate import evaluate
@@ -222,6 +224,8 @@ class Trainer:
         sample_weight: Any = None,
         callbacks: Iterable[Callback] = (),
         progress: bool | None = None,
+        verbose: int | str = "auto",
+        initial_epoch: int = 0,
         resume: bool | str = False,
     ) -> History:
         """Train until `epochs` epochs are done, and return what happened.
@@ -247,6 +251,10 @@ class Trainer:
                 divided by the sum of the weights.
             callbacks: see `flatout.Callback`.
             progress: True, False, or None: a bar on a terminal, otherwise a line a minute.
+            verbose: the same in Keras' words: 0 for silence, 1 or "auto" for the bar, 2 for a line
+                after each epoch alone.
+            initial_epoch: the number of the first epoch, which decides the order of its samples
+                and what is left until `epochs`; a resume goes on from its checkpoint instead.
             resume: True goes on from the newest checkpoint of `run`, if there is one; a name
                 chooses a checkpoint.
 
@@ -280,7 +288,10 @@ class Trainer:
             validation = self._in_order(validation_data, None, validation_batch_size)
         self.loop = Loop(**self._loop_arguments, resume=resume)
         source, validation = self.learn(source, validation)
-        self._fit = Fit(self, source, validation, epochs, list(callbacks), progress)
+        shown = progress_of(verbose) if progress is None else progress
+        self._fit = Fit(
+            self, source, validation, epochs, list(callbacks), shown, first_epoch(initial_epoch)
+        )
         self.history = self._fit.state.history  # what there is of it, should fit end in an error
         return self._fit.run()
 
@@ -357,6 +368,34 @@ class Trainer:
         signature = Signature.of(metadata, str(path))
         load_weights(self.model, weights)
         self.signature = signature or self.signature
+
+    def load_best(self, run: str | Path | None = None) -> str:
+        """Load a run's best weights into the model, in place; returns a line that names them.
+
+        They are those of the checkpoint with the best score (`BestCheckpoint` gives one), or what
+        `EarlyStopping` holds.
+
+        Args:
+            run: the run folder; by default this Trainer's own.
+
+        Raises:
+            CheckpointError: without a run folder, where nothing tells which weights are the best,
+                or they are of another model.
+        """
+        folder = self.loop.run if run is None else run
+        if folder is None:
+            raise CheckpointError(
+                "there is no run folder whose best weights could be loaded",
+                do="Trainer(model, run=folder) writes one; or name one: load_best(folder)",
+            )
+        if run is None:
+            self.loop.checkpoints.wait()
+        self.world().wait()  # until the first rank has written what it writes
+        found = read_weights_of(folder, "best")
+        check_fits(weights_of(self.model), found.tensors, where=found.where)
+        load_weights(self.model, found.tensors)
+        score = next((one.score for one in found.kept if one.which == "best"), "")
+        return f"best weights: {found.where}{f', {score}' if score else ''}"
 
     def save_checkpoint(self, score: float | None = None) -> str:
         """Write a checkpoint of everything into the run folder; returns its path.
@@ -587,6 +626,30 @@ def _class_weights(given: Any, loss: Loss | SeveralLosses) -> Any:
         )
     check_names("class_weight", given, loss.parts)
     return {name: ClassWeight(weights, loss.parts[name]) for name, weights in given.items()}
+
+
+def progress_of(verbose: int | str) -> bool | Progress | None:
+    """What Keras' `verbose` shows.
+
+    Raises:
+        ModelError: it is none of 0, 1, 2 and "auto".
+    """
+    if verbose not in (0, 1, 2, "auto"):
+        raise ModelError(f"verbose is 0, 1, 2 or 'auto', found {verbose!r}")
+    if verbose == 2:
+        return Progress(bar=False, line_every=math.inf)
+    return None if verbose else False
+
+
+def first_epoch(number: int) -> int:
+    """The number of a fit's first epoch, checked.
+
+    Raises:
+        ModelError: it is no number from 0 on.
+    """
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ModelError(f"initial_epoch is the number of an epoch from 0 on, found {number!r}")
+    return number
 
 
 def _class_weight_words(weights: Any) -> str:

@@ -40,11 +40,15 @@ class Progress(Callback):
 
     Args:
         console: where to write; stderr by default, so that a script's own output stays its own.
-        line_every: seconds between two lines where there is no terminal.
+        line_every: seconds between two lines where there is no bar.
+        bar: whether a terminal gets a bar.
     """
 
-    def __init__(self, *, console: Console | None = None, line_every: float = 60.0) -> None:
+    def __init__(
+        self, *, console: Console | None = None, line_every: float = 60.0, bar: bool = True
+    ) -> None:
         self.every = 1
+        self._shows_bar = bar
         self._console = console
         self._line_every = line_every
         self._rate = Rate()
@@ -57,7 +61,7 @@ class Progress(Callback):
         """Open the bar, or begin to wait for the first line."""
         # Asked for here, as stderr may have been replaced since this was made.
         self._out = self._console or Console(stderr=True)
-        self._live = self._out.is_interactive
+        self._live = self._out.is_interactive and self._shows_bar
         self._smooth = 0.0
         self._unsaid = None
         # A resumed fit brings the notes of the one before.
