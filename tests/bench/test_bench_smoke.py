@@ -73,6 +73,15 @@ def test_startup(tmp_path):
     assert {row["reason"] for row in found["rows"]} == {""}
 
 
+def test_overhead(tmp_path):
+    arguments = ["--rounds", "1", "--only", "mlp, 20 epochs"]
+    found = run_bench("overhead.py", *arguments, cwd=tmp_path)
+    assert isinstance(found["keys"]["fit_overhead_s"], float)
+    (row,) = found["rows"]
+    assert 0 < row["measuring_s"] < row["fit_s"]
+    assert row["said"].startswith("auto: ")
+
+
 def test_observing(tmp_path):
     found = run_bench("observing.py", "--quadruples", "8", cwd=tmp_path)
     assert found["keys"]["added_us_counted"] > 0

@@ -14,18 +14,20 @@ from torch import nn
 import flatout
 from flatout.data.source import as_source
 from flatout.devices import allocator
+from flatout.measure import OutOfTime, run_trial
 from flatout.models import Rewrite
 from flatout.recipe import Parity, Recipe, ResolvedRecipe
-from flatout.train import auto, auto_trials
+from flatout.train import auto, auto_budget, auto_trials
 from flatout.train.loop import Loop
 from flatout.train.snapshot import random_state
+from flatout.train.step import Stepper
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     # Long enough a run that measuring is always worth it, short enough for a test.
-    monkeypatch.setattr(auto, "LONGEST_S", 1.0)
+    monkeypatch.setattr(auto_budget, "LONGEST_S", 1.0)
     monkeypatch.setattr(auto_trials, "BLOCK_S", 0.002)
     monkeypatch.setattr(auto_trials, "NOISE", 1e9)  # tests run on busy machines
     yield
@@ -63,17 +65,32 @@ def prepared(model, *, allow="tolerant", recipe=None, steps=100_000, compute=Non
     return loop, optimizer
 
 
-def timed_by(monkeypatch, seconds):
-    """Replace the stop-watch by a function from Settings to seconds per step; steps still run."""
-    real = auto_trials.Trials._block
+class Clock:
+    """Seconds that pass only where a model computes."""
 
-    def block(self, settings, part):
-        real(self, settings, part)
-        self._seen[settings, part] = seconds(settings) / part
-        return seconds(settings) / part
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    monkeypatch.setattr(auto_trials.Trials, "_block", block)
-    monkeypatch.setattr(auto, "LONGEST_S", 1000.0)  # of the seconds that are only said to pass
+    def __call__(self) -> float:
+        return self.now
+
+
+def timed_by(monkeypatch, seconds, longest_s=1000.0):
+    """Let each pass take what a function from Settings to seconds per step of 64 samples says."""
+    clock, real = Clock(), auto_trials.Trials.__init__
+
+    def init(self, stepper, compute, batches, plain, budget):
+        def passing(batch):
+            share = 1 if torch.is_grad_enabled() else 1 / 3
+            clock.now += seconds(stepper.switch.now) * share * batch.size / 64
+            return compute(batch)
+
+        real(self, stepper, passing, batches, plain, budget)
+
+    monkeypatch.setattr(auto_trials.Trials, "__init__", init)
+    monkeypatch.setattr(auto, "clock", clock)
+    monkeypatch.setattr(auto_budget, "LONGEST_S", longest_s)
+    return clock
 
 
 def test_measuring_leaves_no_trace():
@@ -246,6 +263,7 @@ def test_a_rewrite_that_changes_the_result_is_rejected(monkeypatch):
 
 def test_the_answer_is_cached_and_keyed_by_the_job(monkeypatch):
     threads = torch.get_num_threads()
+    timed_by(monkeypatch, lambda s: 0.1)
     first, _ = prepared(small_net())
     # As the next process begins, whatever was decided for this one.
     allocator.default_memory()
@@ -278,7 +296,8 @@ def test_what_was_measured_on_a_busy_machine_is_not_kept(monkeypatch, tmp_path):
     assert not (tmp_path / "cache" / "auto").exists()
 
 
-def test_a_damaged_cache_is_measured_anew(tmp_path):
+def test_a_damaged_cache_is_measured_again(monkeypatch, tmp_path):
+    timed_by(monkeypatch, lambda s: 0.1)
     prepared(small_net())
     (entry,) = (tmp_path / "cache" / "auto").glob("*.toml")
     entry.write_text("compute = nonsense")
@@ -293,16 +312,81 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     assert loop.resolved is not None
 
 
-def test_a_short_run_is_not_measured():
+def test_a_short_run_takes_no_step_before_its_own(monkeypatch):
+    steps = []
+    real = Stepper.__call__
+
+    def stepping(self, *args):
+        steps.append(1)
+        return real(self, *args)
+
+    monkeypatch.setattr(Stepper, "__call__", stepping)
     said: list[str] = []
-    loop, _ = prepared(small_net(), steps=3, said=said)
+    loop, _ = prepared(small_net(), steps=59, said=said)
     assert loop.resolved.summary() == "as plain PyTorch"
     assert "too short" in said[0]
+    assert not steps
+
+
+@pytest.mark.parametrize("steps", [60, 150, 600, None])
+@pytest.mark.parametrize("plain_s", [0.04, 0.16, 3.0])
+@pytest.mark.parametrize("factor", [0.125, 1.0, 10.0])
+def test_measuring_stays_within_its_share_whatever_a_step_takes(
+    monkeypatch, steps, plain_s, factor
+):
+    """Much faster options leave a shorter run; much slower ones are expensive to try."""
+    taken: list[float] = []
+
+    def seconds(s):
+        plain = s.memory_format == "contiguous" and not s.fused_optimizer and not s.rewrites
+        taken.append(plain_s * (1.0 if plain and s.precision == "fp32" else factor))
+        return taken[-1]
+
+    clock = timed_by(monkeypatch, seconds, longest_s=6.0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(288, 10))
+    loop, _ = prepared(model, steps=steps, recipe=Recipe(memory={"allocator": "default"}))
+    run_s = (10**9 if steps is None else steps) * seconds(loop.stepper.switch.now)
+    # What a few samples cannot foretell is the first step under other settings.
+    assert clock.now <= min(6.0, 0.1 * run_s) + max(taken)
+    if factor <= 1:
+        assert clock.now <= min(6.0, 0.1 * run_s)
+
+
+def test_what_was_proven_when_time_is_up_is_used(monkeypatch):
+    timed_by(monkeypatch, lambda s: 0.1 if s.memory_format == "contiguous" else 0.02, 2.0)
+    said: list[str] = []
+    # No round alone fits behind the one of all together.
+    loop, _ = prepared(small_net(), said=said, recipe=Recipe(memory={"allocator": "default"}))
+    assert loop.resolved.compute.memory_format == "channels_last"
+    assert loop.resolved.compute.rewrites == "on"
+    assert "together" in loop.resolved.choices["compute.rewrites"].reason
+
+
+def test_a_trial_ends_with_the_rounds_that_were_whole():
+    left = iter([0.2, 0.1, 0.1, 0.2, 0.2])
+
+    def measure():
+        try:
+            return next(left)
+        except StopIteration:
+            raise OutOfTime from None
+
+    assert run_trial(measure, measure).pairs == 1
+    with pytest.raises(OutOfTime):
+        run_trial(measure, measure)
+
+
+def test_compiling_has_to_fit_into_the_tenth(monkeypatch):
+    """A model of many modules may compile for longer than a tenth of ten minutes."""
+    timed_by(monkeypatch, lambda s: 0.1)
+    many = nn.Sequential(*(nn.Identity() for _ in range(60)), small_net())
+    loop, _ = prepared(many, steps=6_100)
+    assert "too short to repay" in loop.resolved.choices["compute.compile"].reason
 
 
 def test_compiling_is_for_long_runs(monkeypatch):
     timed_by(monkeypatch, lambda s: 0.02 if s.compile else 0.1)
-    short, _ = prepared(small_net(), steps=100)
+    short, _ = prepared(small_net(), steps=1_000)
     assert short.resolved.compute.compile == "off"
     assert "too short to repay" in short.resolved.choices["compute.compile"].reason
     monkeypatch.setattr(nn.Module, "compile", lambda self: None)  # the decision, not the compiler

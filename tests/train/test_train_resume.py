@@ -269,8 +269,9 @@ def test_with_every_kind_of_state(tmp_path, options, step):
 
 
 def test_settings_are_kept_and_not_measured_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("flatout.train.auto.LONGEST_S", 1.0)
-    monkeypatch.setattr("flatout.train.auto.SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_budget.LONGEST_S", 1.0)
+    monkeypatch.setattr("flatout.train.auto_budget.SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto.FEWEST_STEPS", 1)
 
     def job():
         said = []

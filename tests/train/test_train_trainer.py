@@ -106,8 +106,9 @@ def test_a_convnet_with_rewrites_is_bit_identical():
 
 def test_measuring_leaves_no_trace(monkeypatch):
     """Settings are tried, as in a long run; the result is still the plain loop's."""
-    monkeypatch.setattr("flatout.train.auto.LONGEST_S", 1.0)
-    monkeypatch.setattr("flatout.train.auto.SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_budget.LONGEST_S", 1.0)
+    monkeypatch.setattr("flatout.train.auto_budget.SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto.FEWEST_STEPS", 1)
     x, y = images(160)
     ours, theirs = convnet(), convnet()
     ours_with, theirs_with = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ours, theirs))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flatout.measure.timeline import LANES, Timeline
     from flatout.measure.trial import (
         Interval,
+        OutOfTime,
         TrialResult,
         bootstrap_paired,
         bootstrap_ratio,
@@ -30,6 +31,7 @@ _HOMES = {
     "CurveDifference": "flatout.measure.parity",
     "Difference": "flatout.measure.parity",
     "Interval": "flatout.measure.trial",
+    "OutOfTime": "flatout.measure.trial",
     "Timeline": "flatout.measure.timeline",
     "TrialResult": "flatout.measure.trial",
     "bootstrap_paired": "flatout.measure.trial",
@@ -46,6 +48,7 @@ __all__ = [
     "Difference",
     "Fingerprint",
     "Interval",
+    "OutOfTime",
     "Timeline",
     "TrialResult",
     "available_bytes",

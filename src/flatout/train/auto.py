@@ -10,14 +10,16 @@
     6  the whole   what is left against plain; if that does not win, plain it is
     7  compile     only where the run is long enough to repay the compilation
 
-The time spent is a share of the run, and a few seconds at most. The answer is kept in a cache by
-model, shapes, machine and request, unless the machine was too busy to measure well.
+The time spent is a share of the run, and a few seconds at most: each piece begins only where what
+is left pays for it, and what was proven by then holds (auto_budget.py). The answer is kept in a
+cache by model, shapes, machine and request, unless the machine was too busy to measure well.
 """
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable
+from time import perf_counter as clock
 from typing import Any
 
 import torch
@@ -25,20 +27,24 @@ import torch
 from flatout.data.batch import Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
-from flatout.measure import TrialResult, fingerprint, usable_cpus
+from flatout.measure import OutOfTime, TrialResult, fingerprint, usable_cpus
 from flatout.models import find_rewrites, uses_convolution
 from flatout.recipe import Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache
+from flatout.train.auto_budget import Budget
 from flatout.train.auto_trials import Option, Trials, is_faster
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.settings import Settings, can_switch
 from flatout.train.step import Compute, Stepper
 
-# Measuring may take this many seconds, and this share of the run it is for.
-LONGEST_S = 6.0
-SHARE = 0.1
-# Compiling takes tens of seconds: it is tried only for runs that last longer than this.
+# A tenth of fewer steps than this pays for no trial, however long they take.
+FEWEST_STEPS = 60
+# Tracing takes at most so long for each module.
+_TRACE_S = 0.001
+# Compiling takes tens of seconds: it is tried only for runs that last longer than this, and whose
+# tenth pays for what it takes at most: so long, and so long for each module.
 COMPILE_FROM_S = 600.0
+_COMPILE_S = (30.0, 1.0)
 # Thread counts matter for small operators; long steps keep all CPUs busy.
 SHORT_STEP_S = 0.02
 
@@ -71,56 +77,64 @@ def resolve(
     plain = _plain_choices(requested, stepper, allow)
     if compute is None or not batches:
         return requested.resolve(plain, machine, facts)
-    start = Settings.of(requested.resolve(plain, machine, facts))
-    trials = Trials(stepper, compute, batches, start)
-    facts = trials.facts(facts)
-    options = _options(requested, stepper, facts, allow)
-    open_threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT
-    if not options and not open_threads:
-        return requested.resolve(plain, machine, facts)
     key = auto_cache.key(requested, stepper, batches, allow, steps)
     cached = auto_cache.read(key)
     if cached is not None:
         say(f"auto: {cached[0].summary()} (measured {cached[1]:%Y-%m-%d}, from the cache)")
         return cached[0]
-    began = time.perf_counter()
-    try:
-        found, why_not = _measured(requested, stepper, trials, options, steps, facts, allow)
-    except (RuntimeError, MemoryError) as error:
-        # Under other settings, or of the copies that leave no trace; plain steps may well fit.
-        if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
-            raise
-        forget_frames(error)
-        found, why_not = {}, "memory does not suffice to try other settings"
+    budget = Budget(steps, clock)
+    start = Settings.of(requested.resolve(plain, machine, facts))
+    trials = Trials(stepper, compute, batches, start, budget)
+    facts = trials.facts(facts)
+    if not _is_open(requested, allow):
+        return requested.resolve(plain, machine, facts)
+    found: Choices = {}
+    why_not = f"a run of {steps} steps is too short to repay measuring"
+    if steps is None or steps >= FEWEST_STEPS:
+        try:
+            found, why_not = _measure(trials, requested, facts, allow, steps)
+        except OutOfTime:
+            pass
+        except (RuntimeError, MemoryError) as error:
+            # Under other settings, or of the copies that leave no trace; plain steps may well fit.
+            if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
+                raise
+            forget_frames(error)
+            why_not = "memory does not suffice to try other settings"
     resolved = requested.resolve({**plain, **found}, machine, facts)
     if why_not:
         say(f"auto: {resolved.summary()}; {why_not}")
         return resolved
-    busy = "; the machine is busy, so the next run measures anew" if trials.disturbed else ""
-    if not busy:
+    if not found:
+        return resolved
+    busy = "; the machine is busy, so the next run measures again" if trials.disturbed else ""
+    if not busy and (trials.whole is not None or not trials.stopped):
         auto_cache.write(key, resolved)
-    say(_line(resolved, trials.whole, time.perf_counter() - began) + busy)
+    say(_line(resolved, trials, budget.spent_s) + busy)
     return resolved
 
 
-def _measured(
-    requested: Recipe,
-    stepper: Stepper,
-    trials: Trials,
-    options: list[Option],
-    steps: int | None,
-    facts: ModelFacts,
-    allow: Parity,
+def _measure(
+    trials: Trials, requested: Recipe, facts: ModelFacts, allow: Parity, steps: int | None
 ) -> tuple[Choices, str]:
-    """What trials have chosen, or why there were none."""
+    """What was found, or why nothing was tried.
+
+    Raises:
+        OutOfTime: the budget does not pay for the first step.
+    """
+    budget, stepper = trials.budget, trials.stepper
+    trials.first_pass()
+    budget.require(_TRACE_S * sum(1 for _ in stepper.switch.model.modules()))
+    options = _options(requested, stepper, facts, allow)
     open_threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT
+    if not options and not open_threads:
+        return {}, ""
     with trials.leaving_no_trace():
         step_s = trials.first_step()
-        why_not = _not_worth_it(step_s, steps)
-        if why_not or step_s is None:
-            return {}, why_not
-        budget = _budget(step_s, steps)
-        best = _decide(trials, options, budget, open_threads and step_s < SHORT_STEP_S)
+        if step_s is None:
+            return {}, "the first step fails"  # the real first step will fail in the same way
+        budget.require(trials.round_s)
+        best = trials.decide(options, open_threads and step_s < SHORT_STEP_S)
         found = _choices(trials, options, best, facts)
         keyed = stepper.dropout is not None  # which does not reach into compiled code
         if requested.get("compute.compile") == "auto" and steps is not None and not keyed:
@@ -130,6 +144,22 @@ def _measured(
 
 
 # -- what may be tried ---------------------------------------------------------------------------
+
+_MEASURED = (
+    "compute.precision",
+    "compute.memory_format",
+    "compute.rewrites",
+    "compute.fused_optimizer",
+    "compute.matmul_precision",
+    "memory.allocator",
+)
+
+
+def _is_open(requested: Recipe, allow: Parity) -> bool:
+    """Whether the request leaves anything to measure."""
+    return any(requested.get(field) == "auto" for field in _MEASURED) or (
+        requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT
+    )
 
 
 def _plain_choices(requested: Recipe, stepper: Stepper, allow: Parity) -> Choices:
@@ -208,37 +238,6 @@ def _has_bf16_units(device: torch.device) -> bool:
 # -- deciding ------------------------------------------------------------------------------------
 
 
-def _budget(step_s: float, steps: int | None) -> float:
-    """Seconds that measuring may take."""
-    return LONGEST_S if steps is None else min(LONGEST_S, SHARE * steps * step_s)
-
-
-def _not_worth_it(step_s: float | None, steps: int | None) -> str:
-    """Why nothing is measured, or nothing."""
-    if step_s is None:
-        return "the first step fails"  # the real first step will fail in the same way
-    if _budget(step_s, steps) < max(4 * step_s, 0.05):
-        return f"a run of {steps} steps is too short to repay measuring"
-    return ""
-
-
-def _decide(trials: Trials, options: list[Option], budget: float, open_threads: bool) -> Settings:
-    """The settings that are measured faster than plain."""
-    deadline = time.perf_counter() + budget
-    # Confirming what all the time was spent for may take a little longer.
-    grace = deadline + budget / 2
-    trials.block_s = min(trials.block_s, budget / 50)
-    working = [option for option in options if trials.works(option)]
-    best = trials.without_losers(working, deadline)
-    if open_threads and trials.plain.threads > 1:
-        one = best.but(threads=1)
-        trial = trials.trial(best, one, deadline)
-        if trial is not None:
-            trials.results["process.threads"] = trial
-            best = one if is_faster(trial) else best
-    return trials.confirmed(best, grace)
-
-
 def _choices(trials: Trials, options: list[Option], best: Settings, facts: ModelFacts) -> Choices:
     """A Choice for each field that was looked at, chosen or not."""
     choices = {}
@@ -272,11 +271,17 @@ def _compile(
     parity = of_change(field, "off", "on", facts)
     if parity > allow:
         return {}
-    if expected_s < COMPILE_FROM_S:
+    # The few seconds of all other measuring would not do; the share of the run holds.
+    trials.budget.longest_s = math.inf
+    fixed, each = _COMPILE_S
+    most = fixed + each * sum(1 for _ in trials.stepper.switch.model.modules())
+    if expected_s < COMPILE_FROM_S or not trials.budget.pays_for(most):
         reason = f"the run takes about {expected_s:.0f} s, too short to repay compiling"
         return {field: _choice("off", reason, Parity.EXACT)}
     try:
         took, trial = trials.compiled(best)
+    except OutOfTime:
+        return {field: _choice("off", "compiling left no time to measure it", Parity.EXACT)}
     except Exception as error:
         reason = f"fails here: {str(error).splitlines()[0]}"
         return {field: _choice("off", reason, Parity.EXACT)}
@@ -302,12 +307,15 @@ def _choice(value: Any, reason: str, parity: Parity, trial: TrialResult | None =
     )
 
 
-def _line(resolved: ResolvedRecipe, whole: TrialResult | None, seconds: float) -> str:
+def _line(resolved: ResolvedRecipe, trials: Trials, seconds: float) -> str:
     """The one line that says what was decided, and what it does to the result."""
-    if whole is None:
-        return f"auto: nothing measured faster than plain, in {seconds:.1f} s; left as it is"
+    if trials.whole is None:
+        before = " before its time was up" if trials.stopped else ""
+        return (
+            f"auto: nothing measured faster than plain{before}, in {seconds:.1f} s; left as it is"
+        )
     parity = max(choice.parity for choice in resolved.choices.values())
     return (
-        f"auto: {resolved.summary()}: {whole.words} faster than plain, "
+        f"auto: {resolved.summary()}: {trials.whole.words} faster than plain, "
         f"measured in {seconds:.1f} s; result: {parity.words}"
     )

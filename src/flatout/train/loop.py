@@ -136,6 +136,7 @@ class Loop:
         lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
         parts: runs a batch of an evaluation, where memory runs out in parts.
         pace: of several ranks, what this one's steps take without waiting for others.
+        measuring_s: seconds that `prepare` took to decide open settings.
         restored_extra: after a resume, what was given to `save` as `extra`.
         restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
         told: what a Trainer tells of its job, for a resume to compare; None without a Trainer.
@@ -180,6 +181,7 @@ class Loop:
         self.first_samples: list[int] | None = None
         self.first_batch_size: int | None = None
         self.lr_scale: LrScale | None = None
+        self.measuring_s = 0.0
         self.restored_extra: Any = None
         self.restored_own: list[Any] = []
         self.clip = (clip_norm, clip_value)
@@ -418,9 +420,11 @@ class Loop:
             }
             self.resolved = self.requested.resolve(choices, self._kept.machine, facts)
         else:
+            began = clock()
             self.resolved = auto.resolve(
                 self.requested, self.stepper, compute, first, facts, self.allow, steps, self.say
             )
+            self.measuring_s = (clock() - began) / 1e9
         self._note_device(facts)
         if self.world.size > 1:
             # Each rank has measured, all at the same time; what the first found holds for all.

@@ -1,0 +1,115 @@
+"""What a fit costs beyond its steps, and which share of a run goes into measuring settings.
+
+    python bench/overhead.py [--restarts 7] [--rounds 9] [--json [FILE]]
+
+`fit_overhead_s`: one epoch over 80,000 rows of 25 columns in batches of 1,024, by `Trainer.fit`,
+less the same epoch by a plain loop over tensors in the same process; the two take turns.
+
+`measuring_share`: seconds in which `fit` measures, over seconds of the whole `fit`, with an empty
+cache: the largest over jobs that last from 2 to 60 seconds, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.measure import Interval
+from results import Key, Results, add_arguments, finish, positive
+
+SCRIPT = Path(__file__).parent / "peers" / "overhead.py"
+# Model, samples, batch size, epochs: a few seconds each, and the last one about a minute.
+SHARES = {
+    "mlp, 20 epochs": ("mlp", 80_000, 1024, 20),
+    "mlp, 100 epochs": ("mlp", 80_000, 1024, 100),
+    "mlp, batch 64": ("mlp", 80_000, 64, 5),
+    "convnet, 4 epochs": ("convnet", 10_240, 512, 4),
+    "convnet, 20 epochs": ("convnet", 10_240, 512, 20),
+    "resnet, 1 epoch": ("resnet", 6_400, 64, 1),
+    "resnet, 4 epochs": ("resnet", 6_400, 64, 4),
+}
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    """What a fresh process found, which has an empty cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), "--out", str(out), *arguments],
+            cwd=folder,
+            env={**os.environ, "FLATOUT_CACHE": f"{folder}/cache"},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def middle(values: list[float]) -> Interval:
+    """The median with its 95% interval: the percentile bootstrap."""
+    array = np.asarray(values)
+    drawn = np.random.default_rng(0).integers(0, len(array), (2000, len(array)))
+    low, high = np.quantile(np.median(array[drawn], axis=1), [0.025, 0.975])
+    return Interval(float(low), float(np.median(array)), float(high))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser, restarts=7)
+    parser.add_argument("--only", nargs="*", choices=list(SHARES), help="of the jobs for the share")
+    parser.add_argument("--rounds", type=positive, default=9, help="fits in each process")
+    arguments = parser.parse_args()
+    chosen = list(SHARES) if arguments.only is None else arguments.only
+    overheads = [
+        difference
+        for _ in range(arguments.restarts)
+        for difference in run("--overhead", str(arguments.rounds))["differences"]
+    ]
+    rows = []
+    for name in chosen:
+        for _ in range(arguments.restarts):
+            found = run("--share", *map(str, SHARES[name]))
+            rows.append({"name": name, **found, "share": found["measuring_s"] / found["fit_s"]})
+    judged = [row["share"] for row in rows if 2 <= row["fit_s"] <= 60]
+    results = Results(
+        title=f"Measuring within a fit; restarts of each: {arguments.restarts}",
+        headers=["job", "fit s", "measuring s", "share", ""],
+        lines=[
+            [
+                row["name"],
+                f"{row['fit_s']:.2f}",
+                f"{row['measuring_s']:.3f}",
+                f"{row['share']:.3f}",
+                row["said"],
+            ]
+            for row in rows
+        ],
+        remarks=[],
+        keys=[
+            Key("fit_overhead_s", middle(overheads), at_most=0.02),
+            Key(
+                "measuring_share",
+                max(judged) if judged else "no job lasted from 2 to 60 s",
+                at_most=0.1,
+                note="the largest",
+            ),
+        ],
+        data={"rows": rows, "differences": overheads},
+    )
+    return finish(results, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
