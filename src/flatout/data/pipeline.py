@@ -23,6 +23,7 @@ from flatout.data.running.buffers import Buffers
 from flatout.data.running.cut import padding_share
 from flatout.data.running.digests import digest_of, function_digest
 from flatout.data.running.prefetch import prefetch
+from flatout.data.running.program import Program
 from flatout.data.running.samples import Costs, name_of
 from flatout.data.running.stream_program import StreamProgram
 from flatout.data.schema import Schema
@@ -430,6 +431,13 @@ class Pipeline(Staged):
         finally:
             for cache in self._built.caches:
                 cache.flush()
+
+    def expect_epochs(self, total: int | None) -> None:
+        """Say how many epochs the run has in all: processes that cost more than they save in
+        what is left of it are not started. None where that is not known.
+        """
+        if isinstance(program := self._program, Program):
+            program.repay.epochs = total
 
     def peek(self, count: int) -> list[Batch]:
         """The first batches of epoch 0, without using anything up."""

@@ -72,6 +72,7 @@ class Fit:
         batch_size = (source.batch_size or 1) * self.loop.accumulate
         history = History(batch_size=batch_size, timeline=self.loop.timeline)
         self.state = FitState(trainer, history, epochs, steps, batch_size)
+        self.loop.planned_epochs = epochs
         self.state._read_loss = self.loop.mean_loss
         shows = progress is not False and self.loop.world.is_first
         shown = progress if isinstance(progress, Progress) else Progress()

@@ -136,6 +136,7 @@ class Loop:
         lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
         parts: runs a batch of an evaluation, where memory runs out in parts.
         pace: of several ranks, what this one's steps take without waiting for others.
+        planned_epochs: of the whole run, where that is known.
         measuring_s: seconds that `prepare` took to decide open settings.
         restored_extra: after a resume, what was given to `save` as `extra`.
         restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
@@ -181,6 +182,7 @@ class Loop:
         self.first_samples: list[int] | None = None
         self.first_batch_size: int | None = None
         self.lr_scale: LrScale | None = None
+        self.planned_epochs: int | None = None
         self.measuring_s = 0.0
         self.restored_extra: Any = None
         self.restored_own: list[Any] = []
@@ -541,6 +543,7 @@ class Loop:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Epoch numbers from the present one (after a resume not 0) up to `total`."""
+        self.planned_epochs = total
         while self.epoch < total:
             yield self.epoch
             self.finish_epoch()
@@ -595,6 +598,8 @@ class Loop:
             set_random_state(own["random"])
         self._taken = self.batch_in_epoch
         part = part_of(source, self.world, self._note)
+        if isinstance(source, Pipeline):
+            source.expect_epochs(self.planned_epochs)
         batches = part.batches(self.epoch, self.batch_in_epoch)
         if isinstance(source, Pipeline) and source.prefetches is None and self.device.type != "cpu":
             return prefetch(batches, self.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,8 +19,8 @@ from flatout.data.running.parallel import Ahead, Tuner
 from flatout.data.running.worker import Worker, WorkerDied
 from flatout.errors import DataError
 
-# An epoch shorter than this keeps its processes: starting them costs seconds.
-_OLD_S = 60.0
+# Processes younger than this, or than so many times what their start took, are kept.
+_OLD_S, _OLD_STARTS = 60.0, 20.0
 
 
 class Crew:
@@ -37,16 +37,21 @@ class Crew:
         self._workers: list[Worker] = []
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         self._since = 0.0
-        self.rate = 0.0  # batches a second in the latest epoch, once the processes had started
+        self._start_s = 0.0
 
     @property
     def pids(self) -> list[int | None]:
         """Numbers of the processes that were started."""
         return [worker.pid for worker in self._workers]
 
+    @property
+    def started(self) -> bool:
+        """Whether all processes can make batches."""
+        return bool(self._workers) and all(worker.ready for worker in self._workers)
+
     def batches(
         self, task: Callable[[int], tuple[Any, ...]], step: int, steps: int
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch, None, None]:
         """The batches `step` to `steps - 1`, each made of its task by one of the processes.
 
         Raises:
@@ -56,28 +61,25 @@ class Crew:
 
         def make(at: int) -> Batch:
             worker = idle.get()
+            starting = not worker.ready
             try:
                 return worker.ask(task(at), f"making batch {at:,}")
             finally:
+                if starting:
+                    self._start_s = time.monotonic() - self._since
                 idle.put(worker)
 
         tuner = Tuner(self.count, threads=self.count, depth=2 * self.count + 1)
-        taken, start = 0, time.monotonic()
         try:
             with closing(iter(Ahead(make, step, steps, tuner))) as made:
-                for batch in made:
-                    yield batch
-                    taken += 1
-                    if taken == self.count:
-                        start = time.monotonic()
+                yield from made
         except WorkerDied:
             self.close()
             raise
-        if taken > self.count:
-            self.rate = (taken - self.count) / max(1e-9, time.monotonic() - start)
 
     def _hired(self) -> SimpleQueue[Worker]:
-        if self._workers and time.monotonic() - self._since > _OLD_S:
+        old = max(_OLD_S, _OLD_STARTS * self._start_s)
+        if self._workers and time.monotonic() - self._since > old:
             self.close()
         if not self._workers:
             self._hire()

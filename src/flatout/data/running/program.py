@@ -20,6 +20,7 @@ from flatout.data.running.crew import Crew, refusal
 from flatout.data.running.cut import Cut
 from flatout.data.running.orders import Orders
 from flatout.data.running.parallel import Ahead, Tuner
+from flatout.data.running.repay import Repay
 from flatout.data.running.samples import Costs, Samples, name_of, sample_rng, takes_rng
 from flatout.data.running.worker import WorkerDied
 from flatout.data.tensors import as_batch
@@ -37,8 +38,6 @@ _LONGEST_RUN = 16
 _FIRST = 5
 # From this share of a batch's time on, the user's Python is what threads cannot help with.
 _PYTHON = 0.5
-# How much faster processes must be than threads to be kept.
-_WORTH = 1.03
 
 # Rows of a batch, how many more of weight 0, epoch and step.
 Task: TypeAlias = tuple[Numbers, int, int, int]
@@ -159,6 +158,7 @@ class Program:
         self.notes: list[str] = []
         self._asked = processes is not None
         self._tried = self._asked
+        self.repay = Repay()
         if processes:
             if reason := refusal(maker):
                 raise DataError(f"options(processes={processes}): {reason}")
@@ -182,26 +182,56 @@ class Program:
             start, stop = self.cut.bounds(step)
             return order[start:stop], self.cut.padding(step), epoch, step
 
-        if self.crew is not None and self._crew_is_worth_it():
+        if self.crew is not None:
             return self._by_crew(self.crew, task, start_step, steps)
         if self.in_this_thread:
             return (self.maker.seeded(*task(step)) for step in range(start_step, steps))
-        return self._ahead(task, start_step, steps)
+        return self._by_threads(epoch, task, start_step, steps)
 
     def _by_crew(
         self, crew: Crew, task: Callable[[int], Task], step: int, steps: int
     ) -> Iterator[Batch]:
+        self.repay.begin()
         try:
-            for batch in crew.batches(task, step, steps):
-                step += 1
-                yield batch
+            with closing(crew.batches(task, step, steps)) as made:
+                for batch in made:
+                    step += 1
+                    yield batch
+                    del batch
+                    if not self._asked and self._crew_loses(crew):
+                        break
         except WorkerDied as death:
             if self._asked:
                 raise
             # Threads make the same batches, and were enough before.
             self.notes.append(f"threads again: {death.what}")
             self.crew = None
+        if self.crew is None:
+            crew.close()
             yield from self._ahead(task, step, steps)
+
+    def _crew_loses(self, crew: Crew) -> bool:
+        """Count a batch that was used; True where processes nobody asked for are not faster."""
+        if not crew.started:
+            self.repay.begin()
+            return False
+        self.repay.process_made()
+        if not self.repay.loses():
+            return False
+        self.notes.append(
+            f"threads again: {rounded(1e3 * self.repay.thread_s)} ms a batch, where "
+            f"{crew.count} processes took {rounded(1e3 * self.repay.process_s)} ms"
+        )
+        self.crew = None
+        return True
+
+    def _by_threads(
+        self, epoch: int, task: Callable[[int], Task], step: int, steps: int
+    ) -> Iterator[Batch]:
+        self.repay.begin()
+        yield from self._ahead(task, step, steps)
+        self.repay.threads_made(steps - step)
+        self._consider_processes(epoch)
 
     def _ahead(self, task: Callable[[int], Task], step: int, steps: int) -> Iterator[Batch]:
         # What a batch costs decides how they are made. The first one opens files and fills pools,
@@ -216,7 +246,6 @@ class Program:
             del batch
         if step < steps:
             yield from self._in_runs(task, step, steps)
-            self._consider_processes()
 
     def _judge(self, cost: int) -> None:
         self._seen += 1
@@ -253,22 +282,15 @@ class Program:
         cost = min(self._cost, sum(self.costs.ns.values()) // max(1, self.costs.batches))
         return max(1, min(most, _RUN_NS // max(1, cost)))
 
-    def _crew_is_worth_it(self) -> bool:
-        """Whether processes that nobody asked for were faster than the threads before them."""
-        assert self.crew is not None
-        if self._asked or not self.crew.rate or self.crew.rate > _WORTH * self.tuner.rate:
-            return True
-        self.notes.append(
-            f"threads again: processes made {rounded(self.crew.rate)} batches a second, "
-            f"threads {rounded(self.tuner.rate)}"
-        )
-        self.crew.close()
-        self.crew = None
-        return False
+    def _consider_processes(self, epoch: int) -> None:
+        """Between epochs: are threads held up by a user's Python that processes could share?
 
-    def _consider_processes(self) -> None:
-        """Between epochs: are threads held up by a user's Python that processes could share?"""
+        They are started only where what they may save in the epochs to come repays that.
+        """
         if self._tried or self.tuner.fixed or not self.tuner.in_vain:
+            return
+        waited = self.tuner.waited_so_far or 0.0
+        if not self.repay.may_pay(epoch, self.cut.steps, waited, self.tuner.budget):
             return
         costs = self.costs.ns
         python = {name: ns for name, ns in costs.items() if name.startswith(("map ", "fetch "))}

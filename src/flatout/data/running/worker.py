@@ -37,13 +37,16 @@ class Worker:
         payload: a pickled `program.Maker`.
         name: for people, such as "worker process 1 of 2".
 
+    Attributes:
+        ready: whether it has started.
+
     Raises:
         DataError: the system starts no process.
     """
 
     def __init__(self, payload: bytes, name: str) -> None:
         self._payload, self._name = payload, name
-        self._ready = False
+        self.ready = False
         context = torch.multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         # The payload comes later, through the pipe. `start` writes what it gets into a pipe that it
@@ -72,13 +75,13 @@ class Worker:
         Raises:
             WorkerDied: instead of making it.
         """
-        doing = what if self._ready else "starting: importing the script and reading its data"
+        doing = what if self.ready else "starting: importing the script and reading its data"
         try:
-            if not self._ready:
+            if not self.ready:
                 self._pipe.send_bytes(self._payload)
                 self._payload = b""
                 self._receive()
-                self._ready, doing = True, what
+                self.ready, doing = True, what
             self._pipe.send(task)
             made, error, told = self._receive()
         except (EOFError, OSError) as lost:
