@@ -137,14 +137,18 @@ class Process(Section):
     )
     interop_threads: Literal["auto"] | Positive = Field(
         default="auto",
-        description="Threads that run operators side by side (torch.set_num_interop_threads).",
+        description="Threads that run operators side by side (torch.set_num_interop_threads). "
+        "`auto` leaves torch's own number; nothing is measured.",
     )
     affinity: Literal["auto", "off"] | Annotated[CpuList, BeforeValidator(_one_is_a_list)] = Field(
-        default="auto", description="The CPUs that the process is bound to."
+        default="auto",
+        description="The CPUs that the process is bound to. `auto` gives each of several ranks on "
+        "a node CPUs of its own, and is `off` otherwise; nothing is measured.",
     )
     flush_denormals: Switch = Field(
         default="auto",
-        description="Treat numbers too small for full precision as zero; CPUs are slow on them.",
+        description="Treat numbers too small for full precision as zero; CPUs are slow on them. "
+        "`auto` is `off`; nothing is measured.",
     )
 
 
@@ -155,7 +159,8 @@ class Input(Section):
 
     workers: Literal["auto"] | NotNegative = Field(
         default="auto",
-        description="Worker processes that prepare samples; 0 prepares them in the process.",
+        description="Worker processes that prepare samples of a torch Dataset; 0 prepares them in "
+        "the process. `auto` is 0; nothing is measured.",
     )
     pin_memory: Switch = Field(
         default="auto", description="Page-locked batches, which a GPU copies while it computes."
