@@ -290,6 +290,8 @@ def test_no_memory_to_measure_other_settings(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(Snapshot, "__init__", starve)
+    monkeypatch.setattr("flatout.train.auto_budget.SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto.FEWEST_STEPS", 1)
     _, history, said = fitted()
     assert len(history.epochs) == 2
     assert any("memory does not suffice to try other settings" in line for line in said)
