@@ -140,12 +140,34 @@ def test_a_row_is_named_by_shard_byte_and_path(shards, tmp_path, monkeypatch):
 
 
 def test_classes_without_names_are_called_by_number(shards, tmp_path):
+    (tmp_path / "out" / "_pets.tfrecord.toml").unlink()
     source = rows(shards)
     assert source.classes == ("0", "1")
     assert source.describe() == "5 images of 3x120x160, 2 classes (0 3, 1 2)"
     path = shard(tmp_path / "a.tfrecord", [encoded(photo(20, 30))], [2])
     assert rows(path).classes == ("0", "1", "2")
     assert rows(path, classes=["a", "b", "c", "d"]).notes() == ["classes without an image: a, b, d"]
+
+
+def test_names_of_classes_are_read_beside_the_shards(shards, pets, tmp_path):
+    assert rows(shards).classes == ("cat", "dog")
+    assert rows(shards).targets().tolist() == [0, 0, 0, 1, 1]
+    # By name, also where other data number them otherwise.
+    more = rows(shards, classes=["dog", "bird", "cat"])
+    assert more.targets().tolist() == [2, 2, 2, 0, 0]
+    assert take(more, [0, 4]).columns["label"].tolist() == [2, 0]
+    assert images(shards).with_classes(("dog", "cat")).labels_range() == (0, 1)
+    # Names of one's own for the numbers.
+    assert rows(shards, classes=["Katze", "Hund"]).targets().tolist() == [0, 0, 0, 1, 1]
+    write(tmp_path / "others" / "dog" / "1.jpg", encoded(photo(120, 160, 9)))
+    convert(str(tmp_path / "others"), tmp_path / "out" / "val.tfrecord")
+    both = [shards, str(tmp_path / "out" / "val-*.tfrecord")]
+    with pytest.raises(DataError, match=r"(?s)cat, dog in .*pets.*dog in .*val.*mix"):
+        rows(both)
+    assert rows(tmp_path / "out" / "val-00000-of-00001.tfrecord").classes == ("dog",)
+    (tmp_path / "out" / "_pets.tfrecord.toml").write_text("classes = [")
+    with pytest.raises(DataError, match=r"(?s)no TOML.*_pets\.tfrecord\.toml"):
+        rows(shards)
 
 
 def test_without_labels(shards, tmp_path):
@@ -176,7 +198,7 @@ def test_the_digest_follows_content_and_what_is_wanted(shards, tmp_path):
     first = rows(shards).digest
     assert rows(shards).digest == first
     assert rows(shards, size=30).digest != first
-    assert rows(shards, classes=CLASSES).digest != first
+    assert rows(shards, classes=["x", "y"]).digest != first
     shard(tmp_path / "out/pets-00002.tfrecord", [encoded(photo(120, 160, 7))], [0])
     assert rows(shards).digest != first
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +18,7 @@ from flatout.data.faults import Faults
 from flatout.data.files import File, Paths, find
 from flatout.data.indexed import IndexedRows
 from flatout.data.running.buffers import Buffers
-from flatout.data.schema import Column, Schema
+from flatout.data.schema import Column, Schema, as_schema
 from flatout.data.sources.image_files import HEADER
 from flatout.data.sources.image_header import Damaged, header_of
 from flatout.data.sources.tfrecord import TfrecordDecoder
@@ -25,6 +27,8 @@ from flatout.errors import DataError
 
 # Bytes of records that are looked at in one go.
 _PIECE = 16 << 20
+# What `flatout data convert` calls a shard.
+_SHARD = re.compile(r"(?P<stem>.+?)-\d{5,}(-of-\d{5,})?(?P<suffix>\.[a-z]+)")
 # What is above this is no class's number.
 _MOST_CLASSES = 1 << 20
 
@@ -39,7 +43,9 @@ class ImageRecords:
     Args:
         paths: as `files.find` takes them.
         labelled: whether labels are read.
-        classes: their names in the order of their numbers; None names them by their numbers.
+        classes: their names in the order of their numbers; None for those that `flatout data
+            convert` has left beside the shards, or the numbers. Where those are all among these, a
+            record belongs to the class that is called so, whatever its number was.
         faults: what to do about records that are damaged, or hold no image.
 
     Raises:
@@ -58,7 +64,15 @@ class ImageRecords:
         for name in HEADER.names or ():
             self.headers[name] = known[name]
         self.labels = known["label"] if labelled else None
-        self.classes = () if self.labels is None else self._classes(self.labels, classes)
+        self.classes: tuple[str, ...] = ()
+        if self.labels is not None:
+            written = _names_beside(files)
+            if classes is None or written is None or not set(written) <= set(classes):
+                self.classes = self._classes(self.labels, classes or written)
+            else:
+                self._classes(self.labels, written)
+                self.classes = classes
+                self.labels = np.array([classes.index(name) for name in written])[self.labels]
 
     def _classes(
         self, labels: npt.NDArray[np.int64], given: tuple[str, ...] | None
@@ -129,6 +143,37 @@ class _ImageDecoder(TfrecordDecoder):
                 labels[block.numbers] = block.columns["label"]
         known = {name: headers[name].astype(np.int64) for name in HEADER.names or ()}
         return Survey(good, {**found.lengths, **known, "label": labels}, {})
+
+
+def _names_beside(files: Sequence[File]) -> tuple[str, ...] | None:
+    """Names of the classes that `flatout data convert` has written beside all of the files.
+
+    Raises:
+        DataError: they differ, so that one number means several classes.
+    """
+    beside: dict[str, str] = {}
+    for file in files:
+        match = _SHARD.fullmatch(os.path.basename(file.path))
+        if match is None:
+            return None
+        name = f"_{match['stem']}{match['suffix']}.toml"
+        beside.setdefault(os.path.join(os.path.dirname(file.path), name), file.name)
+    found: dict[tuple[str, ...], str] = {}
+    for path, first in beside.items():
+        if not os.path.exists(path):
+            return None
+        names = as_schema(path, "tfrecord").options.get("classes")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return None
+        found.setdefault(tuple(names), first)
+    if len(found) > 1:
+        (a, first), (b, second) = list(found.items())[:2]
+        raise DataError(
+            f"the shards number different classes: {', '.join(a)} in {first}, {', '.join(b)} in "
+            f"{second}",
+            do="read them one by one, and join them with flatout.data.mix",
+        )
+    return next(iter(found))
 
 
 def _schema(labelled: bool) -> Schema:

@@ -70,8 +70,9 @@ def images(
             antialiased when shrinking: Pillow's BILINEAR.
         channels: 3 for RGB, 1 for grey.
         classes: names of the folders in the order of the classes' numbers; None sorts them. Give
-            the same to training and validation data, or `schema=train.schema`. Of records, names
-            of the labels 0, 1, ...; None calls them by their numbers.
+            the same to training and validation data, or `schema=train.schema`; a Trainer does so by
+            itself. Of records, names of the labels 0, 1, ..., unless `flatout data convert` has
+            left their names beside the shards; None takes these, or the numbers.
         labels: whether there are classes; False takes images wherever they lie.
         reduced: decode large JPEGs at a half, quarter or eighth of their size where that still
             covers `size`. It is faster and changes pixels; the pipeline's notes say by how much,
