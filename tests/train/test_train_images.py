@@ -14,6 +14,7 @@ import flatout
 from flatout.data.normalization import Normalization
 from flatout.errors import DataError, NumbersError
 from flatout.recipe import Compute, Memory, Process, Recipe
+from flatout.save.export import export
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -307,6 +308,20 @@ def test_a_keras_model_gets_images_as_it_wants_them(photos, tmp_path, written):
         assert (
             again.evaluate(images(photos))["accuracy"] == ours.evaluate(images(photos))["accuracy"]
         )
+    for name, target in (
+        ("m.keras", "x.safetensors"),
+        ("m.keras", "x.keras"),
+        ("m.weights.h5", "y.safetensors"),
+        ("m.weights.h5", "y.weights.h5"),
+    ):
+        export(tmp_path / name, tmp_path / target, overwrite=True)
+        again = keras_trainer(keras_model())
+        if target != "y.safetensors":  # whose names are those of the file
+            again.load(tmp_path / target)
+            assert again.classes == ("bright", "dark")
+    with safe_open(tmp_path / "y.safetensors", "pt") as file:
+        assert "bright" in file.metadata()["flatout.signature"]
+        assert not [key for key in file.keys() if "flatout" in key]  # noqa: SIM118
     # Keras reads its own files as before.
     np.testing.assert_array_equal(
         keras.saving.load_model(tmp_path / "m.keras").get_weights()[0], ours.model.get_weights()[0]

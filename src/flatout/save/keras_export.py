@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from flatout.errors import CheckpointError, FlatoutError
-from flatout.save.keras_file import save_keras
+from flatout.save.keras_file import is_text, save_keras, text_in_hdf5
 from flatout.save.model_file import save_model
 from flatout.save.storage import Folder
+from flatout.save.weights_file import text_in
 
 WHOLE = (".keras", ".h5", ".hdf5")
 _WEIGHTS = ".weights.h5"
@@ -57,6 +58,7 @@ class KerasFile:
         wrapper: name of the model that held the real one as a layer; None without one.
         left_out: what it holds that no plain file keeps: the optimizer.
         has_model: whether it describes a model; else it holds weights alone.
+        metadata: text that goes with the model.
 
     Raises:
         CheckpointError: it is missing, damaged, no file of Keras, or names code to run.
@@ -73,6 +75,7 @@ class KerasFile:
         self._inner: str | None = None
         self.wrapper: str | None = None
         self.left_out: list[str] = []
+        self.metadata: dict[str, str] = {}
         if name.endswith(".keras"):
             self._look_into_zip()
         else:
@@ -133,6 +136,7 @@ class KerasFile:
             return {
                 "/".join(p for p in path.split("/") if p not in ("layers", "vars")): _tensor(array)
                 for path, array in _arrays(group)
+                if not is_text(path)
             }
 
     def write_weights(self, target: str) -> int:
@@ -148,8 +152,8 @@ class KerasFile:
                     do="name a target in .safetensors",
                 )
             group, _ = self._layers_of(file)
-            for name in group:
-                group.copy(name, plain)
+            for name in {**dict.fromkeys(group), **self.metadata}:
+                (group if name in group else file).copy(name, plain)
         folder, name = Folder(target).parent()
         return folder.write_whole(name, [made.getbuffer()]).size
 
@@ -162,6 +166,7 @@ class KerasFile:
                 if claimed > _MOST * len(self._data):
                     raise _too_large(claimed, len(self._data), self.where)
                 text, weights = file.read("config.json"), file.read("model.weights.h5")
+                self.metadata = text_in(file)
         except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, OSError) as error:
             raise CheckpointError(
                 f"not a .keras file, or damaged: {error}", where=self.where
@@ -176,6 +181,7 @@ class KerasFile:
             _check_links(file, len(data), self.where)
             if self._config is not None:
                 return
+            self.metadata = text_in_hdf5(file)
             if "model_config" in file.attrs:
                 self._config = _parsed(file.attrs["model_config"], self.where)
                 if "optimizer_weights" in file:
@@ -260,12 +266,12 @@ def write(file: KerasFile, target: str) -> tuple[int, int]:
     """
     if file.has_model:
         model = file.model()
-        save_keras(model, target)
+        save_keras(model, target, file.metadata)
         folder, name = Folder(target).parent()
         return len(model.weights), folder.size(name) or 0
     weights = file.weights()
     if target.endswith(".safetensors"):
-        return len(weights), save_model(target, weights).size
+        return len(weights), save_model(target, weights, file.metadata).size
     if target.endswith(_WEIGHTS):
         return len(weights), file.write_weights(target)
     raise CheckpointError(

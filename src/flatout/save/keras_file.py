@@ -19,10 +19,9 @@ from flatout.models import load_weights, weights_of
 from flatout.save.fits import check_fits
 from flatout.save.model_file import open_model, save_model
 from flatout.save.storage import Folder
-from flatout.save.weights_file import plain_text
+from flatout.save.weights_file import MEMBER, text_in
 
 _KERAS = (".keras", ".weights.h5")
-_MEMBER = "flatout.json"
 _OURS = "flatout."
 
 
@@ -89,7 +88,7 @@ def load_keras(model: Any, path: str | Path) -> dict[str, str]:
 def _add(file: Path, metadata: Mapping[str, str]) -> None:
     if file.suffix == ".keras":
         with zipfile.ZipFile(file, "a") as archive:
-            archive.writestr(_MEMBER, json.dumps(dict(metadata), ensure_ascii=False))
+            archive.writestr(MEMBER, json.dumps(dict(metadata), ensure_ascii=False))
         return
     import h5py
 
@@ -99,16 +98,24 @@ def _add(file: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _text_of(file: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
     if file.suffix == ".keras":
         with zipfile.ZipFile(file) as archive:
-            if _MEMBER in archive.namelist():
-                found = plain_text(archive.read(_MEMBER))
-        return found
+            return text_in(archive)
     import h5py
 
     with h5py.File(file) as opened:
-        return {name: opened[name].asstr()[()] for name in opened if name.startswith(_OURS)}
+        return text_in_hdf5(opened)
+
+
+def text_in_hdf5(file: Any) -> dict[str, str]:
+    """The text beside the weights in an open HDF5 file, by name."""
+    own = [name for name in file if is_text(name) and hasattr(file[name], "asstr")]
+    return {name: str(file[name].asstr()[()]) for name in own}
+
+
+def is_text(name: str) -> bool:
+    """Whether a member of an HDF5 file is such text."""
+    return name.startswith(_OURS)
 
 
 def _suffix(name: str) -> str:

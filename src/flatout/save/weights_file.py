@@ -18,7 +18,9 @@ from flatout.save.storage import Folder
 from flatout.values.tensors import refusal
 
 _PICKLES = (".pt", ".pth")
-_MEMBER = "flatout.json"
+# What text is called in a ZIP archive, and how long it is at most.
+MEMBER = "flatout.json"
+_LARGEST = 64 << 20
 
 
 def check_ending(path: str | os.PathLike[str]) -> None:
@@ -99,7 +101,7 @@ def _add(file: io.BytesIO, metadata: Mapping[str, str]) -> None:
     """Put text beside the tensors: torch.save's files are ZIP archives, and torch reads its own."""
     with zipfile.ZipFile(file, "a") as archive:
         folder = archive.namelist()[0].partition("/")[0]
-        archive.writestr(f"{folder}/{_MEMBER}", json.dumps(dict(metadata), ensure_ascii=False))
+        archive.writestr(f"{folder}/{MEMBER}", json.dumps(dict(metadata), ensure_ascii=False))
 
 
 def _text_in(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -108,14 +110,17 @@ def _text_in(path: str | os.PathLike[str]) -> dict[str, str]:
         if not zipfile.is_zipfile(file):
             return {}
         with zipfile.ZipFile(file) as archive:
-            member = next((n for n in archive.namelist() if n.endswith(f"/{_MEMBER}")), None)
-            return {} if member is None else plain_text(archive.read(member))
+            return text_in(archive)
 
 
-def plain_text(member: bytes) -> dict[str, str]:
-    """What was written as JSON, by name; nothing where it is something else."""
+def text_in(archive: zipfile.ZipFile) -> dict[str, str]:
+    """The text beside the weights in a ZIP archive, by name; nothing where there is none."""
+    members = (m for m in archive.infolist() if m.filename.rpartition("/")[2] == MEMBER)
+    member = next(members, None)
+    if member is None or member.file_size > _LARGEST:
+        return {}
     try:
-        found = json.loads(member)
+        found = json.loads(archive.read(member))
     except (ValueError, RecursionError):
         return {}
     pairs = found.items() if isinstance(found, dict) else ()
