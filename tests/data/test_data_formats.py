@@ -176,9 +176,9 @@ def test_columns_of_text_can_be_left_out(tmp_path, kind):
     assert [(c.name, c.role) for c in opened.schema.columns] == [("y", "target"), ("a", "input")]
     batch = next(iter(opened.batch(2).batches(0)))
     assert batch.inputs.tolist() == [1.5, 2.5]
-    assert opened.origin.notes()[-1] == "columns of text left out: name"
+    assert "columns of text left out: name" in opened.origin.notes()
     again = open_files(tmp_path / "a", schema=opened.schema)
-    assert again.origin.notes()[-1] == "columns of text left out: name"
+    assert "columns of text left out: name" in again.origin.notes()
 
 
 def test_rows_are_skipped_where_the_format_can(files):

@@ -164,7 +164,7 @@ class _Reader:
         """The number of each value among the categories."""
         if pa.types.is_null(array.type):
             array = array.cast(pa.array(self.categories).type)
-        codes = pc.index_in(array, value_set=pa.array(self.categories, array.type))
+        codes = pc.index_in(array, value_set=_value_set(self.categories, array.type))
         if self.has_unknown:
             return pc.add(codes, 1).fill_null(0)
         unknown = pc.and_(codes.is_null(), array.is_valid())
@@ -221,6 +221,21 @@ class _Reader:
 
     def _bad(self, row: int, expected: str, found: str) -> BadValue:
         return BadValue(row, f"column {self.name!r}: expected {expected}, found {found}")
+
+
+# By the list that a schema holds, and the type: made once, not for every batch.
+_VALUE_SETS: dict[tuple[int, str], tuple[list[Any], pa.Array]] = {}
+_MOST_SETS = 256
+
+
+def _value_set(values: list[Any], type: pa.DataType) -> pa.Array:
+    key = (id(values), str(type))
+    kept = _VALUE_SETS.get(key)
+    if kept is None or kept[0] is not values:
+        if len(_VALUE_SETS) >= _MOST_SETS:
+            _VALUE_SETS.clear()
+        kept = _VALUE_SETS[key] = (values, pa.array(values, type))
+    return kept[1]
 
 
 def _lengths(array: pa.Array) -> Numbers:

@@ -19,8 +19,8 @@ from flatout.data.sources.arrow_schema import Wanted, is_text, listed
 from flatout.errors import DataError
 
 # Texts of which there are more than so many, in more than this share of the rows, are names or
-# prose rather than categories.
-_FEW, _SHARE = 32, 0.5
+# prose rather than categories; where some rows alone are looked at, texts may come again later.
+_FEW, _SHARE, _SHARE_OF_SOME = 32, 0.5, 0.95
 _NUMBERISH = re.compile(r"[\s€$£%+-]*\d[\d\s.,'/:%€$£TZ+-]*")
 _MOSTLY = 0.9
 
@@ -67,7 +67,8 @@ def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: 
     for few in (True, False):  # prose is not read to its end
         left = [name for name in texts if name not in refused]
         found = count([*left, *asked], few) if left or (asked and not few) else {}
-        refused.update({n: w for n in left if (w := _no_categories(found[n]))})
+        share = _SHARE_OF_SOME if few else _SHARE
+        refused.update({n: w for n in left if (w := _no_categories(found[n], share))})
     if refused and not wanted.leave_out:
         raise _refusal(refused)
     learned = {name: sorted(found[name].values) for name in found if name not in refused}
@@ -83,7 +84,7 @@ def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: 
     )
 
 
-def _no_categories(found: Texts) -> str:
+def _no_categories(found: Texts, share: float) -> str:
     """Why texts are no categories, or ""."""
     values, rows = found
     if not rows:
@@ -91,7 +92,7 @@ def _no_categories(found: Texts) -> str:
     alike = [text for text in values if _NUMBERISH.fullmatch(text)]
     if len(alike) >= _MOSTLY * len(values):
         return f"texts such as {min(alike)!r}, which look like numbers or dates"
-    if len(values) > _FEW and len(values) > _SHARE * rows:
+    if len(values) > _FEW and len(values) > share * rows:
         return f"{len(values):,} different texts in {rows:,} rows"
     return ""
 
