@@ -29,8 +29,11 @@ _ENTRIES = (
     "__init__", "__call__", "__getitem__", "__getitems__", "__iter__", "__next__", "forward",
     "call", "build", "update", "compute", "update_state", "result",
 )  # fmt: skip
-# What each rank or machine may have another value of.
-_OWN = ("rank", "local_rank", "num_replicas", "world_size", "device", "num_workers", "seed")
+# What each run, rank or machine may have another value of.
+_OWN = (
+    "rank", "local_rank", "num_replicas", "world_size", "device", "num_workers", "seed", "id",
+    "uuid", "fingerprint", "cache_dir", "generator", "rng",
+)  # fmt: skip
 _DEEPEST = 8
 _LONGEST = 1_000
 
