@@ -362,6 +362,13 @@ class Pipeline(Staged):
         )
         return ", ".join(parts)
 
+    def where(self, number: int) -> str | None:
+        """File and line, or whatever tells where a sample comes from; None of a stream."""
+        if is_stream(self.origin):
+            return None
+        found: str = self._built.samples.where(number)
+        return found
+
     def labels_range(self) -> tuple[int, int] | None:
         """Smallest and largest target, where they are integers and known beforehand."""
         if any(isinstance(stage, Map) for stage in self.stages):

@@ -18,6 +18,7 @@ from flatout.train.losses import Loss, Value
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
 from flatout.train.step import Compute
+from flatout.train.tables import ids_checked
 
 # What torch raises where tensors do not fit; anything else is a mistake in the user's code, which
 # its own traceback shows best.
@@ -28,22 +29,25 @@ ONE_SHAPE = (
 )
 
 
-def check_first_batch(model: nn.Module, compute: Compute, pieces: list[Batch]) -> None:
+def check_first_batch(
+    model: nn.Module, compute: Compute, pieces: list[Batch], source: Source | None = None
+) -> None:
     """Run the forward and loss of one batch without a trace, and explain what does not fit.
 
     Args:
         model: its buffers and the random states are put back.
         compute: forward and loss.
         pieces: the batch, in the pieces that a step would take; on the model's device.
+        source: where they come from, to name a sample's file and line.
 
     Raises:
-        DataError: naming shapes, dtypes and, for labels, the sample.
+        DataError: naming shapes, dtypes and, for labels and ids, the sample.
         ModelError: `compute` gives no loss.
         RuntimeError, MemoryError: as memory ran out.
     """
     with untouched(model), torch.no_grad():
         for piece in pieces:
-            with explained(model, piece):
+            with explained(model, piece), ids_checked(model, piece, source):
                 value = compute(piece)
             _check_value(value)
 

@@ -15,6 +15,7 @@ from flatout.models.keras_model import is_keras
 from flatout.train import guard
 from flatout.train.job import Job
 from flatout.train.ranks import agreed, part_of
+from flatout.train.tables import outside
 from flatout.train.tally import Tally, mean_of
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def evaluate(
     world = trainer.world()
     job = trainer.job(None, training=False)
     part = part_of(agreed(source, world), world, trainer.loop.say)
-    tally = evaluate_batches(trainer, job, watched(part.batches(0, 0)), stopped)
+    tally = evaluate_batches(trainer, job, watched(part.batches(0, 0)), stopped, source)
     if tally is None:
         return None
     loss = mean_of(world.gather(tally.state_dict(), "loss of an evaluation"))
@@ -60,6 +61,7 @@ def evaluate_batches(
     job: Job,
     batches: Iterable[Batch],
     stopped: Callable[[], bool] = lambda: False,
+    source: Source | None = None,
 ) -> Tally | None:
     """The losses of this rank's batches; the metrics are the job's. None where it is stopped."""
     tally = Tally()
@@ -79,9 +81,19 @@ def evaluate_batches(
         else:
             tally.add(value, batch.size)
 
+    def output(batch: Batch) -> object:
+        return trainer.output(batch.inputs)
+
     with evaluating(trainer.model), trainer.autocast():
         for batch in batches:
-            trainer.loop.parts(take, trainer.ready(batch), whole=whole)
+            batch = trainer.ready(batch)
+            try:
+                trainer.loop.parts(take, batch, whole=whole)
+            except (IndexError, RuntimeError) as error:
+                found = outside(error, trainer.model, [batch], output, source)
+                if found is None:
+                    raise
+                raise found from error
             if stopped():
                 return None
     return tally

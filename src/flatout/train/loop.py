@@ -83,6 +83,7 @@ from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import set_random_state, untouched
 from flatout.train.step import Compute, Stepper, placed
 from flatout.train.stragglers import Pace
+from flatout.train.tables import outside
 from flatout.train.tally import mean_of
 from flatout.train.turn import Turn
 from flatout.world import ONE, LostRank, World, join, restarts
@@ -299,7 +300,7 @@ class Loop:
             source_state(data)
         check_ranks(model, data, self.world)
         check_reduction(self.requested.world, self.world, self.say)
-        whole = data
+        self.source = whole = data
         if data is not None:
             data = part_of(data, self.world, self._note)
         first = data.peek(2) if compute is not None and data is not None else []
@@ -411,7 +412,7 @@ class Loop:
             torch.use_deterministic_algorithms(True)
         if first and compute is not None:
             estimated = self._estimate_pieces(compute, first[0])
-            check = partial(check_first_batch, self.model, compute)
+            check = partial(check_first_batch, self.model, compute, source=self.source)
             self.stepper.look(first[0], check)
             self._warn_of_trips(compute, first[0])
         if self._kept is not None:
@@ -655,7 +656,13 @@ class Loop:
     def _step(self, compute: Compute, batches: tuple[Batch, ...], turn: Turn) -> None:
         start, fetch, copy, others = self._lanes or (clock(), 0, 0, 0)
         self._lanes = None
-        done = self.stepper(compute, batches, self.step_count + 1, turn)
+        try:
+            done = self.stepper(compute, batches, self.step_count + 1, turn)
+        except (IndexError, RuntimeError) as error:
+            found = outside(error, self.model, batches, compute, self.source)
+            if found is None:
+                raise
+            raise found from error
         stepped = clock()
         if self._reads_are_free:
             if turn.update.was_bad():

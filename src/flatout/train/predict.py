@@ -15,6 +15,7 @@ from flatout.errors import DataError, ModelError
 from flatout.train import guard
 from flatout.train.evaluate import evaluating
 from flatout.train.ranks import part_of
+from flatout.train.tables import outside
 
 if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
@@ -51,7 +52,14 @@ def predict(trainer: Trainer, source: Source) -> Any:
     outputs = []
     with evaluating(trainer.model), trainer.autocast():
         for batch in part_of(source, world, trainer.loop.say).batches(0, 0):
-            found = trainer.loop.parts(take, trainer.ready(batch))
+            batch = trainer.ready(batch)
+            try:
+                found = trainer.loop.parts(take, batch)
+            except (IndexError, RuntimeError) as error:
+                named = outside(error, trainer.model, [batch], take, source)
+                if named is None:
+                    raise
+                raise named from error
             outputs.append(None if batch.is_copy else found)
     # Batch by batch, and in each the ranks in turn: the order of the samples.
     by_batch = zip(*world.gather(outputs), strict=True)

@@ -19,6 +19,7 @@ from flatout.train.evaluate import evaluate_batches
 from flatout.train.ranks import agreed, part_of
 from flatout.train.snapshot import untouched
 from flatout.train.step import Compute
+from flatout.train.tables import ids_checked
 
 if TYPE_CHECKING:
     from flatout.train.state import FitState
@@ -104,7 +105,7 @@ def look_at_validation(trainer: Trainer, source: Source, most: int) -> list[str]
         batches = [rows(b, 0, most) if b.size > most else b for b in part.peek(_BATCHES)]
         for batch in batches:
             try:
-                with explained(trainer.model, batch):
+                with explained(trainer.model, batch), ids_checked(trainer.model, batch, source):
                     evaluate_batches(trainer, job, [batch])
             except (DataError, ModelError) as error:
                 what = f"the validation data do not fit: {error.what}"
