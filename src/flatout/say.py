@@ -14,6 +14,9 @@ _PICTURES = {
 }
 
 
+_said: set[str] = set()
+
+
 def printable(text: str) -> str:
     """Text as a terminal may get it: names of files, classes and processes can hold anything.
 
@@ -25,6 +28,13 @@ def printable(text: str) -> str:
 def say(*lines: str) -> None:
     """Print lines on stderr, each of them marked as Flatout's."""
     say_as_is(*(f"flatout: {line}" for line in lines))
+
+
+def say_once(line: str) -> None:
+    """As `say`, unless this process has said it before."""
+    if line not in _said:
+        _said.add(line)
+        say(line)
 
 
 def say_as_is(*lines: str) -> None:

@@ -15,7 +15,6 @@ import resource
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
@@ -35,6 +34,7 @@ from flatout.data.files import File
 from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Schema
 from flatout.data.sealed import Seals
+from flatout.data.threads import Pool
 from flatout.errors import DataError
 from flatout.kernels import lines
 from flatout.measure import available_bytes, usable_cpus
@@ -218,7 +218,7 @@ class _FileBytes:
                     for file, base in zip(self.files, self.bases, strict=False)
                     for start in range(0, max(1, file.size), _PIECE)
                 ]
-                with ThreadPoolExecutor(usable_cpus()) as pool:
+                with Pool(usable_cpus()) as pool:
                     list(pool.map(lambda piece: _read_piece(*piece), pieces))
                 for file in self.files:
                     file.check_unchanged()
@@ -438,7 +438,7 @@ def _build(
 ) -> Index:
     said = time.monotonic()
     parts: list[Index] = []
-    with ThreadPoolExecutor(usable_cpus()) as pool:
+    with Pool(usable_cpus()) as pool:
         for at, file in enumerate(held.files):
             base = int(held.bases[at])
             for found, buffer, place in held.pieces(at, decoder.split):
@@ -466,7 +466,7 @@ def _part(
     found: Any,
     buffer: Bytes,
     base: int,
-    pool: ThreadPoolExecutor,
+    pool: Pool,
 ) -> Index:
     """The index of what one buffer holds."""
     starts, sizes = found.starts + base, found.ends - found.starts

@@ -17,6 +17,7 @@ from typing import Any
 from flatout.data.batch import Batch
 from flatout.data.running.parallel import Ahead, Tuner
 from flatout.data.running.worker import Worker, WorkerDied
+from flatout.data.threads import say_fewer
 from flatout.errors import DataError
 
 # Processes younger than this, or than so many times what their start took, are kept.
@@ -93,7 +94,12 @@ class Crew:
                 name = f"worker process {number + 1} of {self.count}"
                 self._workers.append(Worker(self._payload, name))
                 self._idle.put(self._workers[-1])
-        except DataError:
+        except DataError as error:
+            if not self._workers:
+                raise
+            self.count = len(self._workers)
+            say_fewer(error.what, f"batches are made by {self.count} processes")
+        except BaseException:
             self.close()
             raise
 

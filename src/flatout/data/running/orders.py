@@ -49,4 +49,7 @@ class Orders:
                 self._made = epoch, self._cut.order(epoch)
 
         self._thread = threading.Thread(target=make, name="flatout-order", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system starts no more: the order is made when it is wanted
+            self._thread = None

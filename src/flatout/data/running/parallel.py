@@ -7,6 +7,9 @@ from collections.abc import Callable, Generator
 from time import perf_counter
 from typing import Generic, TypeVar
 
+from flatout.data.threads import say_fewer
+from flatout.say import counted
+
 T = TypeVar("T")
 
 # How much faster another thread must make the input to be kept.
@@ -178,6 +181,8 @@ class Ahead(Generic[T]):
 
     def _take(self) -> tuple[T, float]:
         waited = 0.0
+        if not self._threads and not self._stopped:
+            self._make_here()
         with self._ready:
             if self._due not in self._made:
                 start = perf_counter()
@@ -202,9 +207,26 @@ class Ahead(Generic[T]):
                 thread = threading.Thread(
                     target=self._work, args=(number,), name=f"flatout-input-{number}", daemon=True
                 )
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._go_on_with(number, str(error))
+                    break
                 self._threads.append(thread)
-                thread.start()
             self._room.notify_all()
+
+    def _go_on_with(self, threads: int, why: str) -> None:
+        """The system starts no more: those that there are do it, or whoever takes the items."""
+        self._tuner.threads, self._tuner.fixed = max(1, threads), True
+        say_fewer(why, f"batches are made by {counted(threads, 'thread')}")
+
+    def _make_here(self) -> None:
+        """Make what is due in the thread that takes it."""
+        try:
+            self._made[self._due] = self._make(self._due), None
+        except Exception as error:
+            self._made[self._due] = None, error
+        self._next = self._due + 1
 
     def _work(self, number: int) -> None:
         while True:

@@ -27,7 +27,7 @@ _PATIENCE_S = 5.0
 
 
 class WorkerDied(DataError):
-    """A process that makes batches has ended by itself."""
+    """A process that makes batches has ended by itself, or could not be started."""
 
 
 class Worker:
@@ -41,7 +41,7 @@ class Worker:
         ready: whether it has started.
 
     Raises:
-        DataError: the system starts no process.
+        WorkerDied: the system starts no process.
     """
 
     def __init__(self, payload: bytes, name: str) -> None:
@@ -55,7 +55,7 @@ class Worker:
         try:
             self._process.start()
         except OSError as error:
-            raise DataError(
+            raise WorkerDied(
                 f"{name} cannot be started: {error.strerror}",
                 do="raise the limit of processes or memory, or lower options(processes=...)",
             ) from error

@@ -7,7 +7,6 @@ import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +57,7 @@ from flatout.data.sources.vocabulary import (
     texts_of,
     with_vocabularies,
 )
+from flatout.data.threads import Pool
 from flatout.measure import usable_cpus
 
 _OPTIONS = ("delimiter", "quote", "header", "missing", "bools", "decimal", "encoding")
@@ -266,7 +266,7 @@ def _learned(
             faults.bad(found, where(row, begin + byte))
             raise
 
-    with ThreadPoolExecutor(usable_cpus()) as pool:
+    with Pool(usable_cpus()) as pool:
         found = merged(pool.map(look, range(0, rows.rows, _LOOKED_AT)))
     kept = {name: [sorted(texts.values), texts.rows] for name, texts in found.items()}
     beside = path.with_name(f".{uuid.uuid4().hex}.part")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from fsspec.core import url_to_fs
 from flatout.data.faults import Faults
 from flatout.data.files import Paths, find
 from flatout.data.sources.image_header import Damaged, Header, read_header
+from flatout.data.threads import Pool
 from flatout.errors import DataError
 
 _SUFFIXES = (
@@ -159,7 +159,7 @@ def _walk(root: str) -> Found:
         top = [entry for entry in os.scandir(root) if _is_data(entry.name)]
         folders = sorted(entry.name for entry in top if entry.is_dir())
         inside = sorted(entry.name for entry in top if not entry.is_dir())
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with Pool(_THREADS) as pool:
             for found in pool.map(lambda folder: sorted(_below(root, folder)), folders):
                 inside += found
     except OSError as error:
@@ -244,7 +244,7 @@ def open_images(entries: list[Entry], faults: Faults) -> tuple[list[Entry], npt.
     def read(first: int) -> list[Header | str]:
         return [_header_or_problem(entry) for entry in entries[first : first + _PIECE]]
 
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Pool(_THREADS) as pool:
         found = list(chain.from_iterable(pool.map(read, range(0, len(entries), _PIECE))))
     bad = [(one, entry) for one, entry in zip(found, entries, strict=True) if isinstance(one, str)]
     if bad and not faults.skip:

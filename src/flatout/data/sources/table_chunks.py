@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -37,6 +36,7 @@ from flatout.data.sources.vocabulary import (
     texts_of,
     with_vocabularies,
 )
+from flatout.data.threads import Pool
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
 
@@ -297,6 +297,6 @@ def _texts(files: Sequence[TableFile], names: Sequence[str], few: bool) -> dict[
         with _telling(one.file, f"{one.part} {part} cannot be decoded"):
             return texts_of(one.read(part, names), names)
 
-    with ThreadPoolExecutor(usable_cpus()) as pool:
+    with Pool(usable_cpus()) as pool:
         found = merged(pool.map(lambda part: look(*part), parts[:1] if few else parts))
     return {name: found.get(name, Texts(frozenset(), 0)) for name in names}
