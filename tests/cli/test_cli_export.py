@@ -99,6 +99,7 @@ assert not {"torch", "numpy", "pydantic", "safetensors"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_a_keras_model_out_of_what_held_it(tmp_path: Path) -> None:
     """In a process that has not chosen a backend of Keras."""
     make = """

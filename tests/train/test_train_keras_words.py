@@ -96,6 +96,7 @@ def test_the_best_weights_of_a_run(tmp_path):
         trainer(network()).load_best()
 
 
+@pytest.mark.slow
 def test_an_uncompiled_keras_model_takes_the_same_words():
     keras = pytest.importorskip("keras")
     keras.utils.set_random_seed(0)

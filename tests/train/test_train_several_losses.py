@@ -166,6 +166,7 @@ def test_weights_of_classes_and_of_samples(micro):
     assert close(ours, theirs, 1e-6)
 
 
+@pytest.mark.slow
 def test_a_resume_in_the_middle_of_an_epoch_goes_on_with_the_parts(tmp_path):
     from train_jobs import StopAt, figures, saving
 
@@ -241,6 +242,7 @@ def test_outputs_and_targets_that_do_not_fit_are_named():
         job.fit(X, TARGETS, class_weight={"sise": {0: 2.0}})
 
 
+@pytest.mark.slow
 def test_a_resume_names_what_has_changed(tmp_path):
     def job(weights, classes=None, **options):
         model = Two()

@@ -160,6 +160,7 @@ def test_validation_data_win_over_a_split():
     assert same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_classes_are_those_of_keras():
     pytest.importorskip("keras")
     from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
