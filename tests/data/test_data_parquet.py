@@ -447,8 +447,6 @@ def test_stacking_that_cannot_be(tmp_path):
         flatout.data.parquet(path, stack=True, unused=["t"])
     with pytest.raises(DataError, match="at least one numeric input"):
         flatout.data.parquet(path, stack=True, inputs="t", categories={"t": ["x"]})
-    with pytest.raises(DataError, match="one default for all"):
-        flatout.data.parquet(path, stack=True, inputs="a", default={"a": 1})
 
 
 @pytest.mark.parametrize("kind", _KINDS)

@@ -236,6 +236,19 @@ def test_categories_beside_stacked_numbers(tmp_path):
     assert batch.inputs["city"].tolist() == [2, 1]
 
 
+def test_stacked_columns_have_defaults_of_their_own(tmp_path):
+    path = _write(tmp_path / "a.csv", "a,b,y\n1,,0\n,2,1\n")
+    pipeline = flatout.data.csv(path, target="y", stack=True, default={"a": 5, "b": -0.5})
+    assert _all(pipeline).inputs.tolist() == [[1, -0.5], [5, 2]]
+    pipeline.schema.dump(tmp_path / "schema.toml")
+    again = flatout.data.csv(path, schema=tmp_path / "schema.toml")
+    assert torch.equal(_all(again).inputs, _all(pipeline).inputs)
+    row = flatout.data.table({"a": None, "b": 1}, schema=pipeline.schema)
+    assert _all(row).inputs.tolist() == [[5, 1]]
+    with pytest.raises(DataError, match="column 'b': expected float32, found a missing value"):
+        _all(flatout.data.csv(path, target="y", stack=True, default={"a": 5}))
+
+
 # ---- dates and missing values ----
 
 

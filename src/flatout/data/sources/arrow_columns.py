@@ -56,8 +56,12 @@ def to_columns(table: pa.Table, schema: Schema, buffers: Buffers) -> dict[str, V
             continue
         if is_stacked(schema, column):
             out = buffers.empty((len(table), *column.shape), column.numpy_dtype)
+            defaults = schema.options.get("defaults", {})
             for at, name in enumerate(source_names(schema, column)):
-                _Reader(name, column, schema).scalars(_in_one_piece(table[name]), out[:, at])
+                own = column
+                if name in defaults:
+                    own = column.model_copy(update={"default": defaults[name]})
+                _Reader(name, own, schema).scalars(_in_one_piece(table[name]), out[:, at])
             columns[column.name] = out
         else:
             array = _in_one_piece(table[column.name])

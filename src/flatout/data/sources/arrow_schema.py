@@ -195,6 +195,8 @@ def infer_schema(
     kept = {**options, **{name: value for name, value in found.items() if value}}
     if wanted.stack:
         columns, kept["stack"] = _stacked(columns, wanted, categories)
+        if isinstance(wanted.default, Mapping):
+            kept["defaults"] = {n: wanted.default[n] for n in kept["stack"] if n in wanted.default}
     return Schema(format=format, columns=tuple(columns), options=kept)
 
 
@@ -252,14 +254,13 @@ def _stacked(
     ]
     if not names:
         raise DataError("stack: expected at least one numeric input column, found none")
-    if isinstance(wanted.default, Mapping):
-        raise DataError("stack: expected one default for all columns, found a dict")
     if STACKED in {column.name for column in columns} - set(names):
         raise DataError(
             f"stack makes a column {STACKED!r}, but the table has one of that name, which is no "
             "numeric input"
         )
-    whole = Column(name=STACKED, dtype="float32", shape=(len(names),), default=wanted.default)
+    default = None if isinstance(wanted.default, Mapping) else wanted.default
+    whole = Column(name=STACKED, dtype="float32", shape=(len(names),), default=default)
     return [whole, *(column for column in columns if column.name not in names)], names
 
 
@@ -430,7 +431,7 @@ def check_options(schema: Schema, also: Sequence[str] = ()) -> None:
     Raises:
         DataError: naming it.
     """
-    known = {"allow_nan", "stack", "categories", "unknown", "dates", "left_out", *also}
+    known = {"allow_nan", "stack", "categories", "unknown", "dates", "left_out", "defaults", *also}
     for name in schema.options:
         if name not in known:
             raise DataError(

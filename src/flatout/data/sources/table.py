@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _DIGEST_ROWS = 64
 # Formats whose schemas read tables as well, and those of their options that mean something here.
 _FORMATS = ("csv", "parquet", "arrow")
-_OPTIONS = ("categories", "unknown", "dates", "stack", "left_out", "allow_nan")
+_OPTIONS = ("categories", "unknown", "dates", "stack", "left_out", "allow_nan", "defaults")
 
 
 class TableRows:
