@@ -333,6 +333,9 @@ SCHEDULES = {
 }
 
 
+QUICK = ("cosine", "a sequence")
+
+
 class Rates(flatout.Callback):
     """The rate and momentum after each step."""
 
@@ -348,7 +351,13 @@ class Rates(flatout.Callback):
 
 
 @pytest.mark.parametrize("changed", ["the base rate", "an argument", "nothing"])
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(made, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name, made in SCHEDULES.items()
+    ],
+)
 def test_a_changed_schedule_goes_on_as_if_it_had_been_there_from_the_start(
     tmp_path, schedule, changed
 ):
@@ -507,6 +516,7 @@ def test_a_loop_compares_its_job_too(tmp_path):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02)
 
 
+@pytest.mark.slow
 def test_the_same_script_is_the_same_job_in_another_process(tmp_path):
     """Sets, which have another order in each process, are the same; so are paths."""
     script = tmp_path / "job.py"
