@@ -557,7 +557,7 @@ def test_known_bad_when_opened(pets, content, message):
 def test_how_many_are_bad_is_said(pets):
     for number in range(3):
         write(pets / "dog" / f"bad{number}.png", b"")
-    with pytest.raises(DataError, match=r"3 of 8 images cannot be read; the first: 0 bytes"):
+    with pytest.raises(DataError, match=r"3 of 8 images .*the first: it is empty"):
         rows(pets)
     with pytest.raises(DataError, match="max_errors is 2"):
         rows(pets, on_error="skip", max_errors=2)

@@ -108,7 +108,7 @@ def _read(handle: int, path: str) -> Header:
 
 def _check_size(size: int) -> None:
     if size == 0:
-        raise Damaged("0 bytes")
+        raise Damaged("it is empty: 0 bytes")
     if size > _MOST_BYTES:
         raise Damaged(f"expected an image of at most {_MOST_BYTES:,} bytes, found {size:,}")
 
