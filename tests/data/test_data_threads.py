@@ -85,6 +85,8 @@ def test_fewer_processes_than_wanted(monkeypatch, capfd):
     monkeypatch.setattr(say, "_said", set())
 
     class Started:
+        ready = True
+
         def __init__(self, payload, name):
             if name.startswith("worker process 3"):
                 raise worker.WorkerDied(f"{name} cannot be started: no room")
