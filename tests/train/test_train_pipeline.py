@@ -94,6 +94,7 @@ def test_what_the_pipeline_notes_is_said():
     assert any("input: cache before shuffle and batch: same batches" in line for line in said)
 
 
+@pytest.mark.slow
 def test_training_that_waits_for_its_input_hears_so_once_and_what_would_help(capsys):
     class Slow(Dataset):
         def __len__(self):
@@ -103,12 +104,12 @@ def test_training_that_waits_for_its_input_hears_so_once_and_what_would_help(cap
             return slow(*(part[at] for part in arrays))
 
     def slow(x, y):
-        time.sleep(0.004)
+        time.sleep(0.02)
         return x, y
 
     arrays = (torch.zeros(64, 4), torch.zeros(64).long())
     waits = {
-        "most of it for map slow; it runs once a sample": data(640)
+        "most of it for map slow; it runs once a sample": data(128)
         .map(slow)
         .batch(16)
         .options(threads=1),

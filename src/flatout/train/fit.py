@@ -296,7 +296,8 @@ class Fit:
 
     def _tell_of_waiting(self) -> None:
         """Say that the input held the training back, if it did, and what would help."""
-        note = waiting_words(self.source, self.loop.timeline.lanes(), self.state.epochs)
+        steps, lanes = self.loop.timeline.steps, self.loop.timeline.lanes()
+        note = waiting_words(self.source, lanes, steps, self.state.epochs)
         if note is not None:
             self.state.history.notes.append(note)
             if not any(isinstance(callback, Progress) for callback in self.callbacks):

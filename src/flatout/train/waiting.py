@@ -12,19 +12,22 @@ from flatout.data.sources.dataset import DatasetSource
 from flatout.data.sources.iterable import IterableSource
 from flatout.data.stages import Batch, Cache, Filter, Map
 
-# From this share of waiting for batches on, the user is told.
-_TOLD = 0.1
+# From this share of waiting for batches on, and of this many seconds, the user is told.
+_TOLD, _TOLD_S = 0.1, 1.0
 
 
-def waiting_words(source: Any, lanes: Mapping[str, float], epochs: int) -> str | None:
+def waiting_words(source: Any, lanes: Mapping[str, float], steps: int, epochs: int) -> str | None:
     """What held a fit back if its input did, and what to do; None where it did not.
 
     Args:
         source: of its batches.
         lanes: milliseconds per step by lane.
+        steps: that it took.
         epochs: that it trained.
     """
-    share = lanes.get("input", 0.0) / max(sum(lanes.values()), 1e-9)
+    if lanes.get("input", 0.0) * steps < 1e3 * _TOLD_S:
+        return None
+    share = lanes["input"] / sum(lanes.values())
     if not isinstance(source, Pipeline):
         return _words(share, _advice(source)) if share > _TOLD else None
     found = source.explanation()
