@@ -268,7 +268,8 @@ JOIN = """
     try:
         join().sum(torch.ones(1))
     except Exception as error:
-        print(error)
+        print(error, flush=True)
+        os._exit(0)  # gloo's threads may not outlive Python
 """
 
 

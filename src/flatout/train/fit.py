@@ -65,7 +65,7 @@ class Fit:
         self.trainer = trainer
         self.loop = trainer.loop
         self.source = source = agreed(source, self.loop.world)
-        self.validation = validation
+        self.validation = None if validation is None else agreed(validation, self.loop.world)
         self.job = trainer.job(source, training=True)
         self.compute = self.job.compute
         steps = None if source.steps is None else -(-source.steps // self.loop.accumulate)
