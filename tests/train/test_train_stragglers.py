@@ -82,9 +82,9 @@ class Two(World):
         super().__init__(Place(0, 2, 0, 2))
 
     def gather(self, value, what=""):
-        slow = {**value.lanes, "forward": value.lanes["forward"] * 2 + 5}
-        slow_own = [2 * ms + 5 for ms in value.own_ms]
-        return [value, value._replace(host="b", lanes=slow, own_ms=slow_own, notes=["of rank 1"])]
+        _, lanes, own_ms, _ = value
+        slow = {**lanes, "forward": lanes["forward"] * 2 + 5}
+        return [value, ("b", slow, [2 * ms + 5 for ms in own_ms], ["of rank 1"])]
 
 
 def test_a_straggler_is_named_once_and_notes_of_all_ranks_are_told():
