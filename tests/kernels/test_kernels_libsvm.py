@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import mmap
+import os
 import subprocess
 import sys
 import threading
@@ -864,6 +865,7 @@ with open(sys.argv[1], "w+b") as file:
 """
 
 
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="shadows all memory")
 def test_memory_is_bounded_on_a_line_of_any_size(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _HUGE, str(tmp_path / "huge.svm")],
