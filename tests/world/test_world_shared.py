@@ -1,6 +1,10 @@
 """Ranks of one node that add up in each other's memory: how they meet, and when they do not."""
 
 import os
+import shutil
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from io import FileIO
@@ -134,6 +138,50 @@ def test_two_ranks_take_it_unasked_and_get_the_same_bits(tmp_path):
         assert said["all_reduce"] == "all_reduce"
         for name, weight in said["weights"]["auto"].items():
             assert weight.equal(said["weights"]["all_reduce"][name])
+
+
+CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc")
+IN_CONTAINERS = """
+    import os
+    import torch
+    import torch.distributed as dist
+    from flatout.strategies.reductions.meeting import meeting_of
+    from flatout.world import Group
+
+    rank, folder = int(os.environ["RANK"]), os.environ["MEET"]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=2)
+    # As many files in both, so that the numbers of the pipes are the same.
+    while os.dup(0) < 60:
+        pass
+    print(os.getpid(), meeting_of(Group((0, 1), rank, None), 20.0) is None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run([*CONTAINER, "true"], capture_output=True).returncode != 0,
+    reason="no namespaces of processes can be made",
+)
+def test_ranks_of_two_containers_are_not_taken_for_one_another(tmp_path):
+    """Each has the process number 1, and would find its own pipe in place of the other's."""
+    path = tmp_path / "job.py"
+    path.write_text(textwrap.dedent(IN_CONTAINERS))
+    ranks = [
+        subprocess.Popen(
+            [*CONTAINER, sys.executable, str(path)],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "MEET": str(tmp_path),
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["1 True\n"] * 2
 
 
 @pytest.mark.slow

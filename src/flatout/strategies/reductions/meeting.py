@@ -57,18 +57,26 @@ def meeting_of(group: Group, timeout_s: float) -> Meeting | None:
     ends = {rank: os.pipe2(os.O_CLOEXEC) for rank in others}
     of = {rank: FileIO(read, "rb") for rank, (read, _) in ends.items()}
     writing = {rank: FileIO(write, "wb") for rank, (_, write) in ends.items()}
-    offered = {rank: (os.getpid(), pipe.fileno()) for rank, pipe in writing.items()}
+    offered = {
+        rank: (os.getpid(), pipe.fileno(), os.fstat(pipe.fileno()).st_ino)
+        for rank, pipe in writing.items()
+    }
     found = gathered(group, offered)
     to: dict[int, FileIO] = {}
     own = group.ranks[group.own]
     for rank, there in zip(group.ranks, found, strict=True):
         if rank == own:
             continue
+        pid, fd, inode = there[own]
         try:
-            pid, fd = there[own]
-            to[rank] = FileIO(opened(pid, fd, os.O_WRONLY), "wb")
+            pipe = FileIO(opened(pid, fd, os.O_WRONLY), "wb")
         except OSError:
             break
+        # Processes of two containers may have the same numbers: then it is this rank's own pipe.
+        if os.fstat(pipe.fileno()).st_ino != inode:
+            pipe.close()
+            break
+        to[rank] = pipe
     all_could = all(gathered(group, len(to) == len(others)))
     # Only what the others have opened stays, so that a pipe ends with its rank.
     for pipe in writing.values():
