@@ -6,9 +6,9 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from flatout.world.network import listen, listening_address
+from flatout.world.network import is_here, listen, listening_address, reached_at
 from flatout.world.place import Place
-from flatout.world.stores import Board, files_of, open_store, own_files
+from flatout.world.stores import Board, _address, files_of, open_store, own_files
 
 HERE = Place(0, 2, 0, 2, address="127.0.0.1", port=29_500, launcher="flatout")
 SOON = timedelta(seconds=5)
@@ -78,12 +78,30 @@ def test_a_name_that_leads_to_loopback_does_not(monkeypatch):
     monkeypatch.setattr("flatout.world.network.socket.getaddrinfo", lambda *_, **__: found)
     monkeypatch.setattr("flatout.world.network.address_towards", lambda *_: "10.0.0.7")
     assert listening_address("node1") == "10.0.0.7"
+    # So the other ranks of that host must not go by the name either.
+    assert is_here("node1")
+    assert reached_at("node1") == "10.0.0.7"
+    here = replace(HERE, nodes=2, world_size=4, address="node1")
+    assert [_address(replace(here, rank=rank)) for rank in (0, 1)] == ["10.0.0.7"] * 2
+
+    found[:] = [(2, 1, 6, "", ("192.0.2.9", 0))]
+    assert not is_here("node1")
+    assert reached_at("node1") == "node1"  # as another node knows it
 
     def none_knows(*_, **__):
         raise socket.gaierror("not known yet")
 
     monkeypatch.setattr("flatout.world.network.socket.getaddrinfo", none_knows)
     assert listening_address("node1") == "10.0.0.7"
+    assert reached_at("node1") == "node1"
+
+    def ipv6_only(host, port):
+        if ":" not in host:
+            raise OSError("no way there")
+        return "2001:db8:7::7"
+
+    monkeypatch.setattr("flatout.world.network.address_towards", ipv6_only)
+    assert listening_address("node1") == "2001:db8:7::7"
 
     def no_way(*_):
         raise OSError("no way there")

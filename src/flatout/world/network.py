@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 
 import psutil
 
@@ -12,7 +13,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the interface which ranks use to reach one another."""
 
 # Reserved for examples: what leads there leads to all that is not near. Nothing is sent.
-_FAR = ("192.0.2.1", 9)
+_FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
 
 def listener(port: int) -> str:
@@ -35,11 +36,8 @@ def listener(port: int) -> str:
 
 def is_here(host: str) -> bool:
     """Whether a name or address is one of this node's; so it is taken to be if nobody knows it."""
-    try:
-        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
-    except OSError:
-        return True
-    return bool(addresses & {address for _, address in _addresses()})
+    found = _found(host)
+    return not found or _is_own(found)
 
 
 def listening_address(host: str) -> str:
@@ -51,10 +49,7 @@ def listening_address(host: str) -> str:
     Raises:
         OSError: there is none.
     """
-    try:
-        found = [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except socket.gaierror:
-        found = []
+    found = _found(host)
     if found and (host == "localhost" or host in found):  # an address, as it was given
         found = [one for one in found if _is_loopback(one)] or found
         if _is_loopback(found[0]):
@@ -63,13 +58,22 @@ def listening_address(host: str) -> str:
     near = [one for one in found if one in own and not _is_loopback(one)]
     if near:
         return near[0]
-    try:
-        return address_towards(*_FAR)
-    except OSError as error:
-        raise OSError(
-            f"{host} is no address of this node, and none of its interfaces leads further; name "
-            "its address in place of its name"
-        ) from error
+    for far in _FAR:
+        with suppress(OSError):
+            return address_towards(*far)
+    raise OSError(
+        f"{host} is no address of this node, and none of its interfaces leads further; name its "
+        "address in place of its name"
+    )
+
+
+def reached_at(host: str) -> str:
+    """Where a process of any node reaches what listens on the `listening_address` of a host.
+
+    On the host itself its name may lead to loopback, where nothing listens.
+    """
+    found = _found(host)
+    return listening_address(host) if found and _is_own(found) else host
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -84,6 +88,20 @@ def listen(address: str, port: int = 0) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)
+
+
+def _found(host: str) -> list[str]:
+    """The addresses of a host; none where nobody knows its name."""
+    try:
+        return [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except socket.gaierror:
+        return []
+
+
+def _is_own(found: list[str]) -> bool:
+    """Whether one of these addresses is this node's."""
+    own = {address for _, address in _addresses()}
+    return any(_is_loopback(one) or one.partition("%")[0] in own for one in found)
 
 
 def _is_loopback(address: str) -> bool:

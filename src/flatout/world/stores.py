@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flatout.world.network import LOOPBACK, listen, listening_address
+from flatout.world.network import LOOPBACK, listen, listening_address, reached_at
 
 if TYPE_CHECKING:
     from flatout.world.place import Place
@@ -124,7 +124,7 @@ def _address(here: Place) -> str:
         return here.address
     if here.nodes == 1:
         return LOOPBACK
-    return listening_address(here.address) if here.rank == 0 else here.address
+    return listening_address(here.address) if here.rank == 0 else reached_at(here.address)
 
 
 def agent_keeps_it() -> bool:
