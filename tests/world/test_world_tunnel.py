@@ -1,3 +1,4 @@
+import os
 import socket
 import threading
 
@@ -87,6 +88,9 @@ def test_many_strangers_at_once_are_turned_away(gate):
     for peer in peers:
         peer.settimeout(20)
         greeted += peer.recv(1) == b"f"
+    # Who knows the secret is no stranger for that, and comes again.
+    with pytest.raises(ConnectionError, match="has closed the connection"):
+        entered(LOOPBACK, gate)
     for peer in peers:
         peer.close()
     assert greeted == 64
@@ -111,6 +115,45 @@ def test_a_gate_that_does_not_know_the_secret_is_found_out():
     threading.Thread(target=serve, daemon=True).start()
     with listening, pytest.raises(Refused, match="does not know"):
         entered(LOOPBACK, listening.getsockname()[1])
+
+
+def test_a_gate_that_ends_amid_the_handshake_has_not_refused():
+    listening = listen(LOOPBACK)
+
+    def serve():
+        peer, _ = listening.accept()
+        with peer:
+            peer.sendall(b"flatout 1 " + bytes(32))
+            peer.recv(64)
+
+    threading.Thread(target=serve, daemon=True).start()
+    with listening, pytest.raises(ConnectionError, match="has closed the connection"):
+        entered(LOOPBACK, listening.getsockname()[1])
+
+
+def test_a_gate_goes_on_when_threads_cannot_be_started(gate, monkeypatch):
+    way = Way(LOOPBACK, gate)
+    start, failed = threading.Thread.start, threading.Event()
+
+    def fails(thread):
+        failed.set()
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        with socket.create_connection((LOOPBACK, way.port)) as peer:
+            assert peer.recv(1) == b""
+    assert failed.is_set()
+    assert threading.Thread.start is start
+    with socket.create_connection((LOOPBACK, way.port)) as peer:
+        assert say(peer, b"a") == b"A"
+
+
+def test_the_secret_may_be_any_bytes(gate, monkeypatch):
+    monkeypatch.setenv("FLATOUT_SECRET", os.fsdecode(b"\xff\xfe"))
+    assert secret() == b"\xff\xfe"
+    with entered(LOOPBACK, gate) as peer:
+        assert say(peer, b"a") == b"A"
 
 
 def test_the_secret_is_never_sent(monkeypatch):

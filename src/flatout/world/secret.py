@@ -33,7 +33,7 @@ class Refused(WorldError):
 
 def secret() -> bytes:
     """Of this job; empty where none was given."""
-    return os.environ.get(VARIABLE, "").encode()
+    return os.fsencode(os.environ.get(VARIABLE, ""))
 
 
 def new_secret() -> str:
@@ -64,17 +64,22 @@ def enter(gate: socket.socket) -> None:
     Raises:
         Stranger: it is no gate of Flatout's.
         Refused: the secrets differ.
-        OSError: it is gone.
+        OSError: it is gone, or has no time for this one now.
     """
     try:
         said = _receive(gate, len(_GREETING) + _NONCE)
     except TimeoutError:
-        said = b""
+        raise Stranger("it does not greet as Flatout does") from None
+    if not said:
+        raise ConnectionError("it has closed the connection")  # too many come at once
     if not said.startswith(_GREETING):
         raise Stranger("it does not greet as Flatout does")
     theirs, own = said[len(_GREETING) :], token_bytes(_NONCE)
     gate.sendall(own + _proof(b"enter", theirs, own))
-    if _receive(gate, 1) != _YES:
+    answer = _receive(gate, 1)
+    if not answer:
+        raise ConnectionError("it has closed the connection")
+    if answer != _YES:
         raise Refused(f"{VARIABLE} is not the same there")
     if not hmac.compare_digest(_receive(gate, _PROOF), _proof(b"admit", own, theirs)):
         raise Refused(f"who listens there does not know {VARIABLE}")

@@ -114,7 +114,10 @@ def _serve(listening: socket.socket, receive: Callable[[socket.socket], None]) -
                     return
                 time.sleep(_AGAIN_S)  # that one is gone already, or there are too many
                 continue
-            threading.Thread(target=one, args=(peer,), daemon=True).start()
+            try:
+                threading.Thread(target=one, args=(peer,), daemon=True).start()
+            except RuntimeError:  # no thread can be started now
+                peer.close()
 
     threading.Thread(target=all_, daemon=True, name="flatout-tunnel").start()
 
