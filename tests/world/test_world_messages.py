@@ -1,3 +1,4 @@
+import json
 import pickle
 from collections import OrderedDict
 
@@ -78,3 +79,13 @@ def test_a_head_that_promises_more_than_comes_is_refused():
     message = messages.pack(torch.arange(10))
     with pytest.raises(WorldError, match="no message"):
         messages.unpack(message[:-1])
+
+
+@pytest.mark.parametrize(
+    "row", [["a", "nothing", [1]], ["a", "save", [1]], ["a", "int8", [-1]], ["a", "int8", [2**70]]]
+)
+def test_a_head_with_tensors_that_cannot_be_is_refused(row):
+    head = json.dumps({"value": 1, "tensors": [row]}).encode()
+    content = len(head).to_bytes(8, "little") + head + bytes(8)
+    with pytest.raises(WorldError, match="no message"):
+        messages.unpack(torch.frombuffer(bytearray(content), dtype=torch.uint8))

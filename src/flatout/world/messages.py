@@ -65,7 +65,7 @@ def unpack(message: torch.Tensor) -> Any:
         head = json.loads(message[_LENGTH:at].numpy().tobytes())
         tensors = {}
         for name, word, shape in head["tensors"]:
-            dtype = getattr(torch, word)
+            dtype = getattr(torch, word, None)
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{word!r} is no dtype")
             tensor = torch.empty(shape, dtype=dtype)
