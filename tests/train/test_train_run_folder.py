@@ -111,6 +111,19 @@ def test_a_run_folder_that_another_job_has_taken_over_is_left_to_it(tmp_path):
             one.kill()
 
 
+@pytest.mark.parametrize(
+    "make", [os.symlink, lambda _, path: os.mkfifo(path)], ids=["link", "fifo"]
+)
+def test_a_lock_that_is_no_file_is_refused_and_nothing_else_written(tmp_path, make):
+    """Who else writes into a shared folder could have this user empty any file of theirs."""
+    other = tmp_path / "other"
+    other.write_text("kept")
+    make(other, tmp_path / ".in-use")
+    with pytest.raises(CheckpointError, match="to be a plain file"):
+        InUse(str(tmp_path))
+    assert other.read_text() == "kept"
+
+
 def test_a_checkpoint_is_written_where_no_thread_can_be_started(tmp_path, caplog):
     checkpoints = Checkpoints(tmp_path)
     before = threading.stack_size(2**45)  # more than there are addresses for

@@ -6,12 +6,15 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 from contextlib import suppress
 from pathlib import Path
 
 from flatout.errors import CheckpointError
 
 _NAME = ".in-use"
+# Who else writes into the folder may have put a link there, which leads to any file of this user's.
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # What a file system without locks answers.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
@@ -26,7 +29,8 @@ class InUse:
         folder: is made if it is not there.
 
     Raises:
-        CheckpointError: a job of another process holds it, which is named.
+        CheckpointError: a job of another process holds it, which is named; or what its lock would
+            be is no plain file.
     """
 
     def __init__(self, folder: str) -> None:
@@ -37,12 +41,17 @@ class InUse:
         while True:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                file = os.open(self._path, _FLAGS, 0o644)
             except OSError as error:
+                if self._path.is_symlink():
+                    raise self._no_file() from error
                 raise CheckpointError(
                     f"the run folder cannot be written: {error.strerror}",
                     where=str(self._path.parent),
                 ) from error
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                os.close(file)
+                raise self._no_file()
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -56,10 +65,18 @@ class InUse:
                     do="choose another run folder, or wait until that job has ended",
                 ) from error
             if self._is_there(file):
-                os.truncate(file, 0)
-                os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                with suppress(OSError):  # on a full disk the lock holds, and its holder has no name
+                    os.truncate(file, 0)
+                    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return file
             os.close(file)  # its holder has just ended and removed it
+
+    def _no_file(self) -> CheckpointError:
+        return CheckpointError(
+            f"expected {_NAME} in the run folder to be a plain file",
+            where=str(self._path),
+            do="see who has put something else there, and remove it",
+        )
 
     def _is_there(self, file: int) -> bool:
         """Whether the file that is open is the one in the folder."""
