@@ -19,6 +19,7 @@ from keras import layers  # noqa: E402
 from flatout import Trainer  # noqa: E402
 from flatout.errors import CheckpointError  # noqa: E402
 from flatout.save.export import export  # noqa: E402
+from flatout.save.keras_file import text_in_hdf5  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
 
@@ -358,3 +359,19 @@ def test_damaged_and_crafted_files(tmp_path: Path) -> None:
         export(source, prefix="real.")
     with pytest.raises(CheckpointError, match="the target exists"):
         export(source, source)
+
+
+def test_only_text_is_taken_from_an_hdf5_file(tmp_path):
+    file = tmp_path / "a.weights.h5"
+    with h5py.File(tmp_path / "other.h5", "w") as other:
+        other["secret"] = "not for all"
+    with h5py.File(file, "w") as made:
+        made["flatout.note"] = "grün"
+        made["flatout.number"] = 3
+        made["flatout.many"] = ["a", "b"]
+        made["flatout.group/flatout.text"] = "within"
+        made["flatout.nowhere"] = h5py.SoftLink("/nothing")
+        made["flatout.elsewhere"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "secret")
+        made["another"] = "not ours"
+    with h5py.File(file) as opened:
+        assert text_in_hdf5(opened) == {"flatout.note": "grün"}

@@ -80,3 +80,17 @@ def test_a_view_brings_no_more_than_itself_and_tied_weights_stay_one(tmp_path: P
     with pytest.raises(CheckpointError, match="cannot store 'x'"):
         save_weights(tmp_path / "w.pt", {"x": torch.eye(3).to_sparse()})
     assert load_weights_file(tmp_path / "w.pt")[0].keys() == weights.keys()
+
+
+def test_damaged_text_beside_the_weights_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "a.pt"
+    save_weights(file, {"a": torch.ones(2)}, {"note": "some words"})
+    content = file.read_bytes()
+    assert load_weights_file(file)[1] == {"note": "some words"}
+    file.write_bytes(content.replace(b"some words", b"same words"))
+    with pytest.raises(CheckpointError, match=r"damaged: .*flatout\.json: Bad CRC-32"):
+        load_weights_file(file)
+    entry = content.rindex(b"PK\1\2")
+    file.write_bytes(content[: entry + 8] + b"\1" + content[entry + 9 :])  # as if encrypted
+    with pytest.raises(CheckpointError, match=r"damaged: .*flatout\.json"):
+        load_weights_file(file)

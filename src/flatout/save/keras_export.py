@@ -166,7 +166,7 @@ class KerasFile:
                 if claimed > _MOST * len(self._data):
                     raise _too_large(claimed, len(self._data), self.where)
                 text, weights = file.read("config.json"), file.read("model.weights.h5")
-                self.metadata = text_in(file)
+                self.metadata = text_in(file, self.where)
         except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, OSError) as error:
             raise CheckpointError(
                 f"not a .keras file, or damaged: {error}", where=self.where

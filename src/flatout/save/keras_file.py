@@ -82,7 +82,7 @@ def load_keras(model: Any, path: str | Path) -> dict[str, str]:
                 where=name,
                 do="check that the file is whole and of the same model",
             ) from error
-        return _text_of(local)
+        return _text_of(local, name)
 
 
 def _add(file: Path, metadata: Mapping[str, str]) -> None:
@@ -97,10 +97,10 @@ def _add(file: Path, metadata: Mapping[str, str]) -> None:
             opened[name] = text  # a dataset: an attribute takes 64 KiB at most
 
 
-def _text_of(file: Path) -> dict[str, str]:
+def _text_of(file: Path, where: str) -> dict[str, str]:
     if file.suffix == ".keras":
         with zipfile.ZipFile(file) as archive:
-            return text_in(archive)
+            return text_in(archive, where)
     import h5py
 
     with h5py.File(file) as opened:
@@ -108,9 +108,19 @@ def _text_of(file: Path) -> dict[str, str]:
 
 
 def text_in_hdf5(file: Any) -> dict[str, str]:
-    """The text beside the weights in an open HDF5 file, by name."""
-    own = [name for name in file if is_text(name) and hasattr(file[name], "asstr")]
-    return {name: str(file[name].asstr()[()]) for name in own}
+    """The text beside the weights in an open HDF5 file, by name; links are not followed."""
+    import h5py
+
+    own = [
+        file[name]
+        for name in file
+        if is_text(name) and isinstance(file.get(name, getlink=True), h5py.HardLink)
+    ]
+    return {
+        one.name.removeprefix("/"): str(one.asstr("utf-8", "replace")[()])
+        for one in own
+        if isinstance(one, h5py.Dataset) and one.shape == () and h5py.check_string_dtype(one.dtype)
+    }
 
 
 def is_text(name: str) -> bool:

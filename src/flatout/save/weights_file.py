@@ -6,6 +6,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 
 import torch
@@ -21,6 +22,8 @@ _PICKLES = (".pt", ".pth")
 # What text is called in a ZIP archive, and how long it is at most.
 MEMBER = "flatout.json"
 _LARGEST = 64 << 20
+# What reading a member raises whose bytes are damaged, encrypted or packed in another way.
+_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 
 def check_ending(path: str | os.PathLike[str]) -> None:
@@ -110,17 +113,25 @@ def _text_in(path: str | os.PathLike[str]) -> dict[str, str]:
         if not zipfile.is_zipfile(file):
             return {}
         with zipfile.ZipFile(file) as archive:
-            return text_in(archive)
+            return text_in(archive, folder.where(name))
 
 
-def text_in(archive: zipfile.ZipFile) -> dict[str, str]:
-    """The text beside the weights in a ZIP archive, by name; nothing where there is none."""
+def text_in(archive: zipfile.ZipFile, where: str) -> dict[str, str]:
+    """The text beside the weights in a ZIP archive, by name; nothing where there is none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     members = (m for m in archive.infolist() if m.filename.rpartition("/")[2] == MEMBER)
     member = next(members, None)
     if member is None or member.file_size > _LARGEST:
         return {}
     try:
-        found = json.loads(archive.read(member))
+        content = archive.read(member)
+    except _BROKEN as error:
+        raise CheckpointError(f"damaged: {member.filename}: {error}", where=where) from error
+    try:
+        found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
     pairs = found.items() if isinstance(found, dict) else ()
