@@ -6,8 +6,9 @@ from datetime import timedelta
 import psutil
 import pytest
 
+from flatout.errors import WorldError
 from flatout.world.network import is_here, listen, listening_address, reached_at
-from flatout.world.place import Place
+from flatout.world.place import Place, place
 from flatout.world.stores import Board, _address, files_of, open_store, own_files
 
 HERE = Place(0, 2, 0, 2, address="127.0.0.1", port=29_500, launcher="flatout")
@@ -59,6 +60,16 @@ def test_a_board_keeps_the_latest_of_each_rank(tmp_path):
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.7"])
 def test_loopback_stays_loopback(host):
     assert listening_address(host).startswith("127.0.0.")
+
+
+def test_a_first_rank_on_another_node_is_not_looked_for_on_this_one(monkeypatch):
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.9", "MASTER_PORT": "29500"}
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(WorldError, match="nothing tells how many ranks each node has"):
+        open_store(place(env), SOON)
+    assert _address(place({**env, "MASTER_ADDR": "localhost"})) == "127.0.0.1"
+    assert _address(place({**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})) == "192.0.2.9"
 
 
 def test_an_address_of_this_node_is_taken():

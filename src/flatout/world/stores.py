@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flatout.world.network import LOOPBACK, listen, listening_address, reached_at
+from flatout.errors import WorldError
+from flatout.world.network import LOOPBACK, is_here, listen, listening_address, reached_at
 
 if TYPE_CHECKING:
     from flatout.world.place import Place
@@ -123,8 +124,26 @@ def _address(here: Place) -> str:
     if agent_keeps_it():
         return here.address
     if here.nodes == 1:
+        _check_one_node(here)
         return LOOPBACK
     return listening_address(here.address) if here.rank == 0 else reached_at(here.address)
+
+
+def _check_one_node(here: Place) -> None:
+    """Variables set by hand may leave open which ranks are on one node; then all are taken to be.
+
+    Raises:
+        WorldError: the first rank is on another one.
+    """
+    is_told = here.launcher != "torchrun" or "LOCAL_WORLD_SIZE" in os.environ
+    if not is_told and not is_here(here.address):
+        raise WorldError(
+            f"MASTER_ADDR is {here.address}, which is no address of this node, and nothing tells "
+            "how many ranks each node has",
+            where=str(here),
+            do="set LOCAL_RANK and LOCAL_WORLD_SIZE, which are 0 and 1 where each node has one "
+            "rank; or start with flatout run or torchrun, which set them",
+        )
 
 
 def agent_keeps_it() -> bool:
