@@ -355,6 +355,26 @@ def test_damaged_and_crafted_files(tmp_path: Path) -> None:
         file["layers/dense/vars/0"] = h5py.ExternalLink("data.h5", "/x")
     with pytest.raises(CheckpointError, match="is a link to somewhere else"):
         export(tmp_path / "link.weights.h5")
+    with h5py.File(tmp_path / "within.weights.h5", "w") as file:
+        file["layers/dense/vars/0"] = np.zeros(3)
+        file["layers/again"] = file["layers"]
+    with pytest.raises(CheckpointError, match="is there twice"):
+        export(tmp_path / "within.weights.h5")
+    with h5py.File(tmp_path / "plain.weights.h5", "w") as file:
+        file["layers/dense/vars/0"] = np.zeros(3)
+    content = (tmp_path / "plain.weights.h5").read_bytes()
+    assert content.count(b"SNOD") > 1  # where a group lists what it holds
+    (tmp_path / "broken.weights.h5").write_bytes(content.replace(b"SNOD", b"NONE"))
+    with pytest.raises(CheckpointError, match=r"not an HDF5 file, or damaged: .*symbol table"):
+        export(tmp_path / "broken.weights.h5")
+    content = bytearray(source.read_bytes())
+    with zipfile.ZipFile(source) as archive:
+        content[archive.getinfo("config.json").header_offset + 6] |= 1
+    entry = content.rindex(b"config.json", 0, content.rindex(b"PK\5\6")) - 46
+    content[entry + 8] |= 1  # as if encrypted
+    (tmp_path / "locked.keras").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"not a \.keras file, or damaged: .*encrypted"):
+        export(tmp_path / "locked.keras")
     with pytest.raises(CheckpointError, match="neither a best and a last, nor prefixes"):
         export(source, prefix="real.")
     with pytest.raises(CheckpointError, match="the target exists"):

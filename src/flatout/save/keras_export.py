@@ -16,7 +16,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from flatout.errors import CheckpointError, FlatoutError
 from flatout.save.keras_file import is_text, save_keras, text_in_hdf5
 from flatout.save.model_file import save_model
 from flatout.save.storage import Folder
-from flatout.save.weights_file import text_in
+from flatout.save.weights_file import BROKEN, text_in
 
 WHOLE = (".keras", ".h5", ".hdf5")
 _WEIGHTS = ".weights.h5"
@@ -84,7 +84,7 @@ class KerasFile:
             try:
                 _in_new_form(self._config)
                 self._take_off_wrapper(self._config)
-            except (KeyError, IndexError, TypeError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 raise _no_description(self.where, error) from error
             _refuse_code(self._config, self.where)
 
@@ -167,7 +167,9 @@ class KerasFile:
                     raise _too_large(claimed, len(self._data), self.where)
                 text, weights = file.read("config.json"), file.read("model.weights.h5")
                 self.metadata = text_in(file, self.where)
-        except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, OSError) as error:
+        except CheckpointError:
+            raise
+        except (*BROKEN, KeyError, OSError, ValueError) as error:
             raise CheckpointError(
                 f"not a .keras file, or damaged: {error}", where=self.where
             ) from error
@@ -414,7 +416,9 @@ def _is_of_keras(module: Any, kind: Any) -> bool:
 # -- HDF5 ------------------------------------------------------------------------------------------
 
 
-def _open(data: bytes, where: str) -> Any:
+@contextmanager
+def _open(data: bytes, where: str) -> Iterator[Any]:
+    """Within, what HDF5 finds wrong, at the beginning or later, is a damaged file."""
     try:
         import h5py
     except ImportError as error:
@@ -422,8 +426,11 @@ def _open(data: bytes, where: str) -> Any:
             "reading a Keras file needs h5py", do="pip install 'flatout[hdf5]'"
         ) from error
     try:
-        return h5py.File(io.BytesIO(data), "r")
-    except OSError as error:
+        with h5py.File(io.BytesIO(data), "r") as file:
+            yield file
+    except CheckpointError:
+        raise
+    except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"not an HDF5 file, or damaged: {error}", where=where) from error
 
 
@@ -443,9 +450,10 @@ def _check_links(file: Any, size: int, where: str) -> None:
                 )
             part = group[name]
             if isinstance(part, h5py.Group):
-                if part.id not in seen:
-                    seen.add(part.id)
-                    waiting.append(part)
+                if part.id in seen:  # it may be within itself
+                    raise CheckpointError(f"{part.name} is there twice", where=where)
+                seen.add(part.id)
+                waiting.append(part)
                 continue
             if not isinstance(part, h5py.Dataset) or part.external or part.is_virtual:
                 raise CheckpointError(f"{part.name} is no array of this file", where=where)

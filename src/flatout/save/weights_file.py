@@ -23,7 +23,7 @@ _PICKLES = (".pt", ".pth")
 MEMBER = "flatout.json"
 _LARGEST = 64 << 20
 # What reading a member raises whose bytes are damaged, encrypted or packed in another way.
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 
 def check_ending(path: str | os.PathLike[str]) -> None:
@@ -128,7 +128,7 @@ def text_in(archive: zipfile.ZipFile, where: str) -> dict[str, str]:
         return {}
     try:
         content = archive.read(member)
-    except _BROKEN as error:
+    except BROKEN as error:
         raise CheckpointError(f"damaged: {member.filename}: {error}", where=where) from error
     try:
         found = json.loads(content)
