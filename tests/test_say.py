@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import FlatoutError
-from flatout.say import printable, rounded, say
+from flatout.say import first_line, printable, rounded, say
 from flatout.terminal import Console
 
 buffered_or_not = pytest.mark.parametrize(
@@ -87,3 +87,8 @@ def test_nothing_that_is_said_reaches_a_terminal_raw(capsys):
     for text in (capsys.readouterr().err, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())):
         assert "␛[2J␛]0;owned" in text
         assert not set("\x1b\x07\x9b\x7f\u202e\u2069") & set(text)
+
+
+def test_an_error_that_says_nothing_is_named_by_its_type():
+    assert first_line(AssertionError()) == "AssertionError"
+    assert first_line(ValueError("\n one \ntwo")) == "one"

@@ -56,6 +56,12 @@ def say_as_is(*lines: str) -> None:
             raw.write(f"{text}\n".encode(stream.encoding, "backslashreplace"))
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an error says; the name of its type where it says nothing."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
+
+
 def counted(count: int, noun: str) -> str:
     """How many there are, such as "1 rank" or "2,000 steps"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -19,7 +19,7 @@ from keras import layers  # noqa: E402
 from flatout import Trainer  # noqa: E402
 from flatout.errors import CheckpointError  # noqa: E402
 from flatout.save.export import export  # noqa: E402
-from flatout.save.keras_file import text_in_hdf5  # noqa: E402
+from flatout.save.keras_file import load_keras, save_keras, text_in_hdf5  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
 
@@ -395,3 +395,15 @@ def test_only_text_is_taken_from_an_hdf5_file(tmp_path):
         made["another"] = "not ours"
     with h5py.File(file) as opened:
         assert text_in_hdf5(opened) == {"flatout.note": "grün"}
+
+
+def test_damaged_text_beside_kerass_weights_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model, file = real(), tmp_path / "m.keras"
+    save_keras(model, file, {"flatout.note": "some words"})
+    file.write_bytes(file.read_bytes().replace(b"some words", b"same words"))
+    before = [w.copy() for w in model.get_weights()]
+    model.set_weights([w + 1 for w in before])
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*flatout\.json: Bad CRC-32"):
+        load_keras(model, file)
+    for now, then in zip(model.get_weights(), before, strict=True):
+        assert np.array_equal(now, then + 1)

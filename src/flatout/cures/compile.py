@@ -7,6 +7,7 @@ from typing import Any
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call
 from flatout.observe.model_facts import unwrapped
+from flatout.say import first_line
 
 FIELD = "compute.compile"
 
@@ -60,7 +61,7 @@ def _first(
     except TorchDynamoException as error:
         module._compiled_call_impl = None
         set_random_state(before)
-        leave(FIELD, f"{name} cannot be compiled: {str(error).splitlines()[0]}")
+        leave(FIELD, f"{name} cannot be compiled: {first_line(error)}")
         return call(module, *args, **kwargs)
     took(FIELD, f"compiled {name}")
     return result

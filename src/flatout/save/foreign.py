@@ -19,6 +19,7 @@ from flatout.save.checkpoint import is_checkpoint, read_weights
 from flatout.save.manifest import MANIFEST
 from flatout.save.model_file import INDEX, MODEL, is_model_file, open_model
 from flatout.save.storage import Folder
+from flatout.say import first_line
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -124,7 +125,7 @@ def _of_torch(file: IO[bytes], where: str) -> Weights:
         raise _refused(file, where, error) from error
     except Exception as error:  # whatever a damaged file makes the reader do
         raise CheckpointError(
-            f"not a file that torch.save makes, or damaged: {_first_line(error)}", where=where
+            f"not a file that torch.save makes, or damaged: {first_line(error)}", where=where
         ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(
@@ -168,7 +169,3 @@ def _refused(file: IO[bytes], where: str, error: Exception) -> CheckpointError:
         f'    python -c "{code}"\n'
         "  and export weights.pt",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -27,6 +27,7 @@ from flatout.save.keras_file import is_text, save_keras, text_in_hdf5
 from flatout.save.model_file import save_model
 from flatout.save.storage import Folder
 from flatout.save.weights_file import BROKEN, text_in
+from flatout.say import first_line
 
 WHOLE = (".keras", ".h5", ".hdf5")
 _WEIGHTS = ".weights.h5"
@@ -121,7 +122,7 @@ class KerasFile:
                 return keras.saving.load_model(local, compile=False, safe_mode=True)
             except Exception as error:  # of many types, for whatever does not fit
                 raise CheckpointError(
-                    f"Keras cannot build the model: {str(error).splitlines()[0]}",
+                    f"Keras cannot build the model: {first_line(error)}",
                     where=self.where,
                     do="if it has classes of its own, load it in the script that defines them, "
                     "and save it from there",

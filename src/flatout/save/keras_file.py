@@ -20,6 +20,7 @@ from flatout.save.fits import check_fits
 from flatout.save.model_file import open_model, save_model
 from flatout.save.storage import Folder
 from flatout.save.weights_file import MEMBER, text_in
+from flatout.say import first_line
 
 _KERAS = (".keras", ".weights.h5")
 _OURS = "flatout."
@@ -75,14 +76,14 @@ def load_keras(model: Any, path: str | Path) -> dict[str, str]:
         local.write_bytes(data)
         try:
             model.load_weights(local)
+            return _text_of(local, name)
         except Exception as error:
             load_weights(model, before)  # Keras may have loaded a part of them
             raise CheckpointError(
-                f"the weights cannot be loaded: {str(error).splitlines()[0]}",
+                f"the weights cannot be loaded: {first_line(error)}",
                 where=name,
                 do="check that the file is whole and of the same model",
             ) from error
-        return _text_of(local, name)
 
 
 def _add(file: Path, metadata: Mapping[str, str]) -> None:

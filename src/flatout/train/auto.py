@@ -30,6 +30,7 @@ from flatout.errors import OutOfMemory
 from flatout.measure import OutOfTime, TrialResult, fingerprint, usable_cpus
 from flatout.models import find_rewrites, uses_convolution
 from flatout.recipe import Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
+from flatout.say import first_line
 from flatout.train import auto_cache
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_trials import Option, Trials, is_faster
@@ -283,7 +284,7 @@ def _compile(
     except OutOfTime:
         return {field: _choice("off", "compiling left no time to measure it", Parity.EXACT)}
     except Exception as error:
-        reason = f"fails here: {str(error).splitlines()[0]}"
+        reason = f"fails here: {first_line(error)}"
         return {field: _choice("off", reason, Parity.EXACT)}
     saved = expected_s * (1 - 1 / trial.ratio)
     if is_faster(trial) and saved > 2 * took:

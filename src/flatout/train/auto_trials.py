@@ -23,6 +23,7 @@ from flatout.errors import OutOfMemory
 from flatout.measure import OutOfTime, TrialResult, page_faults, run_trial
 from flatout.models.keras_model import is_keras
 from flatout.recipe import ModelFacts
+from flatout.say import first_line
 from flatout.train import auto_budget
 from flatout.train.auto_budget import Budget
 from flatout.train.settings import Settings
@@ -213,7 +214,7 @@ class Trials:
         except OutOfTime:
             raise
         except Exception as error:
-            self._rejected[option.field] = f"fails here: {str(error).splitlines()[0]}"
+            self._rejected[option.field] = f"fails here: {first_line(error)}"
             return False
         if self.stepper.update.was_bad():
             self.stepper.update.clear()

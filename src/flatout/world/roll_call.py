@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from flatout.errors import WorldError
-from flatout.say import say
+from flatout.say import first_line, say
 from flatout.world.agreement import Arrival, disagreement
 from flatout.world.network import LOOPBACK, is_here, listen, listener, listening_address
 from flatout.world.nodes import Nodes
@@ -114,7 +114,7 @@ class RollCall:
             holder = listener(self.port)
             raise WorldError(
                 f"the nodes cannot meet at {self.where}: port {self.port} of this node "
-                + (f"is in use by {holder}" if holder else f"cannot be taken: {_first(error)}"),
+                + (f"is in use by {holder}" if holder else f"cannot be taken: {first_line(error)}"),
                 where=self.who,
                 do="choose another port with --rendezvous, the same on every node, or end what "
                 "uses it",
@@ -235,7 +235,7 @@ class RollCall:
             if isinstance(error, WorldError):
                 raise
             raise WorldError(
-                f"node 0 at {self.where} ended before all nodes had come ({_first(error)})",
+                f"node 0 at {self.where} ended before all nodes had come ({first_line(error)})",
                 where=self.who,
             ) from error
         if self.own.key not in {one.key for one in came}:
@@ -285,7 +285,3 @@ class Waiting:
 
 def _nodes(missing: list[int]) -> str:
     return f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-
-
-def _first(error: BaseException) -> str:
-    return str(error).split("\n")[0].strip()
