@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import psutil
 import pytest
+from world_ranks import run
 
 from flatout.errors import WorldError
 from flatout.world.network import is_here, listen, listening_address, reached_at
@@ -120,3 +121,16 @@ def test_a_name_that_leads_to_loopback_does_not(monkeypatch):
     monkeypatch.setattr("flatout.world.network.address_towards", no_way)
     with pytest.raises(OSError, match="node1 is no address of this node"):
         listening_address("node1")
+
+
+@pytest.mark.slow
+def test_an_interface_that_the_user_has_named_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    job = """
+        import os
+        from flatout.world import join
+        join()
+        print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
+    """
+    assert [out.split() for out, _ in run(job, 2, tmp_path)] == [["lo", "ib0"]] * 2

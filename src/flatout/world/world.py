@@ -308,7 +308,8 @@ def _meet(here: Place, device: str, timeout: timedelta) -> None:
         store = dist.PrefixStore(f"flatout-{restarts()}", found)  # type: ignore[attr-defined]
         _all_here(store, here)
         if INTERFACES[0] not in os.environ and (name := _interface(store, here)):
-            os.environ.update(dict.fromkeys(INTERFACES, name))
+            for variable in INTERFACES:
+                os.environ.setdefault(variable, name)  # NCCL may have a network of its own
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
             store=store,
