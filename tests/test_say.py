@@ -89,6 +89,18 @@ def test_nothing_that_is_said_reaches_a_terminal_raw(capsys):
         assert not set("\x1b\x07\x9b\x7f\u202e\u2069") & set(text)
 
 
+def test_names_that_no_text_can_hold_do_not_stop_a_report():
+    for encoding, shown in (("utf-8", "run-?2J.py ü → 学"), ("ascii", "run-?2J.py ? ? ?")):
+        # As Python opens stdout in the C locale, bytes of a name would go out as they are.
+        for errors in ("strict", "surrogateescape"):
+            raw = io.BytesIO()
+            out = io.TextIOWrapper(raw, encoding=encoding, errors=errors)
+            console = Console(file=out, width=80, markup=False)
+            console.print(Text(os.fsdecode(b"run-\x9b2J.py") + " ü → 学"))
+            out.flush()
+            assert raw.getvalue().decode(encoding).rstrip() == shown
+
+
 def test_an_error_that_says_nothing_is_named_by_its_type():
     assert first_line(AssertionError()) == "AssertionError"
     assert first_line(ValueError("\n one \ntwo")) == "one"

@@ -20,4 +20,10 @@ class Console(console.Console):
         """As rich's, with text that a terminal may get."""
         for segment in super().render(renderable, options):
             text, style, control = segment
-            yield segment if control else Segment(printable(text), style)
+            yield segment if control else Segment(self._encodable(printable(text)), style)
+
+    def _encodable(self, text: str) -> str:
+        """What the file cannot hold, such as bytes of a name that are no text, becomes a `?`."""
+        if text.isascii():
+            return text
+        return text.encode(self.encoding, "replace").decode(self.encoding)
