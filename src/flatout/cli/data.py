@@ -328,7 +328,7 @@ def seal(paths: Paths, format: Format = None, as_json: AsJson = False) -> None:
         _print_json({"sealed": [one._asdict() for one in done]})
         return
     for one in done:
-        typer.echo(f"{one.file}  {size_words(one.bytes)}  → {one.seal}")
+        typer.echo(printable(f"{one.file}  {size_words(one.bytes)}  → {one.seal}"))
 
 
 @data.command()
