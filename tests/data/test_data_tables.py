@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 
 import numpy as np
 import pytest
@@ -172,6 +173,32 @@ def test_texts_are_learned_once_and_numbered_the_same_ever_after(tmp_path):
     _write(tmp_path / "b.csv", "city,n,y\nRome,1,maybe\n")
     with pytest.raises(DataError, match="'y': expected one of 2 categories, found 'maybe'"):
         _all(flatout.data.csv(later, schema=tmp_path / "schema.toml"))
+
+
+def test_texts_are_learned_again_from_a_file_that_was_written_again(tmp_path):
+    path = tmp_path / "a.csv"
+    # Longer than the ends of a file that its digest reads.
+    lines = [f"{('red', 'green')[i % 2]},{i},{-i}" for i in range(20_000)]
+    path.write_text("color,x,z\n" + "\n".join(lines))
+    assert flatout.data.csv(path).schema.options["categories"] == {"color": ["green", "red"]}
+    lines[10_000] = lines[10_000].replace("red", "tan")
+    path.write_text("color,x,z\n" + "\n".join(lines))
+    os.utime(path, ns=(0, 0))
+    found = flatout.data.csv(path)
+    assert found.schema.options["categories"] == {"color": ["green", "red", "tan"]}
+    second = list(found.batch(10_000).batches(0))[1]
+    assert second.inputs["color"][:3].tolist() == [3, 1, 2]
+
+
+def test_learned_texts_leave_the_digest_to_the_schema(tmp_path):
+    path = tmp_path / "a.csv"
+    lines = [f"{('red', 'green')[i % 2]},{'' if i % 5 == 0 else i},{-i}" for i in range(100)]
+    path.write_text("color,x,z\n" + "\n".join(lines))
+    for fill in (7, -1):
+        filled = flatout.data.csv(path, unused="z", default={"x": fill}).cache("disk")
+        assert _all(filled).inputs["x"][::5].tolist() == [fill] * 20
+    other = flatout.data.csv(path, inputs=["color", "z"]).cache("disk")
+    assert _all(other).inputs["z"].tolist() == [-i for i in range(100)]
 
 
 def test_texts_of_all_rows_and_files_are_learned_whatever_the_order(tmp_path, monkeypatch):

@@ -120,6 +120,7 @@ class IndexedRows:
     def read_by(self, decoder: Decoder, faults: Faults) -> IndexedRows:
         """The same files, by a decoder that finds the same rows in them and makes more of them."""
         other = copy(self)
+        other.__dict__.pop("digest", None)  # that of the other schema
         other.decoder, other.schema = decoder, decoder.schema
         if decoder.needs_survey or faults.skip:
             other.index = index_of(self._bytes, decoder, faults, True, self._say)

@@ -238,8 +238,10 @@ def _learned(
     rows: IndexedRows, opened: _Opened, columns: Sequence[str], faults: Faults
 ) -> Mapping[str, Texts]:
     """The texts of all rows, from the cache or looked for now."""
+    # Their digest reads the files' ends alone.
+    written = [(file.path, file.mtime_ns) for file in rows.files]
     words = json.dumps(
-        [_VERSION, rows.digest, opened.names, list(columns), *opened.dialect, faults.skip]
+        [_VERSION, rows.digest, written, opened.names, list(columns), *opened.dialect, faults.skip]
     )
     digest = hashlib.sha256(words.encode()).hexdigest()[:24]
     # Beside the index of the same rows.
