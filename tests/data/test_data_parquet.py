@@ -555,3 +555,16 @@ def test_row_groups_that_are_too_large_are_noted(tmp_path, monkeypatch):
     monkeypatch.setattr("flatout.data.sources.table_chunks._LARGE", 1000)
     (note,) = _chunks(path).notes()
     assert "row_group_size" in note
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_file_that_was_written_again_is_not_taken_from_the_cache(tmp_path, kind):
+    numbers = np.random.default_rng(0).permutation(40_000)
+    plain = {"compression": "none", "use_dictionary": False} if kind == "parquet" else {}
+    for at in (10, 20):  # values in the middle, far from the ends that the digest reads
+        numbers[20_000], numbers[20_000 + at] = numbers[20_000 + at], numbers[20_000]
+        path = _write(tmp_path / f"a.{kind}", {"n": numbers}, **plain)
+        os.utime(path, ns=(at, at))
+        cached = _pipeline(path).cache("disk")
+        found = torch.cat([batch.inputs for batch in cached.batch(40_000).batches(0)])
+        assert found.tolist() == numbers.tolist()

@@ -58,6 +58,24 @@ def test_rows_come_by_number(tmp_path):
         assert batch.inputs.tolist() == batch.indices.tolist()
 
 
+def test_a_table_that_differs_in_one_value_has_a_cache_and_a_digest_of_its_own(monkeypatch):
+    numbers, other = np.arange(1_000), np.arange(1_000)
+    other[501] = -7
+    for values in (numbers, other):
+        table = flatout.data.table({"n": values, "text": ["a", None] * 500})
+        assert _all(table.cache("disk")).inputs["n"].tolist() == values.tolist()
+    tables = [flatout.data.table({"n": values}) for values in (numbers, other)]
+    assert tables[0].digest != tables[1].digest
+    assert flatout.data.table({"n": numbers}).digest == tables[0].digest
+    # A missing value is another one than what may stand behind it.
+    missing = [pa.array([1, 0, 3], mask=np.array(mask, bool)) for mask in ([0, 1, 0], [0, 0, 1])]
+    found = {flatout.data.table({"n": part}, default=0).digest for part in missing}
+    assert len(found) == 2
+    monkeypatch.setattr("flatout.data.sources.table._DIGEST_BYTES", 800)
+    caches = [flatout.data.table({"n": values}).cache("disk") for values in (numbers, other)]
+    assert [_all(one).inputs[501].item() for one in caches] == [501, -7]
+
+
 def test_one_row_to_predict(tmp_path):
     (tmp_path / "a.csv").write_text(
         "city;size;day;ok;y\nUlm;1,5;2026-01-01;true;no\nBonn;2;2026-01-02;false;yes\n"

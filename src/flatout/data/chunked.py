@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from threading import Lock
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of, take, take_values
+from flatout.data.files import File
 from flatout.data.origins import Chunks
 from flatout.data.running.buffers import Buffers
 from flatout.errors import DataError
@@ -65,6 +66,12 @@ class ChunkedRows:
     def digest(self) -> str:
         """The chunks' own."""
         return self.chunks.digest
+
+    @property
+    def files(self) -> Sequence[File]:
+        """Those that the chunks lie in."""
+        found: Sequence[File] = getattr(self.chunks, "files", ())
+        return found
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """These rows, in this order, in memory of their own."""

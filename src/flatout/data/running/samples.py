@@ -125,9 +125,10 @@ class Decoded:
         return self.first
 
     def content(self) -> str | None:
-        """The digest, and when its files were last written."""
+        """The digest, all bytes of a table in memory, and when files were last written."""
         files = getattr(self.source, "files", ())
-        return digest_of(self.digest, *(str(file.mtime_ns) for file in files))
+        whole = getattr(self.source, "content", str)
+        return digest_of(self.digest, whole(), *(str(file.mtime_ns) for file in files))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """Decode these rows."""

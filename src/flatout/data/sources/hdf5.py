@@ -151,13 +151,14 @@ class HDF5Chunks:
         self.file_rows = offsets_of([next(iter(part.values())).shape[0] for part in parts])
 
     @property
-    def _files(self) -> list[File]:
+    def files(self) -> list[File]:
+        """One for each part."""
         return [next(iter(part.values())).file for part in self._parts]
 
     @cached_property
     def digest(self) -> str:
         """Over the files' sizes, their first and last bytes, the datasets' names and the schema."""
-        words = [content_words(file) for file in self._files]
+        words = [content_words(file) for file in self.files]
         words += [
             f"{column} {place.name}" for part in self._parts for column, place in part.items()
         ]
@@ -171,7 +172,7 @@ class HDF5Chunks:
         """
         part, start, stop = self._ranges[chunk]
         places = self._parts[part]
-        file = self._files[part]
+        file = self.files[part]
         file.check_unchanged()
         columns: dict[str, Values] = {}
         # Opened for each chunk: costs little beside unpacking, and nothing is left open or shared.
@@ -193,13 +194,13 @@ class HDF5Chunks:
     def where(self, number: int) -> str:
         """File and row, counted from 0."""
         at = int(np.searchsorted(self.file_rows, number, side="right")) - 1
-        return f"{self._files[at].name}: row {number - self.file_rows[at]:,}"
+        return f"{self.files[at].name}: row {number - self.file_rows[at]:,}"
 
     def describe(self) -> str:
         """Such as "1 HDF5 file, 47.5 MB, 60,000 rows"."""
-        size = sum(file.size for file in self._files)
+        size = sum(file.size for file in self.files)
         words = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-        count = len(self._files)
+        count = len(self.files)
         return f"{count} HDF5 file{'s' * (count > 1)}, {words}, {self.file_rows[-1]:,} rows"
 
     def notes(self) -> list[str]:

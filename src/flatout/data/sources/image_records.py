@@ -89,6 +89,11 @@ class ImageRecords:
         return given or tuple(map(str, range(int(labels.max()) + 1)))
 
     @property
+    def files(self) -> Sequence[File]:
+        """Those that hold the records."""
+        return self._records.files
+
+    @property
     def digest(self) -> str:
         """Over the files' sizes, and their first and last bytes."""
         return self._records.digest

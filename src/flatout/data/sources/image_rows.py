@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values
 from flatout.data.faults import Faults
+from flatout.data.files import File
 from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Role, Schema
 from flatout.data.sources.image_decode import (
@@ -119,6 +120,12 @@ class ImageRows:
         self.schema = _schema(wanted, self._look, self.classes)
         self._notes = [*images.notes(), *self._class_notes(), *self._decoder_notes()]
         self._notes += self._reduction_notes()
+
+    @property
+    def files(self) -> Sequence[File]:
+        """Those that hold many images each."""
+        found: Sequence[File] = getattr(self._images, "files", ())
+        return found
 
     @cached_property
     def digest(self) -> str:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers
 from flatout.data.running.buffers import Buffers
+from flatout.data.running.digests import digest_of
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.optional import require
 from flatout.errors import DataError
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from flatout.data.pipeline import Pipeline
     from flatout.data.sources.arrow_schema import Categories, Dates, Defaults, Names
 
-# Rows that the digest reads, spread evenly over the table.
-_DIGEST_ROWS = 64
+# Of tables up to this size the digest reads all bytes, of larger ones as many.
+_DIGEST_BYTES = 64 << 20
 # Formats whose schemas read tables as well, and those of their options that mean something here.
 _FORMATS = ("csv", "parquet", "arrow")
 _OPTIONS = ("categories", "unknown", "dates", "stack", "left_out", "allow_nan", "defaults")
@@ -56,15 +57,22 @@ class TableRows:
 
     @cached_property
     def digest(self) -> str:
-        """Over the schema, the number of rows and the bytes of 64 of them."""
+        """Over the schema, the number of rows and their values.
+
+        Above 64 MiB the values are those of rows spread evenly over the table, 64 MiB in all.
+        """
         import pyarrow as pa
 
-        chosen = np.linspace(0, self.rows - 1, min(self.rows, _DIGEST_ROWS)).astype(np.int64)
-        some = self._table.take(pa.array(chosen)).combine_chunks()
-        digest = hashlib.sha256(f"{self.schema.dumps()}\n{self.rows}\n".encode())
-        for column in some.columns:
-            digest.update(repr(column.to_pylist()).encode())
-        return digest.hexdigest()[:16]
+        some = self._table
+        if some.nbytes > _DIGEST_BYTES:
+            count = max(1, self.rows * _DIGEST_BYTES // some.nbytes)
+            chosen = np.linspace(0, self.rows - 1, count).astype(np.int64)
+            some = some.take(pa.array(chosen))
+        return digest_of(self.schema.dumps(), str(self.rows), _values_digest(some))
+
+    def content(self) -> str:
+        """16 hex digits over the values of all rows."""
+        return _values_digest(self._table)
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """These rows, in this order.
@@ -204,6 +212,22 @@ def _without_views(table: pa.Table) -> pa.Table:
         if pa.types.is_string_view(field.type):
             table = table.set_column(at, field.name, table[at].cast(pa.large_string()))
     return table
+
+
+def _values_digest(table: pa.Table) -> str:
+    """16 hex digits over which values there are and what they are, in a table of any chunks."""
+    import pyarrow as pa
+
+    digest = hashlib.blake2b(digest_size=8)
+    for column in table.combine_chunks().columns:
+        digest.update(column.is_null().combine_chunks().to_numpy(zero_copy_only=False).data)
+        # Behind a missing value may stand anything.
+        there = pa.table([column.drop_null() if column.null_count else column], ["values"])
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, there.schema) as stream:
+            stream.write_table(there)
+        digest.update(sink.getvalue())
+    return digest.hexdigest()
 
 
 def _column(values: Any) -> pa.Array:

@@ -156,6 +156,7 @@ class TableChunks:
         notes: what there is to say of it.
 
     Attributes:
+        files: where they lie.
         file_rows: where each file's rows begin, and at last where they end.
 
     Raises:
@@ -170,6 +171,7 @@ class TableChunks:
             check_schema(schema, one.fields, one.file.name)
         self.schema = schema
         self._files = list(files)
+        self.files = [one.file for one in files]
         self._names = used_names(schema)
         self._parts = [
             _Part(at, number, int(start))
