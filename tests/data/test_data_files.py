@@ -3,6 +3,7 @@ import gzip
 import lzma
 import os
 import socket
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -82,6 +83,23 @@ def test_packed_files_are_unpacked_once(tmp_path, monkeypatch, kind):
     assert read(whole) == packed.read_bytes()
     os.utime(packed, ns=(1, 1))  # written anew
     assert files.find(packed)[0].path != file.path
+
+
+def test_a_copy_that_another_process_was_quicker_with_stays(tmp_path, monkeypatch):
+    path = tmp_path / "a.svm.gz"
+    path.write_bytes(gzip.compress(b"1 1:2\n"))
+    others, fsync = [], os.fsync
+
+    def another_is_quicker(number):
+        fsync(number)
+        if not others:
+            others.append(None)
+            others[:] = files.find(path)
+
+    monkeypatch.setattr(os, "fsync", another_is_quicker)
+    assert files.find(path) == others
+    others[0].check_unchanged()
+    assert not list(Path(others[0].path).parent.glob("*.part"))
 
 
 def test_a_packed_file_that_ends_early_is_named(tmp_path, monkeypatch):

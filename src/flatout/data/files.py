@@ -361,7 +361,7 @@ def _copy(
                     say(f"bringing {name} into the cache: {done / 1e6:,.0f} MB")
             copy.flush()
             os.fsync(copy.fileno())
-        os.replace(beside, target)
+        _name_it(beside, target)
     except EOFError as error:
         raise DataError(
             f"the packed file ends early: {done:,} bytes could be unpacked", where=name
@@ -369,6 +369,16 @@ def _copy(
     finally:
         with suppress(OSError):
             beside.unlink()
+
+
+def _name_it(beside: Path, target: Path) -> None:
+    """Call a whole file by its name, unless another process was first: that one reads its own."""
+    try:
+        os.link(beside, target)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        os.replace(beside, target)
 
 
 def _unpacked(original: IO[bytes], name: str) -> IO[bytes]:
