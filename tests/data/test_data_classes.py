@@ -99,6 +99,25 @@ def test_sources_that_are_mixed_have_one_number_for_a_class(tmp_path):
         flatout.data.mix(two, other)
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_texts_that_are_mixed_have_one_number(tmp_path, kind):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    csv = pytest.importorskip("pyarrow.csv")
+    paths = []
+    for colors in (["red", "green"], ["blue", "green"]):
+        table = pa.table({"color": colors * 4, "x": range(8)})
+        paths.append(tmp_path / f"{colors[0]}.{kind}")
+        (csv.write_csv if kind == "csv" else pq.write_table)(table, paths[-1])
+    read = getattr(flatout.data, kind)
+    first = read(paths[0])
+    with pytest.raises(DataError, match="number the texts of column 'color' differently"):
+        flatout.data.mix(first, read(paths[1]))
+    mixed = flatout.data.mix(first, read(paths[1], schema=first.schema))
+    found = [batch.inputs["color"] for batch in mixed.batch(4).batches(0)]
+    assert sorted(np.concatenate(found).tolist()) == [0] * 4 + [1] * 8 + [2] * 4
+
+
 @pytest.mark.parametrize("names", [("train", "val"), ("Training", "test", "dev"), ("train",)])
 def test_parts_of_the_data_are_no_classes(tmp_path, names):
     for name in names:

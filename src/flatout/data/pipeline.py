@@ -517,7 +517,7 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
 
     Raises:
         DataError: there are fewer than two, one is a stream or in batches already, their classes
-            differ, or the weights make no sense.
+            differ, they number the texts of a column differently, or the weights make no sense.
     """
     if len(pipelines) < 2:
         raise DataError(f"mix wants at least two pipelines, found {len(pipelines)}")
@@ -529,6 +529,7 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
                 do="put batch behind mix; convert streams to files",
             )
     pipelines = _of_same_classes(pipelines)
+    _check_texts(pipelines)
     shares = None
     if weights is not None:
         if len(weights) != len(pipelines) or any(not weight > 0 for weight in weights):
@@ -554,6 +555,20 @@ def _of_same_classes(pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
             do=f"give each of them classes={sorted(every)}",
         )
     return tuple(pipeline.with_classes(whole) for pipeline in pipelines)
+
+
+def _check_texts(pipelines: Sequence[Pipeline]) -> None:
+    """Refuse columns in which one number means different texts."""
+    known: dict[str, str] = {}
+    for pipeline in pipelines:
+        for name, texts in pipeline.texts.items():
+            if known.setdefault(name, texts) != texts:
+                raise DataError(
+                    f"mix: the sources number the texts of column {name!r} differently",
+                    where=pipeline.describe(),
+                    do="read all files as one source, or give each the schema of the first: "
+                    "schema=first.schema",
+                )
 
 
 def _targets_at(built: Built, numbers: Any) -> Any:
