@@ -115,6 +115,27 @@ def test_functions_behind_normalize_and_two_of_it_are_errors():
         normal.normalize(0.5, 0.5)
 
 
+def test_sources_that_are_mixed_are_normalized_alike_and_last():
+    x, y = stored(6), torch.arange(6)
+    plain = flatout.data.arrays(x, y)
+    mixed = flatout.data.mix(plain.normalize(MEAN, STD), plain.normalize(MEAN, STD))
+    behind = flatout.data.mix(plain, plain).normalize(MEAN, STD)
+    assert mixed.normalization == behind.normalization
+    (found,), (want,) = (list(one.batch(12).batches(0)) for one in (mixed, behind))
+    assert torch.equal(found.inputs, want.inputs)
+    assert found.inputs.dtype == torch.float32
+    for other in (plain, plain.normalize()):
+        with pytest.raises(DataError, match="not normalized alike"):
+            flatout.data.mix(plain.normalize(MEAN, STD), other)
+
+
+def test_a_conversion_writes_bytes(tmp_path):
+    normal = flatout.data.arrays(stored(6), torch.arange(6)).normalize()
+    with pytest.raises(DataError, match="convert writes images as bytes"):
+        flatout.data.convert(normal, tmp_path / "a.rows")
+    assert not list(tmp_path.glob("a.rows*"))
+
+
 def test_what_is_no_image_stays(tmp_path):
     ids = torch.arange(6, dtype=torch.uint8)
     data = flatout.data.arrays({"image": stored(6), "id": ids, "x": torch.ones(6, 2)})

@@ -517,7 +517,8 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
 
     Raises:
         DataError: there are fewer than two, one is a stream or in batches already, their classes
-            differ, they number the texts of a column differently, or the weights make no sense.
+            differ, they number the texts of a column differently, they are not normalized alike,
+            or the weights make no sense.
     """
     if len(pipelines) < 2:
         raise DataError(f"mix wants at least two pipelines, found {len(pipelines)}")
@@ -538,7 +539,9 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
                 f"found {list(weights)}"
             )
         shares = tuple(weight / sum(weights) for weight in weights)
-    return Pipeline(Mixture(pipelines, shares, seed))
+    normalization = _shared_normalization(pipelines)
+    mixed = Pipeline(Mixture(tuple(one.in_bytes for one in pipelines), shares, seed))
+    return mixed if normalization is None else mixed.with_stages([Normalize(normalization)])
 
 
 def _of_same_classes(pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
@@ -555,6 +558,18 @@ def _of_same_classes(pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
             do=f"give each of them classes={sorted(every)}",
         )
     return tuple(pipeline.with_classes(whole) for pipeline in pipelines)
+
+
+def _shared_normalization(pipelines: Sequence[Pipeline]) -> Normalization | None:
+    """What all are normalized by, which then runs last, behind mix."""
+    first, *others = (pipeline.normalization for pipeline in pipelines)
+    if any(other != first for other in others):
+        words = ["not normalized" if one is None else one.words() for one in (first, *others)]
+        raise DataError(
+            f"mix: the sources are not normalized alike: {'; '.join(dict.fromkeys(words))}",
+            do="put normalize behind mix, where it holds for all",
+        )
+    return first
 
 
 def _check_texts(pipelines: Sequence[Pipeline]) -> None:

@@ -22,7 +22,7 @@ from flatout.data.running.buffers import Buffers
 from flatout.data.running.samples import Costs, Samples
 from flatout.data.running.selection import labels_of
 from flatout.data.schema import Column, Schema
-from flatout.data.stages import Batch, Cache, Shard, Shuffle
+from flatout.data.stages import Batch, Cache, Normalize, Shard, Shuffle
 from flatout.errors import DataError
 
 T = TypeVar("T")
@@ -91,6 +91,11 @@ def job_of(pipeline: Pipeline, shuffle: int | None, balance: str | None) -> Job:
             raise DataError(
                 f"convert writes rows, and {type(stage).__name__.lower()} makes batches",
                 do="convert the pipeline as it is before batch and shard",
+            )
+        if isinstance(stage, Normalize):
+            raise DataError(
+                "convert writes images as bytes, and normalize makes float32 of them",
+                do="leave it out, and write it behind what reads the new files",
             )
     if shuffle is not None:
         if any(isinstance(stage, Shuffle) for stage in pipeline.stages):
