@@ -568,3 +568,26 @@ def test_a_file_that_was_written_again_is_not_taken_from_the_cache(tmp_path, kin
         cached = _pipeline(path).cache("disk")
         found = torch.cat([batch.inputs for batch in cached.batch(40_000).batches(0)])
         assert found.tolist() == numbers.tolist()
+
+
+def test_learned_numbers_and_texts_in_lists(tmp_path):
+    columns = {
+        "n": pa.array([1.5, float("nan"), 0.5, None] * 10),
+        "tags": [["u", "v"], ["w", None], None, ["u"]] * 10,
+    }
+    path = _write(tmp_path / "a.parquet", columns, rows=8)
+    found = _pipeline(path, categories=["n", "tags"], default={"tags": 0})
+    assert found.schema.options["categories"] == {"n": [0.5, 1.5], "tags": ["u", "v", "w"]}
+    inputs = _all(found).inputs
+    assert inputs["n"][:4].tolist() == [2, 0, 1, 0]
+    assert inputs["tags"][:4].tolist() == [[1, 2], [3, 0], [0, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("first", ["text", "numbers"])
+def test_a_file_that_has_numbers_where_another_has_texts_is_named(tmp_path, first):
+    files = {"text": ["u", "v"] * 9, "numbers": [1, 2] * 9}
+    paths = [_write(tmp_path / f"{name}.parquet", {"a": files[name]}) for name in files]
+    paths = sorted(paths, key=lambda path: path.stem != first)
+    with pytest.raises(DataError, match=r"column 'a': expected .*, found ") as told:
+        flatout.data.parquet(paths)
+    assert os.fspath(told.value.where).endswith(paths[1].name)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from flatout.data.sources.arrow_schema import (
     check_schema,
     given_schema,
     infer_schema,
+    is_text,
     listed,
     used_names,
 )
@@ -294,6 +296,14 @@ def table_chunks(
 def _texts(files: Sequence[TableFile], names: Sequence[str], few: bool) -> dict[str, Texts]:
     """What columns of text hold, in all parts or in the first."""
     parts = [(one, part) for one in files for part in range(len(one.sizes))]
+    first = files[0]
+    for one, name in product(files[1:], names):
+        if is_text(one.fields.get(name, first.fields[name])) != is_text(first.fields[name]):
+            raise DataError(
+                f"column {name!r}: expected {first.fields[name]} as in {first.file.name}, found "
+                f"{one.fields[name]}",
+                where=one.file.name,
+            )
 
     def look(one: TableFile, part: int) -> dict[str, Texts]:
         with _telling(one.file, f"{one.part} {part} cannot be decoded"):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from flatout.data.schema import Schema
 from flatout.data.sources.arrow_schema import Wanted, is_text, listed
@@ -125,8 +126,12 @@ def texts_of(table: pa.Table, names: Sequence[str]) -> dict[str, Texts]:
     found = {}
     for name in names:
         column = table[name].drop_null()
+        while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            column = pc.list_flatten(column).drop_null()
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
+        if pa.types.is_floating(column.type):  # NaN is a missing value, and equals no other one
+            column = column.filter(pc.invert(pc.is_nan(column)))
         found[name] = Texts(frozenset(column.unique().to_pylist()), len(column))
     return found
 
