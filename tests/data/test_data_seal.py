@@ -170,8 +170,11 @@ def test_unpacked_copies_are_sealed_by_themselves(tmp_path, monkeypatch):
     with open(copy, "rb+") as file:
         file.seek(1000)
         file.write(b"x")
-    with pytest.raises(DataError, match=r"checksum differs|changed"):
+    with pytest.raises(DataError, match=r"checksum differs|changed") as told:
         read(opened)
+    assert told.value.do == f"delete the copy, and it is made again: {copy}"
+    copy.unlink()
+    read(opened)
 
 
 def test_seals_are_no_data(tmp_path):

@@ -147,6 +147,9 @@ def _verified(file: Any) -> Verified | None:
     if not has_seal(file.path):
         return None
     where, again = file.name + SUFFIX, f"flatout data seal {file.name}"
+    # What is packed or lies elsewhere is read from a copy.
+    is_copy = os.path.dirname(file.path) == str(cache_folder.cache_folder() / "files")
+    copied = f"delete the copy, and it is made again: {file.path}" if is_copy else None
     try:
         with open(file.path + SUFFIX) as opened:
             words = checksums.unsealed(opened.read())
@@ -157,14 +160,14 @@ def _verified(file: Any) -> Verified | None:
         raise DataError(
             f"the seal cannot be read: {error}",
             where=where,
-            do=f"delete it, or make another one if the file is good: {again}",
+            do=copied or f"delete it, or make another one if the file is good: {again}",
         ) from error
     if sums.size != file.size:
         raise DataError(
             f"the file has changed since it was sealed ({_when(written_ns)}): it had "
             f"{sums.size:,} bytes, now {file.size:,}",
             where=file.name,
-            do=f"if that was meant: {again}; if not, bring the file back",
+            do=copied or f"if that was meant: {again}; if not, bring the file back",
         )
     do = f"the file is damaged: bring it back from where it came, or, if it is good, {again}"
     if file.mtime_ns > written_ns:
@@ -172,7 +175,7 @@ def _verified(file: Any) -> Verified | None:
             f"the file was written after it was sealed ({_when(written_ns)}): if that was meant, "
             f"{again}; if not, bring it back"
         )
-    return Verified(file.name, sums, (file.path, file.size, file.mtime_ns), do)
+    return Verified(file.name, sums, (file.path, file.size, file.mtime_ns), copied or do)
 
 
 def _when(ns: int) -> str:
