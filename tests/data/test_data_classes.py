@@ -118,6 +118,18 @@ def test_texts_that_are_mixed_have_one_number(tmp_path, kind):
     assert sorted(np.concatenate(found).tolist()) == [0] * 4 + [1] * 8 + [2] * 4
 
 
+def test_numbers_that_are_categories_have_names_and_a_missing_target_has_none():
+    pytest.importorskip("pyarrow")
+    rows = {"x": [0, 1, 2, 3], "y": [10, None, 20, 10]}
+    for fill in (-1, 99):
+        read = flatout.data.table(rows, target="y", categories="y", default={"y": fill})
+        assert read.classes == ("10", "20")
+        for names in (("10", "20"), ("20", "10")):
+            (batch,) = read.with_classes(names).batch(4).batches(0)
+            want = [names.index("10"), fill, names.index("20"), names.index("10")]
+            assert batch.targets.tolist() == want
+
+
 @pytest.mark.parametrize("names", [("train", "val"), ("Training", "test", "dev"), ("train",)])
 def test_parts_of_the_data_are_no_classes(tmp_path, names):
     for name in names:

@@ -516,6 +516,14 @@ def test_signs_that_are_none(tmp_path, options):
         flatout.data.csv(path, **options)
 
 
+def test_two_signs_are_not_the_same(tmp_path):
+    path = _write(tmp_path / "a.csv", "a,b\n1,2\n")
+    for options in ({"quote": ","}, {"delimiter": ";", "quote": ";"}, {"decimal": ","}):
+        with pytest.raises(DataError, match="expected two signs"):
+            flatout.data.csv(path, **options)
+    assert flatout.data.csv(path, quote=";").batch(1).peek(1)[0].inputs["b"].tolist() == [2]
+
+
 def test_a_file_that_vanishes_or_changes(tmp_path):
     path = _write(tmp_path / "a.csv", "a,b\n1,2\n")
     files = find(path)

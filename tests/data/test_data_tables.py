@@ -201,6 +201,38 @@ def test_learned_texts_leave_the_digest_to_the_schema(tmp_path):
     assert _all(other).inputs["z"].tolist() == [-i for i in range(100)]
 
 
+@pytest.mark.parametrize("names", [[f"u{i}" for i in range(900)], list(range(900))])
+def test_many_categories_have_the_same_numbers_in_small_batches(names):
+    draw = np.random.default_rng(0).permutation(900)
+    rows = {
+        "user": [names[i] for i in draw] + [None],
+        "closed": [names[i] for i in draw] + names[:1],
+    }
+    table = flatout.data.table(rows, categories={"user": None, "closed": names})
+    (whole,) = table.batch(901).batches(0)
+    small = list(table.batch(7).batches(0))
+    for name in rows:
+        parts = torch.cat([batch.inputs[name] for batch in small])
+        assert torch.equal(parts, whole.inputs[name])
+    assert whole.inputs["closed"].tolist() == [*draw.tolist(), 0]
+    order = {name: number for number, name in enumerate(sorted(names), 1)}
+    assert whole.inputs["user"].tolist() == [order[name] for name in rows["user"][:-1]] + [0]
+    strange = flatout.data.table({**rows, "closed": rows["user"]}, schema=table.schema)
+    with pytest.raises(DataError, match="column 'closed': expected int64, found a missing"):
+        list(strange.batch(7).batches(0))
+    other = {"user": names[:1], "closed": ["no" if names[0] == "u0" else -1]}
+    with pytest.raises(DataError, match="expected one of 900 categories"):
+        list(flatout.data.table(other, schema=table.schema).batch(1).batches(0))
+
+
+def test_quotes_in_a_text_that_is_no_utf8(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"c,x\n" + b"a,1\n" * 50 + b'"a ""b"" \xff",2\n')
+    with pytest.raises(DataError, match=r"found the byte 0xff") as told:
+        flatout.data.csv(path)
+    assert told.value.where.endswith("a.csv:52 (byte 213)")
+
+
 def test_texts_of_all_rows_and_files_are_learned_whatever_the_order(tmp_path, monkeypatch):
     monkeypatch.setattr("flatout.data.sources.csv_rows._LOOKED_AT", 7)
     names = [f"k{i % 60}" for i in range(200)]

@@ -85,13 +85,18 @@ class Renumbered:
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """These rows, in this order."""
         block = self._inner.take(numbers, buffers)
-        labels = self._numbers[block.columns[self._target]]
+        labels = self._renumbered(block.columns[self._target])
         return Block({**block.columns, self._target: labels}, block.numbers)
 
     def targets(self) -> npt.NDArray[Any] | None:
         """The classes' numbers, where they are known without decoding."""
         labels = self._inner.targets()
-        return None if labels is None else self._numbers[labels]
+        return None if labels is None else self._renumbered(labels)
+
+    def _renumbered(self, labels: Any) -> npt.NDArray[np.int64]:
+        # What stands for a missing target, such as -1, is no class and stays.
+        is_class = (labels >= 0) & (labels < len(self._numbers))
+        return np.where(is_class, self._numbers[np.where(is_class, labels, 0)], labels)
 
     def lengths(self) -> Numbers | None:
         """Those of the rows as they are."""

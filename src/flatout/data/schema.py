@@ -138,7 +138,9 @@ class Schema(BaseModel):
             return list(self.options["classes"])
         targets = [column.name for column in self.of_role("target")]
         known = self.options.get("categories", {})
-        return list(known[targets[0]]) if len(targets) == 1 and targets[0] in known else None
+        if len(targets) != 1 or targets[0] not in known:
+            return None
+        return list(map(str, known[targets[0]]))
 
     def with_target(self, name: str) -> Schema:
         """The same with this column, and no other, as the target."""

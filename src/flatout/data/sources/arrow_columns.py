@@ -168,7 +168,7 @@ class _Reader:
         """The number of each value among the categories."""
         if pa.types.is_null(array.type):
             array = array.cast(pa.array(self.categories).type)
-        codes = pc.index_in(array, value_set=_value_set(self.categories, array.type))
+        codes = _index_in(array, self.categories)
         if self.has_unknown:
             return pc.add(codes, 1).fill_null(0)
         unknown = pc.and_(codes.is_null(), array.is_valid())
@@ -227,18 +227,33 @@ class _Reader:
         return BadValue(row, f"column {self.name!r}: expected {expected}, found {found}")
 
 
-# By the list that a schema holds, and the type: made once, not for every batch.
-_VALUE_SETS: dict[tuple[int, str], tuple[list[Any], pa.Array]] = {}
-_MOST_SETS = 256
+def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
+    """Where each value stands in a list, int32; null where it does not."""
+    has_words = is_text(array.type) or pa.types.is_integer(array.type)
+    if len(values) < _MANY * len(array) or not has_words:
+        made = _made_of(values, str(array.type), lambda: pa.array(values, array.type))
+        return pc.index_in(array, value_set=made)
+    # Arrow would go through the whole list in each call.
+    places = _made_of(values, "dict", lambda: {value: at for at, value in enumerate(values)})
+    found = array.dictionary_encode()
+    codes = [places.get(value) for value in found.dictionary.to_pylist()]
+    return pa.array(codes, pa.int32()).take(found.indices)
 
 
-def _value_set(values: list[Any], type: pa.DataType) -> pa.Array:
-    key = (id(values), str(type))
-    kept = _VALUE_SETS.get(key)
+# Times as many values as rows, from where looking each up is faster than hashing all of them.
+_MANY = 4
+# What was made of a list that a schema holds: once, not for every batch.
+_MADE: dict[tuple[int, str], tuple[list[Any], Any]] = {}
+_MOST_MADE = 256
+
+
+def _made_of(values: list[Any], kind: str, make: Callable[[], Any]) -> Any:
+    key = (id(values), kind)
+    kept = _MADE.get(key)
     if kept is None or kept[0] is not values:
-        if len(_VALUE_SETS) >= _MOST_SETS:
-            _VALUE_SETS.clear()
-        kept = _VALUE_SETS[key] = (values, pa.array(values, type))
+        if len(_MADE) >= _MOST_MADE:
+            _MADE.clear()
+        kept = _MADE[key] = (values, make())
     return kept[1]
 
 

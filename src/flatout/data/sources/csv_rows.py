@@ -15,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from flatout.cache_folder import cache_folder, kind_folder, private
+from flatout.data.block import Numbers
+from flatout.data.decoder import Bytes
 from flatout.data.faults import Faults
 from flatout.data.files import File, in_utf8
 from flatout.data.indexed import IndexedRows
@@ -257,15 +259,8 @@ def _learned(
         try:
             return _texts(in_one_piece(buffer, starts, ends), opened, columns, faults)
         except UnicodeDecodeError as error:
-            row = next(
-                row
-                for row in range(len(starts))
-                if error.object in buffer[starts[row] : ends[row]].tobytes()
-            )
-            begin = int(starts[row])
-            begin += buffer[begin : ends[row]].tobytes().index(error.object)
-            byte, found = not_utf8(error.object)
-            faults.bad(found, where(row, begin + byte))
+            row, byte, found = _row_of(error.object, buffer, starts, ends)
+            faults.bad(found, where(row, int(starts[row]) + byte))
             raise
 
     with Pool(usable_cpus()) as pool:
@@ -279,3 +274,23 @@ def _learned(
             json.dump(kept, file)
         os.replace(beside, path)
     return found
+
+
+def _row_of(text: bytes, buffer: Bytes, starts: Numbers, ends: Numbers) -> tuple[int, int, str]:
+    """The row in which a text stands that is not UTF-8, the byte in it, and what is wrong."""
+    rows = [buffer[start:end].tobytes() for start, end in zip(starts, ends, strict=True)]
+    at, found = not_utf8(text)
+    for number, row in enumerate(rows):
+        if text in row:
+            return number, row.index(text) + at, found
+    # Quotes that are doubled in the row are single ones in the text.
+    number = next(number for number, row in enumerate(rows) if not _is_utf8(row))
+    return (number, *not_utf8(rows[number]))
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

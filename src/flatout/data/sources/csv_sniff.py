@@ -73,6 +73,8 @@ def sniff_delimiter(text: str, quote: str) -> str:
     """The delimiter by which most rows have as many fields as the first one, at least two."""
     best, most = ",", 0.0
     for sign in _DELIMITERS:
+        if sign == quote:
+            continue
         widths = Counter(map(len, fields_of(text, sign, quote)))
         if not widths:
             continue

@@ -40,8 +40,8 @@ def dialect_of(options: Mapping[str, Any]) -> Dialect:
     """The dialect that a schema's options tell.
 
     Raises:
-        DataError: delimiter, quote or decimal is no single ASCII character, decimal and delimiter
-            are the same, or missing is no list of texts.
+        DataError: delimiter, quote or decimal is no single ASCII character, decimal or quote is
+            the delimiter, or missing is no list of texts.
     """
     missing = options["missing"]
     if isinstance(missing, str) or not all(isinstance(text, str) for text in missing):
@@ -55,8 +55,9 @@ def dialect_of(options: Mapping[str, Any]) -> Dialect:
             raise DataError(f"{name}: expected an ASCII character, found {sign!r}")
         if len(sign) != 1 and (name, sign) != ("quote", ""):
             raise DataError(f"{name}: expected one character, found {sign!r}")
-    if dialect.decimal == dialect.delimiter:
-        raise DataError(f"delimiter and decimal are both {decimal!r}: expected two signs")
+    for name, sign in (("decimal", decimal), ("quote", dialect.quote)):
+        if sign == dialect.delimiter:
+            raise DataError(f"delimiter and {name} are both {sign!r}: expected two signs")
     return dialect
 
 
