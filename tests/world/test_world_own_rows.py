@@ -13,7 +13,7 @@ JOB = """
     from torch import nn
 
     import flatout
-    from flatout.errors import DataError
+    from flatout.errors import DataError, WorldError
     from flatout.world import place
 
     folder, size, rank = Path(sys.argv[1]), int(sys.argv[2]), place().rank
@@ -56,6 +56,15 @@ JOB = """
             trainer.fit(whole.batch(47).shard(0, 3), epochs=1)
         except DataError as error:
             found["another part"] = str(error)
+        names = ["red", "green"] if rank == 0 else ["blue", "green"]
+        table = {"x": x[:10, 0], "y": names * 5}
+        colors = flatout.data.table(table, target="y", stack=True)
+        model = nn.Linear(1, 2)
+        try:
+            trainer = flatout.Trainer(model, loss="cross_entropy", optimizer="sgd", lr=0.1)
+            trainer.fit(colors.batch(10).shard(rank, size, presharded=True), epochs=1)
+        except WorldError as error:
+            found["other classes"] = str(error)
     torch.save(found, folder / f"found-{size}-{rank}.pt")
 """
 
@@ -73,3 +82,4 @@ def test_ranks_with_rows_of_their_own(tmp_path):
         assert found["several steps"]["history"][-1]["accuracy"] > 0
         assert "samples of their own have no common order" in found["predict"]
         assert "the pipeline is the part of rank 0 of 3" in found["another part"]
+        assert "ranks 0 and 1 number classes or texts differently" in found["other classes"]

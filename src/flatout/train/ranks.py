@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flatout.data.batch import Batch, named_tensors
+from flatout.data.classes import listed
 from flatout.data.own_pipes import OwnPipe, is_pipe, own_pipe
 from flatout.data.pipeline import Pipeline
 from flatout.data.ranked import ranked
@@ -50,6 +51,24 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
                 f"ranks 0 and {rank} train on different data",
                 where=f"rank 0: {_words(found[0])}\n  rank {rank}: {_words(theirs)}",
                 do="give all ranks the same data: Flatout hands each its part of every batch",
+            )
+    if isinstance(data, Pipeline):
+        _check_names(data, world)
+
+
+def _check_names(data: Pipeline, world: World) -> None:
+    """Refuse rows of the ranks' own in which one number means different classes or texts."""
+    found = world.gather((list(data.classes or ()), data.texts))
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            ours, others = (
+                listed(classes) or f"columns {listed(list(texts))}"
+                for classes, texts in (found[0], theirs)
+            )
+            raise WorldError(
+                f"ranks 0 and {rank} number classes or texts differently",
+                where=f"rank 0: {ours}\n  rank {rank}: {others}",
+                do="give the sources of all ranks one schema=, or the same classes= or categories=",
             )
 
 
