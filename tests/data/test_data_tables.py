@@ -288,6 +288,15 @@ def test_texts_that_are_no_categories_want_a_word(tmp_path, values, words):
     assert flatout.data.csv(path, categories="t").schema.embedding_rows["t"] == 1 + len(set(values))
 
 
+def test_texts_that_are_asked_for_are_not_left_out(tmp_path):
+    rows = "".join(f"name {i},{i}\n" for i in range(100))
+    path = _write(tmp_path / "a.csv", "id,x\n" + rows)
+    assert flatout.data.csv(path, skip_text=True).schema.options["left_out"] == ["id"]
+    for roles in ({"target": "id"}, {"inputs": ["id", "x"]}):
+        with pytest.raises(DataError, match="column 'id' holds 100 different texts in 100 rows"):
+            flatout.data.csv(path, skip_text=True, **roles)
+
+
 def test_categories_beside_stacked_numbers(tmp_path):
     path = _write(tmp_path / "a.csv", "a,city,b,y\n1,Ulm,true,0\n2,Bonn,false,1\n")
     batch = _all(flatout.data.csv(path, target="y", stack=True))

@@ -51,7 +51,8 @@ def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: 
         count: looks at its rows.
 
     Raises:
-        DataError: a column of texts is left that holds no categories, and may not be left out.
+        DataError: a column of texts is left that holds no categories, and may not be left out, or
+            was asked for.
     """
     roles = wanted.roles(dict.fromkeys(fields, "input"))
     fixed, asked = wanted.fixed_categories(fields), wanted.asked_categories(fields)
@@ -70,8 +71,9 @@ def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: 
         found = count([*left, *asked], few) if left or (asked and not few) else {}
         share = _SHARE_OF_SOME if few else _SHARE
         refused.update({n: w for n in left if (w := _no_categories(found[n], share))})
-    if refused and not wanted.leave_out:
-        raise _refusal(refused)
+    named = {*listed(wanted.inputs), *listed(wanted.target)} if wanted.leave_out else refused
+    if wrong := {name: why for name, why in refused.items() if name in named}:
+        raise _refusal(wrong)
     learned = {name: sorted(found[name].values) for name in found if name not in refused}
     for name, values in learned.items():
         if not values:
