@@ -2,6 +2,7 @@ import gzip
 import os
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import h5py
 import numpy as np
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 import flatout
 from flatout.data import checksums
+from flatout.data.checksums import Checksums, Verified
 from flatout.data.sources import npy as npy_source
 from flatout.errors import DataError
+from flatout.kernels.example import crc32c_blocks
 
 ROWS = 300
 
@@ -157,6 +160,43 @@ def flatout_buffers():
     from flatout.data.running.buffers import Buffers
 
     return Buffers()
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_blocks_of_any_ranges_are_compared_once_by_all_threads(tmp_path, threads):
+    draws = np.random.default_rng(threads)
+    content = draws.integers(0, 256, 100_001, np.uint8)
+    blocks = -(-len(content) // 256)
+    sums = Checksums(len(content), 256, crc32c_blocks(content, 256))
+    path = str(tmp_path / "a")
+    verified = Verified(path, sums, (path, len(content), 1), "")
+    compared = []
+
+    def read(start, stop):
+        compared.extend(range(start // 256, -(-stop // 256)))
+        return content[start:stop]
+
+    def look(seed):
+        draw, wanted = np.random.default_rng(seed), set()
+        for longest in (1, 300, 5_000) * 5:
+            starts = draw.integers(0, len(content), 7)
+            stops = np.minimum(starts + draw.integers(1, longest + 1, 7), len(content))
+            verified.check(starts, stops, read)
+            for start, stop in zip(starts // 256, (stops - 1) // 256, strict=True):
+                wanted |= set(range(int(start), int(stop) + 1))
+            assert wanted <= set(compared)
+        return wanted
+
+    with ThreadPoolExecutor(threads) as pool:
+        wanted = set().union(*pool.map(look, range(threads)))
+    assert sorted(compared) == sorted(wanted)
+    assert verified.done == (len(wanted) == blocks)
+    verified.check_all(read)
+    assert sorted(compared) == list(range(blocks))
+    assert verified.done
+    content[70_000] ^= 1
+    with pytest.raises(DataError, match="checksum differs"):
+        Verified(path, sums, (path, len(content), 2), "").check_all(read)
 
 
 def test_unpacked_copies_are_sealed_by_themselves(tmp_path, monkeypatch):

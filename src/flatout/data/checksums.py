@@ -90,7 +90,8 @@ class Verified:
         self._shift = sums.block.bit_length() - 1
         self._busy = np.zeros(len(self._marks), bool)
         self._turn = Condition()
-        self.done = bool(self._marks.all())
+        self._done_to = 0  # before this block all were compared
+        self._look_whether_done()
 
     def check(
         self,
@@ -113,36 +114,58 @@ class Verified:
         first, last = starts >> self._shift, (stops - 1) >> self._shift
         if self._marks[first].all() and self._marks[last].all() and (last - first).max() < 2:
             return
-        count = len(self._marks)
-        within = np.bincount(first, minlength=count + 1) - np.bincount(
-            last + 1, minlength=count + 1
-        )
-        wanted = np.cumsum(within[:count]) > 0
-        while (run := self._claim(wanted)) is not None:
-            begin, end = run
-            try:
-                low = begin << self._shift
-                self._compare(begin, end, read(low, min(end << self._shift, self._sums.size)))
-            finally:
-                with self._turn:
-                    self._busy[begin:end] = False
-                    self._turn.notify_all()
-        self.done = bool(self._marks.all())
+        runs = self._missing(first, last)
+        for waits in (False, True):  # what other threads compare is waited for at the end
+            for run in runs:
+                while (own := self._claim(*run, waits)) is not None:
+                    begin, end = own
+                    try:
+                        low = begin << self._shift
+                        high = min(end << self._shift, self._sums.size)
+                        self._compare(begin, end, read(low, high))
+                    finally:
+                        with self._turn:
+                            self._busy[begin:end] = False
+                            self._turn.notify_all()
+        self._look_whether_done()
 
-    def _claim(self, wanted: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
-        """Neighbors for this thread to compare; None once all that are wanted were compared."""
+    def _missing(
+        self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
+    ) -> list[tuple[int, int]]:
+        """Blocks of these ranges that were not compared, in runs that are read in one go."""
+        counts = last - first + 1
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        blocks = np.unique(np.repeat(first, counts) + within)
+        blocks = blocks[self._marks[blocks] == 0]
+        most = max(1, _PIECE >> self._shift)
+        return [
+            (int(run[at]), int(run[min(at + most, len(run)) - 1]) + 1)
+            for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1)
+            for at in range(0, len(run), most)
+        ]
+
+    def _claim(self, begin: int, end: int, waits: bool) -> tuple[int, int] | None:
+        """Neighbors among some blocks for this thread to compare; None where none is left."""
         with self._turn:
-            while (missing := wanted & (self._marks == 0)).any():
-                free = missing & ~self._busy
+            while (missing := self._marks[begin:end] == 0).any():
+                free = missing & ~self._busy[begin:end]
                 if free.any():
-                    begin = int(free.argmax())
-                    most = begin + max(1, _PIECE >> self._shift)
-                    ends = np.flatnonzero(~free[begin:most])
-                    end = begin + int(ends[0]) if len(ends) else min(most, len(free))
-                    self._busy[begin:end] = True
-                    return begin, end
+                    low = int(free.argmax())
+                    ends = np.flatnonzero(~free[low:])
+                    high = low + int(ends[0]) if len(ends) else len(free)
+                    self._busy[begin + low : begin + high] = True
+                    return begin + low, begin + high
+                if not waits:
+                    break
                 self._turn.wait()
             return None
+
+    def _look_whether_done(self) -> None:
+        start = self._done_to
+        rest = self._marks.view(np.bool_)[start:]
+        at = int(rest.argmin()) if len(rest) else 0
+        self.done = not len(rest) or bool(rest[at])
+        self._done_to = start + at  # of several threads the last says it, which may be an earlier
 
     def check_all(self, read: Callable[[int, int], Any]) -> None:
         """Compare all blocks that were not before; as `check`."""
