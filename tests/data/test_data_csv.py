@@ -502,6 +502,16 @@ def test_options_that_make_no_sense(tmp_path):
     assert _all(flatout.data.csv(path, unused="t", missing="-")).inputs.tolist() == [1]
 
 
+def test_rows_like_the_header_stay_wherever_pieces_of_the_file_begin(tmp_path, monkeypatch):
+    path = _write(tmp_path / "a.csv", "a,b\n" * 301)
+    assert _rows(path).rows == 300
+    monkeypatch.setattr("flatout.data.indexed._HELD", 0.0)
+    for piece in (100, 3):
+        monkeypatch.setattr("flatout.data.indexed._PIECE", piece)
+        monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / f"pieces of {piece}"))
+        assert _rows(path).rows == 300
+
+
 def test_lines_of_carriage_returns_are_blank(tmp_path):
     path = _write(tmp_path / "a.csv", b"a,b\r\r\n1,2\r\r\n\r\r\n3,4\r\n")
     rows = _rows(path)

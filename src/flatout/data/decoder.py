@@ -60,7 +60,10 @@ class Decoder(Protocol):
     needs_survey: bool
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Find the rows in a buffer; `final` says that no more bytes follow."""
+        """Find the rows in a buffer; `final` says that no more bytes follow.
+
+        What does not begin a file is split by `split_rest`, where a decoder has one.
+        """
         ...
 
     def survey(

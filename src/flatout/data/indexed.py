@@ -297,11 +297,9 @@ class _FileBytes:
             for file in self.files:
                 file.check_unchanged()
 
-    def pieces(
-        self, at: int, split: Callable[[Bytes, bool], Any]
-    ) -> Iterator[tuple[Any, Bytes, int]]:
-        """A file cut by `split`: what it found, the buffer, and the buffer's place in the file."""
-        file = self.files[at]
+    def pieces(self, at: int, decoder: Decoder) -> Iterator[tuple[Any, Bytes, int]]:
+        """A file cut into rows: what was found, the buffer, and the buffer's place in the file."""
+        file, split = self.files[at], decoder.split
         if self.holds:
             base = int(self.bases[at])
             buffer = self.held()[base : base + file.size]
@@ -319,6 +317,8 @@ class _FileBytes:
                 yield found, buffer, place
                 if final:
                     break
+                if found.consumed:
+                    split = getattr(decoder, "split_rest", split)
                 place += found.consumed
                 rest = buffer[found.consumed :]
                 if len(rest) > _LONGEST_ROW:
@@ -442,7 +442,7 @@ def _build(
     with Pool(usable_cpus()) as pool:
         for at, file in enumerate(held.files):
             base = int(held.bases[at])
-            for found, buffer, place in held.pieces(at, decoder.split):
+            for found, buffer, place in held.pieces(at, decoder):
                 part = _part(held, decoder, faults, look, found, buffer, base + place, pool)
                 parts.append(part)
                 if time.monotonic() - said > _QUIET_S:

@@ -58,7 +58,7 @@ class CsvDecoder:
         check_schema(schema, types, "the schema")
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Lines, unless their end is in quotes."""
+        """Lines, unless their end is in quotes, without the header that a file begins with."""
         split = split_rows(buffer, final, self.dialect)
         starts, ends = split.starts, split.ends
         if len(starts):
@@ -68,6 +68,10 @@ class CsvDecoder:
             elif first.startswith(BOM):
                 starts[0] += len(BOM)
         return split._replace(starts=starts, ends=ends)
+
+    def split_rest(self, buffer: Bytes, final: bool) -> Split:
+        """As `split`, of what does not begin a file: a line like its header is a row."""
+        return split_rows(buffer, final, self.dialect)
 
     def survey(
         self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
