@@ -118,6 +118,22 @@ def test_texts_that_are_mixed_have_one_number(tmp_path, kind):
     assert sorted(np.concatenate(found).tolist()) == [0] * 4 + [1] * 8 + [2] * 4
 
 
+def test_what_was_mixed_and_converted_has_its_names(tmp_path):
+    pytest.importorskip("pyarrow")
+    sources = []
+    for labels in (["a", "c"], ["a", "b", "c"]):
+        rows = [{"color": ("red", "tan")[i % 2], "y": labels[i % len(labels)]} for i in range(12)]
+        sources.append(flatout.data.table(rows, target="y"))
+    mixed = flatout.data.mix(*sources)
+    flatout.data.convert(mixed, tmp_path / "a.rows")
+    found = flatout.data.rows(tmp_path / "a.rows")
+    assert found.classes == mixed.classes == ("a", "b", "c")
+    assert found.texts == mixed.texts
+    assert found.schema.embedding_rows == {"color": 3}
+    targets = [next(one.batch(24).batches(0)).targets.tolist() for one in (found, mixed)]
+    assert targets[0] == targets[1]
+
+
 def test_numbers_that_are_categories_have_names_and_a_missing_target_has_none():
     pytest.importorskip("pyarrow")
     rows = {"x": [0, 1, 2, 3], "y": [10, None, 20, 10]}

@@ -16,7 +16,7 @@ from flatout.data.form import Form, Leaf
 from flatout.data.order import batch_seed
 from flatout.data.origins import is_rows
 from flatout.data.pipeline import Pipeline
-from flatout.data.planner import Options, build
+from flatout.data.planner import Mixture, Options, build
 from flatout.data.randomness import seeded
 from flatout.data.running.buffers import Buffers
 from flatout.data.running.samples import Costs, Samples
@@ -213,10 +213,19 @@ def _schema(probe: Block, names: dict[str, str], form: Form, origin: Any) -> Sch
         else:
             known = {"role": known["role"]}
             columns.append(_column(name, values.dtype, values.shape[1:], False, known))
+    return Schema(format="converted", columns=tuple(columns), options=_meanings(origin))
+
+
+def _meanings(origin: Any) -> dict[str, Any]:
+    """The options of a source that say what its numbers mean; of a mixture, of all parts."""
+    if isinstance(origin, Mixture):
+        found: dict[str, Any] = {}
+        for part in reversed(origin.parts):
+            found.update(_meanings(part.origin))
+        return found
     schema = getattr(origin, "schema", None)
     options = {} if schema is None else schema.options
-    kept = {name: options[name] for name in _MEANINGS if name in options}
-    return Schema(format="converted", columns=tuple(columns), options=kept)
+    return {name: options[name] for name in _MEANINGS if name in options}
 
 
 def _column(
