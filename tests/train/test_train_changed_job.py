@@ -317,6 +317,47 @@ def test_a_rate_that_a_callback_had_set_stays(tmp_path):
     assert same(rest.model, whole.model)
 
 
+class Reciprocal(lr_scheduler.LRScheduler):
+    """A schedule of the user's own that counts for itself."""
+
+    def __init__(self, optimizer):
+        self.asked = 0
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.asked += 1
+        return [rate / (1 + self.last_epoch) for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        None,
+        Reciprocal,
+        lambda o: Halved(o),
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=9),
+    ],
+    ids=["a callback", "by a formula", "unknown", "a plateau"],
+)
+def test_a_fit_twice_in_a_process_and_then_in_another_is_one_job(tmp_path, schedule):
+    """What the first has left of rates and counters is not what the job was given."""
+
+    def options():
+        return {"callbacks": [SetRate(0, lr=0.02)] if schedule is None else []}
+
+    whole = job(None, scheduler=schedule)
+    fit(whole, epochs=4, **options())
+    first = job(tmp_path, scheduler=schedule)
+    fit(first, epochs=2, **options())
+    fit(first, epochs=3, **options(), resume=True)
+    said = []
+    other = job(tmp_path, scheduler=schedule, say=said.append)
+    fit(other, epochs=4, **options(), resume=True)
+    assert "rate" not in said[1]
+    assert other.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+    assert same(other.model, whole.model)
+
+
 SCHEDULES = {
     "cosine": lambda o, t=20: lr_scheduler.CosineAnnealingLR(o, t, eta_min=0.001),
     "steps": lambda o, t=3: lr_scheduler.StepLR(o, t),

@@ -100,7 +100,8 @@ def rate_changes(loop: Loop, then: Mapping[str, Any], state: Mapping[str, Any]) 
         saved = state["optimizers"][number]["param_groups"]
         _compare_options(loop, number, then["options"][number], options, saved, changes)
     for number, scheduler in enumerate(loop.schedulers):
-        _compare_schedule(loop, scheduler, then["schedules"][number], number, changes)
+        left = dict(_flat(state["schedulers"][number]))
+        _compare_schedule(loop, scheduler, then["schedules"][number], left, number, changes)
     for number in changes.replayed:
         changes.refused += _not_replayable(loop, number)
     return changes
@@ -146,7 +147,7 @@ def _compare_options(
     loop: Loop,
     number: int,
     then_groups: Sequence[Mapping[str, Any]],
-    now_groups: Sequence[Mapping[str, Any]],
+    now_groups: Sequence[dict[str, Any]],
     saved_groups: Sequence[Mapping[str, Any]],
     changes: RateChanges,
 ) -> None:
@@ -158,8 +159,9 @@ def _compare_options(
             was, is_now = then.get(name), now.get(name)
             # Another fit of the same process finds what the one before has left.
             left = saved_groups[at].get("lr" if name in _KERAS_RATES else name)
-            same = was == is_now or (left is not None and is_now == _plain(left))
-            if name in skipped or same:
+            if was != is_now and left is not None and is_now == _plain(left):
+                now[name] = was  # what this job was given; the next resume compares with that
+            if name in skipped or was == now.get(name):
                 continue
             kind = type(getattr(optimizer, "keras", optimizer)).__qualname__
             group = f", group {at + 1}" if len(now_groups) > 1 else ""
@@ -180,11 +182,19 @@ def _compare_options(
 
 
 def _compare_schedule(
-    loop: Loop, scheduler: Any, then: Mapping[str, Any], number: int, changes: RateChanges
+    loop: Loop,
+    scheduler: Any,
+    then: Mapping[str, Any],
+    left: Mapping[str, Any],
+    number: int,
+    changes: RateChanges,
 ) -> None:
     now = loop.job["schedules"][number]
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    for name in names:
+    for name in {**then, **now}:
+        # What has moved while the job ran tells where the schedule stands, not how it was made.
+        moved = name in left and left[name] != then.get(name)
+        if moved or then.get(name) == now.get(name):
+            continue
         words = f"{name} of {type(scheduler).__qualname__}"
         difference = Difference(words, str(then.get(name)), str(now.get(name)))
         if isinstance(scheduler, ReduceLROnPlateau):
