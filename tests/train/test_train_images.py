@@ -15,6 +15,7 @@ from flatout.data.normalization import Normalization
 from flatout.errors import DataError, NumbersError
 from flatout.recipe import Compute, Memory, Process, Recipe
 from flatout.save.export import export
+from flatout.train.callbacks import BestCheckpoint
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -137,6 +138,18 @@ def test_what_was_learned_is_in_the_file_and_a_file_is_predicted_with_it(photos,
         fresh.evaluate(images(photos).normalize())
     with pytest.raises(DataError, match=r"absent.png"):
         fresh.predict("absent.png")
+
+
+def test_the_best_weights_of_a_run_come_with_what_was_learned(photos, tmp_path):
+    job = trainer(run=tmp_path)
+    source = images(photos).batch(8).normalize(MEAN, STD)
+    job.fit(source, callbacks=[BestCheckpoint("loss")], progress=False)
+    fresh = trainer()
+    fresh.load_best(tmp_path)
+    assert fresh.classes == ("bright", "dark")
+    # Not scaled to 0..1, as images of a model that nothing is known of are.
+    assert torch.equal(fresh.predict(images(photos)), job.predict(images(photos)))
+    assert fresh.predict(photos / "bright" / "1.png").shape == (1, 2)
 
 
 def test_a_model_that_scales_for_itself_gets_bytes(photos, tmp_path):
@@ -353,3 +366,28 @@ def test_a_keras_model_that_is_not_compiled(photos, tmp_path):
     again.load(tmp_path / "m.keras")
     assert again.classes == ("bright", "dark")
     assert again.predict(str(photos / "dark" / "0.png")).shape == (1, 2)
+
+
+class Evaluates(flatout.Callback):
+    """After each epoch on arrays, which are in the model's own layout."""
+
+    def __init__(self, x, y):
+        self.data, self.found = (x, y), []
+
+    def on_epoch_end(self, state):
+        self.found.append(state.trainer.evaluate(*self.data)["loss"])
+        state.trainer.predict(self.data[0])
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_callback_evaluates_other_inputs_than_those_of_training(photos, compiled):
+    x, y = arrays_of(photos, Normalization())
+    x, y = x.permute(0, 2, 3, 1).numpy(), y.numpy()
+    model = keras_model() if compiled else keras_model(loss=None)
+    job = keras_trainer(model, **({} if compiled else {"loss": "nll", "lr": 0.01}))
+    callback = Evaluates(x, y)
+    quiet = {"verbose": 0} if compiled else {"progress": False}
+    history = job.fit(
+        images(photos).batch(8), epochs=2, validation_data=(x, y), callbacks=[callback], **quiet
+    )
+    assert callback.found == history.history["val_loss"]

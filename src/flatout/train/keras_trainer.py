@@ -283,9 +283,9 @@ class KerasTrainer(Trainer):
             NumbersError: if a weight is not finite.
         """
         source = as_keras_source(x, y, sample_weight, batch_size=batch_size, steps=steps)
-        source = self.met(source)
-        self._build(source)
-        figures = self.evaluation(source)
+        with self.met(source) as source:
+            self._build(source)
+            figures = self.evaluation(source)
         assert figures is not None
         return figures
 
@@ -295,10 +295,10 @@ class KerasTrainer(Trainer):
         Paths of image files are taken as those of torch models are.
         """
         x = files_as_images(x, self.signature)
-        source = self.met(as_keras_source(x, batch_size=batch_size))
-        if not self.model.built:
-            self._build(source)
-        return _as_numpy(predict(self, source))
+        with self.met(as_keras_source(x, batch_size=batch_size)) as source:
+            if not self.model.built:
+                self._build(source)
+            return _as_numpy(predict(self, source))
 
     def save(self, path: str | Path) -> Path:
         """Write the model: `.keras` as a whole, `.weights.h5` or `.safetensors` its weights.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -310,7 +310,8 @@ class Trainer:
             NumbersError: if a weight or buffer is not finite.
         """
         x, y, _ = with_parts(x, y, sample_weight, 0.0)
-        figures = self.evaluation(self.met(self._in_order(x, y, batch_size)))
+        with self.met(self._in_order(x, y, batch_size)) as source:
+            figures = self.evaluation(source)
         assert figures is not None
         return figures
 
@@ -332,7 +333,8 @@ class Trainer:
                 know how a file becomes its input.
         """
         x = files_as_images(x, self.signature)
-        return predict(self, self.met(self._in_order(_inputs_only(x), None, batch_size)))
+        with self.met(self._in_order(_inputs_only(x), None, batch_size)) as source:
+            return predict(self, source)
 
     def save(self, path: str | Path) -> Path:
         """Write the weights under the model's own keys; the name's ending decides the format.
@@ -393,7 +395,9 @@ class Trainer:
         self.world().wait()  # until the first rank has written what it writes
         found = read_weights_of(folder, "best")
         check_fits(weights_of(self.model), found.tensors, where=found.where)
+        signature = Signature.of(found.metadata, found.where)
         load_weights(self.model, found.tensors)
+        self.signature = signature or self.signature
         score = next((one.score for one in found.kept if one.which == "best"), "")
         return f"best weights: {found.where}{f', {score}' if score else ''}"
 
@@ -482,19 +486,27 @@ class Trainer:
         self.input_lines = [line for line in lines if line is not None]
         return train, checked
 
-    def met(self, source: Source) -> Source:
-        """Data to evaluate or predict, with what the model knows of those it was trained on."""
+    @contextmanager
+    def met(self, source: Source) -> Iterator[Source]:
+        """Data to evaluate or predict, with what the model knows of those it was trained on.
+
+        Within, batches become the model's input as these data want it: a callback may evaluate
+        others than those that are trained on.
+        """
         source = self._agreed(source)
         signature = self.signature
         if signature is None:
             signature = learned(source, None, self.takes_bytes)
         found = met(source, signature)
         check_bytes(found, signature, self.takes_bytes)
-        self.loop.inputs = self._inputs(signature, found)
         for words in (renumbered_words(source, found), resized_words(signature, source)):
             if words is not None:
                 self.loop.say(f"input: {words}")
-        return found
+        before, self.loop.inputs = self.loop.inputs, self._inputs(signature, found)
+        try:
+            yield found
+        finally:
+            self.loop.inputs = before
 
     def _agreed(self, source: Source) -> Source:
         """The source, of which batches can be looked at: all ranks know how many there are."""
