@@ -32,6 +32,7 @@ from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
 from flatout.train.preflight import check_callbacks, look_at_validation
+from flatout.train.rank_trial import is_trial
 from flatout.train.ranks import agreed
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.signature import facts_of
@@ -112,8 +113,11 @@ class Fit:
     def save_checkpoint(self, score: float | None) -> str:
         """Write a checkpoint, while fit runs once all callbacks had their turn; returns its path.
 
-        So it holds the state that all of them have after this step or epoch.
+        So it holds the state that all of them have after this step or epoch. Where ranks are only
+        measured nothing is written, and the path is empty.
         """
+        if is_trial():
+            return ""
         path = self.loop.next_checkpoint()
         self._asked.append(score)
         if not self._running:

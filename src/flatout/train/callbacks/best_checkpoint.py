@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.errors import CheckpointError
 from flatout.train.callbacks.callback import Callback, Figures
 from flatout.train.callbacks.monitor import Mode, Monitor
+from flatout.train.rank_trial import is_trial
 
 if TYPE_CHECKING:
     from flatout.train.state import FitState
@@ -42,7 +43,7 @@ class BestCheckpoint(Callback):
 
     def check(self, state: FitState, figures: Figures) -> None:
         """Refuse a figure that there will not be, and a fit without a place for checkpoints."""
-        if state.trainer.loop.run is None:
+        if state.trainer.loop.run is None and not is_trial():
             raise CheckpointError(
                 "there is no run folder, which BestCheckpoint writes into",
                 do="give the Trainer one: Trainer(..., run='runs/name')",
