@@ -73,3 +73,14 @@ def test_a_model_of_float64_gets_what_it_is_given():
     trainer.fit(X, Y, epochs=1, progress=False)
     assert trainer.predict(X).dtype == torch.float64
     assert not _casts(said)
+
+
+def test_an_uncompiled_keras_model_says_so_once_too():
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "torch":
+        pytest.skip("Keras is on another backend")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    said = []
+    trainer = flatout.Trainer(model, loss="mse", lr=0.01, say=said.append)
+    trainer.fit(X, Y, validation_data=(X, Y), epochs=2, progress=False)
+    assert len(_casts(said)) == 1

@@ -51,6 +51,7 @@ class UncompiledKerasTrainer(Trainer):
             self.metrics,
             unweighted=training and counts_all(self.loss, source),
             class_weight=self._class_weight if training else None,
+            say=self._say_once,
             source=source,
         )
 
