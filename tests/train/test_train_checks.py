@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import flatout
 from flatout.data.batch import Batch
 from flatout.errors import DataError, ModelError
 from flatout.train.checks import check_first_batch, check_labels, check_targets, describe
@@ -44,6 +45,17 @@ def test_inputs_of_another_dtype(dtype):
     assert caught.value.do == f"convert inputs to float32, found {name}"
     assert f"inputs {name} (5, 4), targets int64 (5,)" in caught.value.where
     assert "first layer 0 is Linear(in_features=4, out_features=8" in caught.value.where
+
+
+def test_a_misfit_of_shapes_is_no_matter_of_dtypes():
+    """Which the Trainer converts: float64, and images as bytes."""
+    with pytest.raises(DataError, match="shapes cannot be multiplied") as caught:
+        checked(nn.Linear(9, 3).double(), X.double(), Y)
+    assert caught.value.do.startswith("compare the shapes")
+    trainer = flatout.Trainer(nn.Linear(9, 3), say=lambda line: None)
+    with pytest.raises(DataError, match="shapes cannot be multiplied") as caught:
+        trainer.fit(X.double(), Y, progress=False)
+    assert caught.value.do.startswith("compare the shapes")
 
 
 def test_one_of_several_inputs_of_another_dtype():

@@ -28,6 +28,8 @@ ONE_SHAPE = (
     "give output and target one shape: .squeeze(1) takes the 1 out of (n, 1), .unsqueeze(1) adds it"
 )
 
+_SHAPES = "compare the shapes with what the model's first layer and the loss expect"
+
 
 def check_first_batch(
     model: nn.Module, compute: Compute, pieces: list[Batch], source: Source | None = None
@@ -192,8 +194,14 @@ def _misfit(error: Exception, model: nn.Module, batch: Batch) -> DataError:
     return DataError(
         f"the model and loss do not take this batch: {_first_line(error)}",
         where=f"batch: {describe(batch)}; model: {_first_layer(model)}",
-        do=_input_advice(model, batch.inputs),
+        do=_SHAPES if _is_of_shapes(error) else _input_advice(model, batch.inputs),
     )
+
+
+def _is_of_shapes(error: Exception) -> bool:
+    """Whether torch complains of shapes alone: what inputs are converted to is none of that."""
+    words = str(error).lower()
+    return "type" not in words and any(word in words for word in ("shape", "size"))
 
 
 def _input_advice(model: nn.Module, inputs: Tensors) -> str:
@@ -209,7 +217,7 @@ def _input_advice(model: nn.Module, inputs: Tensors) -> str:
             )
         if weight is not None and wanted and tensor.dtype != weight.dtype:
             return f"convert {name} to {_short(weight.dtype)}, found {_short(tensor.dtype)}"
-    return "compare the shapes with what the model's first layer and the loss expect"
+    return _SHAPES
 
 
 def _target_advice(loss: Loss, output: object, target: Tensors | None) -> str:
