@@ -218,6 +218,8 @@ def test_a_weight_known_too_late_is_refused_where_it_counts():
         ({"loss": LOSSES, "metrics": ["accuracy"]}, "metrics are given by output too"),
         ({"loss": LOSSES, "metrics": {"sise": ["mae"]}}, "metrics names 'sise', and the outputs"),
         ({"loss": LOSSES, "metrics": {"size": ["mea"]}}, "unknown metric 'mea'"),
+        ({"loss": LOSSES, "metrics": {"size": {"loss": "mae"}}}, "metric would be called 'size_lo"),
+        ({"loss": "mse", "metrics": {"loss": "mae"}}, "metric would be called 'loss'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(options, words):

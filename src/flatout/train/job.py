@@ -9,6 +9,7 @@ from torch import nn
 
 from flatout.data.batch import Batch
 from flatout.data.source import Source
+from flatout.errors import ModelError
 from flatout.say import say
 from flatout.train.compute import build_compute
 from flatout.train.losses import Loss, Value
@@ -131,8 +132,18 @@ def metrics_of(loss: Loss | SeveralLosses, given: Any) -> dict[str, Metric]:
     """Fresh metrics by their names in the History, without the parts of a loss.
 
     Raises:
-        ModelError: for an unknown name.
+        ModelError: for an unknown name, or one that the History has for something else.
     """
+    taken = ["loss", "seconds"]
     if isinstance(loss, SeveralLosses):
-        return OutputMetrics(given, loss.parts).by_name()
-    return as_metrics(given)
+        found = OutputMetrics(given, loss.parts).by_name()
+        taken += [f"{name}_loss" for name in loss.parts]
+    else:
+        found = as_metrics(given)
+    for name in found:
+        if name in taken:
+            raise ModelError(
+                f"a metric would be called {name!r}, as another figure of each epoch is",
+                do="give it another name, in a mapping: metrics={'my_name': metric}",
+            )
+    return found
