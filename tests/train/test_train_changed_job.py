@@ -421,6 +421,13 @@ def test_a_changed_schedule_goes_on_as_if_it_had_been_there_from_the_start(
     assert (len(names) > 1) == (changed != "nothing")
 
 
+def test_a_schedule_that_is_shorter_than_what_was_trained_is_refused(tmp_path):
+    fit(job(tmp_path, scheduler=SCHEDULES["one cycle"]))
+    shorter = job(tmp_path, scheduler=lambda o: SCHEDULES["one cycle"](o, 4))
+    with pytest.raises(CheckpointError, match=r"(?s)OneCycleLR.*step 5.*long enough"):
+        fit(shorter, epochs=2, resume=True)
+
+
 def test_a_plateaus_reductions_are_kept_under_a_new_rate(tmp_path):
     def made(lr, factor, say=quiet):
         def plateau(optimizer):

@@ -21,6 +21,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flatout.data.running.code import code_digest, words_of
+from flatout.errors import CheckpointError
 from flatout.optim import KerasOptimizer
 
 if TYPE_CHECKING:
@@ -222,8 +223,15 @@ def _not_replayable(loop: Loop, number: int) -> Iterator[Difference]:
 def _replay(scheduler: Any, steps: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-        for _ in range(steps):
-            scheduler.step()
+        try:
+            for _ in range(steps):
+                scheduler.step()
+        except ValueError as error:  # of one that is shorter than what was trained
+            raise CheckpointError(
+                f"{type(scheduler).__qualname__} as it is made now cannot be brought to step "
+                f"{steps:,} of the checkpoint: {error}",
+                do="resume with the schedule as it was, or with one that is long enough",
+            ) from error
 
 
 def _steps_in(state: Mapping[str, Any]) -> int:
