@@ -101,6 +101,21 @@ def test_what_decides_the_result_is_refused(tmp_path, then, now, words):
     assert words in str(caught.value)
 
 
+def test_a_metric_that_keras_numbers_is_the_same_one(tmp_path):
+    """Its name counts what else the process has made."""
+
+    def counted(factor=1):
+        model = compiled(metrics=[keras.metrics.MeanMetricWrapper(own_loss(factor))])
+        return model, model._compile_config.config["metrics"][0].name
+
+    (first, before), (second, now) = counted(), counted()
+    assert before != now
+    fit(first, tmp_path)
+    fit(second, tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"metrics\n    then: .*code"):
+        fit(counted(2)[0], tmp_path, 3)
+
+
 def test_other_arrays_and_class_weights_are_refused(tmp_path):
     fit(compiled(), tmp_path)
     with pytest.raises(DataError, match="content "):

@@ -61,10 +61,14 @@ def _digests(given: Any) -> str:
         return ";".join(f"{name}: {_digests(one)}" for name, one in given.items())
     if isinstance(given, (list, tuple)):
         return ";".join(map(_digests, given))
+    if not hasattr(given, "get_config"):
+        return code_digest(given)
     config = {}
     with suppress(Exception):  # a class of the user's may have none
         config = given.get_config()
-    return f"{code_digest(given)} {json.dumps(_plain(config, {}), sort_keys=True)}"
+    made = {name: value for name, value in arguments_of(given).items() if name not in _UNTOLD}
+    code = code_digest((type(given), made))
+    return f"{code} {json.dumps(_plain(config, {}), sort_keys=True)}"
 
 
 def _layer_words(layer: Any, numbers: dict[str, str]) -> str:
