@@ -39,6 +39,7 @@ class Weights:
         metadata: of a safetensors file.
         left_out: names of entries that are no tensors.
         which: of a run, whether these are its "best" or its "last".
+        score: of these, as a figure in words; "" where none is known.
         kept: what the run has: its best and its last, where they differ.
     """
 
@@ -49,6 +50,7 @@ class Weights:
     metadata: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     which: str | None = None
+    score: str = ""
     kept: list[Kept] = field(default_factory=list)
 
 
@@ -108,7 +110,15 @@ def _of_run(checkpoints: Folder, kept: list[Kept], chosen: Kept) -> Weights:
     if chosen.weights is not None:
         tensors = {name: chosen.weights[name] for name in tensors}
     kept = kept if len(kept) > 1 else []
-    return Weights(tensors, where, own=True, which=chosen.which, kept=kept, metadata=metadata)
+    return Weights(
+        tensors,
+        where,
+        own=True,
+        metadata=metadata,
+        which=chosen.which,
+        score=chosen.score,
+        kept=kept,
+    )
 
 
 def _refuse_choice(which: Which | None, folder: Folder) -> None:

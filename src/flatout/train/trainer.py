@@ -398,8 +398,7 @@ class Trainer:
         signature = Signature.of(found.metadata, found.where)
         load_weights(self.model, found.tensors)
         self.signature = signature or self.signature
-        score = next((one.score for one in found.kept if one.which == "best"), "")
-        return f"best weights: {found.where}{f', {score}' if score else ''}"
+        return f"best weights: {found.where}{f', {found.score}' if found.score else ''}"
 
     def save_checkpoint(self, score: float | None = None) -> str:
         """Write a checkpoint of everything into the run folder; returns its path.
