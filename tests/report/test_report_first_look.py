@@ -42,6 +42,18 @@ def verdict():
     return judge([observation()], inventory())
 
 
+def test_what_did_not_contain_the_script_is_told(verdict):
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    lacks = ["orphans", "network"]
+    console.print(FirstLookReport(verdict, inventory(), 27.4, ["train.py"], lacks=lacks))
+    words = " ".join(console.file.getvalue().split())
+    assert (
+        "Not contained here: a program that it starts can outlive a trial that is killed; native "
+        "code and programs that it starts can reach other machines" in words
+    )
+    assert "Not contained" not in shown(verdict)
+
+
 @pytest.mark.parametrize(
     ("step_ms", "us", "words"),
     [

@@ -43,6 +43,7 @@ class FirstLook:
         seconds: how long it ran.
         interrupted_by: the signal that ended this process' patience, such as Ctrl-C's; None else.
         held: what contained it: "overlay", "landlock" or "python"; "" in place.
+        lacks: what of it nothing here could contain, as of trials.process.Process.
         uncontained: why nothing here could contain it; "" where it was, or was not to be.
         refused: what it was not allowed to do: {"kind", "what", "where"}.
     """
@@ -53,6 +54,7 @@ class FirstLook:
     seconds: float
     interrupted_by: int | None = None
     held: str = ""
+    lacks: list[str] = field(default_factory=list)
     uncontained: str = ""
     refused: list[dict[str, str]] = field(default_factory=list)
 
@@ -117,6 +119,7 @@ def first_look(
             seconds=time.monotonic() - began,
             interrupted_by=met[0] if met else None,
             held=subject.held,
+            lacks=subject.lacks,
             uncontained=uncontained,
             refused=subject.refused(),
         )

@@ -26,12 +26,14 @@ class Subject(Protocol):
     Attributes:
         printed: the file that holds what it prints.
         code: its exit code, -N where signal N ended it; None until that is known.
-        held: what contains it: "overlay", "landlock" or "python"; "" in place.
+        held: what contains its files: "overlay", "landlock" or "python"; "" in place.
+        lacks: what nothing here contains, as of Process; empty in place.
     """
 
     printed: Path
     code: int | None
     held: str
+    lacks: list[str]
 
     def has_ended(self, within_s: float) -> bool:
         """Wait for its end, for so long at most; returns whether it has ended."""
@@ -62,7 +64,7 @@ class Contained:
     def __init__(self, command: Sequence[str], folder: Path, temporary: Path, passes: Path) -> None:
         self._process = Process(Job(command), folder, temporary, passes=[passes])
         self.printed = self._process.printed
-        self.held = self._process.held
+        self.held, self.lacks = self._process.held, self._process.lacks
         self.code: int | None = None
 
     def has_ended(self, within_s: float) -> bool:
@@ -103,6 +105,7 @@ class InPlace:
 
     def __init__(self, command: Sequence[str], printed: Path) -> None:
         self.printed = printed
+        self.lacks: list[str] = []
         self.code: int | None = None
         self._before = set(psutil.Process().children(recursive=True))
         # What the script leaves without a parent becomes a child of this process, so it is found.

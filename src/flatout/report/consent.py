@@ -13,6 +13,7 @@ from flatout.doctor.script_file import script_file
 from flatout.doctor.trials.network import Sends, find_sends
 from flatout.recipe import Parity
 from flatout.report.first_look import short
+from flatout.report.not_contained import not_contained
 from flatout.say import counted, rounded
 
 _MOST = 3
@@ -55,6 +56,9 @@ def terms(
         f"{counted(len(cures), 'cure')} to prove: about {reruns} short reruns in a scratch copy, "
         f"{_time(budget_s)} at most" + _then(whole_runs)
     ]
+    lacks = [*(["files"] if look.held == "python" else []), *look.lacks]
+    if lacks:
+        lines.append(f"{not_contained(lacks)}.")
     file = script_file(what)
     sends = find_sends(file) if file is not None else []
     loggers = dict.fromkeys(one.what[len(_LOGS) :] for one in sends if one.what.startswith(_LOGS))

@@ -22,6 +22,7 @@ from flatout.doctor.finding import Finding
 from flatout.doctor.judge import Verdict
 from flatout.observe import Ablation, Observation
 from flatout.recipe import Recipe
+from flatout.report.not_contained import not_contained
 from flatout.say import rounded
 
 _STEP = ("input", "copy", "forward", "backward", "sync", "optimiser", "host", "gc", "idle")
@@ -48,6 +49,7 @@ class FirstLookReport:
         is_last: whether what can be done now stands here; else trials follow.
         cures: how many of the findings trials could prove.
         held: what contained the script: "overlay", "landlock" or "python"; "" in place.
+        lacks: what of it nothing here could contain, as of trials.process.Process.
         uncontained: why nothing could contain it; "" where it was, or was not to be.
     """
 
@@ -58,6 +60,7 @@ class FirstLookReport:
     is_last: bool = True
     cures: int = 0
     held: str = ""
+    lacks: Sequence[str] = ()
     uncontained: str = ""
 
     def __rich_console__(
@@ -130,6 +133,8 @@ class FirstLookReport:
         elif self.held == "python":
             words = "it ran in a scratch copy, as far as Python itself writes files"
             yield Padding(Text(words, style="dim"), (0, 0, 0, 2))
+        if self.lacks:
+            yield Padding(Text(not_contained(self.lacks), style="dim"), (0, 0, 0, 2))
 
 
 def what_next(findings: Sequence[Finding], what: Sequence[str], cures: int) -> Iterator[Text]:

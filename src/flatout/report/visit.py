@@ -6,8 +6,8 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -19,6 +19,7 @@ from flatout.doctor.prove import prove
 from flatout.doctor.proving.cure import Cure
 from flatout.doctor.proving.obstacles import obstacle
 from flatout.doctor.search import widened
+from flatout.doctor.trials.process import containment
 from flatout.doctor.verify import Verified, verify
 from flatout.errors import FlatoutError
 from flatout.lifetimes import asked_to_end
@@ -119,6 +120,7 @@ def visit(asked: Asked) -> int:
             is_last=not proves,
             cures=len(cures),
             held=look.held,
+            lacks=look.lacks,
             uncontained=look.uncontained,
         )
         console.print(report, crop=False)
@@ -193,6 +195,10 @@ def _can_ask(asked: Asked) -> bool:
 
 def _agreed(asked: Asked, look: FirstLook, cures: list[Cure], console: Console) -> bool:
     console.print()
+    if not look.held:  # it ran in place: what contains trials is not known yet
+        with suppress(FlatoutError):  # no trial can begin, and that is said then
+            held, lacks = containment(asked.what)
+            look = replace(look, held=held, lacks=lacks)
     for line in terms(asked.what, look, cures, asked.budget_s, 2 * asked.seeds):
         console.print(line)
     return bool(asked.proves) or agreed(len(cures))
@@ -283,6 +289,7 @@ def _print_json(
         "output": look.output,
         "seconds": round(look.seconds, 1),
         "held": look.held,
+        "lacks": look.lacks,
         "refused": look.refused,
         "prescription": treated.prescription.as_dict() if treated.prescription else None,
         "verified": treated.verified.as_dict() if treated.verified else None,

@@ -11,14 +11,17 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
 
 from flatout.measure.meters import finish_device, page_faults
 
-# Name of the abstract Unix socket on which the trial listens.
+# The folder in which the trial listens on a Unix socket: one that has a name in the file system
+# leads out of a network of the script's own.
 VARIABLE = "FLATOUT_BATON"
+_SOCKET = "baton"
 # Steps after which there is something to do, where there will be nothing.
 _NEVER = 2**40
 
@@ -80,6 +83,25 @@ class Baton:
         self._resumed = perf_counter_ns()
 
 
+def listen(folder: str) -> socket.socket:
+    """A socket to which the script comes that is told of this folder."""
+    listener = socket.socket(socket.AF_UNIX)
+    with _short(folder) as path:
+        listener.bind(path)
+    listener.listen(1)
+    return listener
+
+
+@contextmanager
+def _short(folder: str) -> Iterator[str]:
+    """The socket's path, which may have 107 bytes only, wherever its folder lies."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{_SOCKET}"
+    finally:
+        os.close(descriptor)
+
+
 _baton: Baton | None = None
 _is_asked = False
 _between: Callable[[], int] = lambda: 0  # noqa: E731
@@ -115,12 +137,13 @@ def at_step(steps: int = 1) -> int:
 def _join() -> None:
     global _baton, _is_asked
     _is_asked = True
-    name = os.environ.get(VARIABLE)
-    if name is None or os.environ.get("RANK", "0") != "0":
+    folder = os.environ.get(VARIABLE)
+    if folder is None or os.environ.get("RANK", "0") != "0":
         return
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(f"\0{name}")
+        with _short(folder) as path:
+            connection.connect(path)
     except OSError:  # another process of this script takes part
         connection.close()
         return

@@ -97,14 +97,14 @@ def _refuse_host(host: Any, note: str) -> None:
     if host is None:
         return
     name = host.decode() if isinstance(host, (bytes, bytearray)) else str(host)
-    if not _is_here(name):
+    if name != os.environ.get("MASTER_ADDR") and not is_of_this_machine(name):
         _refuse("network", f"a trial sends nothing elsewhere, here to {name}", note)
 
 
 @cache
-def _is_here(name: str) -> bool:
-    """Whether an address or name is of this machine, or of the ranks' first."""
-    if name in ("", "localhost", "0.0.0.0", "::", os.environ.get("MASTER_ADDR")):
+def is_of_this_machine(name: str) -> bool:
+    """Whether an address or name is this machine's."""
+    if name in ("", "localhost", "0.0.0.0", "::"):
         return True
     with suppress(ValueError):
         address = ipaddress.ip_address(name.partition("%")[0])

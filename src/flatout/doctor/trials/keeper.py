@@ -9,21 +9,25 @@ JSON on its standard output.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from flatout.doctor.trials import contained, landlock, overlay
+from flatout.doctor.trials import apart, contained, landlock, namespaces, overlay, own_network
+from flatout.doctor.trials.relay import relay
 from flatout.lifetimes import adopt_orphans, die_with_parent
 
 _AT_START = str(Path(__file__).parent / "at_start")
@@ -32,15 +36,41 @@ _GRACE_S = 2.0
 _KILLED_WITHIN_S = 10.0
 
 
+@dataclass
+class _Script:
+    """A script that runs.
+
+    Attributes:
+        root: the child of this process that ends with it: init, or the script itself.
+        pid: the script's.
+        held: by what its files are contained: "overlay", "landlock" or "python".
+        lacks: what nothing here contains, as Process tells it.
+        apart: it has processes of its own.
+    """
+
+    root: int
+    pid: int
+    held: str
+    lacks: list[str]
+    apart: apart.Apart | None = None
+
+    def interrupt(self) -> None:
+        if self.apart is not None:
+            signal.pidfd_send_signal(self.apart.descriptor, signal.SIGINT)
+        else:
+            os.kill(self.pid, signal.SIGINT)  # its number is its own until it is reaped, here
+
+
 def main(how: dict[str, Any]) -> None:
     """Contain this process, start the script, and obey.
 
     Args:
-        how: folder, temporary, passes, is_redirected and command, as trials/process.py gives them.
+        how: folder, temporary, passes, is_redirected, apart and command, as trials/process.py
+            gives them.
     """
     adopt_orphans(True)
     try:
-        held = _contain(how)
+        _contain(how)
     except Exception as error:
         _say({"cannot": f"{error}"})
         return
@@ -48,49 +78,115 @@ def main(how: dict[str, Any]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (_AT_START, os.environ.get("PYTHONPATH")))
     )
-    keeper = os.getpid()
-
     try:
-        script = subprocess.Popen(
-            how["command"],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            stderr=sys.stderr,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(keeper),  # this process has one thread
-        ).pid
+        script = _started(how)
     except OSError as error:
-        _say({"cannot": f"{how['command'][0]}: {error.strerror}"})
+        _say({"cannot": f"{error.filename or how['command'][0]}: {error.strerror}"})
         return
-    _say({"pid": script, "held": held})
+    _say({"pid": script.pid, "held": script.held, "lacks": script.lacks})
     _obey(script)
 
 
-def _contain(how: dict[str, Any]) -> str:
-    """Returns by what this process is contained now: "overlay", "landlock" or "python"."""
+def _contain(how: dict[str, Any]) -> None:
+    """Contains this process, as far as that need not wait for the script's own namespaces."""
     folder, temporary = Path(how["folder"]), Path(how["temporary"])
-    passes = [temporary, *map(Path, how["passes"])]
     if not how["is_redirected"]:
         upper = folder / "upper"
         upper.mkdir()
-        overlay.enter(upper, passes)
-        return "overlay"
+        overlay.enter(upper, _passes(how))
+        return
     os.environ["TMPDIR"] = str(temporary)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(temporary / "inductor")
     os.environ["TRITON_CACHE_DIR"] = str(temporary / "triton")
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    kernels = [Path("/dev"), Path("/proc")]
-    return "landlock" if landlock.restrict_writes([folder, *passes, *kernels]) else "python"
 
 
-def _obey(script: int) -> None:
+def _passes(how: dict[str, Any]) -> list[Path]:
+    return [Path(how["temporary"]), *map(Path, how["passes"])]
+
+
+def _restrict(how: dict[str, Any]) -> str:
+    """Returns by what the files are contained now. Nothing can be mounted from here on."""
+    if not how["is_redirected"]:
+        return "overlay"
+    writable = [Path(how["folder"]), *_passes(how), Path("/dev"), Path("/proc")]
+    return "landlock" if landlock.restrict_writes(writable) else "python"
+
+
+def _started(how: dict[str, Any]) -> _Script:
+    """The script, with processes and a network of its own where the kernel allows that.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    processes, network = namespaces.PROCESSES, namespaces.NETWORK
+    may = how["apart"]
+    if own_network.meets_elsewhere(how["command"]):
+        may &= ~network
+    for kinds in (processes | network, processes, network):
+        if kinds & ~may:
+            continue
+        begin = functools.partial(_begun, how, kinds)
+        try:
+            one = apart.start(begin, kinds, Path(how["temporary"]))
+        except OSError:
+            continue
+        _relay(one.services)
+        held, lacks = one.said
+        return _Script(one.init, one.script, held, lacks, one)
+    pid, (held, lacks) = _begun(how, 0)
+    return _Script(pid, pid, held, lacks)
+
+
+def _begun(how: dict[str, Any], kinds: int) -> tuple[int, tuple[str, list[str]]]:
+    """The script in this process' namespaces: its number, and what `held` and `lacks` are."""
+    lacks = []
+    if not kinds & namespaces.PROCESSES:
+        lacks += [] if landlock.restrict_signals() else ["signals"]
+        lacks.append("orphans")
+    if not kinds & namespaces.NETWORK:
+        lacks.append("ranks" if own_network.meets_elsewhere(how["command"]) else "network")
+    held = _restrict(how)
+    return _start(how["command"]), (held, lacks)
+
+
+def _start(command: list[str]) -> int:
+    parent = os.getpid()
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        stderr=sys.stderr,
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(parent),  # this process has one thread
+    ).pid
+
+
+def _relay(services: list[socket.socket]) -> None:
+    """Lets services of this machine be reached from the script's own network."""
+    if not services:
+        return
+    keeper = os.getpid()
+    if not os.fork():
+        try:
+            die_with_parent(keeper)
+            relay(services)
+        finally:
+            os._exit(0)
+    for one in services:
+        one.close()
+
+
+def _obey(script: _Script) -> None:
     asked = os.fdopen(0, "rb", buffering=0)
-    ended = os.pidfd_open(script)
+    ended = os.pidfd_open(script.root)
     waiting = b""
     while True:
         ready, _, _ = select.select([asked.fileno(), ended], [], [], 1.0)
-        status = _reap(script)
+        status = _reap(script.root)
         if status is not None:
+            if script.apart is not None:
+                status = script.apart.status()
             _end(grace_s=0)
             _say({"exit": status})
             return
@@ -107,21 +203,21 @@ def _obey(script: int) -> None:
                 _say({"did": "end"})
                 return
             if word == b"interrupt":
-                os.kill(script, signal.SIGINT)  # its number is its own until it is reaped, here
+                script.interrupt()
             else:
                 _signal_all(signal.SIGSTOP if word == b"stop" else signal.SIGCONT)
             _say({"did": word.decode()})
 
 
-def _reap(script: int) -> int | None:
-    """Takes leave of the children that have ended; returns the script's exit code if it has."""
+def _reap(root: int) -> int | None:
+    """Takes leave of the children that have ended; returns this one's exit code if it has."""
     found = None
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            if pid == script:
+            if pid == root:
                 found = os.waitstatus_to_exitcode(status)
     return found
 

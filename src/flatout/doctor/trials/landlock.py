@@ -1,4 +1,5 @@
-"""The kernel refuses this process, and all that it starts, to write outside some folders.
+"""The kernel refuses this process, and all that it starts, to write outside some folders, or to
+signal others.
 
 Landlock (https://docs.kernel.org/userspace-api/landlock.html) needs no rights, and cannot be taken
 off again. Where files are not overlaid it holds what Python's functions cannot see: native code and
@@ -20,6 +21,8 @@ _ASK_VERSION, _BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
 # since 3 truncate.
 _WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))
+# Since version 6: the bits of `scoped`.
+_SIGNALS = 1 << 1
 # Of these a single file can be given; the others are of folders.
 _OF_FILES = _WRITE_FILE | _TRUNCATE
 
@@ -45,13 +48,28 @@ def restrict_writes(folders: Sequence[Path]) -> bool:
     if not found:
         return False
     handled = _CHANGES | (_REFER if found >= 2 else 0) | (_TRUNCATE if found >= 3 else 0)
-    asked = ctypes.c_uint64(handled)
-    rules = int(_libc.syscall(_CREATE, ctypes.byref(asked), 8, 0))
+    return _restrict([handled], folders)
+
+
+def restrict_signals() -> bool:
+    """Let signals reach this process and what it starts only, from now on.
+
+    Returns:
+        whether the kernel can: if not, nothing has changed.
+    """
+    return version() >= 6 and _restrict([0, 0, _SIGNALS])
+
+
+def _restrict(asked: Sequence[int], folders: Sequence[Path] = ()) -> bool:
+    # Handled rights of files and of the network, then scopes; as many as this kernel may know.
+    attributes = (ctypes.c_uint64 * len(asked))(*asked)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    rules = int(_libc.syscall(_CREATE, attributes, size, 0))
     if rules < 0:
         return False
     try:
         for folder in folders:
-            _allow(rules, folder, handled)
+            _allow(rules, folder, asked[0])
         return bool(
             _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
             and _libc.syscall(_RESTRICT, rules, 0) == 0

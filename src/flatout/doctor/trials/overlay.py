@@ -16,12 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from flatout.doctor.trials import namespaces
 from flatout.errors import FlatoutError
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# From <sched.h>, <sys/mount.h> and <fcntl.h>.
-_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
-_BIND, _RECURSIVE, _PRIVATE = 4096, 16384, 1 << 18
+# From <sys/mount.h> and <fcntl.h>.
 _MOUNT_SETATTR = 442  # the same number on every architecture
 _AT_CWD, _ATTR_READ_ONLY = -100, 1
 # Not files, or what processes meet through. /dev/shm is given anew, so that nothing stays in it.
@@ -38,7 +37,7 @@ def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = No
     Args:
         upper: an empty folder for the writes. It cannot be seen from within.
         passes: folders whose writes are real.
-        as_user: make a user namespace first; None: unless this is root.
+        as_user: make a user namespace first; None: where this process may not do without.
 
     Raises:
         OSError: the kernel, or what contains this process, does not allow it. This process may
@@ -46,7 +45,7 @@ def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = No
         FlatoutError: the current folder cannot be covered.
     """
     here = os.getcwd()
-    _leave_namespaces(as_user)
+    namespaces.leave(namespaces.MOUNTS, as_user=as_user)
     real = [(path, os.open(path, os.O_PATH)) for path in passes]
     mounted = _mounted()
     # The one that holds the writes comes last: then they can no longer be reached by name.
@@ -55,38 +54,17 @@ def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = No
     if not any(_holds(folder, os.path.realpath(here)) for folder in covered):
         raise FlatoutError(f"{here} cannot be overlaid")
     for path, descriptor in real:
-        _mount(f"/proc/self/fd/{descriptor}", str(path), "", _BIND | _RECURSIVE)
+        bound = namespaces.BIND | namespaces.RECURSIVE
+        namespaces.mount(f"/proc/self/fd/{descriptor}", str(path), "", bound)
         os.close(descriptor)
     for mount in mounted:
         if mount not in covered:
             _make_read_only(mount)
     if os.path.isdir(_SHARED_MEMORY):
         size = os.statvfs(_SHARED_MEMORY)
-        _mount("tmpfs", _SHARED_MEMORY, "tmpfs", 0, f"size={size.f_blocks * size.f_frsize}")
+        room = f"size={size.f_blocks * size.f_frsize}"
+        namespaces.mount("tmpfs", _SHARED_MEMORY, "tmpfs", 0, room)
     os.chdir(here)
-
-
-def _leave_namespaces(as_user: bool | None) -> None:
-    if as_user is None:
-        try:
-            _unshare(os.geteuid() != 0)
-        except PermissionError:  # a root that is none
-            if os.geteuid() != 0:
-                raise
-            _unshare(True)
-    else:
-        _unshare(as_user)
-
-
-def _unshare(as_user: bool) -> None:
-    user, group = os.geteuid(), os.getegid()
-    _checked(_libc.unshare(_NEW_MOUNTS | (_NEW_USER if as_user else 0)), "unshare")
-    if as_user:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    # Or what is mounted here would be mounted outside too.
-    _mount("", "/", "", _RECURSIVE | _PRIVATE)
 
 
 def _to_cover(mounted: Sequence[str]) -> list[str]:
@@ -120,7 +98,7 @@ def _cover(folder: str, upper: Path) -> bool:
     options = ",".join(f"{key}={_escaped(value)}" for key, value in layers.items())
     try:
         os.chmod(layer, os.stat(folder).st_mode & 0o7777)
-        _mount("overlay", folder, "overlay", 0, f"{options},userxattr")
+        namespaces.mount("overlay", folder, "overlay", 0, f"{options},userxattr")
     except OSError:
         return False
     return True
@@ -132,16 +110,14 @@ def _make_read_only(mount: str) -> None:
     result = _libc.syscall(
         _MOUNT_SETATTR, _AT_CWD, os.fsencode(mount), 0, attributes, ctypes.c_size_t(size)
     )
-    _checked(result, f"making {mount} read-only")
+    namespaces.checked(result, f"making {mount} read-only")
 
 
 def _mounted() -> list[str]:
     """Where file systems are mounted, but for those of the kernel; each once."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    names = [line.split(" ")[4].encode().decode("unicode_escape") for line in lines]
     return [
         name
-        for name in dict.fromkeys(names)
+        for name in namespaces.mounted()
         if not any(_holds(kept, name) for kept in _AS_THEY_ARE) and os.path.exists(name)
     ]
 
@@ -155,20 +131,3 @@ def _escaped(path: str) -> str:
     for special in ("\\", ",", ":"):
         path = path.replace(special, f"\\{special}")
     return path
-
-
-def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    result = _libc.mount(
-        os.fsencode(source or "none"),
-        os.fsencode(target),
-        kind.encode() or None,
-        ctypes.c_ulong(flags),
-        os.fsencode(options) or None,
-    )
-    _checked(result, f"mounting at {target}")
-
-
-def _checked(result: int, what: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), what)

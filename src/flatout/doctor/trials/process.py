@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from flatout.doctor.trials.contained import REFUSED
+from flatout.doctor.trials.namespaces import NETWORK, PROCESSES
 from flatout.doctor.trials.offline import offline
+from flatout.doctor.trials.scratch import scratch, temporary_of
 from flatout.errors import FlatoutError
 
 _TAIL = 4096
@@ -50,9 +52,13 @@ class Process:
         temporary: its own folder for temporary files and logs.
         passes: folders whose files it may change.
         is_redirected: None: only where the kernel does not overlay files.
+        apart: what it may have of its own where the kernel allows that, as namespaces.py names it.
 
     Attributes:
-        held: what contains it: "overlay", "landlock" or "python".
+        held: what contains its files: "overlay", "landlock" or "python".
+        lacks: what nothing here contains: "signals" to other processes of the user; "orphans",
+            which may outlive a keeper that is killed; "network" of native code and programs that
+            it starts; "ranks": the same, since its ranks meet on another machine.
         pid: of the script.
         printed: the file that holds what it prints.
         exit: its exit code, -N where signal N ended it; None until that is known.
@@ -66,6 +72,7 @@ class Process:
         *,
         passes: Sequence[Path] = (),
         is_redirected: bool | None = None,
+        apart: int = PROCESSES | NETWORK,
     ) -> None:
         folder.mkdir()
         temporary.mkdir()
@@ -78,12 +85,14 @@ class Process:
             "temporary": str(temporary),
             "passes": [os.path.realpath(one) for one in (temporary, *passes)],
             "command": list(job.command),
+            "apart": apart,
         }
         variables = {**os.environ, **offline(temporary), **job.variables}
         for tried in [False, True] if is_redirected is None else [is_redirected]:
             said = self._start({**how, "is_redirected": tried}, variables)
             if "cannot" not in said:
                 self.pid, self.held = int(said["pid"]), str(said["held"])
+                self.lacks = [str(one) for one in said["lacks"]]
                 return
             self._close()
         raise FlatoutError(f"a trial cannot begin: {said['cannot']}")
@@ -206,3 +215,19 @@ class Process:
             return f"the script was ended by {signal.Signals(-self.exit).name}"
         last = [line for line in self.output().splitlines() if line.strip()][-1:]
         return f"the script failed: {last[0].strip() if last else f'exit code {self.exit}'}"
+
+
+def containment(command: Sequence[str]) -> tuple[str, list[str]]:
+    """What `held` and `lacks` of a trial's processes would be, by one that does nothing.
+
+    Args:
+        command: what trials would run.
+
+    Raises:
+        FlatoutError: a trial cannot begin here.
+    """
+    with scratch() as folder:
+        nothing = Job([sys.executable, "-c", "", *command])
+        process = Process(nothing, folder / "nothing", temporary_of(folder) / "nothing")
+        process.end()
+        return process.held, process.lacks

@@ -152,17 +152,18 @@ class Side:
         self._blocks = self._done = 0
         self._seen = Showed()
         self._connection: socket.socket | None = None
-        self._listener = socket.socket(socket.AF_UNIX)
-        address = f"flatout-{secrets.token_hex(12)}"
-        self._listener.bind(f"\0{address}")
-        self._listener.listen(1)
         own = f"{self.name}-{secrets.token_hex(4)}"
-        self._places = (self._folder / own, temporary_of(self._folder) / own)
+        folder, temporary = self._folder / own, temporary_of(self._folder) / own
+        meeting = temporary.with_name(f"{own}-baton")
+        meeting.mkdir()
+        self._places = (folder, temporary, meeting)
+        self._listener = baton.listen(str(meeting))
         try:
             self.process = Process(
-                Job(self._job.command, {**self._job.variables, baton.VARIABLE: address}),
-                *self._places,
-                passes=self._passes,
+                Job(self._job.command, {**self._job.variables, baton.VARIABLE: str(meeting)}),
+                folder,
+                temporary,
+                passes=[*self._passes, meeting],
                 is_redirected=self._is_redirected,
             )
         except BaseException:

@@ -1,0 +1,168 @@
+"""The script with processes and a network of its own, or with one of both.
+
+    keeper           outside: sees all below by the numbers that everybody sees
+      init           the first process inside: takes orphans, and ends with the script
+        script       sees and can signal only what is inside
+
+When init ends, however it does, the kernel kills everything inside at once, where the processes
+are of their own; else the script only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flatout.doctor.trials import namespaces, own_network
+from flatout.lifetimes import die_with_parent
+
+_MESSAGE, _MOST_DESCRIPTORS = 65536, 250
+
+
+@dataclass
+class Apart:
+    """A script that runs so.
+
+    Attributes:
+        init: the first process inside, a child of the one that called `start`.
+        script: its number outside.
+        descriptor: of the script, for pidfd_send_signal.
+        said: what `begin` said.
+        services: sockets inside that listen where services of this machine do outside.
+    """
+
+    init: int
+    script: int
+    descriptor: int
+    said: Any
+    services: list[socket.socket]
+    _line: socket.socket
+
+    def status(self) -> int:
+        """The script's exit code, -N where signal N ended it; once init has ended."""
+        told = b""  # without a word init itself was killed, maybe before it has heard the last one
+        with self._line, suppress(ConnectionResetError):
+            told = self._line.recv(_MESSAGE)
+        return int(json.loads(told)["exit"]) if told else -signal.SIGKILL
+
+
+def start(begin: Callable[[], tuple[int, Any]], kinds: int, folder: Path) -> Apart:
+    """Starts a script so. The caller has one thread, and adopts orphans.
+
+    Args:
+        begin: starts it, from a fork of this process that is init; returns its number there, and
+            plain data to say to the caller.
+        kinds: of its own: PROCESSES, NETWORK or both of namespaces.py.
+        folder: for a file that is needed inside.
+
+    Raises:
+        OSError: the kernel, or what contains this process, does not allow it; or it cannot be
+            started. Nothing has changed.
+    """
+    machine = own_network.of_this_machine(folder) if kinds & namespaces.NETWORK else None
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    maker = os.fork()
+    if not maker:
+        here.close()
+        _make(there, begin, kinds, machine)
+    there.close()
+    os.waitpid(maker, 0)  # now init is this process' child: before, it would have died with that
+    init = 0
+    try:
+        init = int(_understood(here.recv(_MESSAGE))["init"])
+        here.send(b"go")
+        told, descriptors, _, _ = socket.recv_fds(here, _MESSAGE, _MOST_DESCRIPTORS)
+        said = _understood(told)
+        number = _number_of(descriptors[0])
+        here.send(b"known")
+    except OSError:
+        here.close()
+        if init:
+            os.waitpid(init, 0)
+        raise
+    script, *listening = descriptors
+    services = [socket.socket(fileno=one) for one in listening]
+    return Apart(init, number, script, said["said"], services, here)
+
+
+def _understood(told: bytes) -> dict[str, Any]:
+    said = dict(json.loads(told)) if told else {"cannot": "it was killed"}
+    if "cannot" in said:
+        raise OSError(said["cannot"])
+    return said
+
+
+def _number_of(descriptor: int) -> int:
+    """The number, as it is here, of the process of a pidfd."""
+    with open(f"/proc/self/fdinfo/{descriptor}") as fields:
+        found = dict(line.split(":", 1) for line in fields)
+    return int(found["Pid"])
+
+
+def _make(
+    line: socket.socket,
+    begin: Callable[[], tuple[int, Any]],
+    kinds: int,
+    machine: own_network.Machine | None,
+) -> NoReturn:
+    """Makes the namespaces, and in them the first process, and leaves."""
+    try:
+        namespaces.leave(namespaces.MOUNTS | kinds)
+        init = os.fork()
+        if not init:
+            _be_init(line, begin, kinds, machine)
+        _tell(line, {"init": init})
+    except BaseException as error:
+        _tell(line, {"cannot": f"{error}"})
+    finally:
+        os._exit(0)
+
+
+def _be_init(
+    line: socket.socket,
+    begin: Callable[[], tuple[int, Any]],
+    kinds: int,
+    machine: own_network.Machine | None,
+) -> NoReturn:
+    try:
+        # It ends with the script, which does not inherit handlers.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        if not line.recv(_MESSAGE):
+            os._exit(1)
+        die_with_parent()  # where that has ended already, saying something fails
+        if kinds & namespaces.PROCESSES:
+            namespaces.mount_own_proc()
+        services = own_network.begin(machine) if machine is not None else []
+        script, said = begin()
+        descriptors = [os.pidfd_open(script), *(one.fileno() for one in services)]
+        socket.send_fds(line, [json.dumps({"said": said}).encode()], descriptors)
+        os.close(descriptors[0])
+        for one in services:
+            one.close()
+        if line.recv(_MESSAGE):  # until this process reaps it, its number is its own
+            _tell(line, {"exit": _ended(script)})
+    except BaseException as error:
+        _tell(line, {"cannot": f"{error}"})
+    finally:
+        os._exit(0)
+
+
+def _ended(script: int) -> int:
+    """Takes leave of all children until the script ends; returns its exit code."""
+    while True:
+        pid, status = os.wait()
+        if pid == script:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _tell(line: socket.socket, what: dict[str, Any]) -> None:
+    with suppress(OSError):
+        line.send(json.dumps(what).encode())

@@ -1,0 +1,159 @@
+"""A network of a trial's own: nothing leads out of it, neither for native code nor subprocesses.
+
+It has this machine's own addresses and name, so that ranks meet inside by these. Services that
+listen on this machine when the trial begins are reached through relay.py: sockets made inside
+listen where they do, and a process outside accepts what comes. Only TCP is relayed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from flatout.doctor.trials import namespaces
+from flatout.doctor.trials.guard import is_of_this_machine
+
+# From <linux/sockios.h> and <net/if.h>.
+_GET_FLAGS, _SET_FLAGS, _IS_UP = 0x8913, 0x8914, 1
+_SET_ADDRESS, _SET_MASK = 0x8916, 0x891C
+_LOOPBACK = "lo"
+_LISTENS = "0A"
+_HOSTS = "/etc/hosts"
+_MOST_SERVICES = 200
+# Where torchrun's ranks meet.
+_MEETING = ("--rdzv-endpoint", "--rdzv_endpoint", "--master-addr", "--master_addr")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What of this machine's network is to be found inside.
+
+    Attributes:
+        addresses: its own, without those of the loopback.
+        services: address and port of what listens for TCP.
+        folder: for a file that is needed inside.
+    """
+
+    addresses: tuple[str, ...]
+    services: tuple[tuple[str, int], ...]
+    folder: Path
+
+
+def of_this_machine(folder: Path) -> Machine:
+    """As it is now, in this process' network."""
+    found = [one.address for some in psutil.net_if_addrs().values() for one in some]
+    addresses = []
+    for text in found:
+        with suppress(ValueError):  # of hardware, or of one link
+            address = ipaddress.ip_address(text)
+            if not (address.is_loopback or address.is_link_local):
+                addresses.append(text)
+    return Machine(tuple(dict.fromkeys(addresses)), tuple(_services()), folder)
+
+
+def _services() -> list[tuple[str, int]]:
+    found = []
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with suppress(OSError):
+            for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+                _, local, _, state = line.split()[:4]
+                if state == _LISTENS:
+                    address, port = _address_of(local, family)
+                    found.append((address.removeprefix("::ffff:"), port))
+                    if address == "::":  # as a rule it takes what comes to the other kind, too
+                        found.append(("0.0.0.0", port))
+    return list(dict.fromkeys(found))[:_MOST_SERVICES]
+
+
+def _address_of(text: str, family: int) -> tuple[str, int]:
+    """Address and port of /proc/net/tcp: words of 32 bits in this machine's order."""
+    address, _, port = text.partition(":")
+    words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+    return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)
+
+
+def begin(machine: Machine) -> list[socket.socket]:
+    """In a network that has just been made, with mounts of its own: the loopback is all there is.
+
+    Returns:
+        sockets that listen for each service.
+
+    Raises:
+        OSError: it is not allowed.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ip4:
+        asked = struct.pack("16sh14x", _LOOPBACK.encode(), 0)
+        (flags,) = struct.unpack("16xh14x", fcntl.ioctl(ip4, _GET_FLAGS, asked))
+        fcntl.ioctl(ip4, _SET_FLAGS, struct.pack("16sh14x", _LOOPBACK.encode(), flags | _IS_UP))
+        for number, address in enumerate(machine.addresses):
+            if ":" not in address:
+                _add4(ip4, f"{_LOOPBACK}:{number}", address)
+    with suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as ip6:
+        for address in machine.addresses:
+            if ":" in address:
+                bits = socket.inet_pton(socket.AF_INET6, address)
+                asked = bits + struct.pack("Ii", 128, socket.if_nametoindex(_LOOPBACK))
+                fcntl.ioctl(ip6, _SET_ADDRESS, asked)
+    _name_itself(machine)
+    for name in os.environ:
+        if name.endswith("_SOCKET_IFNAME"):  # where gloo, NCCL and others are told to listen
+            os.environ[name] = _LOOPBACK
+    return [one for one in map(_listening, machine.services) if one is not None]
+
+
+def _add4(control: socket.socket, name: str, address: str) -> None:
+    # With its mask: the loopback takes a whole net for this machine's own.
+    for ask, text in ((_SET_ADDRESS, address), (_SET_MASK, "255.255.255.255")):
+        bits = socket.inet_aton(text)
+        fcntl.ioctl(control, ask, struct.pack("16sH2x4s8x", name.encode(), socket.AF_INET, bits))
+
+
+def _name_itself(machine: Machine) -> None:
+    """Where only a name server knows the machine's name, which nothing reaches from inside."""
+    with suppress(OSError):
+        known, own = Path(_HOSTS).read_text(), socket.gethostname()
+        if own not in known.split():
+            hosts = machine.folder / "hosts"
+            hosts.write_text(f"{known}\n{next(iter(machine.addresses), '127.0.0.1')} {own}\n")
+            namespaces.mount(str(hosts), _HOSTS, "", namespaces.BIND)
+
+
+def _listening(where: tuple[str, int]) -> socket.socket | None:
+    family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
+    one = socket.socket(family)
+    try:
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.bind(where)
+        one.listen()
+    except OSError:
+        one.close()
+        return None
+    return one
+
+
+def meets_elsewhere(command: Sequence[str], variables: Mapping[str, str] = os.environ) -> str:
+    """The other machine at which a script's ranks meet; "" where they meet on this one."""
+    places = [variables.get("MASTER_ADDR", "")]
+    for option, after in zip(command, [*command[1:], ""], strict=True):
+        name, _, value = option.partition("=")
+        if name in _MEETING:
+            places.append(value or after)
+    hosts = [_host(one) for one in places]
+    return next((one for one in hosts if not is_of_this_machine(one)), "")
+
+
+def _host(place: str) -> str:
+    """Without its port: of `node:29500`, `[fe80::1]:29500` and a bare address."""
+    if place.startswith("["):
+        return place[1:].partition("]")[0]
+    return place.partition(":")[0] if place.count(":") == 1 else place

@@ -1,0 +1,48 @@
+"""Connects what comes to a trial's own network with the services of this machine, byte by byte."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+_CHUNK = 1 << 18
+
+
+def relay(services: Sequence[socket.socket]) -> NoReturn:
+    """Accepts what comes to sockets that listen in the other network, for ever.
+
+    Each connection goes on to the same address and port in this process' own network.
+    """
+    waiting = selectors.DefaultSelector()
+    for one in services:
+        waiting.register(one, selectors.EVENT_READ)
+    while True:
+        for key, _ in waiting.select():
+            assert isinstance(key.fileobj, socket.socket)
+            with suppress(OSError):
+                inside, _ = key.fileobj.accept()
+                threading.Thread(target=_join, args=(inside,), daemon=True).start()
+
+
+def _join(inside: socket.socket) -> None:
+    with suppress(OSError), inside, socket.socket(inside.family) as outside:
+        outside.connect(inside.getsockname())
+        for one in (inside, outside):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        back = threading.Thread(target=_copy, args=(outside, inside), daemon=True)
+        back.start()
+        _copy(inside, outside)
+        back.join()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Until one end closes, and then it tells the other."""
+    with suppress(OSError):
+        while read := source.recv(_CHUNK):
+            target.sendall(read)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
