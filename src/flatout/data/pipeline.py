@@ -195,7 +195,7 @@ class Pipeline(Staged):
 
     @cached_property
     def in_bytes(self) -> Pipeline:
-        """The same without `normalize`, for whoever does that on a device. It shares all caches."""
+        """The same without `normalize`, for what scales on a device. It shares all caches."""
         if self.normalization is None:
             return self
         return self.with_stages([s for s in self.stages if not isinstance(s, Normalize)])

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Pool(ThreadPoolExecutor):
-    """As its base, for work that may be done twice: what no thread takes, whoever asks does."""
+    """As its base, for work that may be done twice: what no thread takes, the caller does."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Let a thread do it, or do it now."""

@@ -148,7 +148,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         return float(self._inner._get_current_learning_rate())
 
     def options(self) -> dict[str, Any]:
-        """What the Keras optimiser was made with, as plain values by dotted name."""
+        """What the Keras optimizer was made with, as plain values by dotted name."""
         try:
             config = self.keras.get_config()
         except NotImplementedError:  # a schedule of the user's that only runs

@@ -81,7 +81,7 @@ def read(folder: Folder) -> Manifest:
 
 
 def _checked(fields: dict[str, Any]) -> Manifest:
-    """What a seal does not tell: whoever made the file may have sealed anything."""
+    """What a seal does not tell: the author of a file may have sealed anything."""
     step, score = fields["step"], fields["score"]
     if type(step) is not int or step < 0:
         raise ValueError(f"expected a step from 0 on, found {step!r:.80}")

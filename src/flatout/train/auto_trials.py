@@ -56,7 +56,7 @@ _DECISION = 12
 _HOPED = 8
 # And a step under settings that were not seen yet, so many times a plain one.
 _UNSEEN = 2
-# Bytes of weights and optimiser state that are at least copied, or updated, in a second.
+# Bytes of weights and optimizer state that are at least copied, or updated, in a second.
 _BYTES_S = 1e9
 # A block of steps lasts at least this long, so that the clock and the switching do not show.
 BLOCK_S = 0.04
@@ -137,7 +137,7 @@ class Trials:
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """Afterwards model, optimiser and random states are as before, under plain settings.
+        """Afterwards model, optimizer and random states are as before, under plain settings.
 
         Raises:
             OutOfTime: copying them would take too long.
@@ -147,7 +147,7 @@ class Trials:
         self.budget.require(3 * kept / _BYTES_S)
         began = self.budget.clock()
         snapshot = Snapshot(model, optimizers)
-        # Putting back copies twice, and the optimiser's state may be there by then.
+        # Putting back copies twice, and the optimizer's state may be there by then.
         self.budget.kept_s = max(3 * (self.budget.clock() - began), kept / _BYTES_S)
         try:
             yield

@@ -82,7 +82,7 @@ class _Watch(TorchFunctionMode):
     ) -> None:
         """What is made of one of the two belongs to it while it has its rows.
 
-        But whoever adds a dimension wants to compare all with all.
+        But a user who adds a dimension wants to compare all with all.
         """
         deepest = max(tensor.dim() for tensor in outputs or targets)
         if self._has_rows(result) and result.dim() <= deepest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from flatout.data.explanation import Explanation
@@ -10,7 +11,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.running.samples import name_of
 from flatout.data.sources.dataset import DatasetSource
 from flatout.data.sources.iterable import IterableSource
-from flatout.data.stages import Batch, Cache, Filter, Map
+from flatout.data.stages import Batch, Cache, Map
 
 # From this share of waiting for batches on, and of this many seconds, the user is told.
 _TOLD, _TOLD_S = 0.1, 1.0
@@ -44,15 +45,10 @@ def _words(share: float, advice: str, slowest: str = "") -> str:
 
 def _of_pipeline(source: Pipeline, found: Explanation, epochs: int) -> tuple[str, str]:
     slowest = max(found.stages, key=found.stages.__getitem__, default="")
-    before = source.stages
-    for at, stage in enumerate(source.stages):
-        if isinstance(stage, Batch):
-            before = source.stages[:at]
-    by_sample = [one for one in before if isinstance(one, (Map, Filter))]
-    for stage in by_sample:
-        if isinstance(stage, Map) and slowest == f"map {name_of(stage.function)}":
-            advice = "it runs once a sample: one that takes whole batches can stand behind batch()"
-            return advice, slowest
+    before = takewhile(lambda stage: not isinstance(stage, Batch), source.stages)
+    if slowest in {f"map {name_of(stage.function)}" for stage in before if isinstance(stage, Map)}:
+        advice = "it runs once a sample: one that takes whole batches can stand behind batch()"
+        return advice, slowest
     cached = any(isinstance(stage, Cache) for stage in source.stages)
     is_read = slowest and not slowest.startswith(("map ", "filter ", "batch", "shuffle"))
     if is_read and epochs > 1 and not cached and source.counted:

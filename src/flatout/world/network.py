@@ -91,7 +91,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def _found(host: str) -> list[str]:
-    """The addresses of a host; none where nobody knows its name."""
+    """The addresses of a host; none where its name is not known."""
     try:
         return [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except socket.gaierror:

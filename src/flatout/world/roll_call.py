@@ -147,7 +147,7 @@ class RollCall:
                     do=f"set the same {VARIABLE} in the environment of flatout run on every node",
                 ) from error
             except OSError as error:
-                # A name that nobody knows yet may come with it.
+                # A name that is not known yet may come with it.
                 why = error.strerror or str(error)
             if time.monotonic() > until:
                 raise WorldError(

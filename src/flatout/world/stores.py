@@ -1,8 +1,8 @@
 """The store of keys and bytes by which ranks meet, and how a rank reaches it.
 
 Ranks that one agent has started on one node meet in a file in memory that the agent holds. The
-kernel lets no other user open it, where torch's TCPStore answers whoever connects. Other launchers
-leave only an address.
+kernel lets no other user open it, where torch's TCPStore answers any process that connects. Other
+launchers leave only an address.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class Ahead(Generic[T]):
             self._room.notify_all()
 
     def _go_on_with(self, threads: int, why: str) -> None:
-        """The system starts no more: those that there are do it, or whoever takes the items."""
+        """The system starts no more: those that there are do it, or the caller."""
         self._tuner.threads, self._tuner.fixed = max(1, threads), True
         say_fewer(why, f"batches are made by {counted(threads, 'thread')}")
 

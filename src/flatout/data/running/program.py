@@ -211,7 +211,7 @@ class Program:
             yield from self._ahead(task, step, steps)
 
     def _crew_loses(self, crew: Crew) -> bool:
-        """Count a batch that was used; True where processes nobody asked for are not faster."""
+        """Count a batch that was used; True where processes not asked for are not faster."""
         if not crew.started:
             self.repay.begin()
             return False

@@ -94,7 +94,7 @@ class Filling:
         layout: of the rows.
         rows: how many.
         digest: of what makes them.
-        private: whether its user alone may read it; else whoever the process' umask lets.
+        private: whether its user alone may read it; else all whom the process' umask lets.
 
     Attributes:
         store: the rows.

@@ -1,4 +1,4 @@
-"""How CSV files are written, where nobody says it: delimiter, decimal sign, header, encoding."""
+"""How CSV files are written, where it is not said: delimiter, decimal sign, header, encoding."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _leave(kinds: int, as_user: bool) -> None:
 def mount_own_proc() -> None:
     """The /proc of this process' own PROCESSES, in MOUNTS of its own.
 
-    What is mounted below the one of before stays: parts that a container hides or gives anew.
+    What is mounted below the one of before stays: parts that a container hides or replaces.
 
     Raises:
         OSError: it is not allowed.
