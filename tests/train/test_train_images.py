@@ -127,7 +127,8 @@ def test_what_was_learned_is_in_the_file_and_a_file_is_predicted_with_it(photos,
     everything = job.predict(images(photos))
     file = photos / "bright" / "1.png"
     one = fresh.predict(str(file))
-    assert torch.equal(one[0], everything[0])
+    # A batch of another size may be rounded by other kernels.
+    torch.testing.assert_close(one[0], everything[0])
     assert fresh.classes[one[0].argmax()] == "bright"
     torch.testing.assert_close(fresh.predict([photos / "dark" / "0.png", str(file)])[1], one[0])
     assert torch.equal(fresh.predict(photos), everything)
