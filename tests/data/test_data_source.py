@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flatout.data.source import as_source
 from flatout.data.sources.arrays import Arrays, ArraySource, array_source
-from flatout.data.sources.dataset import DatasetSource
 from flatout.data.sources.iterable import IterableSource
+from flatout.data.sources.tuned_dataset import TunedDatasetSource
 from flatout.errors import DataError
 
 X = torch.arange(12.0).view(6, 2)
@@ -53,7 +53,7 @@ def _stream():
         (Arrays(X, Y), None, ArraySource),
         (TensorDataset(X, Y), None, ArraySource),
         (TensorDataset(X, Y, W), None, ArraySource),
-        (Samples(), None, DatasetSource),
+        (Samples(), None, TunedDatasetSource),
         (Stream(), None, IterableSource),
         (DataLoader(Samples(), batch_size=3), None, IterableSource),
         ([(X, Y)], None, IterableSource),

@@ -25,7 +25,7 @@ CONCRETE = {
     "process.interop_threads": positive,
     "process.affinity": st.just("off") | cpus,
     "process.flush_denormals": switch,
-    "input.workers": st.integers(0, 64),
+    "input.workers": st.integers(0, 64) | st.just("thread"),
     "input.pin_memory": switch,
     "world.device": st.sampled_from(["cpu", "cuda"]) | st.integers(0, 15).map("cuda:{}".format),
     "world.placement": st.sampled_from(["soft", "strict"]),

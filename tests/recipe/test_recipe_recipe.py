@@ -243,7 +243,7 @@ def test_what_was_proven_for_a_script_names_nothing_else():
     assert proven.request().named() == {"input.workers": 2, "script.zero_grad": "set_to_none"}
     assert proven.anew().named() == {"script.zero_grad": "set_to_none"}
     assert [row.field for row in proven.changes()] == ["input.workers", "script.zero_grad"]
-    assert proven.summary() == "2 workers · gradients to None"
+    assert proven.summary() == "workers=2 · gradients to None"
     assert loads(dumps(proven)) == proven
     with pytest.raises(RecipeError, match=r"choices has no entry for input\.workers"):
         ResolvedRecipe(**fields, choices={}, machine={}, proven_for="a.py")

@@ -71,7 +71,7 @@ BAD = [
     ("process.affinity", [0, -1], "auto, off or a list of CPU numbers"),
     ("process.affinity", ["0"], "auto, off or a list of CPU numbers"),
     ("process.affinity", True, "auto, off or a list of CPU numbers"),
-    ("input.workers", -1, "auto or a whole number from 0"),
+    ("input.workers", -1, "auto, thread or a whole number from 0"),
     ("world.device", "cuda:01", "auto, cpu, cuda or cuda:N"),
     ("world.device", "cuda:1\n", "auto, cpu, cuda or cuda:N"),
     ("world.device", 0, "auto, cpu, cuda or cuda:N"),

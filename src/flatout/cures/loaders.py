@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import caller
-from flatout.cures.unchanged import Attributes
+from flatout.data.running.unchanged import Attributes
 from flatout.devices.memory import read_shm
 from flatout.observe.sites import is_users
 
@@ -98,8 +98,10 @@ class Loaders:
             self._pin(given, changes)
         return changes
 
-    def _against_workers(self, given: dict[str, Any], workers: int) -> str:
+    def _against_workers(self, given: dict[str, Any], workers: int | str) -> str:
         """Why a loader cannot have these workers; empty where it can."""
+        if not isinstance(workers, int):
+            return f"{workers} is for a Trainer or a Loop"
         if isinstance(given["dataset"], self._torch.utils.data.IterableDataset):
             return "an IterableDataset gives other samples to other numbers of workers"
         if not workers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from flatout.data.batch import Batch
 from flatout.data.pipeline import Pipeline
 from flatout.data.plan import DEFAULT_BATCH_SIZE, last_batch
+from flatout.data.running.worker_tuner import Kept, Workers
 from flatout.data.sources.arrays import Arrays, array_source
 from flatout.data.sources.dataset import dataset, from_loader
 from flatout.data.sources.iterable import iterable
@@ -90,6 +91,28 @@ class Source(Protocol):
         ...
 
 
+class Found(Protocol):
+    """Who makes a source's batches, and how that was found while they were used.
+
+    Attributes:
+        settled: as `input.workers`.
+        kept: what was measured of it; None where nothing was, or that is 0.
+        trials: what was tried, and what came of it.
+        notes: what the user should know of; whoever tells it empties the list.
+    """
+
+    settled: Workers
+    kept: Kept | None
+    trials: list[str]
+    notes: list[str]
+
+
+def found_of(source: Source | None) -> Found | None:
+    """Who makes its batches, where that is found while they are used."""
+    found: Found | None = getattr(source, "found", None)
+    return found
+
+
 _TAKEN = (
     "take: x, (x, y) or (x, y, weight) of tensors or numpy arrays; a torch Dataset or DataLoader; "
     "an iterable of batches, or a function that returns one; a source of flatout.data"
@@ -104,7 +127,7 @@ def as_source(
     shuffle: bool = True,
     seed: int = 0,
     drop_last: bool = False,
-    workers: int = 0,
+    workers: Workers | Literal["auto"] = "auto",
     pin_memory: bool = False,
     clip_batch: bool = False,
 ) -> Source:
@@ -122,7 +145,10 @@ def as_source(
         shuffle: a new order every epoch, from (seed, epoch).
         seed: of the orders.
         drop_last: leave out a smaller last batch.
-        workers: processes that read a Dataset.
+        workers: who makes the batches of a Dataset: 0 this process when they are asked for,
+            "thread" a thread of it ahead of need, a number so many processes; "auto" begins with 0
+            and keeps what is measured faster while batches are used. Of iterables and loaders
+            without workers a thread may read ahead.
         pin_memory: batches in pinned memory, for copies to an accelerator; without one, no effect.
         clip_batch: a batch larger than the data becomes the data instead of an error.
 
@@ -155,14 +181,14 @@ def as_source(
         return array_source(*parts_of(train), **options)
     if isinstance(train, Dataset) and not _is_source(train):
         return dataset(train, workers=workers, **options)
-    return _made_elsewhere(train, batch_size)
+    return _made_elsewhere(train, batch_size, workers)
 
 
 def _of_pipeline(train: Pipeline, batch_size: int | None, clip_batch: bool) -> Source:
     """A pipeline as it was written, in batches of `batch_size` where it says nothing of batches."""
     samples = train.rows_to_cut
     if train.in_batches:
-        made = _made_elsewhere(train, batch_size)
+        made = _made_elsewhere(train, batch_size, 0)
         if made.batch_size is not None and samples is not None:
             if not clip_batch:
                 _check_not_larger(made.batch_size, samples)
@@ -189,12 +215,14 @@ def _check_not_larger(size: int, samples: int) -> None:
         )
 
 
-def _made_elsewhere(train: Any, batch_size: int | None) -> Source:
+def _made_elsewhere(
+    train: Any, batch_size: int | None, workers: Workers | Literal["auto"]
+) -> Source:
     """What comes in batches already."""
     if _is_source(train):
         source: Source = train
     elif isinstance(train, DataLoader):
-        source = from_loader(train)
+        source = from_loader(train, workers)
     elif isinstance(train, (str, bytes, os.PathLike)):
         is_folder = not isinstance(train, bytes) and os.path.isdir(train)
         read = "images(path, size=224)" if is_folder else "csv(path)"
@@ -205,7 +233,7 @@ def _made_elsewhere(train: Any, batch_size: int | None) -> Source:
     elif isinstance(train, Iterable) or (
         callable(train) and not isinstance(train, (type, nn.Module))
     ):
-        source = iterable(train)
+        source = iterable(train, workers=workers)
     else:
         raise DataError(f"nothing here reads {type(train).__name__} as data", do=_TAKEN)
     if batch_size is not None and source.batch_size not in (None, batch_size):

@@ -348,7 +348,7 @@ _PHRASES = {
     "memory.micro_batch": "micro-batch {}",
     "memory.activation_checkpointing": "activation checkpointing",
     "memory.allocator": "allocator {}",
-    "input.workers": "{} workers",
+    "input.workers": "workers={}",
     "input.pin_memory": "pinned memory",
     "world.placement": "{} placement",
     "world.reduction": "{} reduction",

@@ -157,10 +157,13 @@ class Input(Section):
 
     title: ClassVar[str] = "input"
 
-    workers: Literal["auto"] | NotNegative = Field(
+    workers: Literal["auto", "thread"] | NotNegative = Field(
         default="auto",
-        description="Worker processes that prepare samples of a torch Dataset; 0 prepares them in "
-        "the process. `auto` is 0; nothing is measured.",
+        description="Who makes the batches of a torch Dataset: 0 the process itself when they are "
+        "asked for, `thread` a thread of it ahead of need, a number so many worker processes. "
+        "`auto` begins with 0 and, where batches are waited for, keeps what is measured faster on "
+        "the job's own steps. Generators, Keras' PyDatasets and DataLoaders without workers can be "
+        "read ahead by a thread.",
     )
     pin_memory: Switch = Field(
         default="auto", description="Page-locked batches, which a GPU copies while it computes."

@@ -185,7 +185,7 @@ def _plain_choices(requested: Recipe, stepper: Stepper, allow: Parity) -> Choice
         "process.interop_threads": (torch.get_num_interop_threads(), "torch's own, not measured"),
         "process.affinity": ("off", "plain, not measured"),
         "process.flush_denormals": ("off", "plain, not measured"),
-        "input.workers": (0, "plain, not measured"),
+        "input.workers": (0, "plain, until batches are waited for"),
         "input.pin_memory": ("on" if cuda else "off", "copies overlap" if cuda else "no GPU"),
         "world.device": (str(stepper.switch.device), "the device found"),
         "world.reduction": ("all_reduce", "plain"),

@@ -245,13 +245,16 @@ class Fit:
         """The user's callbacks: what Flatout adds for showing and logging needs no state."""
         return [c for c in self.callbacks if not isinstance(c, (Progress, JsonLines))]
 
+    def _run_folder(self) -> Path | None:
+        """Where this rank writes down what runs; None where it does not."""
+        run = self.loop.run
+        return Path(run) if run and "://" not in run and self.loop.world.is_first else None
+
     def _open_run(self) -> None:
         """Write down what runs, and begin the log."""
-        if self.loop.run is None or "://" in self.loop.run:
+        folder = self._run_folder()
+        if folder is None:
             return
-        if not self.loop.world.is_first:
-            return
-        folder = Path(self.loop.run)
         assert self.loop.resolved is not None
         dump(self.loop.resolved, folder / "recipe.toml")
         self.callbacks.append(JsonLines(folder / "log.jsonl"))
@@ -268,10 +271,11 @@ class Fit:
 
     def _close_run(self) -> None:
         """Leave the figures for a report."""
-        if self.loop.run is None or "://" in self.loop.run or not self.loop.world.is_first:
+        folder = self._run_folder()
+        if folder is None:
             return
         try:
-            self.state.history.save(Path(self.loop.run) / "history.json")
+            self.state.history.save(folder / "history.json")
         except FlatoutError as error:  # no reason to lose what was trained
             self.loop.say(str(error))
 
@@ -283,6 +287,7 @@ class Fit:
             self._call("on_fit_start")
             self._epochs()
             state.history.stop_reason = state.stop_reason
+            self._note_workers()
             state.history.lanes_by_rank = loop.world.gather(loop.timeline.lanes())
             if loop.run is not None:
                 if not loop.is_saved:
@@ -297,6 +302,14 @@ class Fit:
             for callback in self.callbacks:
                 callback.on_fit_error(state, error)
             raise
+
+    def _note_workers(self) -> None:
+        """Who made the batches in the end, for who runs this Recipe again."""
+        self.loop.note_workers()
+        self.state.history.recipe = self.loop.resolved
+        if (folder := self._run_folder()) is not None:
+            assert self.loop.resolved is not None
+            dump(self.loop.resolved, folder / "recipe.toml")
 
     def _tell_of_waiting(self) -> None:
         """Say that the input held the training back, if it did, and what would help."""

@@ -170,6 +170,7 @@ class KerasTrainer(Trainer):
         source = as_keras_source(
             x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=self.seed,
             class_weight=class_weight, steps=steps_per_epoch,
+            workers=self.loop.requested.input.workers,
         )  # fmt: skip
         validation = None
         if validation_data is not None:

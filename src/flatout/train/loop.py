@@ -32,7 +32,7 @@ from flatout.data.own_pipes import is_pipe
 from flatout.data.pipeline import Pipeline
 from flatout.data.ranked import ranked
 from flatout.data.running.prefetch import prefetch
-from flatout.data.source import Source
+from flatout.data.source import Source, found_of
 from flatout.devices import PingPong, find_ping_pong, place, process, resolve_device
 from flatout.errors import CheckpointError, DeviceError, FlatoutError, ModelError, NumbersError
 from flatout.measure import Timeline, fingerprint
@@ -599,7 +599,7 @@ class Loop:
             set_random_state(own["random"])
         self._taken = self.batch_in_epoch
         part = part_of(source, self.world, self._note)
-        if isinstance(source, Pipeline):
+        if hasattr(source, "expect_epochs"):
             source.expect_epochs(self.planned_epochs)
         batches = part.batches(self.epoch, self.batch_in_epoch)
         if isinstance(source, Pipeline) and source.prefetches is None and self.device.type != "cpu":
@@ -716,7 +716,27 @@ class Loop:
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""
         notes, self.stepper.notes = self.stepper.notes, []
+        found = found_of(self.source)
+        if found is not None:
+            notes += [f"input: {note}" for note in found.notes]
+            found.notes.clear()
         return notes
+
+    def note_workers(self) -> None:
+        """Say in the Recipe who makes the batches, where that was found while training."""
+        found = found_of(self.source)
+        if found is None or not found.trials or self.requested.input.workers != "auto":
+            return
+        assert self.resolved is not None
+        choice = Choice(
+            value=found.settled,
+            reason=f"measured on the job's own steps: {'; '.join(found.trials)}",
+            parity=Parity.EXACT,
+            ratio=None if found.kept is None else found.kept.ratio,
+            floor=None if found.kept is None else found.kept.floor,
+        )
+        choices = {**self.resolved.choices, "input.workers": choice}
+        self.resolved = self.requested.resolve(choices, self.resolved.machine)
 
     # -- numbers guard -----------------------------------------------------------------------
 

@@ -280,7 +280,7 @@ class Trainer:
             shuffle=shuffle,
             seed=self.seed,
             drop_last=drop_last,
-            workers=self._workers(),
+            workers=self.loop.requested.input.workers,
             pin_memory=self._pin_memory(),
         )
         validation = None
@@ -449,17 +449,13 @@ class Trainer:
             batch_size=batch_size,
             shuffle=False,
             seed=self.seed,
-            workers=self._workers(),
+            workers=self.loop.requested.input.workers,
             pin_memory=self._pin_memory(),
             clip_batch=True,
         )
 
     def _pin_memory(self) -> bool:
         return self.loop.requested.input.pin_memory != "off"
-
-    def _workers(self) -> int:
-        workers = self.loop.requested.input.workers
-        return 0 if workers == "auto" else workers
 
     # -- what fit, evaluate and predict ask for; another framework's models answer otherwise ------
 

@@ -9,8 +9,9 @@ from typing import Any
 from flatout.data.explanation import Explanation
 from flatout.data.pipeline import Pipeline
 from flatout.data.running.samples import name_of
-from flatout.data.sources.dataset import DatasetSource
+from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.iterable import IterableSource
+from flatout.data.sources.tuned_dataset import TunedDatasetSource
 from flatout.data.stages import Batch, Cache, Map
 
 # From this share of waiting for batches on, and of this many seconds, the user is told.
@@ -57,6 +58,12 @@ def _of_pipeline(source: Pipeline, found: Explanation, epochs: int) -> tuple[str
 
 
 def _advice(source: Any) -> str:
+    if isinstance(source, TunedDatasetSource):
+        tried = source.tuner.trials
+        more = "a __getitems__ that gives many samples at once makes them faster"
+        if tried:
+            return f"{more}; tried: {'; '.join(tried)}"
+        return f"the run was too short to try input.workers; {more}"
     if isinstance(source, DatasetSource):
         return (
             "its samples are made one by one: a __getitems__ that gives many at once, or "

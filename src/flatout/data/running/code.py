@@ -147,7 +147,7 @@ def _function_words(function: Any, seen: frozenset[int]) -> Iterator[str]:
             yield from _words(cell.cell_contents, seen)
         except ValueError:  # not filled yet
             yield "empty"
-    for name in _names_in(function.__code__):
+    for name in names_in(function.__code__):
         found = function.__globals__.get(name)
         if isinstance(found, (*_PLAIN, FunctionType)) and found is not None:
             yield name
@@ -169,15 +169,15 @@ def _class_words(kind: type, seen: frozenset[int]) -> Iterator[str]:
             done.add(name)
             yield name
             yield from _function_words(method, seen)
-            todo += sorted(_names_in(method.__code__) & vars(one).keys())
+            todo += sorted(names_in(method.__code__) & vars(one).keys())
 
 
-def _names_in(code: CodeType) -> Any:
+def names_in(code: CodeType) -> Any:
     """Global and attribute names that a function reads, in it and in functions within it."""
     found = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found.update(dict.fromkeys(_names_in(constant)))
+            found.update(dict.fromkeys(names_in(constant)))
     return found.keys()
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, count, islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,8 +15,11 @@ from flatout.data.plan import check_start, check_steps
 from flatout.data.randomness import random_state, set_random_state
 from flatout.data.running.code import code_digest
 from flatout.data.running.digests import digest_of
+from flatout.data.running.read_ahead import EpochReader, read_ahead
+from flatout.data.running.worker_tuner import Workers
 from flatout.data.tensors import as_batch, is_array
 from flatout.errors import DataError
+from flatout.say import first_line
 
 _END = object()
 _NOT_READ = object()
@@ -41,6 +44,8 @@ class IterableSource:
         seekable: True where the batches do not depend on what was read before.
         peek: reads the first raw batches without using them up; opening an epoch does where it is
             None.
+        reader: decides whether a thread reads ahead; none does where it is None.
+        reopens: whether an epoch can be opened again.
     """
 
     def __init__(
@@ -55,8 +60,12 @@ class IterableSource:
         generators: Sequence[torch.Generator] = (),
         seekable: bool = False,
         peek: Callable[[int], list[Any]] | None = None,
+        reader: EpochReader | None = None,
+        reopens: bool = True,
     ) -> None:
         self.seekable = seekable
+        self.reader = reader
+        self._reopens = reopens
         self.counted = steps is not None
         self.samples = samples
         self.steps = steps
@@ -113,9 +122,50 @@ class IterableSource:
                 than arrays; a one-shot iterator has been read before.
         """
         check_start(start_step, self.steps)
-        return self._read(epoch, start_step)
+        if self.reader is None:
+            return self._read(epoch, start_step)
+        return self._tuned(self.reader, epoch, start_step)
 
-    def _read(self, epoch: int, start_step: int) -> Iterator[Batch]:
+    def expect_epochs(self, total: int | None) -> None:
+        """Say how many epochs the run has in all: the last one is read as the one before it."""
+        if self.reader is not None:
+            self.reader.epochs = total
+
+    @property
+    def found(self) -> EpochReader | None:
+        """Who reads the batches, and how that was found; None where nothing is to be found."""
+        return self.reader
+
+    def _tuned(self, reader: EpochReader, epoch: int, start_step: int) -> Iterator[Batch]:
+        step, made = start_step, self._read(epoch, start_step)
+        # What a resume has read again was watched by nobody.
+        is_ahead = reader.starts_ahead() and not start_step
+        if is_ahead:
+            made = read_ahead(made)
+        try:
+            while True:
+                start = reader.clock()
+                try:
+                    batch = reader.take(made)
+                except Exception as error:
+                    if not (is_ahead and self._reopens):
+                        raise
+                    # It may be the thread that it does not like; if not, it comes again.
+                    reader.refuse(first_line(error))
+                    is_ahead, made = False, self._read(epoch, step)
+                    continue
+                if batch is None:
+                    break
+                waited = reader.clock() - start
+                step += 1
+                yield batch
+                reader.used(waited)
+        finally:
+            made.close()
+        if not start_step:
+            reader.ended(epoch)
+
+    def _read(self, epoch: int, start_step: int) -> Generator[Batch, None, None]:
         iterator = self._open(epoch, start_step)
         value = next(iterator, _END)
         if value is _END and start_step == 0:
@@ -194,7 +244,9 @@ class _OneShot:
             yield value
 
 
-def iterable(batches: Any, *, steps: int | None = None) -> IterableSource:
+def iterable(
+    batches: Any, *, steps: int | None = None, workers: Workers | Literal["auto"] = "auto"
+) -> IterableSource:
     """Batches that are made already: x, (x, y) or (x, y, weight), of tensors or arrays.
 
     Args:
@@ -202,6 +254,8 @@ def iterable(batches: Any, *, steps: int | None = None) -> IterableSource:
             fresh iterator for every epoch; or an iterator, which serves one epoch (with `steps`,
             epoch after epoch until it ends).
         steps: batches per epoch. Needed where the iterator never ends.
+        workers: "thread" reads them ahead of need in a thread, unless they depend on the model; 0
+            when they are asked for; "auto" keeps what is measured faster from the second epoch on.
 
     Raises:
         DataError: what is passed is none of these, holds no batches, or is a list of bare arrays.
@@ -212,7 +266,13 @@ def iterable(batches: Any, *, steps: int | None = None) -> IterableSource:
         once = _OneShot(batches, steps)
         name = f"batches from a {type(batches).__name__}, which can be read once"
         return IterableSource(
-            once.begin, name=name, digest=lambda: name_digest(batches), steps=steps, peek=once.peek
+            once.begin,
+            name=name,
+            digest=lambda: name_digest(batches),
+            steps=steps,
+            peek=once.peek,
+            reader=EpochReader(workers, batches),
+            reopens=False,
         )
     if isinstance(batches, Iterable):
         _refuse_bare_arrays(batches)
@@ -225,6 +285,7 @@ def iterable(batches: Any, *, steps: int | None = None) -> IterableSource:
             digest=lambda: name_digest(batches, length),
             steps=min((n for n in (length, steps) if n is not None), default=None),
             seekable=isinstance(batches, list),
+            reader=None if isinstance(batches, list) else EpochReader(workers, batches),
         )
     _refuse_parameters(batches)
     return IterableSource(
@@ -232,6 +293,7 @@ def iterable(batches: Any, *, steps: int | None = None) -> IterableSource:
         name=f"batches from {_name_of(batches)}()",
         digest=lambda: name_digest(batches),
         steps=steps,
+        reader=EpochReader(workers, batches),
     )
 
 

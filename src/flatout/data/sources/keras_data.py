@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from flatout.data.pipeline import Pipeline
+from flatout.data.running.read_ahead import EpochReader
+from flatout.data.running.worker_tuner import Workers
 from flatout.data.source import Source, as_source
 from flatout.data.sources.array_parts import are_arrays, map_arrays
 from flatout.data.sources.arrays import Arrays, array_source
@@ -29,6 +31,7 @@ def as_keras_source(
     seed: int = 0,
     class_weight: dict[int, float] | None = None,
     steps: int | None = None,
+    workers: Workers | Literal["auto"] = 0,
 ) -> Source:
     """Whatever `keras.Model.fit` takes, as a Source.
 
@@ -41,6 +44,8 @@ def as_keras_source(
         seed: of the orders of arrays.
         class_weight: weight of each class number.
         steps: batches that make an epoch, where the data do not say.
+        workers: "thread" reads a PyDataset, generator or loader ahead of need; "auto" where that is
+            measured faster.
 
     Raises:
         DataError: nothing here takes `x`, or its parts do not fit together.
@@ -50,7 +55,7 @@ def as_keras_source(
     if isinstance(x, (Arrays, Pipeline)):
         return as_source(x, batch_size=batch_size, shuffle=shuffle, seed=seed, clip_batch=True)
     if steps is not None or not are_arrays(x):
-        return _by_keras(x, y, sample_weight, batch_size, shuffle, class_weight, steps)
+        return _by_keras(x, y, sample_weight, batch_size, shuffle, class_weight, steps, workers)
     x, y, sample_weight = (_in_floatx(part) for part in (x, y, sample_weight))
     if class_weight is not None:
         sample_weight = _class_weights(y, sample_weight, class_weight)
@@ -111,6 +116,7 @@ def _by_keras(
     shuffle: bool,
     class_weight: dict[int, float] | None,
     steps: int | None,
+    workers: Workers | Literal["auto"],
 ) -> Source:
     from keras.src.backend.torch.trainer import TorchEpochIterator
 
@@ -133,6 +139,16 @@ def _by_keras(
         digest=lambda: name_digest(x, None, class_weight),
         steps=iterator.num_batches,
         peek=batches.peek,
+        reader=None if _has_readers(x) else EpochReader(workers, x),
+        reopens=not isinstance(x, Iterator),
+    )
+
+
+def _has_readers(x: Any) -> bool:
+    """Whether Keras or torch read it ahead already, as its user has asked."""
+    by_torch = getattr(x, "num_workers", 0)
+    return (
+        bool(by_torch or getattr(x, "use_multiprocessing", False)) or getattr(x, "workers", 1) > 1
     )
 
 

@@ -1,0 +1,129 @@
+"""One batch of a torch Dataset, made in a worker or in the main process."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, get_worker_info
+
+from flatout.data.randomness import random_state, same_state, seed_all, seeded
+from flatout.data.sources.whole_batches import WholeBatches
+from flatout.data.sources.worker_faults import refuse_small_shm
+from flatout.errors import DataError
+
+
+class Draw(NamedTuple):
+    """What makes one batch: its samples, and what the global generators are seeded with, if so."""
+
+    seed: int | None
+    indices: list[int]
+
+
+class Draws:
+    """The batch sampler of a DatasetSource's loader, which lives as long as its workers do."""
+
+    coming: Iterator[Draw] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.coming
+
+
+class Fetch(Dataset[Any]):
+    """Makes whole batches, in a worker or in the main process.
+
+    A failure in a worker comes back as a value, because torch would rebuild the exception around
+    its traceback and lose what it says for people.
+
+    Args:
+        dataset: the user's.
+        collate: makes a batch of a list of samples.
+
+    Attributes:
+        whole: makes batches at once where that gives the same; None where it is not to be tried.
+        compares: whether batches are made both ways.
+        watched: so many more batches are watched for random draws.
+        draws: whether one of them drew from a global generator.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.whole: WholeBatches | None = None
+        self.compares = False
+        self.watched = 0
+        self.draws = False
+
+    def __getitems__(self, draw: Draw) -> Any:
+        if draw.seed is None:
+            return self._batch(draw.indices)
+        if get_worker_info() is None:
+            with seeded(draw.seed):
+                return self._watched_batch(draw.indices)
+        seed_all(draw.seed)
+        try:
+            return self._batch(draw.indices)
+        except DataError as error:
+            error.add_note(traceback.format_exc())
+            return error
+
+    def _watched_batch(self, indices: list[int]) -> Any:
+        if not self.watched:
+            return self._batch(indices)
+        self.watched -= 1
+        before = random_state()
+        made = self._batch(indices)
+        self.draws = self.draws or not same_state(before, random_state())
+        return made
+
+    def _batch(self, indices: list[int]) -> Any:
+        whole = self.whole
+        if whole is None or whole.why_not:
+            return self._collated(indices)
+        at_once = whole.take(indices)
+        if at_once is not None:
+            return at_once
+        start = whole.clock()
+        made = self._collated(indices)
+        if self.compares:
+            whole.compare(indices, made, whole.clock() - start)
+        return made
+
+    def _collated(self, indices: list[int]) -> Any:
+        samples = self._samples(indices)
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            refuse_small_shm(error)
+            raise DataError(
+                f"the samples do not form a batch: {type(error).__name__}: {error}",
+                where=f"samples {indices}",
+                do="let the dataset give tensors, arrays or numbers of equal shapes, or hand a "
+                "collate function to flatout.data.dataset",
+            ) from error
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        at_once = getattr(self.dataset, "__getitems__", None)
+        if at_once is None:
+            return [self._sample(index) for index in indices]
+        try:
+            return list(at_once(indices))
+        except Exception as error:
+            # One by one, to name the culprit.
+            for index in indices:
+                self._sample(index)
+            raise DataError(
+                f"the samples cannot be read together: {type(error).__name__}: {error}",
+                where=f"samples {indices}",
+            ) from error
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise DataError(
+                f"sample {index} cannot be read: {type(error).__name__}: {error}",
+                where=f"{frame.filename}:{frame.lineno}",
+            ) from error

@@ -1,0 +1,164 @@
+"""Batches of a map-style torch Dataset, in our own order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from flatout.data.batch import Batch
+from flatout.data.order import batch_seed
+from flatout.data.plan import Plan, check_workers
+from flatout.data.sources.dataset_fetch import Draw, Draws, Fetch
+from flatout.data.sources.iterable import name_digest
+from flatout.data.sources.worker_faults import named_faults
+from flatout.data.tensors import as_batch
+from flatout.errors import DataError
+
+
+class DatasetSource:
+    """Batches of a map-style torch Dataset.
+
+    Which samples form which batch is a function of (seed, epoch), whatever the number of workers.
+    So are random augmentations that draw from torch's, Python's or numpy's global generators: while
+    a batch is made these are seeded from (seed, epoch, step), and in the main process put back
+    afterwards. Augmentations with a generator of their own are beyond that.
+
+    Attributes:
+        dataset: the user's.
+        plan: how it is cut into batches.
+    """
+
+    seekable = True
+    counted = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: Plan,
+        *,
+        workers: int = 0,
+        pin_memory: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.batch_size: int | None = plan.batch_size
+        self.steps: int | None = plan.steps
+        self.samples: int | None = plan.used
+        self.workers = check_workers(workers)
+        self.fetch = Fetch(dataset, collate or default_collate)
+        self._pin = pin_memory and torch.accelerator.is_available()
+        self._loader = self._new_loader()
+
+    def _new_loader(self) -> DataLoader[Any]:
+        return self.loader(self.workers, persistent_workers=self.workers > 0)
+
+    def loader(
+        self, workers: int, *, kind: type[DataLoader[Any]] = DataLoader, **options: Any
+    ) -> DataLoader[Any]:
+        """A DataLoader that makes batches of what its batch sampler draws."""
+        return kind(
+            self.fetch,
+            batch_sampler=Draws(),
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=self._pin,
+            # Without one of its own, a DataLoader draws from the generator that dropout uses.
+            generator=torch.Generator(),
+            **options,
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits over the dataset's code and length: reading samples may cost much."""
+        return name_digest(self.dataset, len(self.dataset), self.fetch.collate)
+
+    def describe(self) -> str:
+        """One line for people."""
+        kind = type(self.dataset).__name__
+        return f"{self.plan.samples:,} samples of {kind}, {self.plan.describe()}, {self.readers()}"
+
+    def readers(self) -> str:
+        """Who reads the samples, for people."""
+        return f"read by {self.workers} worker(s)" if self.workers else "read by the main process"
+
+    def labels_range(self) -> tuple[int, int] | None:
+        """None: the targets are not in memory."""
+        return None
+
+    def peek(self, count: int) -> list[Batch]:
+        """The first batches of epoch 0, without using anything up."""
+        return list(islice(self.batches(0), count))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: (epoch, step) says it all."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from `start_step` on; one pass at a time.
+
+        Raises:
+            DataError: the epoch has no such step; a sample cannot be read (its number is named), or
+                samples do not form a batch.
+        """
+        self.plan.first(start_step)
+        return self._read(epoch, start_step)
+
+    def _read(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        try:
+            yield from self.made(self._loader, epoch, start_step)
+        except Exception:
+            # Ends the workers now. The error's traceback may keep this source in a reference cycle,
+            # and workers that only the garbage collector ends take seconds to go.
+            self._loader = self._new_loader()
+            raise
+
+    def made(
+        self, loader: DataLoader[Any], epoch: int, start_step: int, *, seeded: bool = True
+    ) -> Generator[Batch, None, None]:
+        """The batches of an epoch as a loader makes them.
+
+        Args:
+            loader: one of `self.loader`.
+            epoch: the number of the epoch.
+            start_step: of its first batch.
+            seeded: whether the global generators are seeded for each batch.
+        """
+        plan, first = self.plan, self.plan.first(start_step)
+        if first >= plan.used:
+            return
+        wanted = self.numbers(epoch, start_step)
+        loader.batch_sampler.coming = (  # type: ignore[union-attr]
+            Draw(batch_seed(plan.seed, epoch, step) if seeded else None, numbers.tolist())
+            for step, numbers in enumerate(wanted, start_step)
+        )
+        made = zip(named_faults(loader), wanted, strict=True)
+        for step, (value, numbers) in enumerate(made, start_step):
+            yield _checked(value, numbers, f"epoch {epoch}, step {step}")
+
+    def numbers(self, epoch: int, start_step: int) -> tuple[Tensor, ...]:
+        """The samples of each batch of an epoch from `start_step` on; int64."""
+        plan = self.plan
+        order = torch.from_numpy(plan.order(epoch))
+        return torch.split(order[plan.first(start_step) : plan.used], plan.batch_size)
+
+
+def _checked(value: Any, indices: Tensor, where: str) -> Batch:
+    if isinstance(value, DataError):
+        raise value
+    batch = as_batch(value, where)
+    # A collate function may leave samples out; then nobody knows which are left.
+    return batch._replace(indices=indices if batch.size == len(indices) else None)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,243 @@
+"""A torch Dataset whose batches are made by whoever is measured to make them fastest.
+
+    asked for     in the main process, sample by sample: where each run begins
+    whole         at once, where the Dataset gives the same for an array of numbers
+    thread        ahead of need, in a thread of the process
+    processes     ahead of need, in worker processes
+
+All make the same batches; the first one that a candidate makes is compared with that of the main
+process. A Dataset that is not the same at any time and in any process is read as it is written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from functools import cached_property
+from itertools import islice
+from time import perf_counter
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader
+
+from flatout.data.batch import Batch, named_tensors
+from flatout.data.order import batch_seed
+from flatout.data.plan import Plan
+from flatout.data.running.reach import bound_to_training, own_generator, shared_by_fork
+from flatout.data.running.read_ahead import read_ahead
+from flatout.data.running.worker_tuner import Workers, WorkerTuner
+from flatout.data.sources.dataset_fetch import Draw
+from flatout.data.sources.dataset_source import DatasetSource
+from flatout.data.sources.whole_batches import WholeBatches, same_batch
+from flatout.devices.memory import read_shm
+from flatout.measure.cgroup import usable_cpus
+from flatout.say import first_line
+
+# So many batches are watched for random draws before a thread may make them.
+_WATCHED = 32
+# Each worker process has so many batches on their way through /dev/shm; and what is to stay free.
+_ON_THEIR_WAY, _SHM_LEAST = 4, 100e6
+# A worker process that gives nothing for so many seconds, and so many batches' time, hangs.
+_SILENT_S, _SILENT_BATCHES = 30.0, 50.0
+
+
+class TunedDatasetSource(DatasetSource):
+    """As its base; who makes the batches is found while they are used.
+
+    Args:
+        workers: "auto", or "thread" to have a thread make them from the start where it can.
+        clock: returns seconds.
+
+    Attributes:
+        tuner: what is tried, and what came of it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: Plan,
+        *,
+        workers: Literal["auto", "thread"] = "auto",
+        pin_memory: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        super().__init__(dataset, plan, pin_memory=pin_memory, collate=collate)
+        fixed: Workers | None = "thread" if workers == "thread" else None
+        self.tuner = WorkerTuner(_most_workers(), clock, fixed=fixed)
+        self.fetch.watched = _WATCHED
+        if collate is None and not hasattr(dataset, "__getitems__"):
+            self.fetch.whole = WholeBatches(dataset, clock)
+        self._clock = clock
+        self._epochs: int | None = None
+        self._passes = 0
+        self._batch_bytes = 0
+
+    def expect_epochs(self, total: int | None) -> None:
+        """Say how many epochs the run has in all: what they do not repay is not tried."""
+        self._epochs = total
+
+    def readers(self) -> str:
+        """Who reads the samples, for people."""
+        kept = self.tuner.settled
+        if kept == 0:
+            return "read by the main process"
+        return "read ahead by a thread" if kept == "thread" else f"read by {kept} worker(s)"
+
+    def peek(self, count: int) -> list[Batch]:
+        """The first batches of epoch 0, without using anything up."""
+        return list(islice(self.made(self._loader, 0, 0), count))
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from `start_step` on; one pass at a time.
+
+        Raises:
+            DataError: the epoch has no such step; a sample cannot be read (its number is named), or
+                samples do not form a batch.
+        """
+        self.plan.first(start_step)
+        return self._tuned(epoch, start_step)
+
+    @property
+    def found(self) -> WorkerTuner:
+        """Who makes the batches, and how that was found."""
+        return self.tuner
+
+    def _tuned(self, epoch: int, step: int) -> Iterator[Batch]:
+        tuner = self.tuner
+        tuner.left = self._left(epoch, step)
+        self._passes += 1
+        self._look_at_whole_batches()
+        tuner.begin()
+        while step < self.plan.steps:
+            if tuner.workers != 0 and (why := self._reason_against(tuner.workers)):
+                tuner.refuse(tuner.workers, why)
+            with closing(self._made_by(tuner.workers, epoch, step)) as made:
+                for batch, waited in made:
+                    step += 1
+                    yield batch
+                    if self._counted(waited):
+                        break
+
+    def _left(self, epoch: int, step: int) -> int:
+        """Batches of the run that are still to come; where that is not known, as many as were."""
+        more = self._passes if self._epochs is None else self._epochs - epoch - 1
+        return self.plan.steps - step + max(0, more) * self.plan.steps
+
+    def _counted(self, waited: float) -> bool:
+        """Count a batch that was used; True where others are to make the next ones."""
+        if not self.fetch.compares:
+            return self.tuner.used(waited)
+        self.tuner.not_counted()
+        self._end_comparing()
+        return False
+
+    # -- whole batches ---------------------------------------------------------------------------
+
+    def _look_at_whole_batches(self) -> None:
+        """Compare them in this pass, where others come that they can make faster."""
+        whole = self.fetch.whole
+        if whole is None or whole.why_not:
+            return
+        whole.begin_epoch()
+        self.fetch.compares = (
+            self.tuner.workers == 0
+            and self.tuner.left > self.plan.steps
+            and not (whole.are_all_known or self._against_any)
+        )
+
+    def _end_comparing(self) -> None:
+        whole = self.fetch.whole
+        assert whole is not None
+        if self.fetch.draws:
+            whole.give_up("samples draw random numbers")
+        if whole.why_not:
+            self.fetch.compares = False
+            self.tuner.trials.append(f"whole batches: {whole.why_not}")
+        elif whole.are_all_known:
+            self.fetch.compares = False
+            self.tuner.trials.append(whole.words)
+            self.tuner.notes.append(f"{type(self.dataset).__name__} is asked for {whole.words}")
+
+    # -- who makes the batches -------------------------------------------------------------------
+
+    def _made_by(
+        self, workers: Workers, epoch: int, step: int
+    ) -> Generator[tuple[Batch, float], None, None]:
+        """Batches with the seconds that were waited for each; fewer where they cannot be made."""
+        # Made before a thread begins, which would use the Dataset at the same time.
+        expected = self._asked_for(epoch, step) if self.tuner.is_trying and workers != 0 else None
+        with closing(self._started(workers, epoch, step)) as made:
+            while step < self.plan.steps:
+                start = self._clock()
+                try:
+                    batch = next(made)
+                except Exception as error:
+                    if workers == 0:
+                        raise
+                    self.tuner.refuse(workers, f"they fail: {first_line(error)}")
+                    return
+                waited = self._clock() - start
+                if not self._batch_bytes:
+                    self._batch_bytes = sum(one.nbytes for _, one in named_tensors("", batch[:3]))
+                if expected is not None and not same_batch(batch, expected):
+                    self.tuner.refuse(workers, "the same samples came out different")
+                    return
+                expected = None
+                step += 1
+                yield batch, waited
+
+    def _started(self, workers: Workers, epoch: int, step: int) -> Generator[Batch, None, None]:
+        if workers == 0:
+            return self.made(self._loader, epoch, step)
+        if workers == "thread":
+            # The global generators are left alone: they are those of the thread that trains, too.
+            return read_ahead(self.made(self.loader(0), epoch, step, seeded=False))
+        # New ones in each pass see a Dataset that was changed in between.
+        timeout = max(_SILENT_S, _SILENT_BATCHES * self.tuner.plain_s)
+        loader = self.loader(workers, kind=_Loader, multiprocessing_context="fork", timeout=timeout)
+        return self.made(loader, epoch, step)
+
+    def _asked_for(self, epoch: int, step: int) -> Any:
+        """A batch as the main process makes it."""
+        numbers = self.numbers(epoch, step)[0]
+        return self.fetch.__getitems__(
+            Draw(batch_seed(self.plan.seed, epoch, step), numbers.tolist())
+        )
+
+    def _reason_against(self, workers: Workers) -> str:
+        """Why these workers may not make batches; empty where they may."""
+        if self._against_any:
+            return self._against_any
+        if workers == "thread":
+            if self.fetch.watched == _WATCHED:
+                self._asked_for(0, 0)
+            return "samples draw random numbers, which a thread cannot" if self.fetch.draws else ""
+        if self._against_processes:
+            return self._against_processes
+        shm = read_shm()
+        needed = _SHM_LEAST + _ON_THEIR_WAY * workers * self._batch_bytes
+        if shm is None or shm.free < needed:
+            return f"/dev/shm has {0 if shm is None else shm.free / 1e6:,.0f} MB free, too little"
+        return ""
+
+    @cached_property
+    def _against_any(self) -> str:
+        return own_generator(self.dataset) or bound_to_training(self.dataset)
+
+    @cached_property
+    def _against_processes(self) -> str:
+        return shared_by_fork(self.dataset)
+
+
+class _Loader(DataLoader[Any]):
+    """More workers than CPUs are tried on purpose, for samples that wait for something."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of nothing."""
+
+
+def _most_workers() -> int:
+    """A few more than CPUs, for samples that wait for a disk or a network."""
+    return max(2, 2 * usable_cpus()) if sys.platform == "linux" else 0

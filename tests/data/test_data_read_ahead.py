@@ -1,0 +1,242 @@
+"""Iterators that a thread reads ahead, where that is faster and gives the same."""
+
+import random
+import sqlite3
+import threading
+from itertools import islice
+
+import pytest
+import torch
+from test_data_dataset import Squares, same
+from torch.utils.data import DataLoader
+
+from flatout.data.randomness import random_state, same_state
+from flatout.data.running.read_ahead import EpochReader, read_ahead
+from flatout.data.sources.dataset import dataset, from_loader
+from flatout.data.sources.iterable import IterableSource, iterable
+from flatout.errors import DataError
+
+STEPS = 20
+
+
+def test_items_come_in_order_and_errors_in_their_place():
+    assert list(read_ahead(iter(range(100)))) == list(range(100))
+
+    def failing():
+        yield 1
+        raise OSError("gone")
+
+    made = read_ahead(failing())
+    assert next(made) == 1
+    with pytest.raises(OSError, match="gone"):
+        next(made)
+    with pytest.raises(StopIteration):
+        next(made)
+
+
+def test_no_more_is_read_than_asked_for_and_two():
+    items = iter(range(100))
+    made = read_ahead(items)
+    assert list(islice(made, 5)) == [0, 1, 2, 3, 4]
+    made.close()
+    assert 5 <= next(items) <= 8
+    assert not [one for one in threading.enumerate() if one.name.startswith("flatout-input")]
+
+
+class Clock:
+    """The time of steps: a thread that reads saves what `saves` says."""
+
+    def __init__(self, saves=0.008):
+        self.now, self.saves = 0.0, saves
+
+    def __call__(self):
+        return self.now
+
+    def making(self):
+        """The batch is made in the thread that waits for it, or beside it."""
+        is_ahead = threading.current_thread() is not threading.main_thread()
+        self.now += 0.0 if is_ahead else 0.008
+
+    def using(self, is_ahead):
+        self.now += 0.002 + (0.008 - self.saves if is_ahead else 0.0)
+
+
+def epochs(source, clock, total=4):
+    """Every epoch's batches, and whether a thread read them."""
+    found = []
+    source.expect_epochs(total)
+    for epoch in range(total):
+        batches, is_ahead = [], False
+        for batch in source.batches(epoch):
+            is_ahead = source.reader.settled == "thread"
+            clock.using(is_ahead)
+            batches.append(batch)
+        found.append((is_ahead, batches))
+    return found
+
+
+def source_of(make, clock, workers="auto", **options):
+    source = iterable(make, workers=workers, **options)
+    source.reader.clock = clock
+    return source
+
+
+def plain(clock, steps=STEPS):
+    def make():
+        for step in range(steps):
+            clock.making()
+            yield torch.full((2, 1), float(step))
+
+    return make
+
+
+def test_a_thread_reads_from_the_second_epoch_on_where_that_is_faster():
+    clock = Clock()
+    found = epochs(source_of(plain(clock), clock), clock)
+    assert [is_ahead for is_ahead, _ in found] == [False, True, True, True]
+    for _, batches in found:
+        assert [batch.inputs[0].item() for batch in batches] == list(range(STEPS))
+
+
+def test_a_thread_that_gains_nothing_is_put_back():
+    clock = Clock(saves=0.0)
+    source = source_of(plain(clock), clock)
+    found = epochs(source, clock)
+    assert [is_ahead for is_ahead, _ in found] == [False, True, False, False]
+    assert source.found.kept is None
+    assert "put back" in source.found.trials[0]
+
+
+def test_no_thread_where_nothing_is_waited_for_or_asked():
+    clock = Clock()
+    quick = source_of(lambda: iter([torch.ones(1, 1)] * STEPS), clock)
+    assert not any(is_ahead for is_ahead, _ in epochs(quick, clock))
+    assert not any(is_ahead for is_ahead, _ in epochs(source_of(plain(clock), clock, 0), clock))
+    once = source_of(plain(clock), clock)
+    assert not any(is_ahead for is_ahead, _ in epochs(once, clock, total=1))
+    asked = source_of(plain(clock), clock, "thread")
+    assert all(is_ahead for is_ahead, _ in epochs(asked, clock))
+
+
+def test_a_generator_that_draws_random_numbers_is_read_as_written():
+    clock = Clock()
+
+    def make():
+        for _ in range(STEPS):
+            clock.making()
+            yield torch.rand(2, 1) + random.random()
+
+    source = source_of(make, clock)
+    assert not any(is_ahead for is_ahead, _ in epochs(source, clock))
+    assert source.found.trials == ["a thread: it draws random numbers"]
+
+
+@pytest.mark.parametrize("workers", ["auto", "thread"])
+def test_a_generator_that_works_with_the_model_is_read_as_written(workers):
+    model, clock = torch.nn.Linear(1, 1), Clock()
+
+    def make():
+        for _ in range(STEPS):
+            clock.making()
+            yield model(torch.ones(2, 1)).detach()
+
+    source = source_of(make, clock, workers)
+    assert not any(is_ahead for is_ahead, _ in epochs(source, clock))
+    assert "Linear" in "".join(source.found.trials + source.found.notes)
+
+
+def test_what_a_thread_cannot_read_is_read_again_by_the_process():
+    clock, opened = Clock(), []
+
+    class Rows:
+        """Its connection, which belongs to this thread, is beyond what can be seen."""
+
+        def __iter__(self):
+            for step in range(STEPS):
+                clock.making()
+                (value,) = connection().execute("select ?", (step,)).fetchone()
+                yield torch.full((2, 1), float(value))
+
+    def connection():
+        return opened[0]
+
+    # The list holds it too deep in a module of another name to be found by names.
+    opened.append(_Hidden(sqlite3.connect(":memory:")))
+    source = source_of(Rows(), clock)
+    found = epochs(source, clock)
+    for _, batches in found:
+        assert [batch.inputs[0].item() for batch in batches] == list(range(STEPS))
+    assert not found[-1][0]
+    assert "SQLite objects created in a thread" in "".join(source.found.trials)
+
+
+class _Hidden:
+    __slots__ = ("execute",)
+
+    def __init__(self, connection):
+        self.execute = connection.execute
+
+
+def test_an_error_of_the_data_stays_one():
+    clock = Clock()
+
+    class Failing:
+        passes = 0
+
+        def __iter__(self):
+            Failing.passes += 1
+            for step in range(STEPS):
+                clock.making()
+                if Failing.passes > 1 and step == 7:
+                    raise OSError("the disk is gone")
+                yield torch.ones(1, 1)
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        epochs(source_of(Failing(), clock), clock)
+
+
+def test_a_loader_without_workers_gives_the_same_and_resumes():
+    def source(workers):
+        torch.manual_seed(3)
+        return from_loader(DataLoader(Squares(40), batch_size=4, shuffle=True), workers)
+
+    expected = [list(source(0).batches(0))]
+    ahead = source("thread")
+    torch.manual_seed(3)
+    ahead = from_loader(DataLoader(Squares(40), batch_size=4, shuffle=True), "thread")
+    made = []
+    for step, batch in enumerate(ahead.batches(0)):
+        made.append(batch)
+        if step == 3:
+            state = ahead.state_dict()
+    assert all(map(same, made, expected[0]))
+    fresh = source("thread")
+    fresh.load_state_dict(state)
+    assert all(map(same, list(fresh.batches(0, 4)), expected[0][4:]))
+
+
+def test_who_has_workers_needs_no_thread():
+    loader = DataLoader(Squares(8), batch_size=4, num_workers=1)
+    assert from_loader(loader, "auto").found is None
+    assert iterable([(torch.ones(1, 1), torch.ones(1))]).found is None
+    assert isinstance(dataset(Squares(8)).found.settled, int)
+    assert isinstance(iterable(iter([torch.ones(1, 1)])), IterableSource)
+
+
+def test_a_running_generator_goes_on_in_a_thread_and_back():
+    clock = Clock()
+    source = source_of(plain(clock, 4 * STEPS)(), clock, steps=STEPS)
+    found = epochs(source, clock)
+    assert [is_ahead for is_ahead, _ in found] == [False, True, True, True]
+    values = [batch.inputs[0].item() for _, batches in found for batch in batches]
+    assert values == list(range(4 * STEPS))
+    with pytest.raises(DataError, match="epoch 4 is empty"):
+        list(source.batches(4))
+
+
+def test_reading_ahead_leaves_the_generators_of_the_process_alone():
+    clock = Clock()
+    state = random_state()
+    epochs(source_of(plain(clock), clock, "thread"), clock)
+    assert same_state(state, random_state())
+    assert EpochReader(0, None).settled == 0
