@@ -22,8 +22,8 @@ HEAD = """\
      src/flatout/recipe/sections.py. -->
 
 A Recipe holds every setting that decides how fast a job runs. A field that says `auto` is decided
-by measuring your model on your machine, or as its description says. The rest is yours to set, in
-three places. The first one that names a field decides it:
+by measuring your model on your machine, or by the rule in its description. The rest is yours to
+set, in three places. The first one that names a field decides it:
 
 1. `flatout run --set compute.precision=bf16 train.py`
 2. code: `Trainer(..., recipe=Recipe(compute=Compute(precision="bf16")))`

@@ -33,7 +33,7 @@ def main() -> None:
     model = nodes_job.model()
     until = nodes_job.UntilLoss(model, x, y, arguments.loss)
     # What may be set in code is as in plain torch; then only the reduction differs.
-    plain = {**PLAIN, "process.threads": 1, "process.interop_threads": 1}
+    plain = {**PLAIN, "process.threads": 1}
     recipe = apply(flatout.Recipe().replace(plain), arguments.set)
     trainer = flatout.Trainer(
         model,

@@ -216,7 +216,7 @@ def test_an_inherited_recipe_and_settings_hold_and_are_told(folder) -> None:
 
 
 def resolved(threads: int, machine: dict, **more) -> ResolvedRecipe:
-    values = {**PLAIN, "process.threads": threads, "process.interop_threads": 1}
+    values = {**PLAIN, "process.threads": threads}
     values |= {"memory.allocator": "keep", "save.keep_last": 7, **more}
     choices = {
         field: Choice(value=values[field], reason="measured", parity=Parity.EXACT)

@@ -35,7 +35,7 @@ def test_fields_that_are_open_or_as_in_plain_torch_ask_for_nothing():
 def test_fp32_and_no_workers_are_asked_for_by_name_but_not_by_a_resolved_recipe():
     named = Recipe(compute={"precision": "fp32"}, input={"workers": 0})
     assert wanted(named) == {"compute.precision": "fp32", "input.workers": 0}
-    values = {**PLAIN, "process.threads": 1, "process.interop_threads": 1}
+    values = {**PLAIN, "process.threads": 1}
     values["script.cache"] = "memory"
     choices = {
         field: Choice(value=values[field], reason="measured", parity=Parity.EXACT)

@@ -22,9 +22,9 @@ CONCRETE = {
     "memory.activation_checkpointing": switch,
     "memory.allocator": st.sampled_from(["default", "keep"]),
     "process.threads": positive,
-    "process.interop_threads": positive,
-    "process.affinity": st.just("off") | cpus,
-    "process.flush_denormals": switch,
+    "process.interop_threads": st.just("default") | positive,
+    "process.affinity": st.sampled_from(("per_rank", "off")) | cpus,
+    "process.flush_denormals": st.just("default") | switch,
     "input.workers": st.integers(0, 64) | st.just("thread"),
     "input.pin_memory": switch,
     "world.device": st.sampled_from(["cpu", "cuda"]) | st.integers(0, 15).map("cuda:{}".format),
@@ -97,7 +97,7 @@ def resolved_recipes(draw):
 
 def plain_choices(**changed):
     """A Choice for each field that takes auto: what plain PyTorch does, but for `changed`."""
-    values = {**PLAIN, "process.threads": 4, "process.interop_threads": 4, **changed}
+    values = {**PLAIN, "process.threads": 4, **changed}
     return {
         field: Choice(value=values[field], reason="measured", parity=Parity.EXACT)
         for field in TAKES_AUTO

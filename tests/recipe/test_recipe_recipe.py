@@ -121,7 +121,8 @@ def test_request_asks_for_exactly_these_values(resolved):
 def test_anew_keeps_what_no_machine_decides(resolved):
     anew = resolved.anew()
     assert all(anew.get(field) == "auto" for field in TAKES_AUTO)
-    kept = set(FIELDS) - set(TAKES_AUTO)
+    assert anew.process == Recipe().process  # CPUs, threads and denormals are of that machine
+    kept = {f for f in FIELDS if f not in TAKES_AUTO and not f.startswith("process.")}
     assert anew.named() == {field: resolved.get(field) for field in FIELDS if field in kept}
 
 

@@ -20,8 +20,22 @@ def test_every_field_is_described_and_has_a_strategy():
             assert len(field.description) > 15, name
 
 
-def test_plain_covers_all_but_the_thread_counts():
-    assert set(FIELDS) - set(PLAIN) == {"process.threads", "process.interop_threads"}
+def test_plain_covers_all_but_the_threads():
+    assert set(FIELDS) - set(PLAIN) == {"process.threads"}
+
+
+def test_what_nothing_measures_is_not_auto():
+    plain = Recipe().process
+    assert (plain.interop_threads, plain.affinity) == ("default", "per_rank")
+    assert plain.flush_denormals == "default"
+    assert Process(flush_denormals=True).flush_denormals == "on"
+    for name, takes in (
+        ("interop_threads", "default or a whole number above 0"),
+        ("affinity", "per_rank, off or a list of CPU numbers"),
+        ("flush_denormals", "default, on, off"),
+    ):
+        with pytest.raises(RecipeError, match=f'process.{name} cannot be "auto"; .*: {takes}'):
+            Process(**{name: "auto"})
 
 
 @given(st.data(), st.sampled_from(FIELDS))
@@ -44,9 +58,6 @@ def test_what_measurement_may_decide_defaults_to_auto():
         "memory.micro_batch",
         "memory.allocator",
         "process.threads",
-        "process.interop_threads",
-        "process.affinity",
-        "process.flush_denormals",
         "input.workers",
         "input.pin_memory",
         "world.device",
@@ -67,10 +78,10 @@ BAD = [
     ("memory.activation_checkpointing", "auto", "on, off"),
     ("process.threads", True, "auto or a whole number above 0"),
     ("process.threads", -1, "auto or a whole number above 0"),
-    ("process.affinity", [], "auto, off or a list of CPU numbers"),
-    ("process.affinity", [0, -1], "auto, off or a list of CPU numbers"),
-    ("process.affinity", ["0"], "auto, off or a list of CPU numbers"),
-    ("process.affinity", True, "auto, off or a list of CPU numbers"),
+    ("process.affinity", [], "per_rank, off or a list of CPU numbers"),
+    ("process.affinity", [0, -1], "per_rank, off or a list of CPU numbers"),
+    ("process.affinity", ["0"], "per_rank, off or a list of CPU numbers"),
+    ("process.affinity", True, "per_rank, off or a list of CPU numbers"),
     ("input.workers", -1, "auto, thread or a whole number from 0"),
     ("world.device", "cuda:01", "auto, cpu, cuda or cuda:N"),
     ("world.device", "cuda:1\n", "auto, cpu, cuda or cuda:N"),

@@ -55,7 +55,7 @@ def wanted(recipe: Recipe) -> dict[str, Any]:
     resolved one does: there they say that nothing was chosen.
     """
     named = recipe.named()
-    is_whole = set(FIELDS) - {"process.threads", "process.interop_threads"} <= set(named)
+    is_whole = set(FIELDS) - {"process.threads"} <= set(named)
     found = {}
     for field in CURES:
         value = named.get(field, "auto")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def apply(process: Process) -> list[str]:
-    """Applies what a Recipe's process section says; `auto` leaves a setting alone.
+    """Applies what a Recipe's process section says; what is at its default stays as it is.
 
     The CPUs come first, then the threads that run on them, then denormals, since trying those out
     starts the threads.
@@ -27,18 +27,18 @@ def apply(process: Process) -> list[str]:
     late = []
     if process.affinity == "off":
         threads.reset_affinity()
-    elif process.affinity != "auto":
+    elif process.affinity != "per_rank":
         threads.set_affinity(process.affinity)
     if process.threads != "auto":
         threads.set_threads(process.threads)
-    if process.interop_threads != "auto" and not threads.set_interop_threads(
+    if process.interop_threads != "default" and not threads.set_interop_threads(
         process.interop_threads
     ):
         late.append(
             f"process.interop_threads = {process.interop_threads} comes too late in this process: "
             "set it before the first parallel operation"
         )
-    if process.flush_denormals != "auto" and not threads.flush_denormals(
+    if process.flush_denormals != "default" and not threads.flush_denormals(
         process.flush_denormals == "on"
     ):
         late.append(
@@ -51,7 +51,7 @@ def apply(process: Process) -> list[str]:
 def _check(process: Process) -> None:
     for name in ("threads", "interop_threads"):
         count = getattr(process, name)
-        if count != "auto":
+        if isinstance(count, int):
             threads.check_count(f"process.{name}", count)
 
 

@@ -259,8 +259,15 @@ class ResolvedRecipe(_Sections):
         return of_fields(self.resolved())
 
     def anew(self) -> Recipe:
-        """Return a Recipe for another machine: `auto` where a field takes it, the rest as here."""
-        return of_fields({f: v for f, v in self.resolved().items() if Recipe().get(f) != "auto"})
+        """Return a Recipe for another machine: what was measured and its CPUs are left open."""
+        plain = Recipe()
+        return of_fields(
+            {
+                field: value
+                for field, value in self.resolved().items()
+                if plain.get(field) != "auto" and not field.startswith("process.")
+            }
+        )
 
     def on_this_machine(self, fingerprint: Mapping[str, Any]) -> tuple[bool, list[str]]:
         """Compare the machine of this Recipe with the one of a fingerprint.

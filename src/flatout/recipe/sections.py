@@ -113,7 +113,8 @@ class Memory(Section):
     micro_batch: Literal["auto", "whole"] | Positive = Field(
         default="auto",
         description="How many samples go through the model at once. A batch is computed in parts "
-        "of this size and updates the weights once; the global batch stays the same.",
+        "of this size and updates the weights once; the global batch stays the same. `auto` is "
+        "`whole`, and parts where memory does not suffice.",
     )
     activation_checkpointing: OnOff = Field(
         default="off",
@@ -135,20 +136,25 @@ class Process(Section):
     threads: Literal["auto"] | Positive = Field(
         default="auto", description="Threads inside one operator (torch.set_num_threads)."
     )
-    interop_threads: Literal["auto"] | Positive = Field(
-        default="auto",
+    interop_threads: Literal["default"] | Positive = Field(
+        default="default",
         description="Threads that run operators side by side (torch.set_num_interop_threads). "
-        "`auto` leaves torch's own number; nothing is measured.",
+        "`default` leaves torch's own number.",
     )
-    affinity: Literal["auto", "off"] | Annotated[CpuList, BeforeValidator(_one_is_a_list)] = Field(
-        default="auto",
-        description="The CPUs that the process is bound to. `auto` gives each of several ranks on "
-        "a node CPUs of its own, and is `off` otherwise; nothing is measured.",
+    affinity: Literal["per_rank", "off"] | Annotated[CpuList, BeforeValidator(_one_is_a_list)] = (
+        Field(
+            default="per_rank",
+            description="The CPUs that the process is bound to. `per_rank` gives each of several "
+            "ranks on a node CPUs of its own, and leaves one rank alone as it is; `off` takes back "
+            "what was bound.",
+        )
     )
-    flush_denormals: Switch = Field(
-        default="auto",
-        description="Treat numbers too small for full precision as zero; CPUs are slow on them. "
-        "`auto` is `off`; nothing is measured.",
+    flush_denormals: Annotated[Literal["default", "on", "off"], BeforeValidator(_switch_word)] = (
+        Field(
+            default="default",
+            description="Treat numbers too small for full precision as zero; CPUs are slow on "
+            "them. `default` leaves it as the process has it: torch begins with `off`.",
+        )
     )
 
 
@@ -166,7 +172,9 @@ class Input(Section):
         "read ahead by a thread.",
     )
     pin_memory: Switch = Field(
-        default="auto", description="Page-locked batches, which a GPU copies while it computes."
+        default="auto",
+        description="Page-locked batches, which a GPU copies while it computes. `auto` is `on` "
+        "where one does.",
     )
 
 
@@ -176,7 +184,8 @@ class World(Section):
     title: ClassVar[str] = "world"
 
     device: Literal["auto", "cpu", "cuda"] | CudaDevice = Field(
-        default="auto", description="The device that computes."
+        default="auto",
+        description="The device that computes. `auto` is a GPU that can be used, else `cpu`.",
     )
     placement: Literal["soft", "strict"] = Field(
         default="soft",
@@ -316,8 +325,9 @@ PLAIN: dict[str, Value] = {
     "memory.micro_batch": "whole",
     "memory.activation_checkpointing": "off",
     "memory.allocator": "default",
-    "process.affinity": "off",
-    "process.flush_denormals": "off",
+    "process.interop_threads": "default",
+    "process.affinity": "per_rank",
+    "process.flush_denormals": "default",
     "input.workers": 0,
     "input.pin_memory": "off",
     "world.device": "cpu",
@@ -344,7 +354,7 @@ PLAIN: dict[str, Value] = {
     "script.gradient_sync": "as_written",
     "script.unused_parameters": "as_written",
 }
-"""What a plain PyTorch script does. The thread counts are missing: they depend on the machine."""
+"""What a plain PyTorch script does. The threads are missing: they depend on the machine."""
 
 
 def split(field: str) -> tuple[str, str]:
