@@ -394,3 +394,17 @@ def test_what_is_printed_of_trainer_and_data():
     assert repr(piped) == f"<Pipeline: arrays → {stages}>"
     asked = Recipe(compute=Compute(precision="bf16"))
     assert repr(asked) == str(asked) == "Recipe(compute.precision='bf16')"
+
+
+@pytest.mark.parametrize("progress", [None, False])
+def test_what_is_noted_while_training_is_said_once(capsys, progress):
+    class Noting(flatout.Callback):
+        def on_epoch_start(self, state):
+            trainer.loop._note("a pipe has run dry")
+
+    trainer = flatout.Trainer(nn.Linear(2, 2))
+    x, y = torch.ones(8, 2), torch.zeros(8, dtype=torch.int64)
+    history = trainer.fit((x, y), batch_size=4, callbacks=[Noting()], progress=progress)
+    assert history.notes == ["a pipe has run dry"]
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("a pipe has run dry") == 1

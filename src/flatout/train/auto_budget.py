@@ -10,6 +10,8 @@ from flatout.measure import OutOfTime
 # Measuring may take this many seconds, and this share of the run it is for: of the tenth that is
 # promised, what is left where the run turns out to be a fifth shorter than it was taken to be.
 LONGEST_S = 6.0
+# So many where nobody knows how long the run is: it may be short.
+UNKNOWN_S = 2.0
 SHARE = 0.08
 
 
@@ -34,7 +36,7 @@ class Budget:
         self.clock = clock
         self.step_s = 0.0
         self.kept_s = 0.0
-        self.longest_s = LONGEST_S
+        self.longest_s = min(LONGEST_S, UNKNOWN_S) if steps is None else LONGEST_S
         self.steps = steps
         self._began = clock()
 

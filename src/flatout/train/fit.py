@@ -78,6 +78,7 @@ class Fit:
         shows = progress is not False and self.loop.world.is_first
         shown = progress if isinstance(progress, Progress) else Progress()
         self.callbacks = [*callbacks, shown] if shows else callbacks
+        self.loop.shows_notes = any(isinstance(one, Progress) for one in self.callbacks)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
         self._path: str | None = None
@@ -317,8 +318,8 @@ class Fit:
         note = waiting_words(self.source, lanes, steps, self.state.epochs)
         if note is not None:
             self.state.history.notes.append(note)
-            if not any(isinstance(callback, Progress) for callback in self.callbacks):
-                self.loop.say(note)  # a progress line says what is noted
+            if not self.loop.shows_notes:
+                self.loop.say(note)
 
     def _epochs(self) -> None:
         state, loop = self.state, self.loop

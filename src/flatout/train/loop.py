@@ -138,6 +138,7 @@ class Loop:
         parts: runs a batch of an evaluation, where memory runs out in parts.
         pace: of several ranks, what this one's steps take without waiting for others.
         planned_epochs: of the whole run, where that is known.
+        shows_notes: whether a progress line says what is noted.
         measuring_s: seconds that `prepare` took to decide open settings.
         restored_extra: after a resume, what was given to `save` as `extra`.
         restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
@@ -184,6 +185,7 @@ class Loop:
         self.first_batch_size: int | None = None
         self.lr_scale: LrScale | None = None
         self.planned_epochs: int | None = None
+        self.shows_notes = False
         self.measuring_s = 0.0
         self.restored_extra: Any = None
         self.restored_own: list[Any] = []
@@ -608,7 +610,8 @@ class Loop:
 
     def _note(self, line: str) -> None:
         """Say what the user should know, and keep it for the History of the rank that speaks."""
-        self.say(line)
+        if not self.shows_notes:
+            self.say(line)
         if self.world.is_first:
             self.stepper.notes.append(line)
 
