@@ -132,3 +132,30 @@ def test_a_compiled_loss_is_looked_into_and_runs_compiled_afterwards():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     plain = job(by_hand, allow="exact").fit((X, Y[:, None]), progress=False)
     assert figures(ours)[0]["loss"] == pytest.approx(figures(plain)[0]["loss"])
+
+
+def of_loop(compute_loss, model=None):
+    """A Loop whose own `compute` is looked at before the first step."""
+    model = model or nn.Linear(3, 1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    data = flatout.data.as_source((torch.randn(16, 3), torch.randn(16)), batch_size=8)
+    loop = flatout.Loop(say=print)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.prepare(
+        model, optimizer, compute=lambda batch: compute_loss(model(batch.inputs), batch), data=data
+    )
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(), torch.nn.functional.smooth_l1_loss]
+)
+def test_a_loss_within_a_loops_own_compute(loss):
+    with pytest.raises(ModelError, match=r"(?s)every target: \(8, 1\) and \(8,\).*\.squeeze\(1\)"):
+        of_loop(lambda output, batch: loss(output, batch.targets))
+    of_loop(lambda output, batch: loss(output.squeeze(1), batch.targets))
+    of_loop(lambda output, batch: loss(output, batch.targets.mean()))  # one for all is meant
+
+
+def test_tensors_of_other_rows_are_the_users_own_affair():
+    of_loop(lambda output, batch: nn.functional.mse_loss(output[:4], batch.targets[:4]))

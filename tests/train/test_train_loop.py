@@ -350,3 +350,16 @@ class TestOnAGpu:
         rest.run()
         assert same(rest.model, whole.model)
         assert rest.losses == whole.losses
+
+
+def test_a_compute_with_other_parameters_is_told_what_it_gets():
+    model = torch.nn.Linear(2, 1)
+    data = flatout.data.as_source((torch.ones(4, 2),), batch_size=2)
+    loop = flatout.Loop(say=quiet)
+    with pytest.raises(DataError, match=r"(?s)missing 1 required.*called with the batch alone"):
+        loop.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            compute=lambda model, batch: model(batch.inputs).mean(),
+            data=data,
+        )

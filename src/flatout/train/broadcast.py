@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from flatout.data.batch import Batch
 from flatout.errors import ModelError
-from flatout.train.checks import ONE_SHAPE
 
+# What to do where output and target are (n, 1) and (n,), or the other way round.
+ONE_SHAPE = (
+    "give output and target one shape: .squeeze(1) takes the 1 out of (n, 1), .unsqueeze(1) adds it"
+)
 # These want one shape, and where shapes differ broadcast with a warning at most.
 _ONE_SHAPE = (
     F.mse_loss,
@@ -41,10 +44,63 @@ def no_broadcast(name: str, output: object, batch: Batch) -> Iterator[None]:
     Raises:
         ModelError: it broadcasts them; with both shapes.
     """
-    # A compiled function cannot be looked into. Without Dynamo loaded there is none.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
-    with eager or nullcontext(), _Watch(name, output, batch):
+    with _uncompiled(), _Watch(name, output, batch):
         yield
+
+
+@contextmanager
+def no_broadcast_within(batch: Batch) -> Iterator[None]:
+    """Within, torch's losses may not compare each row of one tensor with every row of the other.
+
+    Args:
+        batch: that a function of the user's own computes, forward and loss.
+
+    Raises:
+        ModelError: a loss of torch's would; with both shapes.
+    """
+    with _uncompiled(), _WatchLosses(batch):
+        yield
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """A compiled function cannot be looked into. Without Dynamo loaded there is none."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+class _WatchLosses(TorchFunctionMode):
+    """Looks at what torch's losses of one shape are given."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__()
+        self._rows = batch.size
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _ONE_SHAPE:
+            given = _tensors((*args, *(kwargs or {}).values()))[:2]
+            if len(given) == 2 and self._would_broadcast(*given):
+                ours, theirs = (tuple(tensor.shape) for tensor in given)
+                raise ModelError(
+                    f"{func.__name__} would compare each output with every target: {ours} and "
+                    f"{theirs} differ in shape and broadcast",
+                    do=ONE_SHAPE,
+                )
+        return func(*args, **(kwargs or {}))
+
+    def _would_broadcast(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        if one.dim() == other.dim() or self._rows < 2:
+            return False
+        if any(not t.dim() or t.shape[0] != self._rows for t in (one, other)):
+            return False
+        try:
+            whole = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return False  # torch says it better
+        return whole not in (one.shape, other.shape)
 
 
 class _Watch(TorchFunctionMode):

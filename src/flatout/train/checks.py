@@ -14,6 +14,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import own_names
+from flatout.train.broadcast import ONE_SHAPE, no_broadcast_within
 from flatout.train.losses import Loss, Value
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
@@ -23,11 +24,6 @@ from flatout.train.tables import ids_checked
 # What torch raises where tensors do not fit; anything else is a mistake in the user's code, which
 # its own traceback shows best.
 MISFITS = (RuntimeError, ValueError, TypeError, IndexError)
-# What to do where output and target are (n, 1) and (n,), or the other way round.
-ONE_SHAPE = (
-    "give output and target one shape: .squeeze(1) takes the 1 out of (n, 1), .unsqueeze(1) adds it"
-)
-
 _SHAPES = "compare the shapes with what the model's first layer and the loss expect"
 
 
@@ -49,7 +45,8 @@ def check_first_batch(
     """
     with untouched(model), torch.no_grad():
         for piece in pieces:
-            with explained(model, piece), ids_checked(model, piece, source):
+            watched = ids_checked(model, piece, source)
+            with explained(model, piece), watched, no_broadcast_within(piece):
                 value = compute(piece)
             _check_value(value)
 
@@ -194,8 +191,15 @@ def _misfit(error: Exception, model: nn.Module, batch: Batch) -> DataError:
     return DataError(
         f"the model and loss do not take this batch: {_first_line(error)}",
         where=f"batch: {describe(batch)}; model: {_first_layer(model)}",
-        do=_SHAPES if _is_of_shapes(error) else _input_advice(model, batch.inputs),
+        do=_advice(error, model, batch),
     )
+
+
+def _advice(error: Exception, model: nn.Module, batch: Batch) -> str:
+    words = str(error)
+    if "required positional argument" in words and "forward()" not in words:
+        return "a compute of a Loop is called with the batch alone: def compute(batch)"
+    return _SHAPES if _is_of_shapes(error) else _input_advice(model, batch.inputs)
 
 
 def _is_of_shapes(error: Exception) -> bool:
