@@ -21,7 +21,7 @@ from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, take
 from flatout.data.form import Form
 from flatout.data.running.buffers import Buffers
 from flatout.data.running.digests import digest_of
-from flatout.data.running.row_folder import Filling, RowFolder
+from flatout.data.running.row_folder import Filling, RowFolder, tidy
 from flatout.data.running.row_store import MemoryArena, RowStore, layout_of, row_bytes
 from flatout.data.running.samples import Costs, Samples
 from flatout.errors import DataError
@@ -127,6 +127,7 @@ class Cached:
         target = self._on_disk(folder)
         if target.exists():
             self._store = RowFolder(target).store
+            tidy(target)
             self._filled[:] = True
             self._missing = 0
             return
