@@ -26,7 +26,7 @@ import torch
 
 from flatout.save.checkpoint import Checkpoints
 from flatout.save.model_file import load_model
-from flatout.save.unfinished import is_unfinished
+from flatout.unfinished import is_unfinished
 
 STEPS, EVERY = 60, 3
 KILLS_A_RUN = 5

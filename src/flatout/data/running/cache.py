@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, take
 from flatout.data.form import Form
@@ -109,7 +108,7 @@ class Cached:
         if self._name is None:
             self._name = self.inner.content()
             if self._name is None:
-                self._name = f"{os.getpid()}-{uuid.uuid4().hex[:16]}"
+                self._name = unfinished.new_name()
                 atexit.register(shutil.rmtree, base / self._name, ignore_errors=True)
                 atexit.register(shutil.rmtree, base / f"{self._name}.part", ignore_errors=True)
                 self.reason += "; other jobs cannot find it: nothing names these samples exactly"
