@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flatout import unfinished
+
 MARK = ".made-by-flatout"
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -27,6 +29,8 @@ def cache_folder() -> Path:
 def kind_folder(kind: str) -> Path:
     """The folder of one kind, such as "index", made and marked where it is not there or empty.
 
+    What processes that are gone have left in it, by a name of `unfinished.new_name()`, is removed.
+
     Raises:
         OSError: it cannot be made.
     """
@@ -36,9 +40,12 @@ def kind_folder(kind: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if is_made(folder) and stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
-    if not folder.is_symlink() and not os.listdir(folder):
+    inside = os.listdir(folder)
+    if not folder.is_symlink() and not inside:
         with suppress(FileExistsError):  # another process of the user's has just done it
             (folder / MARK).touch(mode=0o600, exist_ok=False)
+    for name in filter(unfinished.is_abandoned, inside):
+        remove(folder / name)
     return folder
 
 

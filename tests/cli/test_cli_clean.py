@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from flatout.cache_folder import MARK, cache_folder, kind_folder
 from flatout.cli.main import app
 from flatout.doctor.trials.scratch import scratch
+from flatout.unfinished import new_name
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_it_removes_what_it_knows_and_nothing_else(base):
 
 def test_what_living_processes_use_stays(base):
     opened = base / "rows" / "abc" / "rows.bin"
-    own = base / "rows" / f"{os.getpid()}-{'0' * 16}"
+    own = base / "rows" / new_name()
     own.mkdir()
     shown = kind_folder("live") / f"{os.getpid()}.json"
     shown.write_text("{}")

@@ -56,6 +56,15 @@ def test_what_another_process_made_is_there(tmp_path):
     assert "on the disk already" in "".join(pipeline.notes())
 
 
+def test_what_a_kill_left_in_a_whole_folder_goes_with_its_next_use():
+    epochs(plain().cache("disk"), 1)
+    (whole,) = (Path(os.environ["FLATOUT_CACHE"]) / "rows").glob("[!.]*")
+    for name in ("begun.json", "filled.log"):
+        (whole / name).touch()
+    plain().cache("disk").peek(1)
+    assert sorted(os.listdir(whole)) == ["lock", "meta.json", "ragged-0.bin", "rows.bin"]
+
+
 def test_other_data_have_a_cache_of_their_own():
     epochs(plain().cache("disk"), 1)
     other = MadeUp(name="other")

@@ -642,15 +642,17 @@ from flatout.data.conversion import passes, shards
 from flatout.data.running import row_folder
 from flatout.data.pipeline import Pipeline
 
-folder, to, ragged = Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+folder, to = Path(sys.argv[2]), sys.argv[3]
+ragged, overwrites = json.loads(sys.argv[4]), json.loads(sys.argv[5])
 columns = COLUMNS if ragged else COLUMNS[::2]
 passes.MOST_ROWS = 16
 row_folder._FLUSH_S = 0.0
 
-def run(target):
+def run(target, shuffle=1):
     given = {} if to == "rows" else {"shards": 3}
     source = Pipeline(MadeUp(60, columns=columns))
-    return verb.convert(source, target, shuffle=1, progress=False, **given)
+    given |= {"shuffle": shuffle, "overwrite": overwrites}
+    return verb.convert(source, target, progress=False, **given)
 
 def dies_at(step):
     seen = iter(range(step))
@@ -665,12 +667,14 @@ def dies_at(step):
 
 def files(target):
     return {path.name: path.read_bytes() for path in sorted(target.parent.rglob("*"))
-            if path.is_file() and path.name not in ("lock", "begun.json", "filled.log")}
+            if path.is_file() and path.name != "lock"}
 
 run(folder / "whole" / f"a.{to}")
 step, before, again = 0, 0, True
 while again:
     target = folder / f"{step}" / f"a.{to}"
+    if overwrites:
+        run(target, shuffle=2)
     child = os.fork()
     if child == 0:
         dies_at(step)
@@ -681,19 +685,21 @@ while again:
             if name[0] not in "._" and not name.endswith(".part")}
     assert left <= {path.name for path in (folder / "whole").iterdir()}, left
     found = run(target).found
-    assert found >= before or to == "rows", (step, found, before)
+    assert found >= before or to == "rows" or overwrites, (step, found, before)
     before = found
     assert files(folder / "whole" / "a") == files(target), step
-    assert not list(target.parent.glob("*.part")) and not list(target.parent.glob(".*.part"))
+    assert sorted(os.listdir(target.parent)) == sorted(os.listdir(folder / "whole")), step
     step += 1
 print(step)
 """
 
 
+@pytest.mark.parametrize("overwrites", [False, True])
 @pytest.mark.parametrize(("to", "ragged"), [("tfrecord", True), ("rows", False)])
-def test_a_kill_at_every_step(tmp_path, to, ragged):
+def test_a_kill_at_every_step(tmp_path, to, ragged, overwrites):
+    given = [json.dumps(ragged), json.dumps(overwrites)]
     done = subprocess.run(
-        [sys.executable, "-c", STEPS, str(Path(__file__).parent), tmp_path, to, json.dumps(ragged)],
+        [sys.executable, "-c", STEPS, str(Path(__file__).parent), tmp_path, to, *given],
         capture_output=True,
         text=True,
         timeout=120,

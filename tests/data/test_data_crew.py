@@ -69,6 +69,42 @@ def test_processes_end_with_one_that_is_killed(tmp_path):
         time.sleep(0.05)
 
 
+WITHOUT_A_TRACE = """
+    import os, sys
+    import torch
+    import flatout
+
+    def same(x, y):
+        return x, y
+
+    if __name__ == "__main__":
+        rows = flatout.data.arrays(torch.zeros(60, 10), torch.arange(60))
+        made = rows.map(same).batch(4).options(processes=2)
+        batches = list(made.batches(0))
+        with open("/proc/self/maps") as maps:
+            mapped = maps.read()
+        print(sum(len(batch.inputs) for batch in batches), "/dev/shm/torch_" in mapped)
+        print(os.listdir(os.environ["TMPDIR"]))
+"""
+
+
+def test_processes_use_nothing_that_a_kill_would_leave(tmp_path):
+    script, temporary = tmp_path / "script.py", tmp_path / "temporary"
+    script.write_text(textwrap.dedent(WITHOUT_A_TRACE))
+    temporary.mkdir()
+    places = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")}
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, **places},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "60 False\n[]\n"
+    assert os.listdir(temporary) == []
+
+
 def test_processes_make_the_same_batches_as_threads():
     made = Pipeline(MadeUp(60)).shuffle(seed=1).map(slow).batch(8)
     crew = made.options(processes=2)

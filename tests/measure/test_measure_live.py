@@ -118,7 +118,8 @@ def test_a_file_of_a_process_before_with_the_same_pid_is_no_job():
     live.close()
 
 
-def test_a_killed_job_is_gone_and_its_file_is_swept_away():
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_killed_job_is_gone_and_its_file_is_swept_away(shows):
     script = (
         "import time\n"
         "from flatout.measure.live import Live\n"
@@ -142,9 +143,11 @@ def test_a_killed_job_is_gone_and_its_file_is_swept_away():
     left = cache_folder() / "live" / f"{job.pid}.json"
     assert left.exists()
     live = Live(Timeline())
-    live.write()
+    if shows:
+        live.write()
+        assert not left.exists()
+    live.close()  # of a job that ends before it has shown anything, too
     assert not left.exists()
-    live.close()
 
 
 def test_an_observation_is_shown_through_a_pointer(tmp_path):

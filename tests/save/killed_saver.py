@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch
 
-from flatout.save import unfinished
+from flatout import unfinished
 from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
 
 FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from flatout import unfinished
 from flatout.errors import CheckpointError, RecipeError
-from flatout.save import unfinished
 from flatout.save.checkpoint import Checkpoints
 from flatout.save.storage import Folder
 

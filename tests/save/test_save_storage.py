@@ -15,8 +15,8 @@ import pytest
 import torch
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from flatout import unfinished
 from flatout.errors import CheckpointError
-from flatout.save import unfinished
 from flatout.save.checkpoint import Checkpoints
 from flatout.save.storage import Folder, fill_local
 
@@ -280,7 +280,7 @@ def test_renaming_a_folder_never_replaces_one(tmp_path: Path) -> None:
 def test_what_dead_writers_left_is_removed_and_what_living_ones_write_is_not(
     tmp_path: Path,
 ) -> None:
-    program = "from flatout.save import unfinished; print(unfinished.new_name())"
+    program = "from flatout import unfinished; print(unfinished.new_name())"
     dead = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, check=True, text=True
     ).stdout.strip()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from train_jobs import data, figures, network, quiet, saving
 
 import flatout
-from flatout.save import unfinished
+from flatout import unfinished
 from flatout.save.checkpoint import Checkpoints
 from flatout.train.callbacks import EarlyStopping
 

@@ -15,7 +15,6 @@ import os
 import shutil
 import stat
 import time
-import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from typing import IO, Any, TypeAlias
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.sealed import SUFFIX, check_begins, write_seal
 from flatout.errors import DataError
@@ -341,7 +341,7 @@ def _copy(
     say: Callable[[str], None],
 ) -> None:
     # Several processes may want the same file at the same time: each writes its own, one wins.
-    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
+    beside = target.with_name(unfinished.new_name())
     done, said = 0, time.monotonic()
     try:
         with open_original() as original, open(beside, "wb", opener=private) as copy:

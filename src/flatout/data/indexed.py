@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.block import Block, Numbers, offsets_of
 from flatout.data.checksums import reader
@@ -535,7 +535,7 @@ def _save(index: Index, path: Path) -> None:
         else:
             same[name] = twin
     rest = {"lengths": list(own), "same": same, "facts": index.facts, "notes": index.notes}
-    beside = path.with_name(f".{uuid.uuid4().hex}.part")
+    beside = path.with_name(unfinished.new_name())
     # A cache that cannot be written costs time at the next start, nothing else.
     with suppress(OSError):
         kind_folder("index")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flatout import cache_folder
+from flatout import cache_folder, unfinished
 from flatout.data import checksums
 from flatout.data.checksums import Checksums, Verified, reader
 from flatout.errors import DataError
@@ -124,8 +124,9 @@ def write_seal(path: str, name: str, *, private: bool = False) -> Sealed:
         raise DataError("the file has changed while it was sealed", where=name, do="seal it again")
     words = {"version": _VERSION, "written_ns": after.st_mtime_ns, **sums.words()}
     target = path + SUFFIX
-    folder, last = os.path.split(target)
-    beside = os.path.join(folder, f".{last}.{uuid.uuid4().hex}.part")
+    folder = Path(target).parent
+    unfinished.remove_abandoned(folder)
+    beside = folder / unfinished.new_name()
     try:
         with open(beside, "w", opener=cache_folder.private if private else None) as file:
             file.write(checksums.sealed(words))
@@ -134,7 +135,7 @@ def write_seal(path: str, name: str, *, private: bool = False) -> Sealed:
         os.replace(beside, target)
     finally:
         with suppress(OSError):
-            os.unlink(beside)
+            beside.unlink()
     return Sealed(name, sums.size, name + SUFFIX)
 
 

@@ -15,6 +15,7 @@ import psutil
 from flatout.cache_folder import MARK, cache_folder, is_made
 from flatout.cache_folder import remove as remove_made
 from flatout.doctor.trials import scratch
+from flatout.unfinished import is_abandoned, is_unfinished
 
 # Folders within it, with what a user loses when they go: time, or what `edits` says.
 KINDS = {
@@ -28,7 +29,7 @@ KINDS = {
     "samples": "measurements that were killed",
     "edits": "the way back from flatout doctor --fix",
 }
-# Rows that nothing names exactly are of one process, and so is what `flatout top` shows.
+# What `flatout top` shows is of one process.
 _OF_PROCESS = re.compile(r"(\d+)(-[0-9a-f]{16})?(\.part|\.json)?")
 
 
@@ -100,6 +101,8 @@ def _paths(base: Path, kind: str) -> Iterator[Path]:
 def _is_used(kind: str, path: Path, used: set[str]) -> bool:
     if kind == "trials":
         return scratch.is_alive(path)
+    if is_unfinished(path.name):
+        return not is_abandoned(path.name)
     owner = _OF_PROCESS.fullmatch(path.name)
     if owner is not None and psutil.pid_exists(int(owner[1])):
         return True

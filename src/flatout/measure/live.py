@@ -24,6 +24,7 @@ from pathlib import Path
 from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any
 
+from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder, private, remove
 
 if TYPE_CHECKING:
@@ -80,10 +81,12 @@ class Live:
             self._write(now)
 
     def close(self) -> None:
-        """Take the file away; a second call changes nothing."""
-        self.due = _NEVER
+        """Take the file away, and those of killed processes; a second call changes nothing."""
         if self._finalize is not None:
             self._finalize()
+        if self.due != _NEVER:
+            _sweep(cache_folder() / "live")
+        self.due = _NEVER
 
     def _write(self, now: int) -> None:
         if self._finalize is None:
@@ -395,7 +398,7 @@ def _write(data: dict[str, Any]) -> None:
     file = _own_file()
     if not file.exists():
         _sweep(kind_folder("live"))
-    part = file.with_suffix(".part")
+    part = file.with_name(unfinished.new_name())
     try:
         with open(part, "w", opener=private) as out:
             out.write(json.dumps(data))

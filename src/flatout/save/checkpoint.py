@@ -32,10 +32,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout import __version__
+from flatout import __version__, unfinished
 from flatout.errors import CheckpointError, RecipeError
 from flatout.save import manifest as manifests
-from flatout.save import unfinished
 from flatout.save.manifest import MANIFEST, Manifest
 from flatout.save.model_file import INDEX, MODEL, check, decode, encode, metadata_of
 from flatout.save.pieces import LostPiece, Pieces, parts

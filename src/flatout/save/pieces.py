@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flatout import unfinished
 from flatout.errors import CheckpointError
-from flatout.save import unfinished
 from flatout.save.storage import Folder, Written
 from flatout.world import LostRank, World
 

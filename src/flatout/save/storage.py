@@ -20,8 +20,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
+from flatout import unfinished
 from flatout.errors import CheckpointError
-from flatout.save import unfinished
 
 Chunk = bytes | memoryview
 

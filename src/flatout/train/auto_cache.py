@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 
 import flatout
-from flatout.cache_folder import cache_folder, kind_folder
+from flatout import unfinished
+from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.batch import Batch, named_tensors
 from flatout.measure import fingerprint
 from flatout.models import keras_model
@@ -71,6 +71,7 @@ def write(name: str, resolved: ResolvedRecipe) -> None:
     """Keep a decision; a cache that cannot be written costs the next run a few seconds."""
     with suppress(OSError):
         target = kind_folder("auto")
-        with tempfile.NamedTemporaryFile("w", dir=target, delete=False) as file:
+        beside = target / unfinished.new_name()
+        with open(beside, "w", opener=private) as file:
             file.write(dumps(resolved))
-        os.replace(file.name, target / f"{name}.toml")
+        os.replace(beside, target / f"{name}.toml")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +14,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, take
 from flatout.data.form import Form
 from flatout.data.running.buffers import Buffers
 from flatout.data.running.digests import digest_of
-from flatout.data.running.row_folder import Filling, RowFolder
+from flatout.data.running.row_folder import Filling, RowFolder, tidy
 from flatout.data.running.row_store import MemoryArena, RowStore, layout_of, row_bytes
 from flatout.data.running.samples import Costs, Samples
 from flatout.errors import DataError
@@ -109,7 +108,7 @@ class Cached:
         if self._name is None:
             self._name = self.inner.content()
             if self._name is None:
-                self._name = f"{os.getpid()}-{uuid.uuid4().hex[:16]}"
+                self._name = unfinished.new_name()
                 atexit.register(shutil.rmtree, base / self._name, ignore_errors=True)
                 atexit.register(shutil.rmtree, base / f"{self._name}.part", ignore_errors=True)
                 self.reason += "; other jobs cannot find it: nothing names these samples exactly"
@@ -127,6 +126,7 @@ class Cached:
         target = self._on_disk(folder)
         if target.exists():
             self._store = RowFolder(target).store
+            tidy(target)
             self._filled[:] = True
             self._missing = 0
             return

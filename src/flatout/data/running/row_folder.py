@@ -48,6 +48,8 @@ _AGAIN = "the folder is damaged: delete it and make it again"
 _VERIFIED = 64 << 20
 # What may be lost to a kill: rows that came in this time.
 _FLUSH_S = 5.0
+# What a process needs that goes on after a kill, and a whole folder does not.
+_TO_GO_ON = ("begun.json", "filled.log")
 
 
 class FileArena:
@@ -239,8 +241,7 @@ class Filling:
         os.rename(self.part, self.target)
         _sync_folder(self.target.parent)
         # Only now: whoever is killed before goes on with them.
-        for name in ("begun.json", "filled.log"):
-            (self.target / name).unlink(missing_ok=True)
+        tidy(self.target)
         return self.target
 
     def close(self) -> None:
@@ -248,6 +249,13 @@ class Filling:
         with suppress(OSError):
             self.flush()
         self._lock.close()
+
+
+def tidy(folder: Path) -> None:
+    """Remove from a whole folder what its filling has left, where that was killed at its end."""
+    for name in _TO_GO_ON:
+        with suppress(OSError):
+            (folder / name).unlink()
 
 
 class RowFolder:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from flatout.data.batch import Batch
+from flatout.data.running.handing import receive, send
 from flatout.errors import DataError
 
 # How often it is looked whether a silent process still lives: another one may hold its pipe open.
@@ -95,7 +96,7 @@ class Worker:
         while not self._pipe.poll(_LOOK_S):
             if not self._process.is_alive() and not self._pipe.poll():
                 raise EOFError
-        return self._pipe.recv()
+        return receive(self._pipe)
 
     def _death(self, doing: str) -> DataError:
         self._process.join(_PATIENCE_S)
@@ -132,7 +133,7 @@ def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     try:
         maker = pickle.loads(pipe.recv_bytes())
-        pipe.send(None)
+        send(pipe, None)
         while True:
             _answer(pipe, maker, pipe.recv())
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -141,12 +142,12 @@ def _serve(pipe: Any) -> None:
 
 def _answer(pipe: Any, maker: Any, task: tuple[Any, ...]) -> None:
     try:
-        pipe.send((maker.seeded(*task), None, ""))
+        send(pipe, (maker.seeded(*task), None, ""))
     except (BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
         told = traceback.format_exc()
-        pipe.send((None, _sendable(error, told), told))
+        send(pipe, (None, _sendable(error, told), told))
 
 
 def _sendable(error: Exception, told: str) -> Exception:

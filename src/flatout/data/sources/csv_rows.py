@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.block import Numbers
 from flatout.data.decoder import Bytes
@@ -266,7 +266,7 @@ def _learned(
     with Pool(usable_cpus()) as pool:
         found = merged(pool.map(look, range(0, rows.rows, _LOOKED_AT)))
     kept = {name: [sorted(texts.values), texts.rows] for name, texts in found.items()}
-    beside = path.with_name(f".{uuid.uuid4().hex}.part")
+    beside = path.with_name(unfinished.new_name())
     # A cache that cannot be written costs time at the next start, nothing else.
     with suppress(OSError):
         kind_folder("index")

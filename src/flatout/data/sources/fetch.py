@@ -12,12 +12,12 @@ import os
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from flatout import unfinished
 from flatout.errors import DataError
 from flatout.say import say_as_is
 
@@ -116,7 +116,8 @@ def _home(name: str, url: str | None, files: dict[str, str] | None) -> _Home:
 
 def _fetch_one(url: str, place: Path, digest: str, say: Callable[[str], None]) -> None:
     # Others may fetch into the same folder at the same time.
-    beside = place.with_name(f".{place.name}.{uuid.uuid4().hex}.part")
+    beside = place.with_name(unfinished.new_name())
+    unfinished.remove_abandoned(place.parent)
     try:
         found = _download(url, beside, say)
         if found != digest:

@@ -16,7 +16,7 @@ from flatout.data.block import Block, take
 from flatout.data.conversion.passes import Piece
 from flatout.data.conversion.shards import Tell, differences, flush_folder
 from flatout.data.running.digests import digest_of
-from flatout.data.running.row_folder import Filling, RowFolder, read_meta
+from flatout.data.running.row_folder import Filling, RowFolder, read_meta, tidy
 from flatout.data.running.row_store import Layout
 from flatout.data.schema import Schema
 from flatout.errors import DataError
@@ -38,6 +38,9 @@ def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
     if target.exists():
         found = _settings(target)
         if found == settings and _is_good(target):
+            # What a kill has left that came when the folder had its name already.
+            tidy(target)
+            _remove(_old(target))
             return True
         if not overwrite and found != settings:
             raise _refusal(target, found, settings, "is here already")

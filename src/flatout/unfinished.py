@@ -10,13 +10,13 @@ import itertools
 import os
 import re
 import socket
-
-import psutil
+from contextlib import suppress
+from pathlib import Path
 
 from flatout.lifetimes import state_and_start
 
 _count = itertools.count()
-_PATTERN = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._]+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
+_PATTERN = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._]+)-(?P<pid>\d+)-(?P<start>\d+)-\d+(\.part)?")
 
 
 def new_name() -> str:
@@ -40,6 +40,14 @@ def is_abandoned(name: str) -> bool:
     return start is None or (0 not in (start, int(match["start"])) and start != int(match["start"]))
 
 
+def remove_abandoned(folder: Path) -> None:
+    """Remove the files in a folder whose writers ran on this host and are gone."""
+    with suppress(OSError):
+        for name in filter(is_abandoned, os.listdir(folder)):
+            with suppress(OSError):
+                os.unlink(folder / name)
+
+
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "_"
 
@@ -51,5 +59,7 @@ def _started(pid: int) -> int | None:
     """
     found = state_and_start(pid)
     if found is None:
+        import psutil
+
         return 0 if psutil.pid_exists(pid) else None
     return None if found[0] in "ZX" else found[1]

@@ -1,0 +1,1 @@
+"""What is killed: a file per kind, and what they share."""
