@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import pickle
+import platform
 import struct
 import subprocess
 import sys
@@ -283,6 +284,19 @@ def test_checksum_of_known_data():
         (b"", 0),
     ]:
         assert _both(lambda data=data: example.crc32c(data)) == [crc, crc]
+
+
+def test_every_way_to_a_checksum_gives_the_same():
+    data = np.random.default_rng(0).integers(0, 256, 9000, dtype=np.uint8)
+    lengths = [*range(1400), *range(2040, 2060), 4095, 4096, 4097, 8192, 8700]
+    for length in lengths:
+        start = length % 67  # at all alignments
+        part = data[start : start + length]
+        found = example._c.crc32c_ways(part, length)
+        assert len(set(found.values())) == 1, (length, found)
+    assert {"portable", "sse4.2"} <= found.keys() or platform.machine() != "x86_64"
+    for value in (0, 1, 2**32 - 1):
+        assert len(set(example._c.crc32c_ways(data, value).values())) == 1
 
 
 @settings(deadline=None)

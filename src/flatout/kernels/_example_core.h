@@ -293,10 +293,8 @@ WIDE static int64_t decode_wide(const Job *job)
 
 static int is_wide(void)
 {
-    __builtin_cpu_init();
-    return crc_best == crc_sse42 && __builtin_cpu_supports("avx2") &&
-           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
-           __builtin_cpu_supports("popcnt");
+    return crc_runs_sse42() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
 }
 
 #endif
