@@ -1,4 +1,4 @@
-"""A Dataset whose batches are made by whoever is fastest: always the same batches."""
+"""A Dataset whose batches are made in the fastest way are always the same batches."""
 
 import os
 import random

@@ -87,6 +87,16 @@ def test_what_has_become_slower_is_taken_back():
     assert job.run(1_000, 100_000).settled == 0
 
 
+def test_what_is_slower_for_all_is_doubted_less_and_less():
+    takes = {0: PLAIN, "thread": (0.3, 0.2), 4: (0.03, 0.001)}
+    job = Job(takes)
+    assert job.run(1_000, 100_000).settled == 4
+    takes.update({0: (0.5, 0.4), 4: (0.2, 0.001)})  # the whole machine has become busy
+    job.by.clear()
+    assert job.run(4_000, 100_000).settled == 4
+    assert 0 < job.by.count(0) < 200
+
+
 def test_one_busy_moment_keeps_nothing():
     takes = {0: (0.2, 0.16), "thread": (0.11, 0.09)}
     job = Job(takes, most=0)

@@ -98,7 +98,7 @@ class Found(Protocol):
         settled: as `input.workers`.
         kept: what was measured of it; None where nothing was, or that is 0.
         trials: what was tried, and what came of it.
-        notes: what the user should know of; whoever tells it empties the list.
+        notes: what the user should know of; the caller that shows them empties the list.
     """
 
     settled: Workers

@@ -10,7 +10,7 @@ from flatout.measure import OutOfTime
 # Measuring may take this many seconds, and this share of the run it is for: of the tenth that is
 # promised, what is left where the run turns out to be a fifth shorter than it was taken to be.
 LONGEST_S = 6.0
-# So many where nobody knows how long the run is: it may be short.
+# So many where the length of the run is unknown: it may be short.
 UNKNOWN_S = 2.0
 SHARE = 0.08
 

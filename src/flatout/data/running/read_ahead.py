@@ -57,7 +57,7 @@ class EpochReader:
         settled: "thread" where one reads, or 0.
         kept: what was measured of it; None where that is 0 or was asked for.
         trials: what was tried, and what came of it.
-        notes: what the user should know of; whoever tells it empties the list.
+        notes: what the user should know of; the caller that shows them empties the list.
     """
 
     def __init__(

@@ -91,6 +91,7 @@ class _Window:
 class _Trial:
     """A candidate against what made batches before."""
 
+    candidate: Workers
     before_s: float
     tried_s: float | None = None
 
@@ -111,7 +112,7 @@ class WorkerTuner:
         left: batches of the run that are still to come.
         waited: share of the time that was waited in the latest window; None before the first.
         trials: what was tried, and what came of it.
-        notes: what the user should know of; whoever tells it empties the list.
+        notes: what the user should know of; the caller that shows them empties the list.
     """
 
     def __init__(
@@ -135,18 +136,13 @@ class WorkerTuner:
         self._threads, self._processes = True, most > 0  # what is still to be tried
         self._trial: _Trial | None = None
         self.plain_s = 0.0
-        self._slower = 0
+        self._slower, self._patience = 0, _PATIENCE
         self._window = _Window(skip=1)
 
     @property
     def is_trying(self) -> bool:
         """Whether the next batches are those of a candidate."""
         return self.workers != self.settled
-
-    @property
-    def may_try(self) -> bool:
-        """Whether anything is left to try."""
-        return self._trial is not None or self._threads or self._processes
 
     def begin(self) -> None:
         """A pass over batches begins: the time before it does not count."""
@@ -200,15 +196,13 @@ class WorkerTuner:
             if step_s * WORTH >= trial.before_s:
                 return self._put_back(step_s)
             trial.tried_s = step_s
-            self._candidate = self.workers
             return self._go_on_with(self.settled)
         self._trial = None
         ratio = min(trial.before_s, step_s) / trial.tried_s
         if ratio < WORTH:
-            self._tell_trial(self._candidate, ratio, "put back")
+            self._tell_trial(trial.candidate, ratio, "put back")
             return self._go_on_with(self.settled)
-        self._keep(self._candidate, trial, step_s, ratio)
-        return True
+        return self._keep(trial, trial.tried_s, step_s)
 
     def _look(self, step_s: float, waited: float) -> bool:
         """What was settled on has made a window: is it slower than plain, or is there better?"""
@@ -216,7 +210,7 @@ class WorkerTuner:
             return self._go_on()
         if self.settled != 0:
             self._slower = self._slower + 1 if step_s > self.plain_s * WORTH else 0
-            if self._slower >= _PATIENCE:
+            if self._slower >= self._patience:
                 self._slower = 0
                 return self._try(0, step_s)
         candidate = self._next(step_s, waited) if waited > WAIT else None
@@ -245,7 +239,7 @@ class WorkerTuner:
         return max(1, min(self._most, math.ceil(making / max(1e-9, 1 - waited))))
 
     def _try(self, candidate: Workers, step_s: float) -> bool:
-        self._trial = _Trial(step_s)
+        self._trial = _Trial(candidate, step_s)
         return self._go_on_with(candidate)
 
     def _is_hopeless(self) -> bool:
@@ -258,24 +252,26 @@ class WorkerTuner:
     def _put_back(self, step_s: float) -> bool:
         assert self._trial is not None
         self._tell_trial(self.workers, self._trial.before_s / step_s, "put back")
-        if self.workers not in (0, "thread"):
+        if self.workers == 0:  # still the fastest, though all has become slower
+            self._patience *= 2
+        elif self.workers != "thread":
             self._processes = False
         self._trial = None
         return self._go_on_with(self.settled)
 
-    def _keep(self, candidate: Workers, trial: _Trial, again_s: float, ratio: float) -> None:
-        assert trial.tried_s is not None
-        floor = abs(again_s / trial.before_s - 1)
+    def _keep(self, trial: _Trial, tried_s: float, again_s: float) -> bool:
+        candidate, before_s = trial.candidate, min(trial.before_s, again_s)
+        ratio = before_s / tried_s
         self._tell_trial(candidate, ratio, "kept")
         if candidate == 0:
             self.kept = None
             self._processes = self._processes and self.settled == "thread"
             self.notes.append(f"{words_of(0)} again: that is {ratio:.2f}x faster now")
         else:
-            self.kept = Kept(min(trial.before_s, again_s), trial.tried_s, floor)
+            self.kept = Kept(before_s, tried_s, abs(again_s / trial.before_s - 1))
             self.notes.append(self.kept.words(candidate))
         self.settled = candidate
-        self._go_on_with(candidate)
+        return self._go_on_with(candidate)
 
     def _go_on_with(self, workers: Workers) -> bool:
         self.workers = workers

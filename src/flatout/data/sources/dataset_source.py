@@ -156,7 +156,7 @@ def _checked(value: Any, indices: Tensor, where: str) -> Batch:
     if isinstance(value, DataError):
         raise value
     batch = as_batch(value, where)
-    # A collate function may leave samples out; then nobody knows which are left.
+    # A collate function may leave samples out; then it is unknown which are left.
     return batch._replace(indices=indices if batch.size == len(indices) else None)
 
 

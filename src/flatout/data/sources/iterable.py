@@ -138,7 +138,7 @@ class IterableSource:
 
     def _tuned(self, reader: EpochReader, epoch: int, start_step: int) -> Iterator[Batch]:
         step, made = start_step, self._read(epoch, start_step)
-        # What a resume has read again was watched by nobody.
+        # What a resume reads again was not measured.
         is_ahead = reader.starts_ahead() and not start_step
         if is_ahead:
             made = read_ahead(made)

@@ -1,4 +1,4 @@
-"""A torch Dataset whose batches are made by whoever is measured to make them fastest.
+"""A torch Dataset whose batches are made in the way that is measured to be fastest.
 
     asked for     in the main process, sample by sample: where each run begins
     whole         at once, where the Dataset gives the same for an array of numbers
