@@ -162,6 +162,31 @@ def flatout_buffers():
     return Buffers()
 
 
+class Racing(np.ndarray):
+    """Marks in which another thread marks the first missing block just after it was found."""
+
+    def argmin(self):
+        at = super().argmin()
+        self.view(np.ndarray)[at] = 1
+        return at
+
+
+def test_a_block_that_another_thread_compares_meanwhile_does_not_end_the_comparison(tmp_path):
+    content = np.zeros(1024, np.uint8)
+    sums = Checksums(len(content), 256, crc32c_blocks(content, 256))
+    verified = Verified(str(tmp_path), sums, (str(tmp_path), len(content), 1), "")
+    verified._marks = verified._marks.view(Racing)
+    compared = []
+
+    def read(start, stop):
+        compared.append((start, stop))
+        return content[start:stop]
+
+    verified.check(np.array([0]), np.array([1]), read)  # the other thread compares the second
+    verified.check(np.array([512]), np.array([513]), read)
+    assert compared == [(0, 256), (512, 768)]
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_blocks_of_any_ranges_are_compared_once_by_all_threads(tmp_path, threads):
     draws = np.random.default_rng(threads)

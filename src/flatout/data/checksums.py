@@ -164,7 +164,8 @@ class Verified:
         start = self._done_to
         rest = self._marks.view(np.bool_)[start:]
         at = int(rest.argmin()) if len(rest) else 0
-        self.done = not len(rest) or bool(rest[at])
+        # All of them again: another thread may have marked the block at `at` since.
+        self.done = bool(rest[at:].all())
         self._done_to = start + at  # of several threads the last says it, which may be an earlier
 
     def check_all(self, read: Callable[[int, int], Any]) -> None:
