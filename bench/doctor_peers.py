@@ -77,7 +77,7 @@ SCRIPTS: Mapping[str, Words] = {
         cause=r"eval\(\)|train(ing)? mode|dropout.*(validat|evaluat)",
         cure=r"\.eval\(\)",
     ),
-    "optimiser_unfused": Words(
+    "optimizer_unfused": Words(
         part=r"optimi[sz]er",
         cause=r"adamw?\b|foreach|fused",
         cure=r"fused\s*=\s*true",

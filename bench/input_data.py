@@ -147,7 +147,7 @@ def make_jpeg(folder: Path, count: int) -> None:
     from sklearn.datasets import load_sample_images
 
     photographs = dict(zip(CLASSES, load_sample_images().images, strict=True))
-    colours, counts = [], []
+    colors, counts = [], []
     for number, (name, photograph) in enumerate(photographs.items()):
         (folder / name).mkdir()
         own = count * (number + 1) // len(CLASSES) - count * number // len(CLASSES)
@@ -158,13 +158,13 @@ def make_jpeg(folder: Path, count: int) -> None:
                 ),
                 range(own),
             )
-            colours.append(np.mean(list(made), axis=0))
+            colors.append(np.mean(list(made), axis=0))
         counts.append(own)
-    np.savez(folder.with_suffix(".npz"), colours=colours, counts=counts)
+    np.savez(folder.with_suffix(".npz"), colors=colors, counts=counts)
 
 
 def _variant(photograph: np.ndarray, path: Path, seed: int) -> np.ndarray:
-    """Write one; returns its mean colour."""
+    """Write one; returns its mean color."""
     from PIL import Image
 
     random = np.random.default_rng(seed)

@@ -3,7 +3,7 @@
     python bench/keras.py [--restarts 7] [--json [FILE]]
 
 The ConvNet of bench/convnet.py, batch 512, Adam, 10,240 images in memory, all usable CPUs; and the
-losses of 200 steps in fp32, Flatout's against `keras.Model.fit`, for four optimisers.
+losses of 200 steps in fp32, Flatout's against `keras.Model.fit`, for four optimizers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def speed_keys(rows: dict[str, Row]) -> list[Key]:
 
 
 def loss_difference(images: Path, threads: int, tell: Callable[[str], None]) -> list[Key]:
-    """The largest relative difference between two curves of losses, over all optimisers."""
+    """The largest relative difference between two curves of losses, over all optimizers."""
     keys = []
     for name, against, bound in (
         ("loss_difference", "exact", 1e-5),

@@ -40,7 +40,7 @@ class Way:
     Args:
         name: in the table.
         batch: samples of a step.
-        rule: of the learning rate; None for the optimiser's own rate.
+        rule: of the learning rate; None for the optimizer's own rate.
         optimizer: a callable that takes the parameters.
     """
 

@@ -81,7 +81,7 @@ def in_attribute(owner: object, name: str, plain: object | None) -> Take:
 
 
 def of_optimizers() -> Callable[[], object]:
-    """Torch's hooks around the steps of all optimisers."""
+    """Torch's hooks around the steps of all optimizers."""
     module = sys.modules["torch.optim.optimizer"]
     both = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
     kept = [dict(hooks) for hooks in both]
@@ -133,7 +133,7 @@ def once(quadruples: int) -> tuple[dict[str, list[float]], float, float]:
     alone: dict[str, Take] = {
         "model's call": in_attribute(type(model), "__call__", None),
         "backward": in_attribute(torch.autograd, "backward", plain),
-        "optimiser's step": of_optimizers,
+        "optimizer's step": of_optimizers,
     }
     takes = {"nothing": together([]), **alone, "all hooks": together([*alone.values()])}
     found = measure(block, takes, quadruples)

@@ -48,7 +48,7 @@ measuring may go; it is `tolerant` unless you say otherwise.
 
 MEANINGS = {
     Parity.EXACT: "the same bits",
-    Parity.TOLERANT: "the same optimisation, rounded otherwise",
+    Parity.TOLERANT: "the same optimization, rounded otherwise",
     Parity.REDRAWN: "the same distribution, other random draws",
     Parity.LEARNING: "something else is learned; never automatic",
 }

@@ -86,7 +86,7 @@ def build(work: Path) -> tuple[Path, Path]:
 
 
 def check_wheel(wheel: Path) -> None:
-    """The package, its types, its licence and the extensions for all Pythons; nothing else."""
+    """The package, its types, its license and the extensions for all Pythons; nothing else."""
     names = set(zipfile.ZipFile(wheel).namelist())
     suffix = ".abi3.so"
     python, abi, _ = wheel.stem.split("-")[2:]

@@ -28,6 +28,6 @@ def arguments() -> argparse.Namespace:
 
 
 def schedule(samples: int, epochs: int) -> partial[OneCycleLR]:
-    """What makes the schedule of a run from its optimiser."""
+    """What makes the schedule of a run from its optimizer."""
     steps = -(-samples // BATCH) * epochs
     return partial(OneCycleLR, max_lr=PEAK_LEARNING_RATE, total_steps=steps)

@@ -55,7 +55,7 @@ class LogEachStep(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3, fused=True)
 
 
-class OptimiserUnfused(lightning.LightningModule):
+class OptimizerUnfused(lightning.LightningModule):
     def __init__(self, script):
         super().__init__()
         self.model = script.Pairs()
@@ -77,7 +77,7 @@ class OptimiserUnfused(lightning.LightningModule):
 PORTS = {
     "workers_zero": WorkersZero,
     "log_each_step": LogEachStep,
-    "optimiser_unfused": OptimiserUnfused,
+    "optimizer_unfused": OptimizerUnfused,
 }
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 # Of the rows, how many may still be followed by the row that follows in the file.
-_NEIGHBOURS = 0.02
-# Levels of 255 by which a decoder's mean colour may differ from that of the pixels encoded.
+_NEIGHBORS = 0.02
+# Levels of 255 by which a decoder's mean color may differ from that of the pixels encoded.
 _LEVELS = 1.5
 
 
@@ -60,20 +60,20 @@ def check_rows(batches: Iterable[tuple[Any, ...]], known: np.ndarray) -> None:
     check_order(np.diff(places) == 1)
 
 
-def check_order(neighbours: np.ndarray) -> None:
+def check_order(neighbors: np.ndarray) -> None:
     """Raise Wrong where too many rows are followed by the row that follows in the files."""
-    share = float(neighbours.mean())
-    if share > _NEIGHBOURS + 2 / len(neighbours):
+    share = float(neighbors.mean())
+    if share > _NEIGHBORS + 2 / len(neighbors):
         raise Wrong(f"not shuffled: {share:.0%} of the rows are followed by the next of the file")
 
 
 def check_images(batches: Iterable[tuple[Any, ...]], known: Path, size: int) -> None:
-    """Compare image batches, (labels, pixels) each, with the classes' counts and mean colours.
+    """Compare image batches, (labels, pixels) each, with the classes' counts and mean colors.
 
     Raises:
-        Wrong: shape, dtype, count or colours are not those of the files, or classes are not mixed.
+        Wrong: shape, dtype, count or colors are not those of the files, or classes are not mixed.
     """
-    labels, colours = [], []
+    labels, colors = [], []
     for labels_of_batch, pixels in batches:
         pixels = np.asarray(pixels)
         if pixels.dtype != np.uint8 or sorted(pixels.shape[1:]) != [3, size, size]:
@@ -83,15 +83,15 @@ def check_images(batches: Iterable[tuple[Any, ...]], known: Path, size: int) -> 
         if pixels.shape[1] == 3:
             pixels = pixels.transpose(0, 2, 3, 1)
         labels.append(np.asarray(labels_of_batch))
-        colours.append(pixels.mean(axis=(1, 2)))
-    found, means = np.concatenate(labels), np.concatenate(colours)
+        colors.append(pixels.mean(axis=(1, 2)))
+    found, means = np.concatenate(labels), np.concatenate(colors)
     with np.load(known) as expected:
-        counts, classes = expected["counts"], expected["colours"]
+        counts, classes = expected["counts"], expected["colors"]
     if not np.array_equal(np.bincount(found, minlength=len(counts)), counts):
         raise Wrong(f"expected {counts} images of each class, found {np.bincount(found)}")
-    for number, colour in enumerate(classes):
-        difference = np.abs(means[found == number].mean(axis=0) - colour).max()
+    for number, color in enumerate(classes):
+        difference = np.abs(means[found == number].mean(axis=0) - color).max()
         if difference > _LEVELS:
-            raise Wrong(f"class {number}: the mean colour is off by {difference:.1f} levels")
+            raise Wrong(f"class {number}: the mean color is off by {difference:.1f} levels")
     if (np.diff(found) != 0).mean() < 0.2:
         raise Wrong("not shuffled: the classes come one after the other")

@@ -1,4 +1,4 @@
-"""Accelerate on the CPU: the plain loop with model, optimiser and loader prepared; Adam fused."""
+"""Accelerate on the CPU: the plain loop with model, optimizer and loader prepared; Adam fused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Plain PyTorch as the tutorials write it: DataLoader over a TensorDataset.
 
-Adam is fused here too: what is compared is the loop around the step, not the optimiser.
+Adam is fused here too: what is compared is the loop around the step, not the optimizer.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Stamps:
 
 
 def report(out: Path, stamps: Stamps, *, steps: int, accuracy: float, note: str = "") -> None:
-    """Write what was measured; `steps` is the number of optimiser steps in an epoch."""
+    """Write what was measured; `steps` is the number of optimizer steps in an epoch."""
     result = {
         "epoch_seconds": stamps.epoch_seconds(),
         "steps": steps,

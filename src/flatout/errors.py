@@ -41,7 +41,7 @@ class DataError(FlatoutError, ValueError):
 
 
 class ModelError(FlatoutError, ValueError):
-    """The model, loss, optimiser or metric cannot be used as given."""
+    """The model, loss, optimizer or metric cannot be used as given."""
 
 
 class CheckpointError(FlatoutError, RuntimeError):

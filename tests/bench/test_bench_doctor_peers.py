@@ -43,7 +43,7 @@ def test_a_cure_counts_with_its_cause_and_a_proof_with_its_cure():
     ratio = "2.00x do: DataLoader(..., num_workers=1)"
     assert judged("t", ZERO, Said([cure], [ratio])).words == "part, cause, cure, proved"
     assert not judged("t", ZERO, Said([cure], ["1.20x fused=True"])).proved
-    unfused = PITFALLS["optimiser_unfused"]
+    unfused = PITFALLS["optimizer_unfused"]
     assert not judged("t", unfused, Said([cure], [ratio])).part
 
 

@@ -268,19 +268,19 @@ def test_criteo_files_can_be_read_field_by_field(tmp_path):
     assert 0.08 < empty / fields < 0.12
 
 
-def test_photographs_have_their_size_class_and_colour(tmp_path):
+def test_photographs_have_their_size_class_and_color(tmp_path):
     image = pytest.importorskip("PIL.Image")
     input_data.make("jpeg", tmp_path / "jpeg", 9)
     with np.load(tmp_path / "jpeg.npz") as known:
-        counts, colours = known["counts"], known["colours"]
+        counts, colors = known["counts"], known["colors"]
     assert counts.tolist() == [4, 5]
-    for name, count, colour in zip(input_job.CLASSES, counts, colours, strict=True):
+    for name, count, color in zip(input_job.CLASSES, counts, colors, strict=True):
         paths = sorted((tmp_path / "jpeg" / name).iterdir())
         assert len(paths) == count
         assert len({path.read_bytes() for path in paths}) == count
         pixels = np.stack([np.asarray(image.open(path)) for path in paths])
         assert pixels.shape[1:] == (496, 512, 3)
-        np.testing.assert_allclose(pixels.mean(axis=(0, 1, 2)), colour, atol=0.5)
+        np.testing.assert_allclose(pixels.mean(axis=(0, 1, 2)), color, atol=0.5)
 
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow writes these files")
@@ -370,7 +370,7 @@ def image_batches(shuffled=True, change=0, layout=(0, 1, 2, 3)):
 @pytest.fixture
 def known_images(tmp_path):
     path = tmp_path / "jpeg.npz"
-    np.savez(path, counts=[20, 20], colours=[[100] * 3, [200] * 3])
+    np.savez(path, counts=[20, 20], colors=[[100] * 3, [200] * 3])
     return path
 
 
@@ -383,7 +383,7 @@ def test_images_are_right_in_both_layouts(known_images):
     ("batches", "problem"),
     [
         (image_batches(shuffled=False), "not shuffled"),
-        (image_batches(change=3), "class 0: the mean colour is off by 3.0 levels"),
+        (image_batches(change=3), "class 0: the mean color is off by 3.0 levels"),
         (image_batches()[:1], "images of each class"),
         ([(y, x.astype(np.float32)) for y, x in image_batches()], "found float32"),
         ([(y, x[:, :7]) for y, x in image_batches()], "expected uint8 pixels 8x8x3"),
@@ -476,7 +476,7 @@ def test_the_bench_runs_with_the_peers_that_are_there(tmp_path):
     assert found["details"]["jpeg_psnr"]["note"] == "left out by --only"
 
 
-def test_neighbours_are_allowed_to_stay_where_there_are_few_rows():
+def test_neighbors_are_allowed_to_stay_where_there_are_few_rows():
     input_check.check_order(np.array([True, False, False]))
     with pytest.raises(Wrong, match="not shuffled: 67%"):
         input_check.check_order(np.array([True, True, False] * 50))

@@ -91,9 +91,9 @@ def test_made_up_images_are_the_same_for_a_seed_and_can_be_told_apart():
     assert images.min() >= 0
     assert images.max() <= 1
     np.testing.assert_array_equal(images, again.images)
-    centres = np.stack([images[labels == c].mean(axis=0) for c in range(10)])
+    centers = np.stack([images[labels == c].mean(axis=0) for c in range(10)])
     fresh, truth = convnet.made_up(100, 2)
-    distances = ((fresh[:, None] - centres) ** 2).sum(axis=(2, 3))
+    distances = ((fresh[:, None] - centers) ** 2).sum(axis=(2, 3))
     assert (distances.argmin(axis=1) == truth).mean() > 0.9
 
 

@@ -82,7 +82,7 @@ def test_hugging_faces_steps_are_seen_and_stay_as_they_were(tmp_path, capfd):
     assert timeline.as_dict()["hidden_in"] == {}
     assert 6 * lanes["input"] >= 2 * SAMPLES  # reads of a millisecond
     assert 6 * lanes["evaluation"] >= 300
-    named = ("copy", "forward", "backward", "optimiser", "host", "saving")
+    named = ("copy", "forward", "backward", "optimizer", "host", "saving")
     assert min(lanes[name] for name in named) > 0
     assert "flatout: critical lane: " in capfd.readouterr().err
     assert not trainer.model._forward_hooks

@@ -77,7 +77,7 @@ def test_keras_steps_are_seen_and_stay_as_they_were(tmp_path, capfd):
     assert timeline.as_dict()["hidden_in"] == {"copy": "forward"}
     assert 6 * lanes["input"] >= 12 * 20
     assert 6 * lanes["evaluation"] >= 12 * 30
-    named = ("forward", "backward", "optimiser", "host", "saving")
+    named = ("forward", "backward", "optimizer", "host", "saving")
     assert min(lanes[name] for name in named) > 0
     assert "flatout: critical lane: " in capfd.readouterr().err
     # The model is as it was, and what was saved meanwhile is whole.
@@ -117,8 +117,8 @@ def test_a_step_of_ones_own_hides_what_it_hides():
     _fit([timeline], model=lambda: Own([keras.layers.Dense(2)]))
     found = timeline.as_dict()
     assert found["steps"] == 12
-    assert found["hidden_in"] == dict.fromkeys(("copy", "backward", "optimiser"), "forward")
-    assert found["lanes_ms"]["optimiser"] is None
+    assert found["hidden_in"] == dict.fromkeys(("copy", "backward", "optimizer"), "forward")
+    assert found["lanes_ms"]["optimizer"] is None
     assert found["lanes_ms"]["forward"] > 0
 
 

@@ -104,20 +104,20 @@ def test_lightnings_steps_are_seen_and_stay_as_they_were(pl, tmp_path, monkeypat
     assert lanes["sync"] == 0
     assert 6 * lanes["input"] >= 2 * SAMPLES  # reads of a millisecond
     assert 6 * lanes["evaluation"] >= 300
-    assert min(lanes[n] for n in ("copy", "forward", "backward", "optimiser", "host")) > 0
+    assert min(lanes[n] for n in ("copy", "forward", "backward", "optimizer", "host")) > 0
     assert lanes["saving"] > 0  # Lightning's own checkpoint at the end of each epoch
     assert "flatout: critical lane: " in capfd.readouterr().err
     assert not {"start", "stop"} & vars(trainer.profiler).keys()
 
 
-def test_two_optimisers_of_a_manual_step_are_one_step(pl, tmp_path, monkeypatch):
+def test_two_optimizers_of_a_manual_step_are_one_step(pl, tmp_path, monkeypatch):
     timeline = _timeline(pl, monkeypatch)
     trainer, _, seconds = _fit(pl, tmp_path, [timeline], manual=True, num_sanity_val_steps=0)
     assert trainer.global_step == 24
     assert timeline.timeline.steps == 12
     check_lanes(timeline, seconds)
     lanes = timeline.timeline.lanes()
-    assert min(lanes["forward"], lanes["backward"], lanes["optimiser"]) > 0
+    assert min(lanes["forward"], lanes["backward"], lanes["optimizer"]) > 0
     assert timeline.as_dict()["hidden_in"] == {}
 
 

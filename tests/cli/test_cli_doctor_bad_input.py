@@ -29,7 +29,7 @@ class Bad:
 
 
 BAD = {
-    "nothing": Bad("", 0, "took no optimiser step before it ended"),
+    "nothing": Bad("", 0, "took no optimizer step before it ended"),
     "leaves at once": Bad("import os\nos._exit(5)\n", 1, "failed (exit code 5)"),
     "a syntax error": Bad("for epoch in range(3)\n    pass\n", 1, "expected ':'"),
     "leaves by os._exit": Bad(SOME_STEPS + "os._exit(0)\n", 0, "FIRST LOOK at 40 steps"),
@@ -52,7 +52,7 @@ BAD = {
         TRAIN + "import threading\ndef train():\n    for _ in range(40): step()\n"
         "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\n",
         0,
-        "an optimiser stepped in a thread beside the main one",
+        "an optimizer stepped in a thread beside the main one",
     ),
     "leaves a daemon": Bad(
         SOME_STEPS + "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
@@ -183,7 +183,7 @@ def test_an_output_that_cannot_say_it_all(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert b"no optimiser step" in done.stdout
+    assert b"no optimizer step" in done.stdout
 
 
 @pytest.mark.slow
@@ -208,5 +208,5 @@ def test_a_script_that_starts_itself_anew_is_told_as_such(tmp_path):
     again += "    os.execv(sys.executable, [sys.executable, *sys.argv])\n"
     done = run(Bad(again + SOME_STEPS, 0, ""), tmp_path)
     words = " ".join(done.stdout.split())
-    assert "took no optimiser step" in words
+    assert "took no optimizer step" in words
     assert f"become another program ({sys.executable})" in words

@@ -118,7 +118,7 @@ def test_no_training_script_is_told_plainly_with_its_output_beside(script):
     folder = script("print('hello')\n")
     done = doctor(folder, "--verbose", "train.py")
     assert done.returncode == 0
-    assert "no optimiser step" in done.stdout
+    assert "no optimizer step" in done.stdout
     assert "FIRST LOOK" not in done.stdout
     assert "hello" in done.stderr
     assert "hello" not in done.stdout
@@ -176,7 +176,7 @@ def test_a_script_that_ignores_signals_is_ended_all_the_same(script, where):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
-    assert "no optimiser step was seen" in out
+    assert "no optimizer step was seen" in out
     assert "SIGTERM" in out
     assert leftovers(folder) == []
 

@@ -91,7 +91,7 @@ def test_the_first_batches_are_computed_as_well(monkeypatch):
     assert [job.computes(X) for _ in range(5)] == [True, True, True, False, False]
 
 
-class Centred(nn.Module):
+class Centerd(nn.Module):
     """What it gives for a sample depends on the others."""
 
     def __init__(self):
@@ -104,7 +104,7 @@ class Centred(nn.Module):
 
 def test_layers_for_which_samples_depend_on_one_another_are_left_alone(monkeypatch):
     monkeypatch.setattr(features, "_CHECKED", 2)
-    job = Job(nn.Linear(6, 5), Centred())
+    job = Job(nn.Linear(6, 5), Centerd())
     assert job.computes(X)
     assert job.computes(X[:5])
     assert "depends on the rest of its batch" in told()

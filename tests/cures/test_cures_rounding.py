@@ -86,7 +86,7 @@ def test_channels_last(scripts, training, plain):
     assert found["losses"] == pytest.approx(plain["losses"], abs=1e-4)
 
 
-def test_a_fused_optimiser(scripts, training, plain):
+def test_a_fused_optimizer(scripts, training, plain):
     done = scripts.run(training, "compute.fused_optimizer=on")
     found = told(done)
     assert done.applied == {"compute.fused_optimizer": "fused SGD"}

@@ -379,10 +379,10 @@ def test_only_whole_numbers_are_classes(tmp_path):
     source = Pipeline(Held(values, Schema(format="held", columns=columns)))
     with pytest.raises(DataError, match="whole numbers as targets, found 'x' of dtype float32"):
         convert(source, tmp_path / "a.tfrecord", balance="class")
-    unlabelled = Schema(format="held", columns=columns[1:])
+    unlabeled = Schema(format="held", columns=columns[1:])
     with pytest.raises(DataError, match="one target a row, found none"):
         convert(
-            Pipeline(Held({"y": np.arange(4)}, unlabelled)), tmp_path / "a.rows", balance="class"
+            Pipeline(Held({"y": np.arange(4)}, unlabeled)), tmp_path / "a.rows", balance="class"
         )
 
 

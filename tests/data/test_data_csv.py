@@ -108,7 +108,7 @@ def test_categories_by_the_user_are_closed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
-def test_tabs_and_packed_files_are_recognised(tmp_path, name):
+def test_tabs_and_packed_files_are_recognized(tmp_path, name):
     content = b"a\tb\n1\t\n2\t5\n"
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     batch = _all(flatout.data.csv(tmp_path / name, default=-1))

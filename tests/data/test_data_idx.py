@@ -50,7 +50,7 @@ def test_the_bytes_are_those_of_the_format(tmp_path):
     )
 
 
-def test_gzip_is_recognised_by_content_and_not_by_name(tmp_path):
+def test_gzip_is_recognized_by_content_and_not_by_name(tmp_path):
     write(tmp_path / "a.gz", np.arange(5, dtype=np.uint8))
     (tmp_path / "a.gz").rename(tmp_path / "plain-name")
     assert read(tmp_path / "plain-name").tolist() == [0, 1, 2, 3, 4]

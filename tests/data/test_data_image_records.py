@@ -104,7 +104,7 @@ def result_of(function, *args, **options):
         {"size": (40, 90), "resize": "crop"},
         {"size": 50, "resize": "fit", "reduced": True},
     ],
-    ids=["as stored", "grey", "resized", "cropped", "reduced"],
+    ids=["as stored", "gray", "resized", "cropped", "reduced"],
 )
 def test_shards_hold_what_the_folder_holds(pets, shards, options):
     folder, packed = rows(pets, **options), rows(shards, classes=CLASSES, **options)

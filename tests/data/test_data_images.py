@@ -239,7 +239,7 @@ def test_any_size_becomes_any_other(
     content = encoded(array, exif=exif(orientation))
     found = one(folder, content, size=size, resize=resize, reduced=reduced, channels=channels)
     assert found.shape == (*size, channels)
-    # Grey stays grey, and only a margin is black.
+    # Gray stays gray, and only a margin is black.
     assert set(np.unique(found).tolist()) <= {0, 199, 200, 201}
     if resize != "fit":
         assert found.min() > 0
@@ -313,7 +313,7 @@ def test_other_formats_are_turned_upright_too(tmp_path, form):
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "1", "RGBA", "CMYK"])
 @pytest.mark.parametrize("channels", [3, 1])
-def test_colours_are_converted_as_pillow_does(tmp_path, mode, channels):
+def test_colors_are_converted_as_pillow_does(tmp_path, mode, channels):
     image = Image.fromarray(photo(50, 70)).convert(mode)
     if mode in ("LA", "RGBA"):
         image.putalpha(Image.fromarray(photo(50, 70, 3)[:, :, 0]))
@@ -323,7 +323,7 @@ def test_colours_are_converted_as_pillow_does(tmp_path, mode, channels):
     np.testing.assert_array_equal(found, expected.reshape(50, 70, channels))
 
 
-def test_a_transparent_palette_shows_its_colours(tmp_path):
+def test_a_transparent_palette_shows_its_colors(tmp_path):
     image = Image.fromarray(photo(20, 20)).convert("P")
     content = encoded(image, "PNG", transparency=3)
     np.testing.assert_array_equal(one(tmp_path, content), np.asarray(by_pillow(content)))
@@ -454,7 +454,7 @@ def without_simplejpeg(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [{}, {"size": 70}, {"channels": 1}, {"size": 50, "reduced": True}],
-    ids=["as stored", "resized", "grey", "reduced"],
+    ids=["as stored", "resized", "gray", "reduced"],
 )
 def test_pillow_alone_gives_the_same(pets, request, options):
     write(pets / "dog/turned.jpg", encoded(photo(160, 120), exif=exif(6)))
@@ -582,7 +582,7 @@ def test_what_is_no_file(pets):
 
 @given(st.floats(0, 1), st.booleans())
 @settings(deadline=None, max_examples=60)
-def test_a_truncated_jpeg_is_never_half_grey(tmp_path_factory, share, progressive):
+def test_a_truncated_jpeg_is_never_half_gray(tmp_path_factory, share, progressive):
     whole = encoded(photo(64, 80), progressive=progressive)
     content = whole[: int(share * (len(whole) - 1))]
     with pytest.raises(DataError, match=r"a\.jpg"):

@@ -90,13 +90,13 @@ def test_a_buffer_that_was_filled_anew_brings_other_data(cuda) -> None:
 
 def test_a_step_on_the_cpu_runs_as_it_is() -> None:
     model = torch.nn.Linear(4, 2)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.weight.detach().clone()
 
     def step() -> None:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         model(torch.ones(3, 4).to_sparse().to_dense()).sum().backward()
-        optimiser.step()
+        optimizer.step()
 
     assert find_ping_pong(step) == []
     torch.testing.assert_close(model.weight.detach(), before - 0.3)

@@ -254,7 +254,7 @@ def test_a_spread_model_can_be_copied_and_pickled() -> None:
         assert twin(torch.ones(1, 2)).device.type == "meta"
 
 
-def test_an_optimiser_made_before_holds_the_same_parameters() -> None:
+def test_an_optimizer_made_before_holds_the_same_parameters() -> None:
     model = nn.Sequential(pin(nn.Linear(2, 2), "cpu"), nn.Linear(2, 2))
     before = list(model.parameters())
     place(model, "cpu")

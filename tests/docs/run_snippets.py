@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 
-import torch  # once for all, as is what the first optimiser imports
+import torch  # once for all, as is what the first optimizer imports
 import torch._dynamo
 
 

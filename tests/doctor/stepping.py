@@ -1,4 +1,4 @@
-"""Runs a script whose optimiser steps pass the baton: `python stepping.py script.py args`."""
+"""Runs a script whose optimizer steps pass the baton: `python stepping.py script.py args`."""
 
 import runpy
 import sys

@@ -31,7 +31,7 @@ def healthy(**changes):
         step_ms=[10.0] * STEPS,
         lanes_ms={
             "input": 0.1, "copy": 0.0, "forward": 4.0, "backward": 5.5, "sync": 0.0,
-            "optimiser": 0.3, "host": 0.1, "evaluation": 0.0, "saving": 0.0, "gc": 0.0, "idle": 0.0,
+            "optimizer": 0.3, "host": 0.1, "evaluation": 0.0, "saving": 0.0, "gc": 0.0, "idle": 0.0,
         },
         memory_mb=[500.0 + (at % 2) for at in range(20)],
         memory_at=list(range(0, STEPS, 5)),
@@ -139,7 +139,7 @@ def piped(*stages, **changes):
 
 
 def with_rate(words, rates, **optimizer):
-    """A rank of two whose optimiser is made with this rate."""
+    """A rank of two whose optimizer is made with this rate."""
     site = Site("train.py", 7, f"optimizer = torch.optim.SGD(net.parameters(), lr={words})")
     made = Call("optimizer", site, 1, 0.0, 1)
     return job(world_size=2, calls=[made], optimizer={"rates": rates} | optimizer)
@@ -275,8 +275,8 @@ ROWS = {
         cost=3.0,
     ),
     "table_dense": Row(
-        job(model=TABLE, optimizer={"sparse_share": 0.01}, lanes={"optimiser": 3.0}),
-        job(model=TABLE, optimizer={"sparse_share": 0.9}, lanes={"optimiser": 3.0}),
+        job(model=TABLE, optimizer={"sparse_share": 0.01}, lanes={"optimizer": 3.0}),
+        job(model=TABLE, optimizer={"sparse_share": 0.9}, lanes={"optimizer": 3.0}),
         job(model=TABLE),
         cost=8.5 * 0.99,
     ),
@@ -366,10 +366,10 @@ ROWS = {
         job(model={"pool_after": [("relu1", "pool1")]}, lanes={"forward": None}),
         cost=9.5,
     ),
-    "optimiser_unfused": Row(
-        job(optimizer={"fused": None}, lanes={"optimiser": 2.0}),
-        job(optimizer={"fused": None, "kind": "torch.optim.lbfgs.LBFGS"}, lanes={"optimiser": 2.0}),
-        job(optimizer={"fused": None}, lanes={"optimiser": None}),
+    "optimizer_unfused": Row(
+        job(optimizer={"fused": None}, lanes={"optimizer": 2.0}),
+        job(optimizer={"fused": None, "kind": "torch.optim.lbfgs.LBFGS"}, lanes={"optimizer": 2.0}),
+        job(optimizer={"fused": None}, lanes={"optimizer": None}),
         cost=2.0,
     ),
     "advanced_indexing": Row(
@@ -479,7 +479,7 @@ def saves(*files):
 
 
 def stepping(*sizes):
-    """Ranks whose optimisers step so many MiB."""
+    """Ranks whose optimizers step so many MiB."""
     return each(
         *({"optimizers": [Optimizer("a.Adam", HERE, local_bytes=mib << 20)]} for mib in sizes)
     )
@@ -604,15 +604,15 @@ def test_no_check_changes_what_it_looks_at(check):
 def test_what_is_below_noise_is_noted_and_left_alone():
     named = {check.name: check.look for check in CHECKS}
     (item,) = named["item_each_step"](job(calls=[call("item", 0.01)]))
-    quick = job(optimizer={"fused": False}, lanes={"optimiser": 0.1})
-    (unfused,) = named["optimiser_unfused"](quick)
+    quick = job(optimizer={"fused": False}, lanes={"optimizer": 0.1})
+    (unfused,) = named["optimizer_unfused"](quick)
     assert (item.kind, unfused.kind) == ("note", "note")
 
 
-def test_small_numbers_in_moments_alone_cost_no_more_than_the_optimiser():
-    (found,) = denormals.look(job(lanes={"optimiser": 1.5}, optimizer={"subnormal_share": 0.2}))
+def test_small_numbers_in_moments_alone_cost_no_more_than_the_optimizer():
+    (found,) = denormals.look(job(lanes={"optimizer": 1.5}, optimizer={"subnormal_share": 0.2}))
     assert found.cost_ms == 1.5
-    assert found.what.startswith("up to 20% of the numbers in a tensor of the optimiser are")
+    assert found.what.startswith("up to 20% of the numbers in a tensor of the optimizer are")
     both = job(model={"subnormal_share": 0.1}, optimizer={"subnormal_share": 0.2})
     (found,) = denormals.look(both)
     assert "of the model are" in found.what

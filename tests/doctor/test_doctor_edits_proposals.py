@@ -122,7 +122,7 @@ def test_zero_grad_stays_where_zeros_are_stepped_on(tmp_path):
 )
 def test_fused(tmp_path, before, after):
     code = "optimizer = {}\noptimizer.step()  #!\n"
-    found = edited(tmp_path, "optimiser_unfused", code.format(before))
+    found = edited(tmp_path, "optimizer_unfused", code.format(before))
     assert found == (after and code.format(after))
 
 
@@ -135,9 +135,9 @@ def test_fused_is_found_through_functions_or_as_the_only_one(tmp_path):
             first, second = Adam(a), Adam(b)
             train(second)
         """
-    check(tmp_path, "optimiser_unfused", code, code.replace("Adam(b)", "Adam(b, fused=True)"))
+    check(tmp_path, "optimizer_unfused", code, code.replace("Adam(b)", "Adam(b, fused=True)"))
     # Passed on from two places, it may be either.
-    refuse(tmp_path, "optimiser_unfused", code.replace("(second)", "(second); train(first)"))
+    refuse(tmp_path, "optimizer_unfused", code.replace("(second)", "(second); train(first)"))
     one = """
         class Job:
             def go(self):
@@ -146,7 +146,7 @@ def test_fused_is_found_through_functions_or_as_the_only_one(tmp_path):
             def begin(self):
                 self.opt = Adam(self.p)
         """
-    check(tmp_path, "optimiser_unfused", one, one.replace("(self.p)", "(self.p, fused=True)"))
+    check(tmp_path, "optimizer_unfused", one, one.replace("(self.p)", "(self.p, fused=True)"))
 
 
 LOADERS = """

@@ -23,7 +23,7 @@ CORPUS = Path(__file__).parents[2] / "bench" / "corpus"
 
 # Each line with what is wrong with it.
 SCRIPT = '''
-"""Trains; its optimiser.zero_grad(set_to_none=False) is no news."""
+"""Trains; its optimizer.zero_grad(set_to_none=False) is no news."""
 import gc, sys
 import torch
 from torch import nn
@@ -184,7 +184,7 @@ WITH_EDITS = [
     "last_batch_ragged",
     "log_each_step",
     "metric_slow",
-    "optimiser_unfused",
+    "optimizer_unfused",
     "retained_graph",
     "sampler_missing",
     "saved_wrapped",
@@ -211,7 +211,7 @@ def edits_of(name):
     path = CORPUS / "pitfall" / f"{name}.py"
     lines = path.read_text().splitlines()
     marked = [number for number, line in enumerate(lines, 1) if line.endswith("# <- here")]
-    # The line that the doctor names is one of them, or where the optimiser steps.
+    # The line that the doctor names is one of them, or where the optimizer steps.
     marked += [number for number, line in enumerate(lines, 1) if "optimizer.step()" in line]
     return next(edits for n in marked if (edits := propose(*observed(path, name, n))))
 

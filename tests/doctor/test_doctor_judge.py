@@ -21,7 +21,7 @@ def machine():
 
 def rank(number=0, **lanes):
     of = dict.fromkeys(
-        ("input", "copy", "forward", "backward", "sync", "optimiser", "host", "gc", "idle"), 0.0
+        ("input", "copy", "forward", "backward", "sync", "optimizer", "host", "gc", "idle"), 0.0
     )
     return Observation(
         ["train.py", "--epochs", "5"],
@@ -147,7 +147,7 @@ def test_what_only_some_ranks_show_says_which_and_is_told_once(machine):
 
 
 def test_what_flatouts_own_jobs_decide_by_measuring_is_not_proposed_to_them(machine):
-    seen = rank(forward=50.0, backward=40.0, optimiser=20.0)
+    seen = rank(forward=50.0, backward=40.0, optimizer=20.0)
     seen.optimizers[0] = Optimizer("torch.optim.adam.Adam", parameters=30, fused=False)
     seen.optimizers[0].dtypes = ["float32"]
     seen.bf16_units = "AMX-bf16"
@@ -158,7 +158,7 @@ def test_what_flatouts_own_jobs_decide_by_measuring_is_not_proposed_to_them(mach
     assert found - {one.name for one in left.findings} == {
         "channels_first",
         "fp32_slow",
-        "optimiser_unfused",
+        "optimizer_unfused",
     }
 
 

@@ -381,7 +381,7 @@ def test_what_a_cure_takes_once_counts_in_the_whole_run():
 
 
 def test_why_no_trial_can_be_made():
-    assert "no optimiser step" in obstacle(verdict(steps=0))
+    assert "no optimizer step" in obstacle(verdict(steps=0))
     assert "failed by itself" in obstacle(verdict(ended="failed"))
     assert "two copies of the script" in obstacle(verdict(memory_mb=[1e9]))
     assert obstacle(verdict(memory_mb=[10.0])) == ""

@@ -180,7 +180,7 @@ def test_as_many_are_kept_as_should_be():
 
 
 @pytest.mark.parametrize("axis", range(5), ids=["seeds", "steps", "draws", "samples", "elements"])
-def test_neighbours_have_nothing_to_do_with_each_other(axis):
+def test_neighbors_have_nothing_to_do_with_each_other(axis):
     """Correlations of +-1 and +-8 apart, in units of their standard deviation."""
     kept = masks() - KEPT
     for distance in (1, 2, 4, 8, 32):

@@ -97,7 +97,7 @@ def test_signed_zeros_and_nan_payloads_differ_in_bits_alone():
         assert found == Difference(False, 0.0, 0.0, "w")
 
 
-def test_neighbouring_large_integers_differ():
+def test_neighboring_large_integers_differ():
     a, b = torch.tensor([2**62]), torch.tensor([2**62 + 1])
     found = compare_tensors({"step": a}, {"step": b})
     assert not found.bitwise

@@ -21,7 +21,7 @@ def test_lanes_are_the_ones_of_the_design():
         "forward",
         "backward",
         "sync",
-        "optimiser",
+        "optimizer",
         "host",
         "evaluation",
         "saving",

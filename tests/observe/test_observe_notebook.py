@@ -3,7 +3,7 @@
 from time import sleep
 
 from flatout.measure.timeline import LANES
-from flatout.observe.lanes import BACKWARD, HOST, OPTIMISER
+from flatout.observe.lanes import BACKWARD, HOST, OPTIMIZER
 from flatout.observe.observation import Site
 from flatout.observe.sites import here, name_files, read
 from flatout.observe.watch import Watch
@@ -13,12 +13,12 @@ def _step(watch):
     watch.lanes.begin_batch()
     watch.lanes.switch(BACKWARD)
     watch.lanes.backwards += 1
-    watch.lanes.switch(OPTIMISER)
+    watch.lanes.switch(OPTIMIZER)
     _close(watch)
 
 
 def _close(watch):
-    """As at the end of an optimiser's step."""
+    """As at the end of an optimizer's step."""
     if watch.lanes.lap(False):
         watch.attend()
 
@@ -47,7 +47,7 @@ def test_a_step_may_take_several_cells_but_not_an_error():
         lanes.pause(keep=keep)
         sleep(0.1)
         lanes.resume()
-        lanes.switch(OPTIMISER)
+        lanes.switch(OPTIMIZER)
         _close(watch)
     _, kept, dropped = lanes.step_ms()
     assert 20 <= kept < 100

@@ -16,7 +16,7 @@ from torch import nn
 from flatout.kernels import clock
 from flatout.observe import quick as quick_hooks
 from flatout.observe.backward import watch_backward
-from flatout.observe.lanes import BACKWARD, EVALUATION, FORWARD, HOST, INPUT, OPTIMISER
+from flatout.observe.lanes import BACKWARD, EVALUATION, FORWARD, HOST, INPUT, OPTIMIZER
 from flatout.observe.models import Models
 from flatout.observe.optimizers import Steps
 from flatout.observe.quick import Quick
@@ -197,7 +197,7 @@ def test_lanes_are_told_apart():
     job.backward("", False)
     job.hooks[0](job.optimizers[0], (), {})
     seen.append(lanes.current)
-    assert seen == [FORWARD, OPTIMISER]
+    assert seen == [FORWARD, OPTIMIZER]
     assert lanes.spent[BACKWARD] > 0
 
 

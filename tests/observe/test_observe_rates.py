@@ -1,4 +1,4 @@
-"""The learning rate that an optimiser stepped with, and where it was made."""
+"""The learning rate that an optimizer stepped with, and where it was made."""
 
 import torch
 from torch import nn

@@ -88,7 +88,7 @@ def test_a_training_script_is_seen_and_gives_the_same_bits(tmp_path):
     assert (seen.ended, seen.steps, seen.framework) == ("done", 16, "torch")
     assert len(seen.step_ms) == 16
     assert seen.command == ["script.py", "0"]
-    for lane in ("input", "forward", "backward", "optimiser", "evaluation"):
+    for lane in ("input", "forward", "backward", "optimizer", "evaluation"):
         assert seen.lanes_ms[lane] > 0
     training, evaluation = seen.loaders
     assert (training.in_training, evaluation.in_training) == (True, False)
@@ -192,7 +192,7 @@ def test_workers_do_not_stay_behind(tmp_path):
     assert seen.ended == "stopped"
 
 
-def test_rounds_of_two_optimisers_and_accumulation(tmp_path):
+def test_rounds_of_two_optimizers_and_accumulation(tmp_path):
     source = LOOP + (
         "other = torch.nn.Linear(4, 1)\n"
         "second = torch.optim.SGD(other.parameters(), 0.1)\n"

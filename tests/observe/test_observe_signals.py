@@ -275,7 +275,7 @@ def test_what_is_told_in_a_function_is_told_by_the_loop():
 
 
 def test_the_time_of_the_set_up_is_that_of_no_step():
-    # The first optimiser of a process imports much of torch.
+    # The first optimizer of a process imports much of torch.
     watch = Watch()
     watch.calls.note("optimizer", 2 * 10**9, depth=1)
     watch.calls.note("log", 5, depth=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatout.measure.timeline import LANES
-from flatout.observe.lanes import FORWARD, OPTIMISER
+from flatout.observe.lanes import FORWARD, OPTIMIZER
 from flatout.observe.optimizers import Steps, watch_optimizers
 from flatout.observe.watch import Watch
 
@@ -38,7 +38,7 @@ def _steps(watch, optimizer, count):
         optimizer.step()
 
 
-def test_it_is_let_alone_after_the_first_steps_and_its_time_stays_the_optimisers(
+def test_it_is_let_alone_after_the_first_steps_and_its_time_stays_the_optimizers(
     watch, monkeypatch
 ):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
@@ -54,7 +54,7 @@ def test_it_is_let_alone_after_the_first_steps_and_its_time_stays_the_optimisers
     _steps(watch, optimizer, WINDOW)
     seen = watch.lanes.lanes_ms()
     assert seen.keys() == set(LANES)
-    assert seen["optimiser"] >= taken
+    assert seen["optimizer"] >= taken
 
 
 def test_whoever_has_wrapped_it_since_keeps_it(watch):
@@ -86,11 +86,11 @@ def test_it_is_timed_again_when_all_begins_anew(watch):
 def test_what_is_not_seen_moves_no_more_than_there_is():
     lanes = Watch().lanes
     lanes.spent = [0] * 12
-    lanes.shift(9_000_000, OPTIMISER, FORWARD)
-    lanes.shift(9_000_000, 0, OPTIMISER)
-    lanes.takes_each_step(4_000_000, FORWARD, OPTIMISER)
+    lanes.shift(9_000_000, OPTIMIZER, FORWARD)
+    lanes.shift(9_000_000, 0, OPTIMIZER)
+    lanes.takes_each_step(4_000_000, FORWARD, OPTIMIZER)
     for _ in range(3):
         lanes.last = lanes.began
         lanes.lap(False)
     found = lanes.lanes_ms()
-    assert (found["forward"], found["optimiser"]) == (0.0, 3.0)
+    assert (found["forward"], found["optimizer"]) == (0.0, 3.0)

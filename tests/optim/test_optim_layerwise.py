@@ -190,7 +190,7 @@ def test_a_bad_step_is_held_back_as_on_a_device(kind, options, dtype, at):
 
 @pytest.mark.parametrize(("kind", "options"), BOTH)
 def test_scaled_gradients_and_loss_scaling(kind, options):
-    """`GradScaler` leaves the division by the scale to these optimisers, and skips bad steps."""
+    """`GradScaler` leaves the division by the scale to these optimizers, and skips bad steps."""
     weights, gradients = weights_and_gradients(dtype=torch.float32)
     scaled, plain = parameters_of(weights), parameters_of(weights)
     ours, theirs = kind(scaled, **options), kind(plain, **options)

@@ -70,7 +70,7 @@ def backward(model, seed):
 
 
 def numbers(model, optimizer):
-    """All weights and all of the optimiser's state."""
+    """All weights and all of the optimizer's state."""
     state = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
     return [*(p.detach() for p in model.parameters()), *state]
 
@@ -125,7 +125,7 @@ def test_the_same_bits_as_step_and_zero_grad(name, fused, groups, dtype):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_optimisers_step_themselves(name):
+def test_other_optimizers_step_themselves(name):
     (model, optimizer), (plain, stepped) = pair(*OTHERS[name])
     update = Update(optimizer)
     for step in range(4):
@@ -138,7 +138,7 @@ def test_other_optimisers_step_themselves(name):
     assert update.parts[0].direct is None
 
 
-def test_an_optimiser_that_needs_a_closure_is_refused():
+def test_an_optimizer_that_needs_a_closure_is_refused():
     with pytest.raises(ModelError, match="LBFGS evaluates the loss several times") as caught:
         Update(torch.optim.LBFGS(network().parameters()))
     assert "Adam" in caught.value.do
@@ -324,7 +324,7 @@ def test_a_bad_step_is_held_back(name, fused, when, bad):
     assert not torch.equal(model[0].weight, kept[0])
 
 
-def test_a_bad_step_stays_known_when_the_optimiser_is_looked_at_anew():
+def test_a_bad_step_stays_known_when_the_optimizer_is_looked_at_anew():
     (model, optimizer), _ = pair(*OPTIMIZERS["adam"])
     update = Update(optimizer)
     backward(model, 0)
@@ -369,7 +369,7 @@ def test_clipping_does_not_hide_a_nan(clip):
     assert_equal([p.detach() for p in model.parameters()], kept)
 
 
-# -- an optimiser that somebody watches or changes -------------------------------------------------
+# -- an optimizer that somebody watches or changes -------------------------------------------------
 
 
 def run(model, update, steps, start=0):
@@ -379,7 +379,7 @@ def run(model, update, steps, start=0):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_hooks_of_the_optimiser_are_called(fused):
+def test_hooks_of_the_optimizer_are_called(fused):
     (model, optimizer), (plain, stepped) = pair(*OPTIMIZERS["adam"], fused=fused)
     update, calls = Update(optimizer), []
     run(model, update, 2)
@@ -400,7 +400,7 @@ def test_hooks_of_the_optimiser_are_called(fused):
     assert_equal(numbers(model, optimizer), numbers(plain, stepped))
 
 
-def test_hooks_of_all_optimisers_are_called():
+def test_hooks_of_all_optimizers_are_called():
     (model, optimizer), _ = pair(*OPTIMIZERS["adam"], fused=True)
     update, calls = Update(optimizer), []
     run(model, update, 2)

@@ -182,7 +182,7 @@ def test_summary_names_only_what_differs_from_plain_pytorch():
     )
     changed["process.threads"] = Choice(value=2, reason="measured", parity=Parity.TOLERANT)
     assert Recipe().resolve(changed, {}).summary() == (
-        "bf16 · channels_last · rewrites · fused optimiser · 2 threads · allocator keep"
+        "bf16 · channels_last · rewrites · fused optimizer · 2 threads · allocator keep"
     )
 
 

@@ -11,7 +11,7 @@ LANES = {
     "forward": 20.0,
     "backward": 30.0,
     "sync": None,
-    "optimiser": 6.0,
+    "optimizer": 6.0,
     "host": 2.0,
     "evaluation": 5.0,
     "gc": 0.5,

@@ -18,7 +18,7 @@ ELSEWHERE = {**HERE, "cpu": "another"}
 def steps(generator, count=200, *, resemblance=0.8, spread=0.08, between=0.0):
     """Step times as a busy machine gives them: alike when near each other, some far too long.
 
-    `resemblance` is the correlation of neighbours, `between` how much whole runs differ.
+    `resemblance` is the correlation of neighbors, `between` how much whole runs differ.
     """
     noise = generator.normal(0, spread * np.sqrt(1 - resemblance**2), count + 50)
     for at in range(1, count + 50):
@@ -56,7 +56,7 @@ def test_equal_runs_rarely_alarm():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "resemblance"), [(100, 0.95), (200, 0.0), (300, 0.8)])
-def test_equal_runs_rarely_alarm_however_alike_neighbours_are(count, resemblance):
+def test_equal_runs_rarely_alarm_however_alike_neighbors_are(count, resemblance):
     assert alarms(100, 5, count, resemblance) <= 5
 
 

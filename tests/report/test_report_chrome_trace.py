@@ -140,7 +140,7 @@ def test_a_timeline_is_drawn_as_it_was(most_steps):
         ("input", 1.0),
         ("forward", 2.0),
         ("backward", 3.0),
-        ("optimiser", 1.505),
+        ("optimizer", 1.505),
     ]
     assert [lane["ts"] - steps[-1]["ts"] for lane in last] == pytest.approx([0, 1, 3, 6])
     assert of(events, cat="step", pid=1)[0]["dur"] == 4.006

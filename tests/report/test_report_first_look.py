@@ -22,7 +22,7 @@ def observation(**lanes):
         ["train.py"],
         steps=312,
         step_ms=[412.0] * 312,
-        lanes_ms={"input": 251.0, "forward": 58.0, "backward": 87.0, "optimiser": 12.0, "host": 4.0}
+        lanes_ms={"input": 251.0, "forward": 58.0, "backward": 87.0, "optimizer": 12.0, "host": 4.0}
         | lanes,
         usable_cpus=2,
         loaders=[Loader("DataLoader", Site("train.py", 41), num_workers=0, batches=312)],
@@ -130,7 +130,7 @@ def test_what_takes_hold_at_the_start_of_any_script_is_a_command():
 
 def test_no_step_no_verdict():
     text = shown(judge([Observation(["tool.py"], ended="no steps")], inventory()))
-    assert "no optimiser step was seen" in text
+    assert "no optimizer step was seen" in text
     assert "FIRST LOOK" not in text
     assert "checks found nothing" not in text
 

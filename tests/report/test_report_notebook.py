@@ -94,8 +94,8 @@ def test_cells_are_observed_until_the_extension_is_unloaded(tmp_path):
     line = _line_of(textwrap.dedent(MODEL).strip("\n"), "model(x)")
     assert f"DANGER     cell 2, line {line} validates without eval()" in verdict
     assert "flatout run" not in verdict  # no script that could be run by a Recipe
-    assert "no optimiser step was seen" in said[7]  # it tells of what ran since the last one
-    assert "no optimiser step was seen" in said[10]
+    assert "no optimizer step was seen" in said[7]  # it tells of what ran since the last one
+    assert "no optimizer step was seen" in said[10]
     assert "takes nothing, or reset; found 'now'" in said[11]
     assert "FIRST LOOK at 16 steps" in said[12]
     assert len(values[12]) == len(values[2])  # the value of the cell is that of its last line

@@ -35,8 +35,8 @@ def resolved(**choices: Choice) -> ResolvedRecipe:
 
 def shown(what: RenderableType, width: int = 80, terminal: bool = False) -> str:
     out = io.StringIO()
-    colours = "truecolor" if terminal else "auto"
-    Console(file=out, width=width, force_terminal=terminal, color_system=colours).print(what)
+    colors = "truecolor" if terminal else "auto"
+    Console(file=out, width=width, force_terminal=terminal, color_system=colors).print(what)
     return out.getvalue()
 
 
@@ -78,7 +78,7 @@ def test_lanes_are_bars_in_proportion() -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from(["input", "copy", "forward", "backward", "optimiser", "host", "idle"]),
+        st.sampled_from(["input", "copy", "forward", "backward", "optimizer", "host", "idle"]),
         st.floats(0, 1e4),
     ),
     st.integers(80, 200),
@@ -149,7 +149,7 @@ def test_a_machine_that_was_busy_is_said() -> None:
     assert "the speeds are rough" in " ".join(text.split())
 
 
-def test_colours_only_on_a_terminal() -> None:
+def test_colors_only_on_a_terminal() -> None:
     lanes = Lanes({"input": 3.0, "forward": 1.0})
     assert "\x1b[" in shown(lanes, terminal=True)
     assert "\x1b" not in shown(lanes)

@@ -221,9 +221,9 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, value: object, reason: s
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_quantised_tensor_is_refused(tmp_path: Path) -> None:
+def test_a_quantized_tensor_is_refused(tmp_path: Path) -> None:
     tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    with pytest.raises(CheckpointError, match="quantised"):
+    with pytest.raises(CheckpointError, match="quantized"):
         save_model(tmp_path / "m.safetensors", {"w": tensor})
 
 

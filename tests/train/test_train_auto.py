@@ -163,7 +163,7 @@ def test_dropout_behind_flatten_does_not_forbid_it(monkeypatch):
 
 def test_options_are_kept_or_dropped_by_what_was_measured(monkeypatch):
     def seconds(s):
-        # bf16 hurts, channels_last helps a lot, the fused optimiser makes no difference.
+        # bf16 hurts, channels_last helps a lot, the fused optimizer makes no difference.
         return (
             0.1
             * (1.5 if s.precision == "bf16" else 1.0)

@@ -1,4 +1,4 @@
-"""Callbacks driven alone, as a fit drives them, over a real model and optimiser; then in real fits.
+"""Callbacks driven alone, as a fit drives them, over a real model and optimizer; then in real fits.
 
 A Fit here calls with figures that a test chooses, so that each turn of a training can be had.
 """

@@ -143,7 +143,7 @@ LOSSES = {
 def test_what_decides_the_result_is_refused(tmp_path, then, now, words):
     fit(job(tmp_path, **then))
     if words is None:
-        with pytest.raises(CheckpointError, match=r"optimiser is SGD with .*found Adam"):
+        with pytest.raises(CheckpointError, match=r"optimizer is SGD with .*found Adam"):
             fit(job(tmp_path, **now), epochs=2, resume=True)
         return
     said = refused(tmp_path, job(tmp_path, **now))

@@ -82,7 +82,7 @@ REFUSED = {
         {"optimizer": Adam(keras.optimizers.schedules.CosineDecay(0.01, 50))},
         "  learning rate of Adam\n    then: 0.0",
     ),
-    "the optimizer": ({}, {"optimizer": SGD(0.01)}, "optimiser is Adam with [4]"),
+    "the optimizer": ({}, {"optimizer": SGD(0.01)}, "optimizer is Adam with [4]"),
     "a rate of dropout": ({}, {"model": network(drop=0.5)}, "rate=0.5"),
     "an activation": ({}, {"model": network(activation="tanh")}, "activation=tanh"),
     "the graph": (

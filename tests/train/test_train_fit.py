@@ -547,11 +547,11 @@ def test_a_step_reads_nothing_but_the_guards_flag(monkeypatch, metrics, optimize
     assert len(marks) == 4
     between = readers[marks[0] : marks[-1]]
     assert set(between) == {"Update.was_bad"}
-    # Before the update, where the optimiser cannot gate it, and after it.
+    # Before the update, where the optimizer cannot gate it, and after it.
     assert 150 <= len(between) <= 300
 
 
-def test_a_fused_optimiser_is_fused_where_it_is_asked_for():
+def test_a_fused_optimizer_is_fused_where_it_is_asked_for():
     x, y = data()
     fused = []
 

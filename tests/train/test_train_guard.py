@@ -177,7 +177,7 @@ def test_without_a_batch_or_with_damaged_weights():
 
 
 class OneOfTwo(World):
-    """A rank whose neighbour has looked at its own part as well."""
+    """A rank whose neighbor has looked at its own part as well."""
 
     def __init__(self, rank, theirs):
         super().__init__(Place(rank, 2, rank, 2))

@@ -162,7 +162,7 @@ def test_dropout_draws_what_keras_draws():
     assert_same_history(here.history, there.history)
 
 
-def test_batch_normalisation_keeps_keras_statistics_and_a_batch_of_one_does_no_harm():
+def test_batch_normalization_keeps_keras_statistics_and_a_batch_of_one_does_no_harm():
     theirs, ours = twins(lambda: compiled("sgd", layers.BatchNormalization()))
     x, y = points(97)  # the last batch holds one sample
     theirs.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
@@ -306,7 +306,7 @@ def test_a_stateful_layer_goes_on_from_its_state():
     assert_same_history(here.history, there.history, 1e-5)
 
 
-def test_a_precision_policy_of_the_user_is_honoured():
+def test_a_precision_policy_of_the_user_is_honored():
     def make():
         keras.utils.set_random_seed(0)
         policy = "mixed_bfloat16"
@@ -362,7 +362,7 @@ def test_a_train_step_of_the_users_own_runs_as_written_and_that_is_said():
     assert "Own has its own train_step: it runs as written" in said[0]
 
 
-def test_auto_leaves_no_trace_in_model_optimiser_and_metrics():
+def test_auto_leaves_no_trace_in_model_optimizer_and_metrics():
     model = compiled("adam", layers.BatchNormalization(), layers.Dropout(0.3, seed=1))
     twin = compiled("adam", layers.BatchNormalization(), layers.Dropout(0.3, seed=1))
     twin.set_weights(model.get_weights())
@@ -671,7 +671,7 @@ def test_files_come_and_go(name, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_whole_keras_file_holds_optimiser_and_compiled_state(tmp_path):
+def test_a_whole_keras_file_holds_optimizer_and_compiled_state(tmp_path):
     x, y = points()
     model = compiled("adam")
     trainer = quiet(model)

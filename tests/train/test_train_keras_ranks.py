@@ -20,7 +20,7 @@ FIRST, SECOND = World(Place(0, 2, 0, 2)), World(Place(1, 2, 1, 2))
 # -- refusals --------------------------------------------------------------------------------------
 
 
-class Centred(layers.BatchNormalization):
+class Centerd(layers.BatchNormalization):
     def _moments(self, inputs, mask):
         mean, variance = super()._moments(inputs, mask)
         return mean, variance * 0 + 1
@@ -29,7 +29,7 @@ class Centred(layers.BatchNormalization):
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (Centred(name="mine"), r"mine \(Centred\) is a BatchNormalization with code of its own"),
+        (Centerd(name="mine"), r"mine \(Centerd\) is a BatchNormalization with code of its own"),
         (layers.LSTM(2, stateful=True, name="kept"), r"kept \(LSTM\) is stateful"),
     ],
 )

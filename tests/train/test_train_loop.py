@@ -321,7 +321,7 @@ class TestOnAGpu:
         assert "the weights are those before this step" in str(caught.value)
         assert all(torch.isfinite(p).all() for p in model.parameters())
 
-    def test_the_optimisers_state_follows_its_parameters(self):
+    def test_the_optimizers_state_follows_its_parameters(self):
         x, y = data()
         model = network()
         optimizer = torch.optim.Adam(model.parameters())

@@ -76,7 +76,7 @@ def test_as_if_compiled_with_the_multiplied_rate(make, rate):
     assert history.notes[0].startswith(start)
 
 
-def test_the_optimiser_keeps_its_own_rate():
+def test_the_optimizer_keeps_its_own_rate():
     x, y = points()
     model = compiled(keras.optimizers.SGD(0.02))
     job = flatout.Trainer(model, lr_rule=LrRule("linear", 4), say=lambda line: None)

@@ -37,7 +37,9 @@ def orders(seed, epochs=3, n=150):
 @pytest.mark.parametrize("seed", [0, 7])
 def test_each_epoch_has_the_order_of_its_number(seed):
     dataset = Numbers()
-    trainer(network(), seed=seed, recipe=PLAIN).fit(dataset, batch_size=32, epochs=3, progress=False)
+    trainer(network(), seed=seed, recipe=PLAIN).fit(
+        dataset, batch_size=32, epochs=3, progress=False
+    )
     # The first batches are looked at once more, to check them against the model.
     peeked = 64
     assert dataset.read[peeked:] == orders(seed)
@@ -46,7 +48,9 @@ def test_each_epoch_has_the_order_of_its_number(seed):
 
 def test_without_shuffling_it_is_the_order_of_the_data():
     dataset = Numbers()
-    trainer(network(), recipe=PLAIN).fit(dataset, batch_size=32, epochs=2, shuffle=False, progress=False)
+    trainer(network(), recipe=PLAIN).fit(
+        dataset, batch_size=32, epochs=2, shuffle=False, progress=False
+    )
     assert dataset.read[64:] == [*range(150), *range(150)]
 
 

@@ -32,7 +32,7 @@ def test_one_rank_may_do_as_it_likes():
     check_ranks(nn.BatchNorm1d(3), None, ONE)
 
 
-def test_layers_of_torch_are_synchronised():
+def test_layers_of_torch_are_synchronized():
     check_ranks(nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3)), None, Two(None))
 
 

@@ -1,4 +1,4 @@
-"""A resumed fit is the undisturbed one bit for bit: weights, optimiser, figures, decisions."""
+"""A resumed fit is the undisturbed one bit for bit: weights, optimizer, figures, decisions."""
 
 import json
 import random
@@ -437,10 +437,10 @@ def test_another_model(run):
     refused(run, job, CheckpointError, "the checkpoint is of another model")
 
 
-def test_another_optimiser_or_schedule(run):
+def test_another_optimizer_or_schedule(run):
     adam = torch.optim.Adam
     refused(
-        run, Job(run, optimizer=adam, scheduler=None), CheckpointError, "optimiser is SGD with [6]"
+        run, Job(run, optimizer=adam, scheduler=None), CheckpointError, "optimizer is SGD with [6]"
     )
     refused(run, Job(run, scheduler=None), CheckpointError, "then: OneCycleLR\n    now:  none")
 

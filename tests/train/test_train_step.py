@@ -81,7 +81,7 @@ def test_one_step_is_that_of_a_plain_loop(micro_batch):
     torch.testing.assert_close(done.loss, loss.detach(), rtol=1e-12, atol=0)
     assert not done.loss.requires_grad
     assert float(done.weight) == 11
-    assert min(done.forward, done.backward, done.optimiser) > 0
+    assert min(done.forward, done.backward, done.optimizer) > 0
 
 
 def leave_gradients(model):
@@ -461,7 +461,7 @@ def test_what_was_asked_for_is_not_changed_unasked(micro_batch):
 
 
 @pytest.mark.parametrize("micro_batch", ["auto", "whole"])
-def test_memory_that_runs_out_in_the_optimiser_is_no_reason_to_step_again(micro_batch):
+def test_memory_that_runs_out_in_the_optimizer_is_no_reason_to_step_again(micro_batch):
     class Greedy(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)

@@ -165,6 +165,6 @@ def test_waiting_for_others_is_sync_also_in_the_forward_of_batch_norm():
     # Two buckets; BatchNorm's forward and backward.
     slept = 4 * 20_000_000
     assert done.sync >= slept
-    assert done.forward + done.backward + done.optimiser + done.sync <= took
+    assert done.forward + done.backward + done.optimizer + done.sync <= took
     assert world.trail.waited == done.sync
     assert (world.trail.step, world.trail.begun, world.trail.waiting) == (7, 4, None)

@@ -227,7 +227,7 @@ def test_a_model_in_eval_mode_trains_all_the_same():
     assert int(model[1].num_batches_tracked) == 5
 
 
-def test_a_second_fit_goes_on_with_weights_and_optimiser():
+def test_a_second_fit_goes_on_with_weights_and_optimizer():
     x, y = data()
     ours, theirs = (network(dropout=0) for _ in range(2))
     job = trainer(ours, optimizer="adam", lr=1e-2)
@@ -330,8 +330,8 @@ def test_loading_anothers_file_changes_nothing(tmp_path):
     [
         ({"loss": "crossentropy"}, "unknown loss 'crossentropy'; known: cross_entropy"),
         ({"optimizer": "lion"}, "unknown optimizer 'lion'; known: adam"),
-        ({"optimizer": 3}, "an optimizer is an optimiser, its class or a name, found int"),
-        ({"optimizer": lambda p: None}, "gave a NoneType, not a torch optimiser"),
+        ({"optimizer": 3}, "an optimizer is an optimizer, its class or a name, found int"),
+        ({"optimizer": lambda p: None}, "gave a NoneType, not a torch optimizer"),
         ({"metrics": ["acuracy"]}, "unknown metric 'acuracy'"),
         ({"schedule_every": "batch"}, "'step' or 'epoch', found 'batch'"),
         ({"scheduler": "cosine"}, "a scheduler is one of torch's"),
@@ -351,17 +351,17 @@ def test_what_is_no_module_is_named():
         flatout.Trainer(network().requires_grad_(False))
 
 
-def test_an_optimiser_or_scheduler_of_something_else_is_named():
+def test_an_optimizer_or_scheduler_of_something_else_is_named():
     other = torch.optim.Adam(network().parameters())
     with pytest.raises(ModelError, match="no parameter of this model"):
         flatout.Trainer(network(), optimizer=other)
-    with pytest.raises(ModelError, match="scheduler belongs to another optimiser"):
+    with pytest.raises(ModelError, match="scheduler belongs to another optimizer"):
         flatout.Trainer(network(), scheduler=lr_scheduler.ExponentialLR(other, 0.5))
-    with pytest.raises(ModelError, match="lr was given beside an optimiser"):
+    with pytest.raises(ModelError, match="lr was given beside an optimizer"):
         flatout.Trainer(network(), optimizer=other, lr=0.1)
 
 
-def test_a_schedulers_class_is_made_with_the_optimiser():
+def test_a_schedulers_class_is_made_with_the_optimizer():
     job = flatout.Trainer(network(), scheduler=lr_scheduler.ReduceLROnPlateau)
     assert isinstance(job.scheduler, lr_scheduler.ReduceLROnPlateau)
     assert job.scheduler.optimizer is job.optimizer

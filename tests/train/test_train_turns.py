@@ -318,7 +318,7 @@ def test_other_optimizers_than_the_checkpoints_are_refused(tmp_path):
     loop.prepare(gan.both, [gan.of_generator, gan.of_critic])
     loop.save()
     loop.close()
-    with pytest.raises(CheckpointError, match=r"optimiser is Adam .*, SGD .*, found SGD"):
+    with pytest.raises(CheckpointError, match=r"optimizer is Adam .*, SGD .*, found SGD"):
         flatout.Loop(run=tmp_path, say=quiet, resume=True).prepare(
             gan.both, [gan.of_critic, gan.of_generator]
         )

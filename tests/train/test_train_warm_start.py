@@ -1,4 +1,4 @@
-"""Warm start: weights and optimiser state are kept, steps, schedule and options begin anew."""
+"""Warm start: weights and optimizer state are kept, steps, schedule and options begin anew."""
 
 import shutil
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_from_a_run(yesterday, place):
     assert same(today.model, job.model)
     assert same_state(today.optimizer, job.optimizer)
     assert [group["lr"] for group in today.optimizer.param_groups] == [3e-3]
-    assert said == ["warm start from step 10: weights and optimiser kept, step and schedule anew"]
+    assert said == ["warm start from step 10: weights and optimizer kept, step and schedule anew"]
 
 
 def test_from_an_older_checkpoint(yesterday):
@@ -86,7 +86,7 @@ def test_from_a_model_file(yesterday, tmp_path):
     today = flatout.Trainer(network(seed=9), warm_start=path, say=said.append)
     assert same(today.model, job.model)
     assert not today.optimizer.state
-    assert said == ["warm start: weights kept, optimiser new"]
+    assert said == ["warm start: weights kept, optimizer new"]
 
 
 def test_from_a_copy_elsewhere(yesterday, tmp_path, monkeypatch):
@@ -109,7 +109,7 @@ def test_what_does_not_fit_changes_nothing(yesterday, tmp_path):
     unchanged(tmp_path / "nowhere", network(), "adam", "there is no checkpoint")
     unchanged(tmp_path / "no.safetensors", network(), "adam", "cannot read it")
     unchanged(run, torch.nn.Linear(3, 2), "adam", "the checkpoint is of another model")
-    unchanged(run, network(), "sgd", r"optimiser is Adam with \[6\] .* found SGD with \[6\]")
+    unchanged(run, network(), "sgd", r"optimizer is Adam with \[6\] .* found SGD with \[6\]")
     model = network()
     model[0].requires_grad_(False)
     unchanged(

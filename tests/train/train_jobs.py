@@ -116,7 +116,7 @@ def close(a: nn.Module, b: nn.Module, tolerance: float = 1e-5) -> bool:
 
 
 def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
-    """Whether the state tensors of two optimisers are equal bit for bit."""
+    """Whether the state tensors of two optimizers are equal bit for bit."""
     ours, theirs = a.state_dict()["state"], b.state_dict()["state"]
     return ours.keys() == theirs.keys() and all(
         torch.equal(torch.as_tensor(ours[p][k]), torch.as_tensor(theirs[p][k]))

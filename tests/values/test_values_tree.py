@@ -260,7 +260,7 @@ def test_state_of_every_scheduler(index: int) -> None:
         torch.optim.LBFGS,
     ],
 )
-def test_state_of_every_optimiser(make: Any) -> None:
+def test_state_of_every_optimizer(make: Any) -> None:
     model = torch.nn.Conv2d(3, 4, 3)
     if make is not torch.optim.LBFGS:  # it views gradients as flat
         model.to(memory_format=torch.channels_last)

@@ -166,7 +166,7 @@ JOB = '''
     fitted("batch norm, one sample a part", norm, x[:52], y[:52], batch_size=4, epochs=1)
     fitted("batch norm of images", compiled(convolutions(-1)), images, kinds)
     fitted("batch norm of channels first", compiled(convolutions(1)), images, kinds)
-    fitted("batch renormalisation", compiled(convolutions(-1, renorm=True)), images, kinds)
+    fitted("batch renormalization", compiled(convolutions(-1, renorm=True)), images, kinds)
     fitted("batch norm with a mask", compiled(tagger(layers.BatchNormalization())), words, tags)
     fitted("masks", compiled(tagger(), weighted_metrics=["accuracy"]), words, tags)
     holes = np.where(rng.random((40, 7)) < 0.4, -1, tags)
@@ -198,7 +198,7 @@ JOB = '''
            test=(x, y))
     averaged = keras.optimizers.AdamW(0.01, global_clipnorm=0.1, use_ema=True,
                                       gradient_accumulation_steps=2)
-    fitted("an optimiser that gathers", compiled(dense(), optimizer=averaged), x, y)
+    fitted("an optimizer that gathers", compiled(dense(), optimizer=averaged), x, y)
 
     model = dense(layers.BatchNormalization(momentum=0.8), layers.ReLU(), activation=None)
     given = {"metrics": ["accuracy"], "lr": 0.01, "recipe": flatout_only}
@@ -279,7 +279,7 @@ CASES = (
     "batch norm, one sample a part",
     "batch norm of images",
     "batch norm of channels first",
-    "batch renormalisation",
+    "batch renormalization",
     "batch norm with a mask",
     "masks",
     "an ignored class",
@@ -294,7 +294,7 @@ CASES = (
     "padded, with masks",
     "a PyDataset",
     "a generator",
-    "an optimiser that gathers",
+    "an optimizer that gathers",
     "without compile",
     "callbacks",
 )

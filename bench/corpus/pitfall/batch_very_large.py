@@ -12,9 +12,9 @@ BATCH = 16384
 def readings(count):
     generator = torch.Generator().manual_seed(0)
     kinds = torch.randint(8, (count,), generator=generator)
-    centres = torch.randn(8, 16, generator=generator)
+    centers = torch.randn(8, 16, generator=generator)
     noise = torch.randn(count, 16, generator=generator)
-    return TensorDataset(centres.index_select(0, kinds) + noise, kinds)
+    return TensorDataset(centers.index_select(0, kinds) + noise, kinds)
 
 
 def main():

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def make_photos(folder, count):
-    """Stands for the photos that a user has: smooth colours, 320x240."""
+    """Stands for the photos that a user has: smooth colors, 320x240."""
     rng = np.random.default_rng(0)
     for i in range(count):
         small = rng.integers(0, 128, (6, 8, 3)) + 127 * (i % 2)

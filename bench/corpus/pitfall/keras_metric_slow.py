@@ -12,8 +12,8 @@ import numpy as np
 def discs(count, seed):
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:24, 0:24]
-    centre = rng.uniform(6, 18, (count, 2, 1, 1))
-    inside = (x - centre[:, 0]) ** 2 + (y - centre[:, 1]) ** 2 < 25
+    center = rng.uniform(6, 18, (count, 2, 1, 1))
+    inside = (x - center[:, 0]) ** 2 + (y - center[:, 1]) ** 2 < 25
     images = inside + rng.normal(0, 0.5, (count, 24, 24))
     return images[..., None].astype("float32"), inside.astype("int64")
 

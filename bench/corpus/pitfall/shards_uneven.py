@@ -1,4 +1,4 @@
-"""A wide network, its optimiser's state shared out to ranks: torchrun --nproc-per-node 2 SCRIPT."""
+"""A wide network, its optimizer's state shared out to ranks: torchrun --nproc-per-node 2 SCRIPT."""
 
 import argparse
 from itertools import pairwise

@@ -26,7 +26,7 @@ class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
 
     At the end the first process prints two lines. A step has as many batches as accumulate.
 
-    Backward begins where the model's forward has returned and ends where the optimiser steps, so
+    Backward begins where the model's forward has returned and ends where the optimizer steps, so
     gradient clipping is in it. `copy` is what the Trainer does from having a batch to calling the
     model. Where `torch.compile` or DataParallel take over the model's call, its forward is not
     watched: `copy` and `backward` are then within `forward`. Several ranks: `sync` is within
@@ -100,8 +100,8 @@ class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
         self._seen.was(self._in_training_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The optimiser has stepped, the gradients are forgotten."""
-        self._seen.was("optimiser")
+        """The optimizer has stepped, the gradients are forgotten."""
+        self._seen.was("optimizer")
         self._seen.end_step()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -20,11 +20,11 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         timeline = flatout.callbacks.KerasTimeline()
         model.fit(..., callbacks=[timeline])
 
-    At the end the first rank prints two lines. Where the optimiser accumulates gradients, as many
+    At the end the first rank prints two lines. Where the optimizer accumulates gradients, as many
     batches are one step.
 
     `copy` cannot be seen, its time is within `forward`. With `jit_compile=True` or an own
-    `train_step` that calls neither `compute_loss` nor `optimizer.apply`, backward and optimiser
+    `train_step` that calls neither `compute_loss` nor `optimizer.apply`, backward and optimizer
     are within `forward` too. Several ranks: `sync` is within `backward`. Keras calls the callbacks
     in the loop's own thread where one of them, as this one, looks at each batch.
 
@@ -43,7 +43,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
     def _hidden(self) -> dict[str, str]:
         lanes = self._seen.lanes
         holder = "forward" if "forward" in lanes or "backward" not in lanes else "backward"
-        steps = ("copy", "forward", "backward", "optimiser")
+        steps = ("copy", "forward", "backward", "optimizer")
         hidden = {n: holder for n in steps if n not in lanes and n != holder}
         if self._last is None:
             hidden["host"] = "input"
@@ -64,7 +64,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
             callers.callbacks.append(self._last)
         if not self.model.jit_compile:
             self._watch(self.model, "compute_loss", lambda: "forward", "forward")
-            self._watch(self.model.optimizer, "apply", lambda: "backward", "optimiser")
+            self._watch(self.model.optimizer, "apply", lambda: "backward", "optimizer")
         for name in ("save", "save_weights"):
             self._watch(self.model, name, lambda: self._lane, "saving")
         self._batches = int(self._optimizer._iterations) % self._accumulates
@@ -132,8 +132,8 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
 
     @property
     def _is_watched(self) -> bool:
-        """Whether a mark was made in this fit where the optimiser had stepped."""
-        return "optimiser" in self._seen.lanes
+        """Whether a mark was made in this fit where the optimizer had stepped."""
+        return "optimizer" in self._seen.lanes
 
     def on_test_begin(self, logs: Any = None) -> None:
         """An evaluation begins."""

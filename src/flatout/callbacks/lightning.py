@@ -2,7 +2,7 @@
 
 Lightning tells its profiler what it begins and ends, which is finer than the callbacks' hooks:
 the fetching of a batch and its way to the device are among it. The user's profiler, whatever it is,
-hears the same as before. Backward and the optimiser's step are hooks, since a manual optimisation
+hears the same as before. Backward and the optimizer's step are hooks, since a manual optimization
 does not tell the profiler of them.
 """
 
@@ -21,8 +21,8 @@ _ACTIONS = {
     "train_dataloader_next": "input",
     "batch_to_device": "copy",
     "training_step": "forward",
-    "optimizer_step": "optimiser",
-    "optimizer_zero_grad": "optimiser",
+    "optimizer_step": "optimizer",
+    "optimizer_zero_grad": "optimizer",
     "save_checkpoint": "saving",
 }
 _BETWEEN = ("evaluation", "saving")
@@ -50,7 +50,7 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
         timeline = flatout.callbacks.LightningTimeline()
         lightning.Trainer(callbacks=[timeline]).fit(module, data)
 
-    At the end the first rank prints two lines. A step ends with the batch after which an optimiser
+    At the end the first rank prints two lines. A step ends with the batch after which an optimizer
     has stepped: with accumulation, several batches are one step.
 
     Several ranks: `sync` cannot be seen, its time is within `backward`.
@@ -66,7 +66,7 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
         self._steps = 0
 
     def _hidden(self) -> dict[str, str]:
-        lanes = [name for name in ("backward", "optimiser") if name not in self._seen.lanes]
+        lanes = [name for name in ("backward", "optimizer") if name not in self._seen.lanes]
         return (dict.fromkeys(lanes, "forward") if self.timeline.steps else {}) | hidden_sync()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -98,7 +98,7 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
             self._seen.say(self._hidden())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the profiler and the optimisers as they were."""
+        """Leave the profiler and the optimizers as they were."""
         self._end()
 
     def _end(self) -> None:
@@ -148,7 +148,7 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The gradients are complete."""
-        self._enter("step", "optimiser")
+        self._enter("step", "optimizer")
 
     def _on_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._leave("step")
@@ -156,7 +156,7 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count a step, if an optimiser has stepped."""
+        """Count a step, if an optimizer has stepped."""
         self._seen.was(self._lane)
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step

@@ -1,4 +1,4 @@
-"""compute.fused_optimizer: torch's fused kernel for optimisers that were not told otherwise."""
+"""compute.fused_optimizer: torch's fused kernel for optimizers that were not told otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIELD = "compute.fused_optimizer"
 
 
 def fuse_steps(steps: Steps) -> None:
-    """Looks at each optimiser before it steps; one whose state was loaded is fused again."""
+    """Looks at each optimizer before it steps; one whose state was loaded is fused again."""
     refused: set[int] = set()
 
     def look(optimizer: Any) -> None:

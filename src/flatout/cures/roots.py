@@ -1,4 +1,4 @@
-"""The outermost modules that an optimiser steps: what cures of a model wrap."""
+"""The outermost modules that an optimizer steps: what cures of a model wrap."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SEARCH_STEPS = 3
 
 
 class Roots:
-    """Wraps the calls of the outermost modules that an optimiser steps.
+    """Wraps the calls of the outermost modules that an optimizer steps.
 
-    A module is met at its first call after the optimiser was made; what a cure does to it is there
+    A module is met at its first call after the optimizer was made; what a cure does to it is there
     before its first step.
 
     Args:

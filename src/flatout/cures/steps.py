@@ -1,4 +1,4 @@
-"""Where the script stands: its optimisers, their steps, and what it does in each of them."""
+"""Where the script stands: its optimizers, their steps, and what it does in each of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flatout.cures.record import is_on
 
 
 class Steps:
-    """The script's optimisers and how often they have stepped.
+    """The script's optimizers and how often they have stepped.
 
     Attributes:
-        count: steps so far. Where optimisers take turns, of the one that has stepped most often.
-        before: called with an optimiser before it steps.
-        after: called after an optimiser has stepped.
-        generation: changes whenever an optimiser gets parameters.
+        count: steps so far. Where optimizers take turns, of the one that has stepped most often.
+        before: called with an optimizer before it steps.
+        after: called after an optimizer has stepped.
+        generation: changes whenever an optimizer gets parameters.
         thread: the one that trains.
     """
 
@@ -71,7 +71,7 @@ class Steps:
         return [one for found in self._optimizers.values() if (one := found()) is not None]
 
     def owns(self, parameters: Iterable[Any]) -> bool:
-        """Whether an optimiser steps one of these parameters."""
+        """Whether an optimizer steps one of these parameters."""
         if self._owned_at != self.generation:
             self._owned = {
                 id(parameter)

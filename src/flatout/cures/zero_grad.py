@@ -15,9 +15,9 @@ FIELD = "script.zero_grad"
 
 
 def drop_gradients(torch: Any, steps: Steps) -> None:
-    """Hooks into zero_grad of optimisers and modules, and into backward passes.
+    """Hooks into zero_grad of optimizers and modules, and into backward passes.
 
-    A gradient that was zero and that no backward pass fills is zero again afterwards: optimisers
+    A gradient that was zero and that no backward pass fills is zero again afterwards: optimizers
     step such a parameter, but none without a gradient.
     """
     dropped: list[Any] = []

@@ -2,7 +2,7 @@
 
 The index is built once and kept beside the other caches, by content: a file that changed has
 another. The files' bytes are held in memory where they take at most a quarter of what is free;
-otherwise the rows wanted are read from the files, neighbours together.
+otherwise the rows wanted are read from the files, neighbors together.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Staged:
 
         Args:
             seed: of the orders.
-            window: shuffle only among so many neighbours, for streams and for files that do not fit
+            window: shuffle only among so many neighbors, for streams and for files that do not fit
                 in memory; None shuffles all.
         """
         try:

@@ -56,7 +56,7 @@ class _Departure(NamedTuple):
 def find_ping_pong(step: Callable[[], object]) -> list[PingPong]:
     """Runs one step and returns the trips from a device to the host and back, largest first.
 
-    The step is a real one: what it changes (weights, optimiser, random state) stays changed.
+    The step is a real one: what it changes (weights, optimizer, random state) stays changed.
     Compiled parts run uncompiled this once.
     """
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -168,7 +168,7 @@ class Placement:
         return any(one.device != str(self.device) for one in self.modules)
 
     def words(self) -> str:
-        """A line for each run of neighbours with one device and reason."""
+        """A line for each run of neighbors with one device and reason."""
         lines = []
         for (device, reason), group in itertools.groupby(self.modules, lambda one: one[1:]):
             names = [one.module or "(the model itself)" for one in group]
@@ -203,7 +203,7 @@ def place(model: nn.Module, device: str | torch.device, *, strict: bool = False)
 
     A module is pinned by `pin`, or by having been moved to another device than the CPU before. A
     module that shares a parameter with a pinned one goes with it. Parameters stay the same
-    objects, so an optimiser made before holds on to them. Placing again replaces the last
+    objects, so an optimizer made before holds on to them. Placing again replaces the last
     placement.
 
     A module that is pinned to a device that is not here goes where the model goes, and its reason
@@ -268,7 +268,7 @@ def _refuse_meta(model: nn.Module, target: torch.device) -> None:
         raise DeviceError(
             f"{empty[0]} is on the meta device, which holds no values, so it cannot be moved",
             where=f"{len(empty)} parameter(s) or buffer(s) of the model",
-            do="load the weights, or call model.to_empty(device=...) and initialise them, before",
+            do="load the weights, or call model.to_empty(device=...) and initialize them, before",
         )
 
 

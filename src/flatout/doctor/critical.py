@@ -17,7 +17,7 @@ _TOGETHER = (
     ("copy",),
     ("forward", "backward"),
     ("sync",),
-    ("optimiser",),
+    ("optimizer",),
     ("host",),
     ("evaluation",),
     ("saving",),
@@ -134,7 +134,7 @@ def _begins(lanes: tuple[str, ...], rank: Observation) -> Site | None:
     """Where a lane begins in the user's code, as far as anybody knows."""
     if lanes == ("saving",):
         return next((call.site for call in rank.calls if call.kind == "save"), None)
-    if lanes == ("optimiser",):
+    if lanes == ("optimizer",):
         return next((optimizer.site for optimizer in rank.optimizers), None)
     for model in rank.models:
         if lanes == ("forward", "backward"):
@@ -148,7 +148,7 @@ _WORDS = {
     ("copy",): "batches on their way to the {device} take the largest part",
     ("forward", "backward"): "the model's own computing takes the largest part",
     ("sync",): "the sum of gradients over the ranks takes the largest part",
-    ("optimiser",): "updating the parameters takes the largest part",
+    ("optimizer",): "updating the parameters takes the largest part",
     ("evaluation",): "evaluation takes the largest part",
     ("saving",): "writing checkpoints takes the largest part",
     ("gc",): "Python's garbage collection takes the largest part",

@@ -72,7 +72,7 @@ class Verdict:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps that were seen, of the rank that took most."""
+        """Optimizer steps that were seen, of the rank that took most."""
         return max((rank.steps for rank in self.observations), default=0)
 
     @property

@@ -89,7 +89,7 @@ class Verified:
         seeds = f"{count} seed{'' if count == 1 else 's'}"
         return [
             f"whole runs, {seeds}: final loss {rounded(before, 4)} → {rounded(after, 4)}, "
-            f"{self._judgement(seeds)}",
+            f"{self._judgment(seeds)}",
             f"  measured from start to end: {rounded(taken[0])} s → {rounded(taken[1])} s, "
             f"{taken[0] / taken[1]:.2f}x",
             self._to_target(),
@@ -109,7 +109,7 @@ class Verified:
         came = [f"{len(found)} of {len(self.pairs)}" for found in reached]
         return f"  {loss} was reached by {came[0]} runs as it is, by {came[1]} with what was proven"
 
-    def _judgement(self, seeds: str) -> str:
+    def _judgment(self, seeds: str) -> str:
         if all(plain.loss == cured.loss for plain, cured in self.pairs):
             seeded = ", which is one comparison only: the script seeds itself"
             return f"the same in each{seeded if self.draws_alike else ''}"
@@ -152,7 +152,7 @@ def verify(
     cure = _prescribed(prescription)
     try:
         for seed in range(seeds):
-            # In turn first and second, so that a machine that warms up favours neither.
+            # In turn first and second, so that a machine that warms up favors neither.
             order = [NOTHING, cure] if seed % 2 == 0 else [cure, NOTHING]
             runs = {}
             for one in order:

@@ -8,7 +8,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMISER, HOST, EVALUATION, SAVING, GC, IDLE, AFTER };
+enum { INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMIZER, HOST, EVALUATION, SAVING, GC, IDLE, AFTER };
 #define LANES (AFTER + 1)
 #define KEPT 20000
 
@@ -24,7 +24,7 @@ typedef struct {
     int current;
     char is_inside, is_open;
     char is_marked;
-    char is_counted;         /* whether the optimiser's step that runs has ended a step */
+    char is_counted;         /* whether the optimizer's step that runs has ended a step */
     char is_trained_on;      /* whether a backward pass has followed a batch of that loader */
     PyObject *loader;        /* what gave the latest batch, or NULL */
     long long asked;         /* when a batch was */

@@ -46,7 +46,7 @@ typedef struct {
     PyObject *clock;
     PyObject *begins, *ends; /* the hooks in Python */
     PyObject *attend;        /* called where a step is due */
-    PyObject *sole;          /* a weak reference to the one optimiser that steps, or None */
+    PyObject *sole;          /* a weak reference to the one optimizer that steps, or None */
     PyObject *counts;        /* how many backward passes went into its steps, and how often */
     long long each, often;   /* the latest of those steps, which are not in counts yet */
     long long ran;
@@ -177,7 +177,7 @@ static PyObject *backward_call(PyObject *object, PyObject *const *args, size_t f
     pass_to(clock, BACKWARD);
     result = PyObject_Vectorcall(self->original, args, flagged, names);
     /* LBFGS calls it within its step. */
-    pass_to(clock, before == OPTIMISER ? OPTIMISER : AFTER);
+    pass_to(clock, before == OPTIMIZER ? OPTIMIZER : AFTER);
     clock->backwards += 1;
     return result;
 }
@@ -386,7 +386,7 @@ static int steps_init(PyObject *object, PyObject *args, PyObject *names)
 
 PyDoc_STRVAR(steps_begin_doc,
 "begin(optimizer, args, kwargs, /)\n--\n\n"
-"An optimiser's step begins.");
+"An optimizer's step begins.");
 
 static PyObject *steps_begin(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -394,12 +394,12 @@ static PyObject *steps_begin(PyObject *object, PyObject *const *args, Py_ssize_t
     Clock *clock = clock_of(self->clock);
     if (clock->steps < 2 || !is_own_thread(clock))
         return PyObject_Vectorcall(self->begins, args, (size_t)count, NULL);
-    pass_to(clock, OPTIMISER);
+    pass_to(clock, OPTIMIZER);
     clock->is_counted = 0;
     Py_RETURN_NONE;
 }
 
-/* Puts the latest steps of the sole optimiser into its counts. */
+/* Puts the latest steps of the sole optimizer into its counts. */
 static int put_counts(StepHook *self)
 {
     PyObject *key, *old, *more;
@@ -466,7 +466,7 @@ static PyObject *steps_count(PyObject *object, PyObject *nothing)
 PyDoc_STRVAR(steps_watch_doc,
 "watch(optimizer, counts, /)\n--\n\n"
 "Whose steps these are, as a weak reference, and where they are counted by their backward passes;\n"
-"None and {} where there is no sole optimiser.");
+"None and {} where there is no sole optimizer.");
 
 static PyObject *steps_watch(PyObject *object, PyObject *args)
 {
@@ -571,7 +571,7 @@ static PyType_Slot forward_slots[] = {
 };
 
 static PyType_Slot steps_slots[] = {
-    {Py_tp_doc, "StepHook(clock, begins, ends, attend)\n--\n\nHooks into an optimiser's steps."},
+    {Py_tp_doc, "StepHook(clock, begins, ends, attend)\n--\n\nHooks into an optimizer's steps."},
     {Py_tp_init, steps_init},
     {Py_tp_new, PyType_GenericNew},
     {Py_tp_traverse, steps_traverse},

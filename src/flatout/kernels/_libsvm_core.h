@@ -148,7 +148,7 @@ static inline void skip_blanks(Reader *reader)
 }
 
 #define MOST_DIGITS 19    /* any so many fit into 64 bits */
-#define ENOUGH_DIGITS 800 /* 767 tell a double from its neighbours, one more says "and then some" */
+#define ENOUGH_DIGITS 800 /* 767 tell a double from its neighbors, one more says "and then some" */
 
 static double power_of_two(int power)
 {

@@ -10,8 +10,8 @@ from time import perf_counter_ns
 from typing import Any
 from weakref import ref
 
-INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMISER, HOST, EVALUATION, SAVING, GC, IDLE = range(11)
-# From a backward pass to what comes next: the optimiser's or, in accumulation, the host's.
+INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMIZER, HOST, EVALUATION, SAVING, GC, IDLE = range(11)
+# From a backward pass to what comes next: the optimizer's or, in accumulation, the host's.
 AFTER = 11
 _COUNT = 12
 # Durations of single steps that are kept.
@@ -51,7 +51,7 @@ class Clock:
         is_open: whether it is undecided what calls of models were: evaluation, or of a step.
         seen_backwards: backward passes when the lanes were marked.
         due, until: the number of steps, and the time, at which somebody wants to be called.
-        is_counted: whether the optimiser's step that runs has ended a step.
+        is_counted: whether the optimizer's step that runs has ended a step.
         is_trained_on: whether a backward pass has followed a batch of that loader.
     """
 

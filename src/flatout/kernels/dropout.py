@@ -43,7 +43,7 @@ class Draw(NamedTuple):
 
     Attributes:
         seed: of the job.
-        step: number of the optimiser step.
+        step: number of the optimizer step.
         draw: number of this call among those of a forward.
         start: place of the first sample among those of the step, whoever computes them.
         samples: how many samples the tensor has.

@@ -1,7 +1,7 @@
 """8-bit images resized by linear interpolation in fixed point.
 
 The C extension and its numpy twin give the same bytes. Both compute what OpenCV's
-`resize(..., interpolation=INTER_LINEAR)` does, to one grey level at most: OpenCV's vector code
+`resize(..., interpolation=INTER_LINEAR)` does, to one gray level at most: OpenCV's vector code
 rounds like this, and its code for what a vector leaves over a little otherwise.
 """
 
@@ -46,7 +46,7 @@ def available() -> bool:
 def resize_linear(source: Pixels, out: Pixels) -> None:
     """Resize an image by linear interpolation between the two nearest rows and columns.
 
-    Shrinking is not antialiased: below half the size, pixels are left out. Pixels' centres are
+    Shrinking is not antialiased: below half the size, pixels are left out. Pixels' centers are
     aligned, as OpenCV, Pillow and torch (`align_corners=False`) do. Weights are multiples of
     1/2048; a value is at most one off the exact result, rounded.
 

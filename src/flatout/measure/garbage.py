@@ -15,7 +15,7 @@ from typing import Any
 _CAPACITY = 4096
 
 _running: list[CollectorClock] = []
-# Re-entrant: a collection inside start() or stop() may finalise a Timeline, which stops its clock.
+# Re-entrant: a collection inside start() or stop() may finalize a Timeline, which stops its clock.
 _lock = threading.RLock()
 _began: int | None = None
 
@@ -43,7 +43,7 @@ class CollectorClock:
                 gc.callbacks.remove(_on_collection)
 
     def note(self, began: int, took: int) -> None:
-        """Adds a collection. Neighbours are merged when nobody reads, so the memory is bounded."""
+        """Adds a collection. Neighbors are merged when nobody reads, so the memory is bounded."""
         if len(self.noted) >= _CAPACITY:
             pairs = zip(self.noted[::2], self.noted[1::2], strict=True)
             self.noted[:] = [(first[0], first[1] + second[1]) for first, second in pairs]

@@ -149,7 +149,7 @@ class Rank:
         command: the script and its arguments.
         started: when its process was, in seconds since 1970.
         updated: when the file was written, likewise.
-        steps: optimiser steps so far.
+        steps: optimizer steps so far.
         lanes_ms: per step, of the last seconds, by the names of measure.LANES; None where a lane
             cannot be seen. Empty before the first step.
         throughput: samples per second of all ranks; None where it is not known.

@@ -4,7 +4,7 @@ The loop reads the clock between its lanes and hands the durations over once per
 
     timeline.start()
     for every step:
-        timeline.record(start, input, copy, forward, backward, sync, optimiser, host, samples)
+        timeline.record(start, input, copy, forward, backward, sync, optimizer, host, samples)
         timeline.add("evaluation", ns)          # what happens between two steps
     timeline.stop()
 
@@ -37,7 +37,7 @@ LANES = (
     "forward",
     "backward",
     "sync",
-    "optimiser",
+    "optimizer",
     "host",
     "evaluation",
     "saving",
@@ -127,7 +127,7 @@ class Timeline:
         forward: int,
         backward: int,
         sync: int,
-        optimiser: int,
+        optimizer: int,
         host: int,
         samples: int = 0,
     ) -> None:
@@ -138,7 +138,7 @@ class Timeline:
         # A quarter of a microsecond: the row goes straight into the ring, sums wait for the chunk.
         at = self._at
         _pack_row(
-            self._buffer, at, start, input, copy, forward, backward, sync, optimiser, host, samples
+            self._buffer, at, start, input, copy, forward, backward, sync, optimizer, host, samples
         )
         self._at = at = at + _ROW.size
         if at == self._fold_at:

@@ -1,6 +1,6 @@
 """Whether B is faster than A: paired interleaved blocks, an interval, and a noise floor.
 
-A machine drifts (clocks, heat, neighbours), so A and B run in short blocks in the order A B B A.
+A machine drifts (clocks, heat, neighbors), so A and B run in short blocks in the order A B B A.
 Each such quadruple (a1, b1, b2, a2), in seconds per step, gives one log-ratio in which a steady
 drift cancels:
 

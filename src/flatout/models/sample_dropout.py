@@ -162,7 +162,7 @@ class SampleDropout:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Within it dropout draws for the optimiser step of this number."""
+        """Within it dropout draws for the optimizer step of this number."""
         self._step = number
         with self._replacing():
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from flatout.observe.lanes import AFTER, BACKWARD, OPTIMISER
+from flatout.observe.lanes import AFTER, BACKWARD, OPTIMIZER
 from flatout.observe.optimizers import Steps
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
@@ -30,7 +30,7 @@ def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
             original(tensors, *args, **kwargs)
         finally:
             # LBFGS calls it within its step.
-            leave(OPTIMISER if before == OPTIMISER else AFTER)
+            leave(OPTIMIZER if before == OPTIMIZER else AFTER)
             if steps.backward_site is None:
                 steps.backward_site = here(1)
         if kwargs.get("retain_graph") or (len(args) > 1 and args[1]):

@@ -73,7 +73,7 @@ class Calls:
         self._of_lines: dict[tuple[str, Site | None], _Entry] = {}
         self._codes: list[CodeType] = []
         self._windows: dict[str, int] = {}
-        # Functions that call an optimiser's step.
+        # Functions that call an optimizer's step.
         self.loops: set[CodeType] = set()
         self.steady_after = _STEADY_AFTER
         self.noted = self.passed = self.sought = 0

@@ -7,7 +7,7 @@ from typing import Any
 from flatout.observe.observation import Observation
 from flatout.observe.watch import Watch
 
-# Steps after which it is looked at: optimisers make their state in the first.
+# Steps after which it is looked at: optimizers make their state in the first.
 _STEPS = (2, 10, 50)
 
 

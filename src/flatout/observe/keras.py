@@ -1,4 +1,4 @@
-"""Keras on torch: its optimisers are none of torch's."""
+"""Keras on torch: its optimizers are none of torch's."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from flatout.kernels.clock_twin import (
     IDLE,
     INPUT,
     KEPT,
-    OPTIMISER,
+    OPTIMIZER,
     SAVING,
     SYNC,
 )
@@ -40,7 +40,7 @@ __all__ = [
     "HOST",
     "IDLE",
     "INPUT",
-    "OPTIMISER",
+    "OPTIMIZER",
     "SAVING",
     "SYNC",
     "Lanes",
@@ -210,5 +210,5 @@ class Lanes(Clock):
             moved = min(totals[lane], round(ns * (self.steps - since)))
             totals[lane] -= moved
             totals[other] += moved
-        totals[OPTIMISER] += totals[AFTER]
+        totals[OPTIMIZER] += totals[AFTER]
         return {name: totals[lane] / max(1, steps) / 1e6 for lane, name in enumerate(LANES)}

@@ -104,7 +104,7 @@ class SeenModel(Called):
 
 
 def changes_in_training(facts: Model) -> bool:
-    """Whether train mode computes something else: dropout, normalisation by batch."""
+    """Whether train mode computes something else: dropout, normalization by batch."""
     return any(
         "Dropout" in layer or "BatchNorm" in layer or "DropPath" in layer for layer in facts.layers
     )
@@ -128,7 +128,7 @@ class Models:
         watch.on_renewal.append(self._known.clear)
 
     def search(self) -> None:
-        """Watches every module for some steps, from now and whenever an optimiser is new."""
+        """Watches every module for some steps, from now and whenever an optimizer is new."""
         if self.search not in self._watch.on_new_optimizer:
             self._watch.on_new_optimizer.append(self.search)
             self._watch.with_gradients.append(self.look_at_gradients)
@@ -233,7 +233,7 @@ class Models:
                     seen.facts.autocast = str(dtype).removeprefix("torch.")
 
     def look_at_gradients(self) -> None:
-        """Before an optimiser steps: who has no gradient, and which rows of tables have one."""
+        """Before an optimizer steps: who has no gradient, and which rows of tables have one."""
         for seen in self._watch.models:
             module = seen.ref()
             if module is None or not seen.has_parameters or not self._is_trained_here(module):

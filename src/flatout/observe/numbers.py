@@ -1,6 +1,6 @@
 """Numbers that are none, and those too small to be quick: models are read now and then.
 
-Their optimisers' moments are read too: that of a weight whose gradient has become zero shrinks by a
+Their optimizers' moments are read too: that of a weight whose gradient has become zero shrinks by a
 tenth with each step, down to the smallest numbers that there are, and stays there.
 
 Reading all numbers of a model takes time, so the next look waits until it is a small share of it.
@@ -97,7 +97,7 @@ def _tensors_of(module: Any) -> Iterator[Any]:
 
 
 def _moments_in(states: Mapping[Any, Any]) -> Iterator[Any]:
-    """What one of torch's optimisers keeps of past gradients."""
+    """What one of torch's optimizers keeps of past gradients."""
     import torch
 
     for state in states.values():

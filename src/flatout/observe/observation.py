@@ -132,7 +132,7 @@ class Loader:
 
 @dataclass
 class Optimizer:
-    """An optimiser that stepped.
+    """An optimizer that stepped.
 
     Attributes:
         kind: the class, as module.Name.
@@ -172,7 +172,7 @@ class Optimizer:
 
 @dataclass
 class Model:
-    """A root module whose parameters an optimiser steps.
+    """A root module whose parameters an optimizer steps.
 
     Attributes:
         kind: the class, as module.Name.
@@ -268,7 +268,7 @@ class Observation:
         rank, world_size: of this process.
         device: where the model computes, such as "cpu" or "cuda:0".
         threads: torch's, and usable_cpus, of this process.
-        steps: optimiser steps that were seen.
+        steps: optimizer steps that were seen.
         step_ms: durations of those steps in order, evaluation and saving between them left out.
         lanes_ms: per step, by the names of measure.LANES; None where a lane could not be seen.
         memory_mb: resident memory at each of `memory_at` steps.

@@ -1,4 +1,4 @@
-"""Optimiser steps: they are what steps are found by."""
+"""Optimizer steps: they are what steps are found by."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from flatout.observe.compiling import is_anything_compiled
-from flatout.observe.lanes import HOST, OPTIMISER
+from flatout.observe.lanes import HOST, OPTIMIZER
 from flatout.observe.model_facts import local
 from flatout.observe.observation import Optimizer, Site
 from flatout.observe.sites import here, packages_above, users_frame
@@ -20,17 +20,17 @@ from flatout.observe.watch import Watch
 if TYPE_CHECKING:
     from flatout.kernels._clock import StepHook
 
-# An optimiser that steps so often before the last one of its round has a round of its own.
+# An optimizer that steps so often before the last one of its round has a round of its own.
 _LONGEST_ROUND = 20
-_ELSEWHERE = "an optimiser stepped in a thread beside the main one: those steps were not watched"
-# Learning rates are looked at after so many of an optimiser's steps.
+_ELSEWHERE = "an optimizer stepped in a thread beside the main one: those steps were not watched"
+# Learning rates are looked at after so many of an optimizer's steps.
 _RATE_STEPS = (1, 5, 20, 100)
 # Gradients that are zeroed are timed in so many steps.
 _NOTED_STEPS = 50
 
 
 class SeenOptimizer:
-    """One optimiser, while it is watched."""
+    """One optimizer, while it is watched."""
 
     def __init__(self, optimizer: Any, facts: Optimizer) -> None:
         self.ref = ref(optimizer)
@@ -87,7 +87,7 @@ def _touched_rows(gradient: Any) -> int:
 
 
 class Steps:
-    """Finds steps: one round of all optimisers that take turns, each after its backward passes.
+    """Finds steps: one round of all optimizers that take turns, each after its backward passes.
 
     Attributes:
         backward_site: the user's line of the first backward pass.
@@ -109,7 +109,7 @@ class Steps:
         self._lanes = watch.lanes
         self._seen: dict[int, SeenOptimizer] = {}
         self._sole: SeenOptimizer | None = None  # where there is one alone
-        self._counted = 0  # backward passes of this round before the latest optimiser's step
+        self._counted = 0  # backward passes of this round before the latest optimizer's step
         self._is_traced: Callable[[], bool] = lambda: False
         self._quick: StepHook | None = None
         self.backward_site: Site | None = None
@@ -133,9 +133,9 @@ class Steps:
         self._quick = self._watch.quick.stand_for_steps(handles, begin, end, self._watch.attend)
 
     def begin(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
-        """An optimiser's step begins; the arguments are those of torch's hooks."""
+        """An optimizer's step begins; the arguments are those of torch's hooks."""
         lanes = self._lanes
-        if self._is_traced() or lanes.enter(OPTIMISER) < 0:
+        if self._is_traced() or lanes.enter(OPTIMIZER) < 0:
             return
         lanes.is_counted = False
         if lanes.steps < 2:
@@ -226,7 +226,7 @@ class Steps:
 
 
 def facts_of(optimizer: Any, site: Site | None) -> Optimizer:
-    """What is known of an optimiser of torch's or Keras' before its steps are counted."""
+    """What is known of an optimizer of torch's or Keras' before its steps are counted."""
     facts = Optimizer(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", site)
     options = getattr(optimizer, "defaults", {})
     facts.fused, facts.foreach = options.get("fused"), options.get("foreach")
@@ -248,7 +248,7 @@ def tensors_of(optimizer: Any) -> list[Any]:
 
 
 def watch_optimizers(torch: Any, watch: Watch, steps: Steps) -> None:
-    """Hooks into the steps of torch's optimisers, and into zero_grad."""
+    """Hooks into the steps of torch's optimizers, and into zero_grad."""
     steps.hook_into(torch, sys.modules["torch.optim.optimizer"])
     for owner in (torch.optim.Optimizer, torch.nn.Module):
         _watch_zero_grad(owner, watch)
@@ -272,7 +272,7 @@ def _watch_zero_grad(owner: Any, watch: Watch) -> None:
         if owner.zero_grad is hooked:  # nobody has wrapped it since
             owner.zero_grad = original
             for lane, ns in taken.items():
-                lanes.takes_each_step(ns / lanes.steps, lane, OPTIMISER)
+                lanes.takes_each_step(ns / lanes.steps, lane, OPTIMIZER)
 
     begin()
     watch.at(_NOTED_STEPS, end)
@@ -287,7 +287,7 @@ def _timed_zero_grad(original: Any, watch: Watch, taken: Counter[int]) -> Any:
 
     @wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        if is_traced() or (before := lanes.enter(OPTIMISER)) < 0:
+        if is_traced() or (before := lanes.enter(OPTIMIZER)) < 0:
             original(self, set_to_none)
             return
         began = lanes.last

@@ -76,7 +76,7 @@ class Quick:
 
     @property
     def steps(self) -> int:
-        """Steps of optimisers likewise."""
+        """Steps of optimizers likewise."""
         return sum(hook.ran for hook in self._steps)
 
     def stand_for_backward(self, owner: Any, original: Any, otherwise: Any) -> None:
@@ -120,7 +120,7 @@ class Quick:
         """For the hooks that torch has given these handles; None where that cannot be.
 
         Args:
-            handles: of the hook before an optimiser's step, and of that after it.
+            handles: of the hook before an optimizer's step, and of that after it.
             begins, ends: those hooks.
             attend: called at the end of a step that is due.
         """

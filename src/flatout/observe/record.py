@@ -102,7 +102,7 @@ def _fill_lanes(seen: Observation, watch: Watch) -> None:
         )
     if not seen.models:
         seen.notes.append(
-            "models: no module was called in the open that an optimiser steps, as within a "
+            "models: no module was called in the open that an optimizer steps, as within a "
             "compiled function"
         )
     if seen.world_size > 1:

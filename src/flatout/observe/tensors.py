@@ -11,12 +11,12 @@ from types import FrameType
 from typing import Any
 
 from flatout.observe.compiling import is_anything_compiled
-from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMISER
+from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMIZER
 from flatout.observe.round_trips import RoundTrips
 from flatout.observe.watch import Watch
 
-# Optimisers and loaders read numbers of their own.
-_OTHERS = (OPTIMISER, INPUT)
+# Optimizers and loaders read numbers of their own.
+_OTHERS = (OPTIMIZER, INPUT)
 # What each method is told as.
 _SYNCS = {
     "item": "item",

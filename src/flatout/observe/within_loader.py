@@ -1,7 +1,7 @@
 """What a loader's time goes to, looked at within its first batches, in the process that makes them.
 
 A thread looks at the stack of the one that makes batches, every two milliseconds. The packages in
-it say what was being done: reading, decoding, transforming or collating. Since such looks favour
+it say what was being done: reading, decoding, transforming or collating. Since such looks favor
 lines that let other threads run, the lines themselves are timed while one batch is made. Workers
 leave what they saw as a file in the observer's folder.
 """

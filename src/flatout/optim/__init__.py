@@ -1,4 +1,4 @@
-"""The optimiser step: gated against bad numbers, fused where that is allowed; large batches."""
+"""The optimizer step: gated against bad numbers, fused where that is allowed; large batches."""
 
 from flatout.optim.fused import can_fuse, defuse, fuse
 from flatout.optim.keras_optimizer import KerasOptimizer

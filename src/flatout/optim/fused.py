@@ -1,4 +1,4 @@
-"""Switching a user's own optimiser object to torch's fused kernels, and back."""
+"""Switching a user's own optimizer object to torch's fused kernels, and back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch has a fused kernel for this optimiser, its options and its parameters.
+    """Whether torch has a fused kernel for this optimizer, its options and its parameters.
 
-    A user's explicit `fused=` or `foreach=` is respected: such an optimiser is left alone.
+    A user's explicit `fused=` or `foreach=` is respected: such an optimizer is left alone.
     """
     if isinstance(optimizer, KerasOptimizer):
         return optimizer.can_be_fused and optimizer.param_groups[0].get("fused") is None
@@ -37,7 +37,7 @@ def _has_kernel(kind: type[torch.optim.Optimizer], parameter: torch.Tensor) -> b
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `fuse` was called on this optimiser, or on the one whose state it has loaded."""
+    """Whether `fuse` was called on this optimizer, or on the one whose state it has loaded."""
     return all(g.get("fused") is True and g.get("foreach") is False for g in optimizer.param_groups)
 
 
@@ -49,7 +49,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             _move_step(optimizer.state.get(parameter, {}), parameter.device)
     align_state(optimizer)
-    # GradScaler asks this attribute whether the optimiser can gate a bad step on the device.
+    # GradScaler asks this attribute whether the optimizer can gate a bad step on the device.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 

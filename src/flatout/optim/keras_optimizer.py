@@ -1,4 +1,4 @@
-"""A Keras optimiser as one of torch's: Keras' formulas, on Keras' own variables.
+"""A Keras optimizer as one of torch's: Keras' formulas, on Keras' own variables.
 
 The state stays where Keras keeps it, so a `.keras` file, a learning-rate callback and Keras itself
 see every step. Without fusing, a step is Keras' own `apply`. Fused, Adam and AdamW run torch's
@@ -22,7 +22,7 @@ import torch
 from flatout.data.running.code import code_digest, is_library
 
 Tensors = list[torch.Tensor]
-# Attributes of Keras' optimisers that its `get_config` has too.
+# Attributes of Keras' optimizers that its `get_config` has too.
 _OPTIONS = (
     "weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema", "ema_momentum",
     "ema_overwrite_frequency", "loss_scale_factor", "gradient_accumulation_steps", "beta_1",
@@ -31,14 +31,14 @@ _OPTIONS = (
 
 
 class KerasOptimizer(torch.optim.Optimizer):
-    """Steps a Keras optimiser, built over `variables`.
+    """Steps a Keras optimizer, built over `variables`.
 
     Args:
         optimizer: a `keras.optimizers.Optimizer`; it is built if it is not yet.
         variables: the model's trainable variables.
 
     Attributes:
-        keras: the user's own optimiser object.
+        keras: the user's own optimizer object.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -52,12 +52,12 @@ class KerasOptimizer(torch.optim.Optimizer):
         self._count = torch.zeros((), device=self._parameters[0].device)
 
     def drives(self, optimizer: Any, variables: Sequence[Any]) -> bool:
-        """Whether this is that optimiser over these variables: `compile` may have come between."""
+        """Whether this is that optimizer over these variables: `compile` may have come between."""
         return optimizer is self.keras and [*map(id, variables)] == [*map(id, self._variables)]
 
     @property
     def can_be_fused(self) -> bool:
-        """Whether torch's kernel computes what this optimiser does: a plain Adam or AdamW."""
+        """Whether torch's kernel computes what this optimizer does: a plain Adam or AdamW."""
         optimizer, variables = self.keras, self._variables
         names = {cls.__name__ for cls in type(optimizer).__mro__}
         return (
@@ -98,7 +98,7 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @property
     def _inner(self) -> Any:
-        """The optimiser that has the learning rate; one that scales losses wraps it."""
+        """The optimizer that has the learning rate; one that scales losses wraps it."""
         return getattr(self.keras, "inner_optimizer", self.keras)
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         self.param_groups[0]["lr"] = self._rate()
 
     def state_dict(self) -> dict[str, Any]:
-        """Every variable of the Keras optimiser, in its order; the tensors themselves."""
+        """Every variable of the Keras optimizer, in its order; the tensors themselves."""
         options = {k: v for k, v in self.param_groups[0].items() if k != "params"}
         options["lr"] = self._rate()  # which a callback may have set since the last step
         state = {
@@ -195,7 +195,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         """Put back what `state_dict` gave, into the same variables.
 
         Raises:
-            ValueError: the state is of another optimiser.
+            ValueError: the state is of another optimizer.
         """
         variables, saved = self._state_variables(), state_dict["state"]
         if len(saved) != len(variables):

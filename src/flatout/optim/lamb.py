@@ -20,7 +20,7 @@ class Lamb(Layerwise):
         u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w
         w = w - lr * (|w| / |u|) * u
 
-    |w| / |u| is 1 where one of them is 0. Biases and the parameters of normalisation layers (what
+    |w| / |u| is 1 where one of them is 0. Biases and the parameters of normalization layers (what
     has one dimension) take Adam's steps, without that ratio and without weight decay, as in the
     paper's own program.
 

@@ -19,7 +19,7 @@ class Lars(Layerwise):
         v     = m * v + lr * local * (g + b * w)
         w     = w - v
 
-    `local` is 1 where |w| or |g| is 0. Biases and the parameters of normalisation layers (what has
+    `local` is 1 where |w| or |g| is 0. Biases and the parameters of normalization layers (what has
     one dimension) take plain steps, with neither `local` nor weight decay, as has become usual
     since. Because `trust` is small, `lr` is large: of the order of 10.
 

@@ -1,7 +1,7 @@
 """The learning rate for another batch than the one it was found with.
 
-A rule multiplies the rates that the user's optimiser and scheduler say, in each step anew and only
-while the optimiser steps. What they say stays theirs: a schedule runs on as if there were no rule,
+A rule multiplies the rates that the user's optimizer and scheduler say, in each step anew and only
+while the optimizer steps. What they say stays theirs: a schedule runs on as if there were no rule,
 and a checkpoint holds its rates. The factor is a function of the step's number alone, so a resumed
 run needs nothing else to go on with it.
 """
@@ -35,7 +35,7 @@ class LrRule:
         "power"    k ** exponent   in between: a damped factor
         "none"     1               the rate as it is, and the history says so
 
-    The global batch is all samples of one optimiser step: of all ranks, and of all batches that
+    The global batch is all samples of one optimizer step: of all ranks, and of all batches that
     `accumulate` puts together.
 
     Args:
@@ -43,7 +43,7 @@ class LrRule:
         reference_batch: the global batch, in samples, that the learning rate was found with.
         warm_up: epochs in which the rate rises, by the same amount in each step, from the one for
             the reference batch to the multiplied one (Goyal et al. 2017 took 5).
-        warm_up_steps: the same in optimiser steps, in place of `warm_up`.
+        warm_up_steps: the same in optimizer steps, in place of `warm_up`.
         exponent: of "power", above 0 and up to 1.
 
     Raises:
@@ -95,8 +95,8 @@ class LrRule:
         """What the rule does to a job.
 
         Args:
-            batch: samples of one optimiser step, of all ranks.
-            steps_per_epoch: optimiser steps; None where nobody knows.
+            batch: samples of one optimizer step, of all ranks.
+            steps_per_epoch: optimizer steps; None where nobody knows.
 
         Raises:
             ModelError: for a warm-up in epochs where nobody knows how long an epoch is.
@@ -125,9 +125,9 @@ class LrScale:
 
     Attributes:
         rule: the user's.
-        batch: samples of one optimiser step, of all ranks.
+        batch: samples of one optimizer step, of all ranks.
         factor: what the learning rates are multiplied by, after the warm-up.
-        warm_up_steps: optimiser steps until then.
+        warm_up_steps: optimizer steps until then.
     """
 
     rule: LrRule
@@ -150,7 +150,7 @@ class LrScale:
         """What was done, in one line.
 
         Args:
-            rates: of the optimiser's parameter groups, without the rule.
+            rates: of the optimizer's parameter groups, without the rule.
             scheduled: whether these rates change while training.
         """
         rule, given = self.rule, _listed(rates)

@@ -1,6 +1,6 @@
 """How far large batches were tried by those who proposed the methods, and what lies beyond.
 
-Large batches can reach the same training loss and still generalise worse (Keskar et al. 2017), and
+Large batches can reach the same training loss and still generalize worse (Keskar et al. 2017), and
 no rule holds for all models and data (Shallue et al. 2019). So beyond what was tried, or with fewer
 steps an epoch, the user is told once.
 """
@@ -48,8 +48,8 @@ def warnings_of(
     Args:
         optimizer: of the job.
         scale: what the user's rule does, or None.
-        batch: samples of one optimiser step, of all ranks; None where nobody knows.
-        steps_per_epoch: optimiser steps, or None.
+        batch: samples of one optimizer step, of all ranks; None where nobody knows.
+        steps_per_epoch: optimizer steps, or None.
     """
     said = []
     if scale is not None and scale.changes:
@@ -71,7 +71,7 @@ def warnings_of(
         tried = LARS if isinstance(optimizer, Lars) else LAMB
         said += _beyond(tried, batch, steps_per_epoch) or [
             f"{_name(optimizer)} is for very large batches; it was tried up to {tried.batch:,} "
-            f"samples ({tried.source}), and larger batches may generalise worse: {_CHECK}"
+            f"samples ({tried.source}), and larger batches may generalize worse: {_CHECK}"
         ]
     return said
 
@@ -91,7 +91,7 @@ def _beyond(tried: Tried, batch: int | None, steps_per_epoch: int | None) -> lis
         return []
     return [
         f"{' and '.join(found)} ({tried.source}): training may need more epochs and may "
-        f"generalise worse; {_CHECK}"
+        f"generalize worse; {_CHECK}"
     ]
 
 

@@ -1,8 +1,8 @@
 """What LARS and LAMB share: the trust ratio, and updates that bad gradients do not reach.
 
-Both follow torch's convention for optimisers that work with loss scaling on the device: whoever
+Both follow torch's convention for optimizers that work with loss scaling on the device: whoever
 calls `step` may set `found_inf` (not 0 where a gradient is not finite) and `grad_scale` on the
-optimiser. Nothing waits for the device.
+optimizer. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
     Attributes:
         parameters: of any shapes.
-        gradients: of theirs; not those of the optimiser where they had to be changed.
+        gradients: of theirs; not those of the optimizer where they had to be changed.
         adapted: whether trust ratio and weight decay are for them.
         bad: a bool scalar on their device, true where a gradient is not finite; None where the
             caller has made sure of that. Gradients are then zero.
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Layerwise(torch.optim.Optimizer):
-    """An optimiser that steps part by part."""
+    """An optimizer that steps part by part."""
 
     # Whoever scales losses leaves the look at `found_inf` to this class.
     _step_supports_amp_scaling = True

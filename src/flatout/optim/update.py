@@ -1,4 +1,4 @@
-"""One optimiser update: clip, gate, step, forget the gradients.
+"""One optimizer update: clip, gate, step, forget the gradients.
 
 Gradients that lie in the parameters before a step's first backward are someone else's, such as
 those that another loss has sent through this model. They are forgotten, so that a step applies the
@@ -8,7 +8,7 @@ A step whose gradients are not finite must not reach the weights, and finding ou
 host wait for the device. So the check runs on the device (the same one that `GradScaler` uses) and
 its flag goes to the fused kernel, which then leaves weights and state as they are. The flag is
 never cleared: once a step was bad, all later ones are held back too, until the host reads it. On a
-CPU, where reading is free, it is read at once. Where an optimiser on another device has no fused
+CPU, where reading is free, it is read at once. Where an optimizer on another device has no fused
 kernel and does not heed such a flag itself, a bad step cannot be held back, only reported.
 """
 
@@ -188,7 +188,7 @@ class Part:
         self._groups, self._state = optimizer.param_groups, optimizer.state
         self.parameters: Tensors = [p for g in self._groups for p in g["params"]]
         self._fused = all(g.get("fused") for g in self._groups)
-        # torch's mark of optimisers that look at `found_inf` themselves, as Lars and Lamb.
+        # torch's mark of optimizers that look at `found_inf` themselves, as Lars and Lamb.
         self.heeds_flag = self._fused or getattr(optimizer, "_step_supports_amp_scaling", False)
         if self._fused:
             align_state(optimizer)
@@ -196,7 +196,7 @@ class Part:
         self._sizes = [len(g["params"]) for g in self._groups]
 
     def is_stale(self) -> bool:
-        """Whether somebody loaded a state into the optimiser, or added parameters to it."""
+        """Whether somebody loaded a state into the optimizer, or added parameters to it."""
         optimizer, groups = self.optimizer, self._groups
         return (
             optimizer.param_groups is not groups
@@ -213,7 +213,7 @@ class Part:
             on_cpu: whether that is the CPU, where the flag was read already.
         """
         complete = len(gradients) == len(self.parameters)
-        # An empty state means that somebody had the optimiser start over.
+        # An empty state means that somebody had the optimizer start over.
         if self.direct is not None and complete and self._state and not self._hooked():
             self._step_directly(gradients, None if on_cpu else flag)
             return
@@ -222,7 +222,7 @@ class Part:
             self.direct = direct_kernels(self.optimizer)
 
     def _step_optimizer(self, flag: torch.Tensor | None) -> None:
-        """The optimiser's own step, gated on the device where it can be."""
+        """The optimizer's own step, gated on the device where it can be."""
         optimizer = self.optimizer
         if self._fused and begins_late(optimizer):
             self._step_unfused()
@@ -246,13 +246,13 @@ class Part:
                 group["fused"] = True
 
     def _step_directly(self, gradients: Tensors, flag: torch.Tensor | None) -> None:
-        """The same kernels that the optimiser calls, without its bookkeeping (100 us a step)."""
+        """The same kernels that the optimizer calls, without its bookkeeping (100 us a step)."""
         assert self.direct is not None
         start = 0
         for kernel, size in zip(self.direct, self._sizes, strict=True):
             kernel(gradients[start : start + size], flag)
             start += size
-        # torch's schedulers look here to see that the optimiser stepped before them.
+        # torch's schedulers look here to see that the optimizer stepped before them.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _hooked(self) -> bool:
@@ -281,7 +281,7 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__
         raise ModelError(
             f"{name} evaluates the loss several times in one step, through a closure",
-            do="use an optimiser that steps once per batch, such as Adam, or call "
+            do="use an optimizer that steps once per batch, such as Adam, or call "
             f"{name}.step(closure) in a loop of your own",
         )
 
@@ -289,7 +289,7 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 def direct_kernels(optimizer: torch.optim.Optimizer) -> list[Kernel] | None:
     """One function per parameter group that calls torch's fused kernel with cached lists.
 
-    Returns None where the optimiser must step itself: another class, options that the kernels do
+    Returns None where the optimizer must step itself: another class, options that the kernels do
     not take, or state that does not exist yet.
     """
     build = {

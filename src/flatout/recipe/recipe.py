@@ -343,7 +343,7 @@ _PHRASES = {
     "compute.precision": "{}",
     "compute.memory_format": "{}",
     "compute.rewrites": "rewrites",
-    "compute.fused_optimizer": "fused optimiser",
+    "compute.fused_optimizer": "fused optimizer",
     "compute.compile": "compiled",
     "compute.matmul_precision": "matmul {}",
     "compute.deterministic": "deterministic",

@@ -71,7 +71,7 @@ class Compute(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto",
         description="The number format of the heavy operators under autocast. Weights and the "
-        "optimiser stay in fp32. fp16 scales the loss and skips a step whose gradients overflow.",
+        "optimizer stay in fp32. fp16 scales the loss and skips a step whose gradients overflow.",
     )
     memory_format: Literal["auto", "contiguous", "channels_last"] = Field(
         default="auto",
@@ -83,7 +83,7 @@ class Compute(Section):
         "behind max-pooling.",
     )
     fused_optimizer: Switch = Field(
-        default="auto", description="One pass over each parameter for the optimiser's whole update."
+        default="auto", description="One pass over each parameter for the optimizer's whole update."
     )
     compile: Switch = Field(
         default="auto", description="torch.compile, for runs long enough to repay the compilation."
@@ -204,7 +204,7 @@ class World(Section):
         description="What several ranks send in place of whole gradients. `bf16` and `fp16` take "
         "half the bytes of fp32, round each gradient once before the sum and once after it, and "
         "add up in fp32. `powersgd` sends matrices of low rank and makes up for the error in the "
-        "next steps: far fewer bytes, but another optimisation.",
+        "next steps: far fewer bytes, but another optimization.",
     )
     powersgd_rank: Positive = Field(
         default=4,
@@ -292,7 +292,7 @@ class Script(Section):
     )
     gradient_sync: Literal["as_written", "last_backward"] = Field(
         default="as_written",
-        description="`last_backward` adds up gradients over the ranks once in each optimiser step, "
+        description="`last_backward` adds up gradients over the ranks once in each optimizer step, "
         "not in each micro-batch.",
     )
     unused_parameters: Literal["as_written", "no_search"] = Field(

@@ -7,7 +7,7 @@
 It fails on a danger that was not there before, and on steps that take longer than noise explains.
 Steps are judged by the ratio of their medians, new / kept, above 1 means slower.
 
-**The interval.** Steps that follow each other resemble each other (a neighbour's load, clocks, a
+**The interval.** Steps that follow each other resemble each other (a neighbor's load, clocks, a
 queue that drains), so resampling them singly would promise far too narrow an interval. They are
 resampled in blocks instead (the block bootstrap: Künsch 1989, "The jackknife and the bootstrap for
 general stationary observations"; wrapped around the end: Politis and Romano 1992, "A circular

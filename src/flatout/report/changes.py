@@ -22,7 +22,7 @@ from flatout.report.first_look import short
 from flatout.say import counted
 from flatout.terminal import Console
 
-_COLOURS = {"---": "bold", "+++": "bold", "@@ ": "cyan", "-": "red", "+": "green"}
+_COLORS = {"---": "bold", "+++": "bold", "@@ ": "cyan", "-": "red", "+": "green"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _change(finding: Finding, verdict: Verdict, proof: Proof | None) -> Change |
 
 
 def show(changes: Changes, console: Console) -> None:
-    """Prints a diff on standard output, bare and to the byte, coloured only in a terminal.
+    """Prints a diff on standard output, bare and to the byte, colored only in a terminal.
 
     Args:
         changes: what is shown.
@@ -123,17 +123,17 @@ def show(changes: Changes, console: Console) -> None:
         console.print(f"the diff is to be applied in {root}")
     _tell_left(changes.left, console)
     if sys.stdout.isatty():
-        Console(highlight=False).print(_coloured(text), soft_wrap=True)
+        Console(highlight=False).print(_colored(text), soft_wrap=True)
         return
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
     sys.stdout.buffer.flush()
 
 
-def _coloured(diff: str) -> Text:
+def _colored(diff: str) -> Text:
     shown = Text()
     for line in diff.encode("utf-8", "surrogateescape").decode(errors="replace").splitlines(True):
-        style = next((style for start, style in _COLOURS.items() if line.startswith(start)), "")
+        style = next((style for start, style in _COLORS.items() if line.startswith(start)), "")
         shown.append(line, style)
     return shown
 

@@ -24,7 +24,7 @@ def told(look: FirstLook, verdict: Verdict | None) -> list[str]:
         when = f"in {look.seconds:.0f} s" if look.exit_code is None else "before it ended"
         notes = [note for rank in look.observations for note in rank.notes]
         return [
-            f"the script took no optimiser step {when}",
+            f"the script took no optimizer step {when}",
             *[f"  {note}" for note in dict.fromkeys(notes)],
             "  do: if it trains later, give it less to do before; if another process or thread of "
             "it trains, give the doctor what that runs; if it is no training script, there is "

@@ -25,11 +25,11 @@ from flatout.recipe import Recipe
 from flatout.report.not_contained import not_contained
 from flatout.say import rounded
 
-_STEP = ("input", "copy", "forward", "backward", "sync", "optimiser", "host", "gc", "idle")
+_STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host", "gc", "idle")
 _BETWEEN = ("evaluation", "saving")
 _SHOWN = 0.01
 """Share of a step from which on a lane has a bar of its own."""
-_SHORT = {"forward": "fwd", "backward": "bwd", "optimiser": "opt", "evaluation": "eval"}
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "evaluation": "eval"}
 """Of lanes, where a line has no room for their names and bars."""
 _TOLD = 0.001
 """Share from which on what is too small for a bar is told."""
@@ -85,7 +85,7 @@ class FirstLookReport:
         at = clock(self.seconds)
         steps = self.verdict.steps
         if not steps:
-            return f"{at} no optimiser step was seen: there is nothing to judge yet"
+            return f"{at} no optimizer step was seen: there is nothing to judge yet"
         return (
             f"{at} FIRST LOOK at {steps:,} step{'s' if steps > 1 else ''}, nothing proven; "
             f"added {_added(self.verdict)}"

@@ -42,7 +42,7 @@ LANE_WORDS = {
     "forward": "the forward pass",
     "backward": "the backward pass",
     "sync": "adding up gradients over the ranks",
-    "optimiser": "updating the parameters",
+    "optimizer": "updating the parameters",
     "host": "work between the calls, such as logging and reading values back",
     "evaluation": "evaluation on other data",
     "saving": "writing checkpoints and models",
@@ -55,7 +55,7 @@ PARITY_WORDS = {
     "bit-identical": "the same bits as before",
     "rounding": "the same computation, rounded otherwise",
     "redrawn": "the same distribution, other random draws",
-    "changes learning": "something else is optimised; never applied unasked",
+    "changes learning": "something else is optimized; never applied unasked",
 }
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 CAUSES = ("sync", "imbalance", "input", "evaluation", "saving", "compute")
 # What a rank does for itself in a step: all lanes but waiting for others, and what lies between.
-_OWN = ("input", "copy", "forward", "backward", "optimiser", "host", "gc")
+_OWN = ("input", "copy", "forward", "backward", "optimizer", "host", "gc")
 # Letters of a run's name in a line beside its bar.
 _LABEL = 24
 # Accuracy stands first where there is one; the loss is always there.

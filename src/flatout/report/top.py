@@ -29,7 +29,7 @@ from flatout.measure.pulse import Pulse, Watched
 from flatout.say import rounded
 
 # In the table; what else a step has is "other".
-_LANES = {"input": "input", "forward": "fwd", "backward": "bwd", "sync": "sync", "optimiser": "opt"}
+_LANES = {"input": "input", "forward": "fwd", "backward": "bwd", "sync": "sync", "optimizer": "opt"}
 _MOST_PROCESSES = 20
 # A rank that has shown nothing for so long, and for so many of its steps, is said to do so.
 _SILENT_S, _SILENT_STEPS = 5.0, 3
@@ -201,7 +201,7 @@ class Sample:
                 yield from pulse_lines(self.pulse)
             yield Text(
                 "from outside only CPU, memory, threads and what is read can be seen; a step's "
-                "lanes (input, forward, backward, sync, optimiser) show themselves from within: "
+                "lanes (input, forward, backward, sync, optimizer) show themselves from within: "
                 "flatout.Trainer, flatout.callbacks, flatout doctor script.py",
                 style="dim",
             )

@@ -2,7 +2,7 @@
 
     model-00001-of-00002.safetensors    each rank's part of the weights
     model.safetensors.index.json        which of them are in which file, as others write it too
-    state-00001-of-00002.safetensors    each rank's part of the optimiser, and what is its own
+    state-00001-of-00002.safetensors    each rank's part of the optimizer, and what is its own
     state-00001-of-00002.json           the rest, as in a checkpoint of one rank
     manifest.json                       written last, by the first rank, when all parts are on disk
 

@@ -104,7 +104,7 @@ class Ddp:
 
     Args:
         world: of this rank.
-        parameters: what the optimiser trains, in the same order on every rank.
+        parameters: what the optimizer trains, in the same order on every rank.
         reduction: how gradients are added up.
         sparse: those whose gradients have only some of their rows.
         turn: which of the job's optimizers these are, from 1: each has buckets of its own.

@@ -66,12 +66,12 @@ def resolve(
 
     Args:
         requested: fields that say `auto` are decided here.
-        stepper: holds model and optimiser; both are as before when this returns.
+        stepper: holds model and optimizer; both are as before when this returns.
         compute: forward and loss of one batch; None decides without measuring.
         batches: the first batches, on the device; none decides without measuring.
         facts: of the model.
         allow: the farthest parity that a choice may have.
-        steps: planned optimiser steps, or None where that is not known.
+        steps: planned optimizer steps, or None where that is not known.
         say: prints the one line about the decision.
     """
     machine = fingerprint().as_dict()

@@ -1,7 +1,7 @@
 """The trials behind `auto`: real training steps under other settings, without a trace.
 
-Blocks of steps run in the order A B B A on the user's model, optimiser and first batches; weights,
-optimiser and random states are put back bit for bit at the end.
+Blocks of steps run in the order A B B A on the user's model, optimizer and first batches; weights,
+optimizer and random states are put back bit for bit at the end.
 
 Each piece of work begins only where the Budget pays for what it costs at most: what it took before,
 or a bound by what smaller pieces took. A few samples come first, then four times as many each time.

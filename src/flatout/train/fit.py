@@ -86,7 +86,7 @@ class Fit:
         self._compare_at = 0.0
 
     def run(self) -> History:
-        """Train, and leave the model, optimiser and process as a script expects them."""
+        """Train, and leave the model, optimizer and process as a script expects them."""
         try:
             self._run()
         except LostRank:
@@ -339,7 +339,7 @@ class Fit:
         watching = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
         save_every = loop.requested.save.every if loop.run is not None else None
         schedule = self._per_step_scheduler()
-        for _ in self._optimiser_steps():
+        for _ in self._optimizer_steps():
             if schedule is not None:
                 schedule.step()
             state.step = loop.step_count
@@ -354,8 +354,8 @@ class Fit:
             if state.stop_reason is not None:
                 return
 
-    def _optimiser_steps(self) -> Iterator[None]:
-        """Train on the rest of the epoch; yields after each optimiser step."""
+    def _optimizer_steps(self) -> Iterator[None]:
+        """Train on the rest of the epoch; yields after each optimizer step."""
         loop, compute = self.loop, self.compute
         batches = loop.batches(self.source)
         while (batch := self._next(batches)) is not None:

@@ -31,7 +31,7 @@ class History:
     """The figures of a fit, by epoch and by step.
 
     Attributes:
-        batch_size: samples that an optimiser step is to have; a last one may have fewer.
+        batch_size: samples that an optimizer step is to have; a last one may have fewer.
         timeline: where the time of the steps went.
         epochs: the logs of each epoch, such as `loss`, `val_accuracy`, `seconds`.
         recipe: how the steps ran; None before it was decided.

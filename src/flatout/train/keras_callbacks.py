@@ -181,7 +181,7 @@ class KerasCallbacks(Callback):
         self._world.wait()  # whoever comes back from fit finds what the first rank has written
 
     def _finalize(self) -> None:
-        """The optimiser's last word: averaged weights, where it averages."""
+        """The optimizer's last word: averaged weights, where it averages."""
         optimizer = self._model.optimizer
         if hasattr(optimizer, "finalize_variable_values"):
             optimizer.finalize_variable_values(self._model.trainable_weights)

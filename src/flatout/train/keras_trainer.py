@@ -57,7 +57,7 @@ class KerasHistory(History):
 class KerasTrainer(Trainer):
     """What `Trainer(model)` is for a compiled `keras.Model`.
 
-    Loss, metrics and optimiser are those of `compile`; recipe, allow, seed, run and the other
+    Loss, metrics and optimizer are those of `compile`; recipe, allow, seed, run and the other
     arguments are as for torch models.
 
     Raises:
@@ -200,7 +200,7 @@ class KerasTrainer(Trainer):
         """A `train_step` of the user's own runs as it is, in Keras' loop."""
         if self.loop.lr_rule is not None:
             raise ModelError(
-                f"{type(self.model).__name__} has its own train_step, which steps the optimiser "
+                f"{type(self.model).__name__} has its own train_step, which steps the optimizer "
                 "itself, so no lr_rule can be followed",
                 do="set the learning rate in model.compile(...)",
             )
@@ -244,7 +244,7 @@ class KerasTrainer(Trainer):
         )
 
     def _build(self, source: Source) -> None:
-        """Build what of model, loss, metrics and optimiser waits for a first batch."""
+        """Build what of model, loss, metrics and optimizer waits for a first batch."""
         self.world()  # from here on the first rank speaks for all
         batch = self.loop.inputs(source.peek(1)[0])
         self.model._symbolic_build(data_batch=_as_keras(batch))
@@ -256,14 +256,14 @@ class KerasTrainer(Trainer):
                 self._warm_start = None
 
     def _start_warm(self, source: str | Path) -> str:
-        """Weights and the optimiser's averages from there; rate, step and schedule as compiled."""
+        """Weights and the optimizer's averages from there; rate, step and schedule as compiled."""
         keras = self.model.optimizer
         rate = float(keras._get_current_learning_rate())
         words, signature = start_warm(self.model, self.optimizer, source)
         self.signature = signature or self.signature
         if hasattr(keras._learning_rate, "assign"):
             keras._learning_rate.assign(rate)
-        else:  # a schedule, which counts by the optimiser's steps
+        else:  # a schedule, which counts by the optimizer's steps
             keras._iterations.assign(0)
         return words
 

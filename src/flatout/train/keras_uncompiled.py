@@ -1,4 +1,4 @@
-"""Trainer for Keras models that are not compiled: the Trainer's own loss, optimiser and metrics."""
+"""Trainer for Keras models that are not compiled: the Trainer's own loss, optimizer and metrics."""
 
 from __future__ import annotations
 

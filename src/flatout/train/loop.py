@@ -119,10 +119,10 @@ class Loop:
         recipe: requested settings; what they leave open is decided by measuring.
         allow: how far the result may differ from the plain job: "exact", "tolerant", "redrawn".
         seed: decides the sample order together with epoch and sample number.
-        accumulate: batches whose gradients make one optimiser step.
+        accumulate: batches whose gradients make one optimizer step.
         clip_norm: largest total 2-norm of the gradients, or None.
         clip_value: largest absolute gradient element, or None.
-        lr_rule: how the learning rate follows the global batch, where the optimiser's rate was
+        lr_rule: how the learning rate follows the global batch, where the optimizer's rate was
             found with another one (`flatout.LrRule`); None leaves it as it is.
         run: folder (or fsspec URL) for checkpoints and logs; None writes nothing.
         resume: True for the latest checkpoint of `run`, or the name of one.
@@ -130,8 +130,8 @@ class Loop:
 
     Attributes:
         epoch: number of the current epoch, from 0.
-        step_count: optimiser steps done since training began (a resume goes on counting).
-        step_in_epoch: optimiser steps done in this epoch.
+        step_count: optimizer steps done since training began (a resume goes on counting).
+        step_in_epoch: optimizer steps done in this epoch.
         batch_in_epoch: batches of this epoch that were taken up to the last step.
         resolved: how the steps run; None before `prepare`.
         lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
@@ -260,12 +260,12 @@ class Loop:
         Args:
             model: the user's own object; it is changed in place. Several models are one
                 `nn.ModuleDict`.
-            optimizer: any torch optimiser over its parameters, or a list of several.
+            optimizer: any torch optimizer over its parameters, or a list of several.
             scheduler: saved and resumed with the rest, or a list of several; stepping them is the
                 caller's.
             compute: forward and loss of one batch. With `data`, open settings are measured.
             data: where the first batches come from; they are not used up.
-            steps: optimiser steps that are planned, so that measuring costs its share at most.
+            steps: optimizer steps that are planned, so that measuring costs its share at most.
 
         Raises:
             DeviceError: for a device that is not here.
@@ -616,7 +616,7 @@ class Loop:
             self.stepper.notes.append(line)
 
     def step(self, compute: Compute, batch: Batch, optimizer: Optimizers | None = None) -> bool:
-        """Train on one batch; returns whether that completed an optimiser step.
+        """Train on one batch; returns whether that completed an optimizer step.
 
         Gradients that other losses have left in the parameters do not count.
 
@@ -644,7 +644,7 @@ class Loop:
         return True
 
     def flush(self, compute: Compute, optimizer: Optimizers | None = None) -> bool:
-        """Make an optimiser step of the batches gathered so far, as at the end of an epoch."""
+        """Make an optimizer step of the batches gathered so far, as at the end of an epoch."""
         turn = self._turn_of(optimizer)
         if not turn.gathered:
             return False
@@ -684,7 +684,7 @@ class Loop:
             done.forward,
             done.backward,
             done.sync + others,
-            done.optimiser,
+            done.optimizer,
             now - stepped,
             sum([_on_all_ranks(batch, self.world.size) for batch in batches]),
         )
@@ -704,7 +704,7 @@ class Loop:
 
     @property
     def learning_rate(self) -> float:
-        """Of the first parameter group in the next step: what a rule makes of the optimiser's."""
+        """Of the first parameter group in the next step: what a rule makes of the optimizer's."""
         return self._rate_of(self.stepper.joint)
 
     def _rate_of(self, turn: Turn) -> float:

@@ -1,4 +1,4 @@
-"""Micro-batches: the same optimiser step in pieces that fit in memory.
+"""Micro-batches: the same optimizer step in pieces that fit in memory.
 
 The gradient of a batch is the sum of its pieces' gradients, so splitting changes rounding only. Two
 kinds of models are exceptions: with BatchNorm in training the statistics would come from the piece

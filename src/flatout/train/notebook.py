@@ -1,6 +1,6 @@
 """`Trainer(model, devices=2).fit(...)` in a notebook: the fit runs on ranks spawned for it.
 
-Model, optimiser, data and callbacks go to the ranks in a file, and what training has changed comes
+Model, optimizer, data and callbacks go to the ranks in a file, and what training has changed comes
 back into the notebook's own objects. Ranks are fresh processes: a fork of one that has computed
 would hang in libgomp.
 """

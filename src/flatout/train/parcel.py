@@ -43,7 +43,7 @@ def pack(folder: Path, trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str
     job = {
         "kind": type(trainer),
         "state": state,
-        # A Keras model is made anew from its description: the optimiser's parameters with it.
+        # A Keras model is made anew from its description: the optimizer's parameters with it.
         "parameters": list(trainer.model.parameters()),
         "args": args,
         "kwargs": kwargs,
@@ -89,7 +89,7 @@ def unpack(folder: Path) -> tuple[Trainer, tuple[Any, ...], dict[str, Any]]:
 
 
 def _follow_parameters(trainer: Trainer, sent: list[Any]) -> None:
-    """Let the optimiser hold the parameters of the model that was made here."""
+    """Let the optimizer hold the parameters of the model that was made here."""
     here = list(trainer.model.parameters())
     if all(own is other for own, other in zip(here, sent, strict=True)):
         return

@@ -129,7 +129,7 @@ def put_back(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimiser's state and options; how its kernels run stays as it is decided now."""
+    """Load an optimizer's state and options; how its kernels run stays as it is decided now."""
     kernels = [{k: g.get(k) for k in ("fused", "foreach")} for g in optimizer.param_groups]
     optimizer.load_state_dict(saved)
     for group, own in zip(optimizer.param_groups, kernels, strict=True):

@@ -102,8 +102,8 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping
     now = [_optimizer_words(kind_of(o), o.param_groups) for o in optimizers]
     if then != now:
         raise CheckpointError(
-            f"the checkpoint's optimiser is {', '.join(then)}, found {', '.join(now)}",
-            do="make the optimiser as it was, or begin a new run with warm_start from a model file",
+            f"the checkpoint's optimizer is {', '.join(then)}, found {', '.join(now)}",
+            do="make the optimizer as it was, or begin a new run with warm_start from a model file",
         )
 
 

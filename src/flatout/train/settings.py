@@ -84,14 +84,14 @@ class Switch:
         self._undo: dict[str, list[Undo]] = {}
 
     def use(self, wanted: Settings) -> None:
-        """Bring model, optimiser and process from what they are to `wanted`."""
+        """Bring model, optimizer and process from what they are to `wanted`."""
         now = self.now
-        # The optimiser's state follows its parameters before a fused kernel sees both.
+        # The optimizer's state follows its parameters before a fused kernel sees both.
         if wanted.memory_format != now.memory_format:
             lay_out(self.model, FORMATS[wanted.memory_format])
             for optimizer in self.optimizers:
                 align_state(optimizer)
-        # Asked of the optimiser itself: a state that was loaded meanwhile brings its own options.
+        # Asked of the optimizer itself: a state that was loaded meanwhile brings its own options.
         for optimizer in self.optimizers:
             if wanted.fused_optimizer != is_fused(optimizer) and can_switch(optimizer):
                 (fuse if wanted.fused_optimizer else defuse)(optimizer)
@@ -129,7 +129,7 @@ class Switch:
         return torch.autocast(self.device.type, dtype)
 
     def release(self) -> None:
-        """Take the code changes off the model again; weights, layout and optimiser stay."""
+        """Take the code changes off the model again; weights, layout and optimizer stay."""
         self.use(self.now.but(rewrites=False, compile=False, activation_checkpointing=False))
 
 

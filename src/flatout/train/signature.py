@@ -284,7 +284,7 @@ def _check_channels(source: Pipeline, signature: Signature) -> None:
     if own != theirs:
         raise DataError(
             f"the images have {own} channels, and the model was trained on {theirs}",
-            do=f"pass channels={theirs} to images, which makes grey or RGB of any picture",
+            do=f"pass channels={theirs} to images, which makes gray or RGB of any picture",
         )
 
 

@@ -101,7 +101,7 @@ def bytes_kept(model: nn.Module, optimizers: Optimizers) -> int:
 
 
 class Snapshot:
-    """Weights, buffers, gradients, modes, optimiser state and random states at one moment.
+    """Weights, buffers, gradients, modes, optimizer state and random states at one moment.
 
     Args:
         model: its parameters and buffers are cloned on their device, its plain attributes kept.
@@ -124,7 +124,7 @@ class Snapshot:
             parameter.grad = None if gradient is None else _like(parameter, gradient)
         self._surroundings.restore()
         for optimizer, state in self._states:
-            # Copied again, because the optimiser goes on to write into what it is given.
+            # Copied again, because the optimizer goes on to write into what it is given.
             optimizer.load_state_dict(copy.deepcopy(state))
             align_state(optimizer)
         set_random_state(self._random)
@@ -172,7 +172,7 @@ def _clone(tensor: torch.Tensor | None) -> Any:
     if tensor is not None and is_lazy(tensor):
         raise ModelError(
             "the model has a lazy layer with buffers, which have no shape before the first batch",
-            do="call the model once on a batch before training, then make the optimiser",
+            do="call the model once on a batch before training, then make the optimizer",
         )
     return None if tensor is None else tensor.detach().clone()
 

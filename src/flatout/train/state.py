@@ -19,11 +19,11 @@ class FitState:
         trainer: the Trainer that fits.
         history: the History being filled.
         epochs: how many epochs were asked for.
-        steps_per_epoch: optimiser steps per epoch; None where the source is not counted.
-        batch_size: samples that an optimiser step is to have.
+        steps_per_epoch: optimizer steps per epoch; None where the source is not counted.
+        batch_size: samples that an optimizer step is to have.
         epoch: number of the current epoch, from 0.
-        step: optimiser steps done since training began (a resume goes on counting).
-        step_in_epoch: optimiser steps done in this epoch.
+        step: optimizer steps done since training began (a resume goes on counting).
+        step_in_epoch: optimizer steps done in this epoch.
         logs: figures of the last finished epoch, such as `loss`, `val_loss`, `seconds`.
         stop_reason: why training ends early, once something asked for that.
     """

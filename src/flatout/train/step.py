@@ -1,10 +1,10 @@
-"""One optimiser step.
+"""One optimizer step.
 
     begin        gradients that others left are forgotten         (optim/update.py)
     forward      compute(batch) under autocast, a mean or (sum, weight)
     backward     of the loss; of each micro-batch where the batch is split
     sums         of gradients and losses over all ranks              (strategies/)
-    update       clip, check, optimiser, gradients to None        (optim/update.py)
+    update       clip, check, optimizer, gradients to None        (optim/update.py)
 
 A batch that does not fit in memory is taken again in smaller pieces. Where a job has several
 optimizers, a step is that of one of them or of several together: its turn.
@@ -58,18 +58,18 @@ class Weighing(ABC):
 
 
 class Done(NamedTuple):
-    """What one optimiser step leaves: mean loss, the weight of that mean, and times in ns."""
+    """What one optimizer step leaves: mean loss, the weight of that mean, and times in ns."""
 
     loss: torch.Tensor
     weight: torch.Tensor | float
     forward: int
     backward: int
     sync: int
-    optimiser: int
+    optimizer: int
 
 
 class Stepper:
-    """Runs optimiser steps on a model under the Settings of a Switch.
+    """Runs optimizer steps on a model under the Settings of a Switch.
 
     Args:
         switch: holds model, optimizers and device.
@@ -187,7 +187,7 @@ class Stepper:
     def __call__(
         self, compute: Compute, batches: Sequence[Batch], step: int, turn: Turn | None = None
     ) -> Done:
-        """One optimiser step on `batches` (more than one when gradients are accumulated).
+        """One optimizer step on `batches` (more than one when gradients are accumulated).
 
         Args:
             compute: forward and loss of one (micro-)batch.

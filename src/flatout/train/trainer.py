@@ -90,32 +90,32 @@ class Trainer:
             several outputs: a dict of such, by the output's name (or, for a tuple, in its order).
         loss_weights: of several losses what each is multiplied by in the total, by name; 1 where
             none is given.
-        optimizer: an optimiser, its class, a callable taking the parameters, or a name (adam,
+        optimizer: an optimizer, its class, a callable taking the parameters, or a name (adam,
             adamw, sgd, rmsprop; lars, lamb for very large batches).
         lr: learning rate, for a class or name; None leaves the class's own default.
         lr_rule: a `flatout.LrRule`: how the rate follows the global batch, where it was found with
             another one; None leaves it as it is.
         metrics: names (accuracy, auc, mse, mae), torchmetrics objects or callables; a list, or a
             mapping by name. With several losses: such a list or mapping for each output, by name.
-        scheduler: a torch scheduler, or a callable that takes the optimiser and gives one.
+        scheduler: a torch scheduler, or a callable that takes the optimizer and gives one.
         schedule_every: "step" or "epoch": when the scheduler steps. ReduceLROnPlateau always
             steps by epoch, on `val_loss` or, without validation, `loss`.
         recipe: requested settings; what is left open is decided by measuring.
         allow: how far the result may differ from the plain job: "exact" (bit-identical),
             "tolerant" (rounding), "redrawn" (other random draws).
-        accumulate: batches whose gradients make one optimiser step.
+        accumulate: batches whose gradients make one optimizer step.
         clip_norm: largest total 2-norm of the gradients, or None.
         clip_value: largest absolute gradient element, or None.
         seed: decides the sample order, together with epoch and sample number.
         run: folder or fsspec URL for checkpoints and the log; None writes nothing.
-        warm_start: a run, checkpoint or model file whose weights and optimiser state to start
+        warm_start: a run, checkpoint or model file whose weights and optimizer state to start
             from; step count and schedule start anew.
         devices: ranks that `fit` trains on, in a notebook: processes that are spawned for it, after
             which this model holds the weights. 1 takes the ranks that `flatout run` has started.
         say: prints the decisions made for the user; `lambda line: None` for silence.
 
     Raises:
-        ModelError: for a model, loss, optimiser or metric that cannot be used.
+        ModelError: for a model, loss, optimizer or metric that cannot be used.
         WorldError: for devices that are not here, or are for `flatout run` to start.
     """
 
@@ -669,27 +669,27 @@ def _as_optimizer(optimizer: Any, model: nn.Module, lr: float | None) -> torch.o
     if isinstance(optimizer, torch.optim.Optimizer):
         if lr is not None:
             raise ModelError(
-                "lr was given beside an optimiser that has its own",
-                do="pass the optimiser's class, or set lr where the optimiser is made",
+                "lr was given beside an optimizer that has its own",
+                do="pass the optimizer's class, or set lr where the optimizer is made",
             )
         return _checked(optimizer, model)
     if isinstance(optimizer, str):
         if optimizer not in _OPTIMIZERS:
             raise ModelError(
                 f"unknown optimizer {optimizer!r}; known: {', '.join(_OPTIMIZERS)}",
-                do="use one of these names, or pass a torch optimiser or its class",
+                do="use one of these names, or pass a torch optimizer or its class",
             )
         optimizer = _OPTIMIZERS[optimizer]
     if not callable(optimizer):
         raise ModelError(
-            f"an optimizer is an optimiser, its class or a name, found {type(optimizer).__name__}"
+            f"an optimizer is an optimizer, its class or a name, found {type(optimizer).__name__}"
         )
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ModelError("the model has no parameter that can be trained")
     made = optimizer(parameters) if lr is None else optimizer(parameters, lr=lr)
     if not isinstance(made, torch.optim.Optimizer):
-        raise ModelError(f"optimizer(...) gave a {type(made).__name__}, not a torch optimiser")
+        raise ModelError(f"optimizer(...) gave a {type(made).__name__}, not a torch optimizer")
     return _checked(made, model)
 
 
@@ -697,12 +697,12 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
             "LBFGS evaluates the loss several times in one step, which no step here does",
-            do="choose another optimiser, or train with a loop of plain PyTorch",
+            do="choose another optimizer, or train with a loop of plain PyTorch",
         )
     own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise ModelError(
-            "the optimiser has no parameter of this model",
+            "the optimizer has no parameter of this model",
             do="make it from the parameters of the model that is passed here",
         )
     return optimizer
@@ -722,13 +722,13 @@ def _as_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
         return None
     if not all(hasattr(scheduler, name) for name in ("step", "state_dict", "load_state_dict")):
         raise ModelError(
-            f"a scheduler is one of torch's, or takes the optimiser and gives one, found "
+            f"a scheduler is one of torch's, or takes the optimizer and gives one, found "
             f"{type(scheduler).__name__}"
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ModelError(
-            "the scheduler belongs to another optimiser than this Trainer's",
-            do="pass both objects, or a function that takes the optimiser and gives the scheduler",
+            "the scheduler belongs to another optimizer than this Trainer's",
+            do="pass both objects, or a function that takes the optimizer and gives the scheduler",
         )
     return scheduler
 

@@ -1,4 +1,4 @@
-"""Warm start: yesterday's weights and optimiser state, today's steps and schedule."""
+"""Warm start: yesterday's weights and optimizer state, today's steps and schedule."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from flatout.train.signature import Signature
 def warm_start(
     model: nn.Module, optimizer: torch.optim.Optimizer, source: str | Path
 ) -> tuple[str, Signature | None]:
-    """Load weights and, from a checkpoint, the optimiser's state.
+    """Load weights and, from a checkpoint, the optimizer's state.
 
-    The optimiser's options (learning rate and so on) are those it was made with now.
+    The optimizer's options (learning rate and so on) are those it was made with now.
 
     Args:
         model: gets the weights in place.
@@ -35,7 +35,7 @@ def warm_start(
 
     Raises:
         CheckpointError: if there is none, it is damaged, or it belongs to another model or
-            optimiser; nothing is changed then.
+            optimizer; nothing is changed then.
     """
     path = str(source).rstrip("/")
     if is_model_file(path) or path.endswith(TORCH_FILES):
@@ -43,7 +43,7 @@ def warm_start(
         signature = Signature.of(metadata, path)
         check_fits(weights_of(model), weights, where=path)
         load_weights(model, weights)
-        return "warm start: weights kept, optimiser new", signature
+        return "warm start: weights kept, optimizer new", signature
     loaded = _load(path)
     check_fits(weights_of(model), loaded.model, where=path)
     check_optimizers([optimizer], loaded.state)
@@ -54,7 +54,7 @@ def warm_start(
     optimizer.load_state_dict({**saved, "param_groups": groups})
     align_state(optimizer)
     words = (
-        f"warm start from step {loaded.step:,}: weights and optimiser kept, step and schedule anew"
+        f"warm start from step {loaded.step:,}: weights and optimizer kept, step and schedule anew"
     )
     return words, signature
 

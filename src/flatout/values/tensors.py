@@ -38,7 +38,7 @@ def refusal(value: Any) -> str | None:
     if value.is_meta:
         return "it is on the meta device and has no values"
     if value.is_quantized:
-        return f"it is quantised ({value.dtype})"
+        return f"it is quantized ({value.dtype})"
     return None
 
 

@@ -13,7 +13,7 @@ def own_cpus(cpus: Sequence[int], rank: int, ranks: int) -> list[int]:
     """A rank's part of some CPUs: disjoint, and of about equal size; of too few, one CPU each.
 
     Args:
-        cpus: of the node, in order, so that neighbours share caches.
+        cpus: of the node, in order, so that neighbors share caches.
         rank: on this node, from 0.
         ranks: on this node.
     """

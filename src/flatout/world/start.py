@@ -1,6 +1,6 @@
 """Runs a script as one rank: `python -m flatout.world.start script.py args`.
 
-What is added to the script: an optimiser that steps in a script whose ranks never met is stopped,
+What is added to the script: an optimizer that steps in a script whose ranks never met is stopped,
 and of several ranks only the one that failed tells its story.
 """
 
@@ -36,7 +36,7 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
     """
     if place().world_size > 1:
         end_with_parent()
-        _watch_optimisers()
+        _watch_optimizers()
         sys.excepthook = _tell
     try:
         (run or _run)(arguments)
@@ -69,7 +69,7 @@ def end_with_parent() -> None:
     die_with_parent(int(agent))
 
 
-def _watch_optimisers() -> None:
+def _watch_optimizers() -> None:
     """Before its first step, see that this rank has joined the others."""
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_pre_hook

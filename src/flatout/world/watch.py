@@ -127,7 +127,7 @@ class Watch:
                     return
                 self._tell_where_it_stands()
                 self._answer()
-                self._look_at_neighbours()
+                self._look_at_neighbors()
                 self._mind_own_waiting()
 
     def _next_look(self) -> float:
@@ -169,7 +169,7 @@ class Watch:
             self._set(f"answer/{self._answered}/{self._here.rank}", asdict(stand))
             self._to_look.append((self._answered, monotonic() + _LOOK_AFTER * self._beat))
 
-    def _look_at_neighbours(self) -> None:
+    def _look_at_neighbors(self) -> None:
         """The lowest rank of a machine that answers looks at those there that do not."""
         while self._to_look and self._to_look[0][1] <= monotonic():
             question, _ = self._to_look.pop(0)

@@ -115,7 +115,7 @@ class Tally:
     columns: dict[str, Part] = field(default_factory=dict)
     labels: Counter[float] | None = field(default_factory=Counter)
     target_sum: float = 0.0
-    _labelled: int = 0
+    _labeled: int = 0
     _changes: int = 0
     _last: float | None = None
 
@@ -135,7 +135,7 @@ class Tally:
         if found is None:
             self.labels = None
             return
-        self._labelled += found.rows
+        self._labeled += found.rows
         self.target_sum += found.sum
         self._changes += found.changes
         self._changes += self._last is not None and self._last != found.first
@@ -148,7 +148,7 @@ class Tally:
     def only_labels(self, targets: npt.NDArray[Any] | None) -> None:
         """Take these for the targets of all rows, in place of those that were counted."""
         self.labels, self._changes, self._last, self.target_sum = Counter(), 0, None, 0.0
-        self._labelled = 0
+        self._labeled = 0
         self._add_labels(None if targets is None else _labels(targets))
 
     @property
@@ -156,8 +156,8 @@ class Tally:
         """Of the targets, where they are numbers and no classes."""
         return (
             None
-            if self.classes is not None or not self._labelled
-            else self.target_sum / self._labelled
+            if self.classes is not None or not self._labeled
+            else self.target_sum / self._labeled
         )
 
     @property
@@ -171,7 +171,7 @@ class Tally:
     def sorted_by_class(self) -> bool:
         """Whether one class comes after the other."""
         classes = self.classes
-        return classes is not None and 2 <= len(classes) == self._changes + 1 < self._labelled
+        return classes is not None and 2 <= len(classes) == self._changes + 1 < self._labeled
 
 
 def _finite(labels: Counter[float]) -> list[float]:

@@ -211,7 +211,7 @@ def _go_on(own: Order, start: int, count: int, size: int) -> Numbers:
 
 
 def shuffled_in_windows(numbers: Numbers, seed: int, window: int) -> Order:
-    """Rows shuffled among `window` neighbours, the windows one after the other.
+    """Rows shuffled among `window` neighbors, the windows one after the other.
 
     For files that do not fit in memory: a window's rows are read from one place.
     """

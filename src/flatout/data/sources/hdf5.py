@@ -70,7 +70,7 @@ def hdf5(
 
     Raises:
         DataError: a file is damaged, cut off or lacks a dataset; a dataset holds no numbers, or
-            has another number of rows than its neighbour.
+            has another number of rows than its neighbor.
     """
     require("h5py", "hdf5", "HDF5")
     from flatout.data.pipeline import Pipeline

@@ -42,7 +42,7 @@ _PREFIXES = {"train": "train", "test": "t10k"}
 
 
 def read(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
-    """The array in an IDX file, in native byte order; gzip is recognised by its first bytes.
+    """The array in an IDX file, in native byte order; gzip is recognized by its first bytes.
 
     Raises:
         DataError: the file is missing, no IDX file, truncated, longer than its header says, or its

@@ -57,7 +57,7 @@ class Look:
     Attributes:
         size: height and width.
         resize: what becomes of another aspect: see `flatout.data.images`.
-        channels: 3 (RGB) or 1 (grey).
+        channels: 3 (RGB) or 1 (gray).
         reduced: decode a JPEG at a half, quarter or eighth of its size where that is enough.
     """
 
@@ -201,7 +201,7 @@ def _by_pillow(data: bytes | memoryview, header: Header, times: int, channels: i
             height, width = _turned_size(header, (header.height, header.width))
             if image.size != (width, height):
                 raise _another(header)
-            # A JPEG stores its grey image beside the colours: no need to compute it.
+            # A JPEG stores its gray image beside the colors: no need to compute it.
             smaller = (width // times, height // times) if times > 1 else None
             image.draft("L" if channels == 1 else None, smaller)
             pixels = _eight_bits(image, channels)
@@ -220,7 +220,7 @@ def _eight_bits(image: Any, channels: int) -> Pixels:
         # Pillow cuts what is above 255 off; a photograph of 16 bits would be white.
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
-            raise Damaged("expected grey values of at most 16 bits, found more")
+            raise Damaged("expected gray values of at most 16 bits, found more")
         image = Image.fromarray((values >> 8).astype(np.uint8))
     elif image.mode == "F":
         raise Damaged("expected whole numbers as pixels, found floating-point ones")

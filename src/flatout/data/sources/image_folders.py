@@ -33,7 +33,7 @@ class ImageFolders:
 
     Args:
         paths: as `flatout.data.images` takes them.
-        labelled: whether there are classes.
+        labeled: whether there are classes.
         classes: their names in the order of their numbers; None for the sorted names of the
             folders.
         faults: what to do about files that are no images.
@@ -43,14 +43,14 @@ class ImageFolders:
     """
 
     def __init__(
-        self, paths: Paths, labelled: bool, classes: tuple[str, ...] | None, faults: Faults
+        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, faults: Faults
     ) -> None:
         found = find_images(paths)
-        if labelled and classes is None:
+        if labeled and classes is None:
             check_no_splits(found, paths, takes_classes=True)
-        self.classes = _classes(found, classes) if labelled else ()
+        self.classes = _classes(found, classes) if labeled else ()
         self._entries, self.headers = open_images(found.entries, faults)
-        self.labels = _labels(self._entries, self.classes) if labelled else None
+        self.labels = _labels(self._entries, self.classes) if labeled else None
         self._others = found.others
 
     @property

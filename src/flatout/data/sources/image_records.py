@@ -42,7 +42,7 @@ class ImageRecords:
 
     Args:
         paths: as `files.find` takes them.
-        labelled: whether labels are read.
+        labeled: whether labels are read.
         classes: their names in the order of their numbers; None for those that `flatout data
             convert` has left beside the shards, or the numbers. Where those are all among these, a
             record belongs to the class that is called so, whatever its number was.
@@ -53,17 +53,17 @@ class ImageRecords:
     """
 
     def __init__(
-        self, paths: Paths, labelled: bool, classes: tuple[str, ...] | None, faults: Faults
+        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, faults: Faults
     ) -> None:
         files = find(paths)
-        _check_features(files[0], labelled)
-        decoder = _ImageDecoder(_schema(labelled))
+        _check_features(files[0], labeled)
+        decoder = _ImageDecoder(_schema(labeled))
         self._records = IndexedRows(files, decoder, faults, "TFRecord")
         known = self._records.index.lengths
         self.headers = np.empty(self._records.rows, HEADER)
         for name in HEADER.names or ():
             self.headers[name] = known[name]
-        self.labels = known["label"] if labelled else None
+        self.labels = known["label"] if labeled else None
         self.classes: tuple[str, ...] = ()
         if self.labels is not None:
             written = _names_beside(files)
@@ -181,9 +181,9 @@ def _names_beside(files: Sequence[File]) -> tuple[str, ...] | None:
     return next(iter(found))
 
 
-def _schema(labelled: bool) -> Schema:
+def _schema(labeled: bool) -> Schema:
     columns = [Column(name="image", dtype="uint8", ragged=True)]
-    if labelled:
+    if labeled:
         columns.append(Column(name="label", dtype="int64", role="target"))
     columns.append(Column(name="path", dtype="uint8", ragged=True, role="unused", default=0))
     return Schema(format="image_records", columns=tuple(columns))
@@ -199,12 +199,12 @@ def _in_brackets(path: memoryview) -> str:
     return f" ({bytes(path).decode(errors='replace')})" if len(path) else ""
 
 
-def _check_features(file: File, labelled: bool) -> None:
+def _check_features(file: File, labeled: bool) -> None:
     """Raise if the first record is of another kind altogether."""
     found = _first_features(file)
     if found is None:
         return
-    wanted = {"image": "bytes", **({"label": "int64"} if labelled else {})}
+    wanted = {"image": "bytes", **({"label": "int64"} if labeled else {})}
     if any(name not in found or found[name].kind != kind for name, kind in wanted.items()):
         listed = [", ".join(f"{name} ({kind})" for name, kind in wanted.items())]
         listed += [", ".join(f"{name} ({seen.kind})" for name, seen in sorted(found.items()))]

@@ -47,8 +47,8 @@ def images(
 
     Images come as uint8 of shape (channels, height, width), a batch of them in channels_last
     memory: that is how they are decoded, and what convolutions like best. They are upright, by
-    their Exif orientation. Grey and CMYK become RGB, transparency is dropped and 16 bits are cut to
-    8, all as Pillow's `convert("RGB")` has it (of 16-bit grey, Pillow would cut the bright part
+    their Exif orientation. Gray and CMYK become RGB, transparency is dropped and 16 bits are cut to
+    8, all as Pillow's `convert("RGB")` has it (of 16-bit gray, Pillow would cut the bright part
     off; here its upper 8 bits stay). Of an animation, the first image counts.
 
     Every image's header is read at once, so that empty, foreign and damaged files are known before
@@ -68,7 +68,7 @@ def images(
         resize: what to do about another aspect: "stretch" changes it, "crop" uses the middle of the
             image, "fit" uses all of it and leaves a black margin. The filter is a triangle,
             antialiased when shrinking: Pillow's BILINEAR.
-        channels: 3 for RGB, 1 for grey.
+        channels: 3 for RGB, 1 for gray.
         classes: names of the folders in the order of the classes' numbers; None sorts them. Give
             the same to training and validation data, or `schema=train.schema`; a Trainer does so by
             itself. Of records, names of the labels 0, 1, ..., unless `flatout data convert` has
@@ -114,14 +114,14 @@ def images(
             raise DataError(f"{', '.join(beside)}: the schema says that already; found both")
         wanted = _of_schema(read)
     faults = Faults(on_error, max_errors)
-    labelled = wanted.label is not None
+    labeled = wanted.label is not None
     stored: Images
     if _are_records(paths) if records is None else records:
         # What was skipped when the index was built is told, and counted, with the index.
         of_index = Faults(on_error, max_errors)
-        stored = ImageRecords(paths, labelled, wanted.classes, of_index)
+        stored = ImageRecords(paths, labeled, wanted.classes, of_index)
     else:
-        stored = ImageFolders(paths, labelled, wanted.classes, faults)
+        stored = ImageFolders(paths, labeled, wanted.classes, faults)
     return Pipeline(ImageRows(stored, wanted, faults))
 
 

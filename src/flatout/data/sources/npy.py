@@ -52,7 +52,7 @@ def npy(
 
     Raises:
         DataError: naming a file that is damaged, cut off, holds no numbers, or has another number
-            of rows than its neighbour.
+            of rows than its neighbor.
     """
     from flatout.data.pipeline import Pipeline
 

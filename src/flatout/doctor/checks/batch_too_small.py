@@ -44,7 +44,7 @@ def look(seen: Observation) -> list[Finding]:
     whole = step_ms(seen)
     if seen.world_size > 1:
         raise NoSignal("what the ranks wait for one another is a part of each step")
-    if share(seen, lane(seen, "forward", "backward", "optimiser")) < _COMPUTES:
+    if share(seen, lane(seen, "forward", "backward", "optimizer")) < _COMPUTES:
         return []
     model = models(seen)[0]
     by_size = _last_and_whole(seen)

@@ -20,10 +20,10 @@ def look(seen: Observation) -> list[Finding]:
     trained = models(seen)
     if all(model.subnormal_share is None for model in trained):
         raise NoSignal("the numbers of the model were not looked at")
-    # A step of the optimiser alone computes with its moments.
+    # A step of the optimizer alone computes with its moments.
     found = [
-        *_found(seen, trained, "the model", ("forward", "backward", "optimiser")),
-        *_found(seen, seen.optimizers, "the optimiser", ("optimiser",)),
+        *_found(seen, trained, "the model", ("forward", "backward", "optimizer")),
+        *_found(seen, seen.optimizers, "the optimizer", ("optimizer",)),
     ]
     return found[:1]  # one setting cures all
 
@@ -32,7 +32,7 @@ def _found(
     seen: Observation, owners: Sequence[Model] | Sequence[Optimizer], of: str, lanes: Sequence[str]
 ) -> list[Finding]:
     cost = lane(seen, *lanes)
-    took = "forward, backward and optimiser take" if len(lanes) > 1 else "its steps take"
+    took = "forward, backward and optimizer take" if len(lanes) > 1 else "its steps take"
     if not is_worth(seen, cost):
         return []
     return [

@@ -50,7 +50,7 @@ def _shuffled_late(loader: Loader) -> Finding:
     return Finding(
         name="pipeline_order",
         kind="danger",
-        what="batches are shuffled, not samples: each batch has the same neighbours from the "
+        what="batches are shuffled, not samples: each batch has the same neighbors from the "
         "source in every epoch",
         do="shuffle() before batch()",
         number=7,

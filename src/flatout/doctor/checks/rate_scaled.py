@@ -15,14 +15,14 @@ _RANKS = re.compile(r"world_?size|^ranks$|^n?(um)?_?(ranks|gpus|replicas|process
 """How scripts call the number of ranks."""
 
 _ADAPTIVE = ("ada", "rmsprop", "lamb", "lion")
-"""In the names of optimisers for which theory and experiments speak for the square root."""
+"""In the names of optimizers for which theory and experiments speak for the square root."""
 
 _RISES = 1.05
 """A later rate over that of the first step, from which on it is warm-up."""
 
 
 def look(seen: Observation) -> list[Finding]:
-    """Whether the line that makes the optimiser multiplies, and the rate is whole from the start.
+    """Whether the line that makes the optimizer multiplies, and the rate is whole from the start.
 
     That a rate should have been multiplied, and was not, no run can show.
     """
@@ -31,7 +31,7 @@ def look(seen: Observation) -> list[Finding]:
         return []
     made = calls(seen, "optimizer")
     if not made or not seen.optimizers:
-        raise NoSignal("the line that makes the optimiser was not seen")
+        raise NoSignal("the line that makes the optimizer was not seen")
     multiplied = [call for call in made if _multiplies(call)]
     if not multiplied:
         return []
@@ -55,7 +55,7 @@ def _multiplies(call: Call) -> bool:
     if any(_RANKS.search(word) for word in words):
         return ast.Mult in operators and ast.Pow not in operators and "sqrt" not in words
     if words:
-        raise NoSignal("where the learning rate comes from is not in the optimiser's line")
+        raise NoSignal("where the learning rate comes from is not in the optimizer's line")
     return False
 
 
@@ -64,14 +64,14 @@ def _rate_in(line: str) -> ast.expr:
     try:
         tree = ast.parse(line.strip())
     except SyntaxError:
-        raise NoSignal("the call that makes the optimiser is not in one line") from None
+        raise NoSignal("the call that makes the optimizer is not in one line") from None
     for part in ast.walk(tree):
         if isinstance(part, ast.Call):
             for keyword in part.keywords:
                 if keyword.arg == "lr":
                     return keyword.value
                 if keyword.arg is None:
-                    raise NoSignal("the optimiser's options come from elsewhere")
+                    raise NoSignal("the optimizer's options come from elsewhere")
     call = next((part for part in ast.walk(tree) if isinstance(part, ast.Call)), None)
     return call.args[1] if call is not None and len(call.args) > 1 else ast.Constant(None)
 

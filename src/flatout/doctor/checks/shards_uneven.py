@@ -18,7 +18,7 @@ _MUCH = 8 * 2**20
 
 
 def look(seen: Sequence[Observation]) -> list[Finding]:
-    """Whether the optimisers of the ranks step unequal amounts: replicas all step the same."""
+    """Whether the optimizers of the ranks step unequal amounts: replicas all step the same."""
     if seen[0].world_size < 2:
         return []
     if len(seen) < 2:

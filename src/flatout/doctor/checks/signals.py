@@ -29,7 +29,7 @@ SLOW_RATE = 2e9
 """FLOP per second below which a step on a CPU is no arithmetic: one core multiplies matrices at ten
 times that rate, so the time goes to calling operators."""
 
-PER_STEP = ("input", "copy", "forward", "backward", "sync", "optimiser", "host")
+PER_STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host")
 """The lanes of which a step consists; the others lie between steps."""
 
 
@@ -134,7 +134,7 @@ def samples_per_call(seen: Observation) -> int | None:
 
 
 def batches_per_step(seen: Observation) -> float:
-    """How many batches go into an optimiser step: more than one where gradients accumulate."""
+    """How many batches go into an optimizer step: more than one where gradients accumulate."""
     return max((optimizer.backwards for optimizer in seen.optimizers), default=1.0) or 1.0
 
 

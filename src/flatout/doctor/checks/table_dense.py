@@ -1,4 +1,4 @@
-"""A dense optimiser updates all rows of a table of which a batch touches a few."""
+"""A dense optimizer updates all rows of a table of which a batch touches a few."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def look(seen: Observation) -> list[Finding]:
     ]
     if not sparse:
         return []
-    cost = lane(seen, "backward", "optimiser")
+    cost = lane(seen, "backward", "optimizer")
     if not is_worth(seen, cost):
         return []
     return [
@@ -33,7 +33,7 @@ def look(seen: Observation) -> list[Finding]:
             name="table_dense",
             kind="slow",
             what=f"a batch touches {optimizer.sparse_share:.1%} of the embeddings, and "
-            f"{optimizer.kind.rpartition('.')[2]} updates all of them; backward and optimiser take "
+            f"{optimizer.kind.rpartition('.')[2]} updates all of them; backward and optimizer take "
             f"{ms(cost)}",
             do="nn.Embedding(..., sparse=True) with SparseAdam or SGD: rows that are not touched "
             "stay as they are, which dense Adam's momentum does not do",

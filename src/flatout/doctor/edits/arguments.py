@@ -1,4 +1,4 @@
-"""Arguments of calls: what zero_grad, optimisers, DataLoaders and DDP are given."""
+"""Arguments of calls: what zero_grad, optimizers, DataLoaders and DDP are given."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def _must_always_train_all(code: Code) -> None:
 
 
 def fuse(at: Place) -> list[Edit]:
-    """fused=True for the only optimiser of this class."""
+    """fused=True for the only optimizer of this class."""
     steps = at.call("step")
     kinds = {one.kind.rpartition(".")[2] for one in at.seen.optimizers if not one.fused}
     if len(kinds) != 1 or not isinstance(steps.func, ast.Attribute):
-        raise Unsure("which optimiser it is cannot be seen")
+        raise Unsure("which optimizer it is cannot be seen")
     kind = kinds.pop()
     try:
         code, call = at.code, made_by(at.code, steps.func.value, kind)

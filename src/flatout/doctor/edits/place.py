@@ -34,7 +34,7 @@ class Place:
 
     @classmethod
     def of(cls, finding: Finding, seen: Observation) -> Place:
-        """The line that a finding names, else the one where the optimiser steps.
+        """The line that a finding names, else the one where the optimizer steps.
 
         Raises:
             Unsure: there is neither.

@@ -36,7 +36,7 @@ _EDITS: dict[str, Callable[[Place], list[Edit]]] = {
     "log_each_step": loops.tell_less,
     "memory_not_pinned": arguments.pin,
     "metric_slow": metrics.after_loop,
-    "optimiser_unfused": arguments.fuse,
+    "optimizer_unfused": arguments.fuse,
     "retained_graph": tensors.detach,
     "sampler_missing": loops.share_samples,
     "saved_wrapped": models.save_bare,

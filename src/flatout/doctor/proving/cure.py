@@ -25,7 +25,7 @@ _COMPILE = "compute.compile"
 _MOST_VALUES = 4
 
 _WORDS: dict[str, str] = {
-    "compute.fused_optimizer": "fused optimiser",
+    "compute.fused_optimizer": "fused optimizer",
     "compute.compile": "torch.compile",
     "compute.rewrites": "activation behind pooling",
     "memory.allocator": "memory kept by the allocator",

@@ -8,7 +8,7 @@ What a cure may do to them depends on its parity:
   grows from step to step, so later steps are judged as for "redrawn".
 - redrawn: the mean of b - a over all steps lies within three standard errors, but never beyond 10%
   of the mean of |a|; 2% always pass. The error comes from the means of up to eight
-  stretches of steps, since neighbouring losses are not independent (batch means; Law and Carson
+  stretches of steps, since neighboring losses are not independent (batch means; Law and Carson
   1979, "A sequential procedure for determining the length of a steady-state simulation").
 
 Where the first batches of both sides hold the same numbers, the input has drawn nothing anew: then

@@ -16,7 +16,7 @@ _GIB = 2**30
 def obstacle(verdict: Verdict) -> str:
     """Why no trial can be made of this script on this machine, in words; "" where one can."""
     if not verdict.observations or not verdict.steps:
-        return "the script took no optimiser step, so there is nothing to measure"
+        return "the script took no optimizer step, so there is nothing to measure"
     if verdict.ended == "failed":
         return "the script failed by itself"
     return _other_jobs(verdict.observations) or _no_room(verdict.observations)

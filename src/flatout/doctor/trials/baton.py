@@ -1,6 +1,6 @@
 """A trial's process at a step boundary: it tells how long its block took, and waits for the next.
 
-Whoever sees the script's optimiser steps calls `at_step()` after each, or after as many as it was
+Whoever sees the script's optimizer steps calls `at_step()` after each, or after as many as it was
 told to. Outside a trial that does nothing. The first process of a script that gets here takes part;
 its other ranks and workers wait for it where they always do.
 """
@@ -121,7 +121,7 @@ def tell_also(between: Callable[[], int], more: Callable[[], dict[str, Any]]) ->
 
 
 def at_step(steps: int = 1) -> int:
-    """To be called after an optimiser step, before the next one's work begins.
+    """To be called after an optimizer step, before the next one's work begins.
 
     Args:
         steps: that have ended since the last call.

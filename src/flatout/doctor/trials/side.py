@@ -98,7 +98,7 @@ class Side:
 
     Args:
         name: "a" or "b".
-        job: the script. It must call `baton.at_step` after each optimiser step.
+        job: the script. It must call `baton.at_step` after each optimizer step.
         folder: of all trials of this process; its own lies below.
         until: when waiting for it ends, on the monotonic clock.
         passes, is_redirected: as Process takes them.

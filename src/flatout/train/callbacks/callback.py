@@ -28,7 +28,7 @@ class Callback:
         for epoch in epochs:              on_fit_start before, on_fit_end after
             on_epoch_start
             for batch in source:
-                one optimiser step
+                one optimizer step
                 on_step                   once in `every` steps
             evaluate, if asked for:       on_evaluate_end
             on_epoch_end
@@ -57,7 +57,7 @@ class Callback:
         """Called before the first step of each epoch."""
 
     def on_step(self, state: FitState) -> None:
-        """Called after an optimiser step, once in `every` steps."""
+        """Called after an optimizer step, once in `every` steps."""
 
     def on_evaluate_end(self, state: FitState) -> None:
         """Called after an evaluation; `state.logs` holds its `val_` figures."""

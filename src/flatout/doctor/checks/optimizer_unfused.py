@@ -1,4 +1,4 @@
-"""An optimiser of torch that could step in one fused kernel."""
+"""An optimizer of torch that could step in one fused kernel."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def look(seen: Observation) -> list[Finding]:
     unfused = [optimizer for optimizer in seen.optimizers if _could_fuse(optimizer)]
     if not unfused:
         return []
-    cost = lane(seen, "optimiser")
+    cost = lane(seen, "optimizer")
     return [
         Finding(
-            name="optimiser_unfused",
+            name="optimizer_unfused",
             kind=kind_of(seen, cost),
             what=f"{optimizer.kind.rpartition('.')[2]} steps {optimizer.parameters} tensors one "
             f"operator after the other; its lane takes {ms(cost)}",
@@ -39,4 +39,4 @@ def _could_fuse(optimizer: Optimizer) -> bool:
     return package.startswith("torch.optim") and name in _FUSES and not optimizer.fused
 
 
-CHECK = Check("optimiser_unfused", (47,), look)
+CHECK = Check("optimizer_unfused", (47,), look)
