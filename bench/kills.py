@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from flatout.lifetimes import adopt_orphans
+from flatout.processes import adopt_orphans
 from killed.fits import FITS
 from killed.leftovers import shared_memory, still_there
 from killed.processes import Hang, Lost, strays

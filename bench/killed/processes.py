@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from flatout.lifetimes import die_with_parent
+from flatout.processes import die_with_parent
 
 # After this long something hangs: on a busy machine the slowest of all takes a fifth of it.
 PATIENCE_S = 180.0

@@ -15,7 +15,7 @@ import flatout
 from flatout.cli.main import main as command
 from flatout.data.batch import named_tensors
 from flatout.data.conversion import passes
-from flatout.data.running import row_folder
+from flatout.data.execution import row_folder
 from killed.processes import Tell
 from killed.series import forked
 

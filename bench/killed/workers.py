@@ -52,7 +52,7 @@ def batches(tell: Tell, folder: Path, attempts: int) -> None:
         except DataError as error:
             tell("died " + str(error).replace("\n", " "))
         # As an epoch that begins much later, with new processes.
-        made._program.crew.close()
+        made._program.pool.close()
 
 
 def undisturbed(folder: Path) -> str:

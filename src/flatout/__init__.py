@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flatout import keras_import
 
 if TYPE_CHECKING:
-    from flatout import callbacks, data, optim
+    from flatout import data, integrations, optim
     from flatout.optim import LrRule
     from flatout.recipe import Recipe
     from flatout.train.callbacks import Callback, EarlyStopping
@@ -36,7 +36,7 @@ _HOMES = {
     "unload_ipython_extension": "flatout.report.notebook",
 }
 
-_ROOMS = ("callbacks", "data", "optim")
+_ROOMS = ("integrations", "data", "optim")
 
 __all__ = [
     "Callback",
@@ -46,8 +46,8 @@ __all__ = [
     "LrRule",
     "Recipe",
     "Trainer",
-    "callbacks",
     "data",
+    "integrations",
     "optim",
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.say import printable
+from flatout.console import printable
 
 
 class FlatoutError(Exception):

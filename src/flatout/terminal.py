@@ -8,7 +8,7 @@ from typing import Any
 from rich import console
 from rich.segment import Segment
 
-from flatout.say import printable
+from flatout.console import printable
 
 
 class Console(console.Console):

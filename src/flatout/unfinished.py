@@ -13,7 +13,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from flatout.lifetimes import state_and_start
+from flatout.processes import state_and_start
 
 _count = itertools.count()
 _PATTERN = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._]+)-(?P<pid>\d+)-(?P<start>\d+)-\d+(\.part)?")

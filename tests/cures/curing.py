@@ -90,7 +90,7 @@ def _run(job: dict, folder: str) -> None:
     import torch
 
     from flatout import cures
-    from flatout.observe.running import run
+    from flatout.observe.run_script import run
     from flatout.recipe import Recipe, apply
 
     code = 0

@@ -15,7 +15,7 @@ from flatout.cures.ddp import _all_reduce
 from flatout.cures.install import in_words, is_tested, wanted
 from flatout.cures.later import Later
 from flatout.cures.sample_store import Store, form_of
-from flatout.data.running.unchanged import Attributes
+from flatout.data.execution.unchanged import Attributes
 from flatout.recipe import FIELDS, PLAIN, Choice, Parity, Recipe
 
 

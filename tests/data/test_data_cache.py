@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from data_made_up import MadeUp, same
 
+from flatout.data.execution.row_folder import Filling, RowFolder
+from flatout.data.execution.row_store import layout_of
 from flatout.data.pipeline import Pipeline
-from flatout.data.running.row_folder import Filling, RowFolder
-from flatout.data.running.row_store import layout_of
 from flatout.errors import DataError
 
 
@@ -111,7 +111,7 @@ def test_rows_that_are_skipped_stay_away():
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch):
-    from flatout.data.running import cache
+    from flatout.data.execution import cache
 
     with pytest.raises(DataError, match=r"100 decoded samples take .* but memory has 0\.0 MB"):
         list(plain().cache("memory").options(memory=10).batches(0))
@@ -132,7 +132,7 @@ def test_auto_goes_to_the_disk_where_memory_is_small(tmp_path):
 
 
 def filled_block(rows=40):
-    from flatout.data.running.buffers import Buffers
+    from flatout.data.execution.buffers import Buffers
 
     return MadeUp(rows).take(np.arange(rows), Buffers())
 
@@ -147,7 +147,7 @@ def test_a_folder_is_whole_or_absent(tmp_path):
     folder = RowFolder(tmp_path / "rows")
     folder.verify()
     assert folder.meta["schema"] == "text"
-    from flatout.data.running.buffers import Buffers
+    from flatout.data.execution.buffers import Buffers
 
     taken = folder.take(np.array([39, 0, 3]), Buffers())
     assert taken.columns["x"][:, 0].tolist() == [39, 0, 3]
@@ -225,7 +225,7 @@ SCRIPT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from data_made_up import MadeUp
-from flatout.data.running import row_folder
+from flatout.data.execution import row_folder
 from flatout.data.pipeline import Pipeline
 
 row_folder._FLUSH_S = 0.05

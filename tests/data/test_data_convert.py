@@ -19,9 +19,9 @@ from flatout.data.conversion import convert as verb
 from flatout.data.conversion import passes
 from flatout.data.conversion.convert import convert
 from flatout.data.conversion.job import balanced
+from flatout.data.execution.buffers import Buffers
 from flatout.data.order import order
 from flatout.data.pipeline import Pipeline, mix
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.rows import rows
 from flatout.errors import DataError
@@ -547,7 +547,7 @@ from pathlib import Path
 import flatout.data.conversion.convert as verb
 from data_made_up import MadeUp
 from flatout.data.conversion import passes, shards
-from flatout.data.running import row_folder
+from flatout.data.execution import row_folder
 from flatout.data.pipeline import Pipeline
 
 folder, to, moments = Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
@@ -639,7 +639,7 @@ from pathlib import Path
 import flatout.data.conversion.convert as verb
 from data_made_up import COLUMNS, MadeUp
 from flatout.data.conversion import passes, shards
-from flatout.data.running import row_folder
+from flatout.data.execution import row_folder
 from flatout.data.pipeline import Pipeline
 
 folder, to = Path(sys.argv[2]), sys.argv[3]
@@ -773,7 +773,7 @@ def test_a_disk_that_becomes_full(tmp_path, to, layout, when, monkeypatch):
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
     monkeypatch.setattr(passes, "MOST_ROWS", 64)
-    monkeypatch.setattr("flatout.data.running.row_folder._FLUSH_S", 0.0)
+    monkeypatch.setattr("flatout.data.execution.row_folder._FLUSH_S", 0.0)
     try:
         source = flatout.data.libsvm(svm(tmp_path / "a.svm", rows=2000), layout=layout)
         given = {} if to == "rows" else {"shards": 10}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.data.running.digests import Nameless, function_name
+from flatout.data.execution.digests import Nameless, function_name
 from flatout.errors import DataError
 
 X = np.arange(40, dtype=np.float32)

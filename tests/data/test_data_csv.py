@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout.data
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import find
-from flatout.data.running.buffers import Buffers
 from flatout.data.sources import csv_split
 from flatout.errors import DataError
 
@@ -43,7 +43,7 @@ def _all(pipeline, batch=100):
 
 def _rows(path, on_error="fail", max_errors=100, schema=None, wanted=None, **given):
     return csv_rows(
-        find(path), wanted or Wanted(), Faults(on_error, max_errors), schema=schema, **given
+        find(path), wanted or Wanted(), ErrorPolicy(on_error, max_errors), schema=schema, **given
     )
 
 
@@ -292,7 +292,7 @@ def test_rows_are_cut_where_python_cuts_them(table, quoting, newline, window, da
         assert [_by_python(piece)[0] for piece in pieces] == table
         assert not whole.problem
         assert whole.consumed == len(content)
-        # Cut anywhere, the rest is what `consumed` says.
+        # BatchSampler anywhere, the rest is what `consumed` says.
         cut = data.draw(st.integers(0, len(content)))
         first = csv_split.split_rows(np.frombuffer(content[:cut], np.uint8), False, dialect)
         rest = content[first.consumed :]
@@ -539,13 +539,13 @@ def test_a_file_that_vanishes_or_changes(tmp_path):
     files = find(path)
     os.truncate(path, 0)
     with pytest.raises(DataError):
-        csv_rows(files, Wanted(), Faults())
+        csv_rows(files, Wanted(), ErrorPolicy())
     _write(path, "a,b\n1,2\n5,6\n")
     with pytest.raises(DataError, match="has changed while it was being read"):
-        csv_rows(files, Wanted(), Faults())
+        csv_rows(files, Wanted(), ErrorPolicy())
     path.unlink()
     with pytest.raises(DataError, match="cannot be read"):
-        csv_rows(files, Wanted(), Faults())
+        csv_rows(files, Wanted(), ErrorPolicy())
 
 
 def test_without_pyarrow_it_says_what_to_install(tmp_path):

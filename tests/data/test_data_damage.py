@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import flatout
-from flatout.data.running import row_folder
-from flatout.data.running.row_folder import Filling, RowFolder
-from flatout.data.running.row_store import layout_of
+from flatout.data.execution import row_folder
+from flatout.data.execution.row_folder import Filling, RowFolder
+from flatout.data.execution.row_store import layout_of
 from flatout.errors import DataError
 from flatout.kernels import example
 
@@ -87,15 +87,15 @@ def test_a_conversion_notices_a_change_in_the_middle(tmp_path):
 
 
 def test_a_file_that_is_rewritten_in_place_is_noticed_at_once(tmp_path):
-    from flatout.data.faults import Faults
+    from flatout.data.error_policy import ErrorPolicy
+    from flatout.data.execution.buffers import Buffers
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows
-    from flatout.data.running.buffers import Buffers
     from flatout.data.sources.libsvm import LibsvmDecoder
 
     source = text(tmp_path / "rows.svm")
     decoder = LibsvmDecoder(flatout.data.libsvm(source).schema)
-    rows = IndexedRows(find(source), decoder, Faults(), "LibSVM", budget=0)
+    rows = IndexedRows(find(source), decoder, ErrorPolicy(), "LibSVM", budget=0)
     rows.take(np.arange(5), Buffers())
     with open(source, "r+b") as file:
         file.write(b"1")
@@ -110,15 +110,15 @@ def test_more_files_than_may_be_open(tmp_path):
     script = """
 import resource, sys
 import numpy as np
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import find
 from flatout.data.indexed import IndexedRows
-from flatout.data.running.buffers import Buffers
+from flatout.data.execution.buffers import Buffers
 from flatout.data.sources.libsvm import LibsvmDecoder
 import flatout
 schema = flatout.data.libsvm(sys.argv[1] + "/000.svm").schema
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-rows = IndexedRows(find(sys.argv[1]), LibsvmDecoder(schema), Faults(), "LibSVM", budget=0)
+rows = IndexedRows(find(sys.argv[1]), LibsvmDecoder(schema), ErrorPolicy(), "LibSVM", budget=0)
 print(len(rows.take(np.arange(rows.rows), Buffers())))
 """
     done = run(script, tmp_path, FLATOUT_CACHE=str(tmp_path / "cache"))

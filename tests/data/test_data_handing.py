@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 
-from flatout.data.running import handing
+from flatout.data.execution import handing
 
 
 @pytest.fixture

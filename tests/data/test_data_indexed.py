@@ -6,11 +6,11 @@ import pytest
 from data_made_up import same
 
 from flatout.data import indexed
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import find
 from flatout.data.indexed import IndexedRows
 from flatout.data.pipeline import Pipeline
-from flatout.data.running.buffers import Buffers
 from flatout.data.sources.criteo import CriteoDecoder, criteo_schema
 from flatout.errors import DataError
 
@@ -32,7 +32,9 @@ def days(tmp_path):
 
 def rows_of(folder, *, budget=None, faults=None, pattern="*.tsv"):
     decoder = CriteoDecoder(criteo_schema())
-    return IndexedRows(find(folder / pattern), decoder, faults or Faults(), "Criteo", budget=budget)
+    return IndexedRows(
+        find(folder / pattern), decoder, faults or ErrorPolicy(), "Criteo", budget=budget
+    )
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -104,16 +106,16 @@ def test_a_bad_row_is_named_by_file_and_line(days, budget):
 def test_bad_rows_are_skipped_counted_and_named(days):
     with open(days / "a.tsv", "a") as file:
         file.write("nonsense\n" + line(3) + "1\t2\n")
-    rows = rows_of(days, faults=Faults("skip", 2))
+    rows = rows_of(days, faults=ErrorPolicy("skip", 2))
     assert rows.rows == 66
     assert "2 bad rows skipped" in rows.notes()[0]
     assert "a.tsv:41" in rows.notes()[0]
     block = rows.take(np.arange(66), Buffers())
     assert len(block) == 66
-    again = rows_of(days, faults=Faults("skip", 2))
+    again = rows_of(days, faults=ErrorPolicy("skip", 2))
     assert again.notes() == rows.notes()
     with pytest.raises(DataError, match="2 rows are bad, and max_errors is 1"):
-        rows_of(days, faults=Faults("skip", 1))
+        rows_of(days, faults=ErrorPolicy("skip", 1))
 
 
 @pytest.mark.parametrize("how", ["shorter", "longer", "gone"])

@@ -13,8 +13,8 @@ import flatout
 from flatout.data.block import Block, Ragged, offsets_of
 from flatout.data.conversion.convert import convert
 from flatout.data.inspection.advice import Facts, advice
+from flatout.data.inspection.column_counts import ColumnCounts, count, percentiles
 from flatout.data.inspection.inspect import inspect
-from flatout.data.inspection.tally import Tally, count, percentiles
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import as_schema
 from flatout.data.sources import idx
@@ -291,7 +291,7 @@ def test_blocks_count_as_one(labels, cuts):
     labels = np.array(labels)
     lengths = np.abs(labels)
     edges = sorted({0, len(labels), *(cut for cut in cuts if cut < len(labels))})
-    tally = Tally()
+    tally = ColumnCounts()
     for start, stop in pairwise(edges):
         own = lengths[start:stop]
         block = Block(
@@ -324,13 +324,13 @@ def test_large_integers_keep_their_digits():
 
 def test_nan_is_no_value_and_no_class():
     block = Block({"y": np.array([np.nan, 1.0, 0.0])}, np.arange(3))
-    tally = Tally()
+    tally = ColumnCounts()
     tally.add(count(block, "y"))
     assert (tally.columns["y"].low, tally.columns["y"].high, tally.classes) == (0, 1, None)
 
 
 def test_too_many_labels_are_no_classes():
-    tally = Tally()
+    tally = ColumnCounts()
     tally.add(count(Block({"y": np.arange(20_000)}, np.arange(20_000)), "y"))
     assert tally.classes is None
     assert tally.mean == 9999.5

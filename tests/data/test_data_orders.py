@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from flatout.data.running import orders
-from flatout.data.running.cut import Cut, in_order, shuffled
-from flatout.data.running.orders import Orders
+from flatout.data.execution import orders
+from flatout.data.execution.batch_sampler import BatchSampler, in_order, shuffled
+from flatout.data.execution.orders import Orders
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def made(monkeypatch):
         return plain(epoch)
 
     plain = shuffled(np.arange(100), 5)
-    return Orders(Cut(100, 8, order)), asked, plain
+    return Orders(BatchSampler(100, 8, order)), asked, plain
 
 
 def test_it_is_made_once(made):
@@ -47,7 +47,7 @@ def test_an_error_comes_where_the_order_is_wanted(monkeypatch):
     def broken(epoch):
         raise MemoryError(f"epoch {epoch}")
 
-    ahead = Orders(Cut(100, 8, broken))
+    ahead = Orders(BatchSampler(100, 8, broken))
     ahead.prepare(1)
     with pytest.raises(MemoryError, match="epoch 1"):
         ahead.of(1)
@@ -62,7 +62,7 @@ def test_what_costs_nothing_or_too_much_is_not_made_ahead(monkeypatch, made):
     monkeypatch.setattr(orders, "usable_cpus", lambda: 1)
     ahead.prepare(1)
     numbers = np.arange(100)
-    given = Orders(Cut(100, 8, in_order(numbers), shuffle=False))
+    given = Orders(BatchSampler(100, 8, in_order(numbers), shuffle=False))
     given.prepare(1)
     assert asked == []
     assert given.of(1) is numbers

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout
-from flatout.data.running import program
-from flatout.data.running.program import _ends
+from flatout.data.execution import program
+from flatout.data.execution.program import _ends
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.block import Ragged
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.framing import write_recordio
 from flatout.data.recordio_protobuf import RecordioDecoder, read_record
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Schema
 from flatout.errors import DataError
 
@@ -94,7 +94,7 @@ def decode(records, *columns, on_error="fail"):
     starts, ends, consumed, problem = decoder.split(buffer, True)
     assert (consumed, problem) == (len(buffer), "")
     numbers = np.arange(len(starts)) + 100
-    faults = Faults(on_error)
+    faults = ErrorPolicy(on_error)
     block = decoder.decode(
         buffer, starts, ends, numbers, None, Buffers(), faults, lambda row, byte: f"{row} {byte}"
     )

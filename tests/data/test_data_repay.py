@@ -5,14 +5,14 @@ from itertools import count
 import pytest
 import torch
 from data_made_up import MadeUp, same
-from test_data_crew import slow
+from test_data_process_pool import slow
 from torch import nn
 
 import flatout
+from flatout.data.execution import repay
+from flatout.data.execution.process_pool import ProcessPool
+from flatout.data.execution.repay import Repay
 from flatout.data.pipeline import Pipeline
-from flatout.data.running import repay
-from flatout.data.running.crew import Crew
-from flatout.data.running.repay import Repay
 
 
 class Clock:
@@ -68,14 +68,14 @@ def test_processes_that_are_slower_are_taken_back_within_an_epoch():
     made = pipeline()
     wanted = list(made.batches(0))
     program = made._program
-    program.crew = crew = Crew(program.maker, 2)
+    program.pool = pool = ProcessPool(program.maker, 2)
     program.repay = Repay(count().__next__)  # each batch takes a second, and threads took nothing
     found = made.batches(0)
     first = [next(found) for _ in range(10)]
-    assert len(crew.pids) == 2
+    assert len(pool.pids) == 2
     assert all(map(same, [*first, *found], wanted))
-    assert program.crew is None
-    assert crew.pids == []
+    assert program.pool is None
+    assert pool.pids == []
     assert any(note.startswith("threads again: 0 ms a batch") for note in made.notes())
 
 
@@ -90,15 +90,15 @@ def test_a_short_run_starts_no_processes(monkeypatch):
             tuner.in_vain = tuner.judged = True
             tuner.waited = 1.0
             list(made.batches(epoch))
-        return made._program.crew
+        return made._program.pool
 
     assert run(3) is None
     # Where starting costs nothing there are processes, but not for the last epoch alone.
     monkeypatch.setattr(repay, "_START_S", 0.0)
     assert run(1) is None
-    crew = run(2)
-    assert crew is not None
-    crew.close()
+    pool = run(2)
+    assert pool is not None
+    pool.close()
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import flatout
-from flatout import say
-from flatout.data.running import crew, worker
-from flatout.data.running.parallel import Ahead, Tuner
-from flatout.data.running.prefetch import prefetch
+from flatout import console
+from flatout.data.execution import process_pool, worker
+from flatout.data.execution.parallel import Ahead, Tuner
+from flatout.data.execution.prefetch import prefetch
 from flatout.data.threads import Pool
 from flatout.errors import DataError
 
@@ -16,7 +16,7 @@ from flatout.errors import DataError
 @pytest.fixture
 def no_threads(monkeypatch):
     """The system starts no thread: none has room for such a stack."""
-    monkeypatch.setattr(say, "_said", set())
+    monkeypatch.setattr(console, "_said", set())
     before = threading.stack_size(1 << 46)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         threading.Thread(target=print).start()
@@ -52,7 +52,7 @@ def test_an_error_comes_where_its_item_would_have_come(no_threads):
 
 
 def test_fewer_threads_than_wanted(monkeypatch):
-    monkeypatch.setattr(say, "_said", set())
+    monkeypatch.setattr(console, "_said", set())
     here = threading.get_ident()
     tuner = Tuner(3, threads=3)
     ahead = Ahead(lambda at: (at, threading.get_ident()), 0, 50, tuner)
@@ -82,7 +82,7 @@ def test_a_pool_without_threads(no_threads):
 
 
 def test_fewer_processes_than_wanted(monkeypatch, capfd):
-    monkeypatch.setattr(say, "_said", set())
+    monkeypatch.setattr(console, "_said", set())
 
     class Started:
         ready = True
@@ -97,11 +97,11 @@ def test_fewer_processes_than_wanted(monkeypatch, capfd):
         def close(self):
             pass
 
-    monkeypatch.setattr(crew, "Worker", Started)
-    some = crew.Crew(None, 4)
+    monkeypatch.setattr(process_pool, "Worker", Started)
+    some = process_pool.ProcessPool(None, 4)
     assert list(some.batches(lambda at: (at,), 0, 9)) == list(range(9))
     assert some.count == 2
     assert "batches are made by 2 processes: worker process 3 of 4" in capfd.readouterr().err
     monkeypatch.setattr(Started, "__init__", lambda *_: (_ for _ in ()).throw(DataError("none")))
     with pytest.raises(DataError, match="none"):
-        list(crew.Crew(None, 4).batches(lambda at: (at,), 0, 9))
+        list(process_pool.ProcessPool(None, 4).batches(lambda at: (at,), 0, 9))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from flatout.doctor.trials import baton, landlock, own_network
+from flatout.doctor.trials import landlock, own_network, step_sync
 from flatout.doctor.trials.namespaces import NETWORK, PROCESSES
 from flatout.doctor.trials.process import Job, Process, containment
 from flatout.doctor.trials.scratch import scratch, temporary_of
@@ -52,10 +52,10 @@ def said_by(code, *arguments, **options):
         return json.loads(process.output())
 
 
-def keeper_of(process):
+def supervisor_of(process):
     above = psutil.Process(process.pid).parents()
-    keepers = [one for one in above if "flatout.doctor.trials.keeper" in one.cmdline()]
-    return keepers[-1]  # the others are forks of it
+    supervisors = [one for one in above if "flatout.doctor.trials.supervisor" in one.cmdline()]
+    return supervisors[-1]  # the others are forks of it
 
 
 def wait_until(is_so, seconds=60.0):
@@ -123,16 +123,16 @@ time.sleep(600)
 
 @pytest.mark.usefixtures("_apart")
 @pytest.mark.parametrize("redirected", [None, True])
-def test_no_child_outlives_a_killed_keeper(tmp_path, redirected):
+def test_no_child_outlives_a_killed_supervisor(tmp_path, redirected):
     with started(LEAVES, str(tmp_path), passes=[tmp_path], is_redirected=redirected) as process:
-        keeper = keeper_of(process)
+        supervisor = supervisor_of(process)
 
         def left():
-            return [one for one in keeper.children(recursive=True) if one.name() == "sleep"]
+            return [one for one in supervisor.children(recursive=True) if one.name() == "sleep"]
 
         assert wait_until(lambda: (tmp_path / "began").exists() and len(left()) == 2)
-        below = keeper.children(recursive=True)
-        keeper.kill()
+        below = supervisor.children(recursive=True)
+        supervisor.kill()
         assert wait_until(lambda: all(map(is_over, below)))
 
 
@@ -355,9 +355,9 @@ def test_a_command_that_cannot_be_started_is_named():
 def test_a_trial_is_met_however_long_its_folders_name_is(tmp_path):
     folder = tmp_path / ("long" * 30) / ("longer" * 20)
     folder.mkdir(parents=True)
-    code = "from flatout.doctor.trials.baton import at_step; at_step()"
-    with baton.listen(str(folder)) as listener:
-        variables = {**os.environ, baton.VARIABLE: str(folder)}
+    code = "from flatout.doctor.trials.step_sync import at_step; at_step()"
+    with step_sync.listen(str(folder)) as listener:
+        variables = {**os.environ, step_sync.VARIABLE: str(folder)}
         with subprocess.Popen([sys.executable, "-c", code], env=variables) as script:
             listener.settimeout(60)
             connection, _ = listener.accept()

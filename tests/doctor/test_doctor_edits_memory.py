@@ -16,7 +16,7 @@ RUN = """
 import os, sys
 from pathlib import Path
 from flatout.doctor.edits import install, load
-from flatout.observe.running import run
+from flatout.observe.run_script import run
 install(load(Path(os.environ["FLATOUT_EDITS"])))
 run(sys.argv[1:])
 """

@@ -17,7 +17,7 @@ from flatout.doctor.edits import install, propose
 from flatout.doctor.edits.source import Source
 from flatout.doctor.finding import Finding
 from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
-from flatout.observe.running import run
+from flatout.observe.run_script import run
 
 CORPUS = Path(__file__).parents[2] / "bench" / "corpus"
 

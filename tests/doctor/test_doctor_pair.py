@@ -1,4 +1,4 @@
-"""Two live processes of one script pass the baton; nothing of them is left."""
+"""Two live processes of one script meet at step boundaries; nothing of them is left."""
 
 import itertools
 import subprocess
@@ -12,17 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flatout.doctor.trials.arm import Arm
 from flatout.doctor.trials.pair import Against, run_pair
 from flatout.doctor.trials.process import Job
+from flatout.doctor.trials.schedule import Schedule
 from flatout.doctor.trials.scratch import scratch, trials_folder
-from flatout.doctor.trials.side import Side
-from flatout.doctor.trials.terms import Terms
 
 STEPPING = Path(__file__).with_name("stepping.py")
 # Stands in for a training script where only the baton matters: torch takes seconds to import.
 PLAIN = """
 import sys, time
-from flatout.doctor.trials.baton import at_step
+from flatout.doctor.trials.step_sync import at_step
 for step in range(int(sys.argv[1])):
     time.sleep(0.004)
     at_step()
@@ -101,7 +101,7 @@ def test_b_may_start_as_long_as_a_did(tmp_path):
     late = job(tmp_path, "import time; time.sleep(4)\n" + PLAIN, "1000000")
     with measured_against(late, 90) as against:
         # A alone takes all of it to its first step.
-        pair = against.measure(late, Terms(max_pairs=2, block_s=0.1), budget_s=4)
+        pair = against.measure(late, Schedule(max_pairs=2, block_s=0.1), budget_s=4)
     assert pair.reason == ""
     assert pair.result is not None
     assert pair.result.pairs == 2
@@ -220,7 +220,7 @@ def killed_in_the_middle(tmp_path, command: list[str]) -> list[int]:
 def test_a_killed_controller_leaves_no_process_and_the_next_start_no_folder(tmp_path):
     script = job(tmp_path, PLAIN, "1000000")
     pids = killed_in_the_middle(tmp_path, [*script.command[1:]])
-    assert len(pids) >= 4  # two scripts and their keepers, and what these need
+    assert len(pids) >= 4  # two scripts and their supervisors, and what these need
     assert wait_until(lambda: not alive(pids))
     assert len(list(trials_folder().glob("[!.]*"))) == 1
     pair = run_pair(job(tmp_path, "1 / 0", name="other"), script, budget_s=60, block_s=0.1)
@@ -233,7 +233,7 @@ def test_what_fills_a_cache_is_not_counted_where_nobody_knows_how_long_it_does(t
     filling = PLAIN.replace("0.004", "0.03 if step < 20 else 0.003")
     with measured_against(job(tmp_path, PLAIN, "1000000"), 60) as plain:
         for settles in (False, True):
-            terms = Terms(max_pairs=2, block_s=0.6, settles=settles)
+            terms = Schedule(max_pairs=2, block_s=0.6, settles=settles)
             name = f"filling_{settles}"
             pair = plain.measure(job(tmp_path, filling, "1000000", name=name), terms, budget_s=30)
             first = next(block for block in pair.blocks if block.side == "b")
@@ -258,7 +258,7 @@ def test_what_says_that_it_keeps_more_is_not_counted_though_it_grows_no_faster(
             Against(a, folder, time.monotonic() + 60, most_steps=most_steps, is_renewed=True)
         ) as plain,
     ):
-        pair = plain.measure(b, Terms(max_pairs=2, block_s=0.1), budget_s=40)
+        pair = plain.measure(b, Schedule(max_pairs=2, block_s=0.1), budget_s=40)
     assert pair.reason == ""
     assert max(block.step_s for block in pair.blocks if block.side == "b") < 0.003
     assert pair.b.warm_steps >= 150
@@ -270,7 +270,7 @@ def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_pa
     growing = PLAIN.replace("0.004", f"0.004 + step * {slower_ms} / 1000")
     same = job(tmp_path, growing, "1000000")
     started = []
-    terms = Terms(max_pairs=2, block_s=0.25)
+    terms = Schedule(max_pairs=2, block_s=0.25)
     with measured_against(same, 60, lambda side, process: started.append(side)) as against:
         pairs = [against.measure(same, terms, budget_s=20) for _ in range(2)]
         assert "".join(started) == ("abab" if slower_ms else "abb")
@@ -290,7 +290,7 @@ def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_pa
 @pytest.mark.parametrize(("waits_s", "settles"), [(0, False), (8, False), (0, True)])
 def test_both_are_begun_several_times_where_that_takes_little(tmp_path, waits_s, settles):
     same = job(tmp_path, f"import time; time.sleep({waits_s})\n" + PLAIN, "1000000")
-    terms = Terms(max_pairs=6, min_pairs=5, block_s=0.1, precision=0.0, lives=3, settles=settles)
+    terms = Schedule(max_pairs=6, min_pairs=5, block_s=0.1, precision=0.0, lives=3, settles=settles)
     started = []
     with measured_against(
         same, 60, lambda side, process: started.append((side, process.pid))
@@ -312,7 +312,7 @@ def test_a_script_that_ends_before_a_block_does_finds_its_pace_anew(tmp_path, mo
     with (
         scratch() as folder,
         closing(
-            Side(
+            Arm(
                 "a",
                 job(tmp_path, waking, "150"),
                 folder,
@@ -337,9 +337,9 @@ def test_a_killed_keeper_takes_its_script_along(tmp_path):
     def kill_its_parent(side, process):
         processes.append(process.pid)
         above = psutil.Process(process.pid).parents()
-        keepers = [one for one in above if "flatout.doctor.trials.keeper" in one.cmdline()]
-        processes.extend(one.pid for one in keepers)
-        keepers[-1].kill()  # the others are forks of it
+        supervisors = [one for one in above if "flatout.doctor.trials.supervisor" in one.cmdline()]
+        processes.extend(one.pid for one in supervisors)
+        supervisors[-1].kill()  # the others are forks of it
 
     same = job(tmp_path, PLAIN, "1000000")
     pair = run_pair(same, same, budget_s=60, block_s=0.1, started=kill_its_parent)
@@ -380,5 +380,5 @@ def test_a_script_is_stopped_with_its_workers(tmp_path, redirected):
 def test_workers_of_a_killed_trial_die_too(tmp_path):
     script = job(tmp_path, WITH_WORKERS)
     pids = killed_in_the_middle(tmp_path, [str(STEPPING), *script.command[1:]])
-    assert len(pids) >= 2 * (1 + 1 + 2)  # a keeper, a script and its workers on either side
+    assert len(pids) >= 2 * (1 + 1 + 2)  # a supervisor, a script and its workers on either side
     assert wait_until(lambda: not alive(pids))

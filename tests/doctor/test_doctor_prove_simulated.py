@@ -12,8 +12,8 @@ from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Prescription
 from flatout.doctor.prove import Proving
 from flatout.doctor.proving.cure import cures_of
+from flatout.doctor.trials.arm import Block, Showed
 from flatout.doctor.trials.pair import Pair
-from flatout.doctor.trials.side import Block, Showed
 from flatout.measure.trial import run_trial
 from flatout.observe import Observation, Optimizer
 from flatout.recipe import Parity

@@ -21,11 +21,11 @@ from flatout.doctor.proving.whole_run import (
     setup_s,
     whole_s,
 )
+from flatout.doctor.trials.arm import Block, Showed
 from flatout.doctor.trials.pair import Pair
 from flatout.doctor.trials.process import Ended
+from flatout.doctor.trials.schedule import Schedule
 from flatout.doctor.trials.scratch import scratch
-from flatout.doctor.trials.side import Block, Showed
-from flatout.doctor.trials.terms import Terms
 from flatout.observe import Loader, Model, Observation, Optimizer
 from flatout.recipe import Parity
 
@@ -277,16 +277,16 @@ def test_batches_are_compared_as_far_as_both_went():
 
 
 def test_blocks_are_longer_than_the_queue_and_whole_epochs_where_they_can_be():
-    plain = Terms(max_pairs=4, block_s=1.0)
+    plain = Schedule(max_pairs=4, block_s=1.0)
     assert plain.steps(0.01, 100, dropped=2, most=None) == 98
     assert plain.steps(1.0, 100, dropped=14, most=None) == 13
-    assert Terms(block_s=1.0, epoch_steps=30).steps(0.01, 1e3, 2, None) == 90
-    assert Terms(block_s=1.0, epoch_steps=300).steps(0.01, 1e3, 2, None) == 98
-    assert Terms(block_s=1.0, epoch_steps=300, in_epochs=True).steps(0.01, 1e3, 2, None) == 300
+    assert Schedule(block_s=1.0, epoch_steps=30).steps(0.01, 1e3, 2, None) == 90
+    assert Schedule(block_s=1.0, epoch_steps=300).steps(0.01, 1e3, 2, None) == 98
+    assert Schedule(block_s=1.0, epoch_steps=300, in_epochs=True).steps(0.01, 1e3, 2, None) == 300
 
 
 def test_blocks_fit_into_short_scripts_or_are_refused():
-    terms = Terms(max_pairs=4, block_s=1.0)
+    terms = Schedule(max_pairs=4, block_s=1.0)
     steps = terms.steps(0.01, 1000, dropped=2, most=90)
     assert 4 * (steps + 2) + 2 + 3 + 1 <= 90
     with pytest.raises(Ended, match="takes 8 steps only"):
@@ -294,9 +294,9 @@ def test_blocks_fit_into_short_scripts_or_are_refused():
 
 
 def test_both_sides_leave_out_as_many_steps_unless_each_is_to_find_its_pace():
-    plain = Terms(block_s=1.0).length(0.01, 1e3, dropped=2, steps=98, most=None)
+    plain = Schedule(block_s=1.0).length(0.01, 1e3, dropped=2, steps=98, most=None)
     assert plain.of(0.001) == plain.of(0.01) == (2, 98)
-    terms = Terms(block_s=1.0, pace_s=0.5)
+    terms = Schedule(block_s=1.0, pace_s=0.5)
     paced = terms.length(0.01, 1e3, dropped=2, steps=100, most=None)
     assert paced.of(0.01) == (50, 100)
     assert paced.of(0.001) == (500, 1000)
@@ -309,14 +309,14 @@ def test_both_sides_leave_out_as_many_steps_unless_each_is_to_find_its_pace():
 
 
 def test_the_time_to_find_a_pace_is_a_share_of_what_is_left():
-    terms = Terms(block_s=1.0, pace_s=1.0, min_pairs=2)
+    terms = Schedule(block_s=1.0, pace_s=1.0, min_pairs=2)
     short = terms.length(0.01, 5, dropped=2, steps=30, most=None)
     assert short.of(0.01) == (25, 30)
     assert terms.length(0.01, -1, dropped=2, steps=30, most=None).of(0.001) == (2, 30)
 
 
 def test_whole_epochs_stay_whole_where_a_side_finds_its_pace():
-    terms = Terms(block_s=1.0, pace_s=0.5, epoch_steps=30)
+    terms = Schedule(block_s=1.0, pace_s=0.5, epoch_steps=30)
     paced = terms.length(0.01, 1e3, dropped=2, steps=90, most=None)
     assert paced.of(0.01) == (30, 90)
     assert paced.of(0.001) == (480, 900)

@@ -16,7 +16,7 @@ from flatout.cache_folder import MARK, kind_folder
 from flatout.doctor.trials import landlock
 from flatout.doctor.trials.process import Ended, Job, Process
 from flatout.doctor.trials.scratch import left, scratch, temporary_of, trials_folder
-from flatout.lifetimes import machine
+from flatout.processes import machine
 
 WRITES = """
 import os, shutil, sqlite3, subprocess, sys, tempfile

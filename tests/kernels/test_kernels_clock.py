@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.kernels import clock, clock_twin
-from flatout.kernels.clock_twin import AFTER, EVALUATION, FORWARD, HOST, INPUT, KEPT, SAVING
+from flatout.kernels import clock, clock_fallback
+from flatout.kernels.clock_fallback import AFTER, EVALUATION, FORWARD, HOST, INPUT, KEPT, SAVING
 
-KINDS = [clock_twin.Clock]
+KINDS = [clock_fallback.Clock]
 if clock.available():
     KINDS.append(clock.Clock)
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__module__)
@@ -265,4 +265,4 @@ def test_without_the_extension_the_twin_serves():
         text=True,
         check=True,
     )
-    assert run.stdout.split() == ["False", "flatout.kernels.clock_twin"]
+    assert run.stdout.split() == ["False", "flatout.kernels.clock_fallback"]

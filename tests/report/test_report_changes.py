@@ -14,7 +14,7 @@ from flatout.doctor.prescription import Prescription, Proof
 from flatout.observe import Loader, Observation, Site
 from flatout.recipe import Parity
 from flatout.report import changes
-from flatout.report.visit import Asked, _change_code
+from flatout.report.session import Asked, _change_code
 
 CODE = "a = 1\nb = 2\nc = 3\nd = 4\ne = 5\n"
 

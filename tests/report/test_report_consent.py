@@ -8,7 +8,7 @@ import pytest
 from flatout.doctor.first_look import FirstLook
 from flatout.doctor.proving.cure import Cure
 from flatout.report.consent import terms
-from flatout.report.visit import Asked, _agreed
+from flatout.report.session import Asked, _agreed
 from flatout.terminal import Console
 
 SCRIPT = """

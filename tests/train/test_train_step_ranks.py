@@ -166,5 +166,9 @@ def test_waiting_for_others_is_sync_also_in_the_forward_of_batch_norm():
     slept = 4 * 20_000_000
     assert done.sync >= slept
     assert done.forward + done.backward + done.optimizer + done.sync <= took
-    assert world.trail.waited == done.sync
-    assert (world.trail.step, world.trail.begun, world.trail.waiting) == (7, 4, None)
+    assert world.collectives.waited == done.sync
+    assert (world.collectives.step, world.collectives.begun, world.collectives.waiting) == (
+        7,
+        4,
+        None,
+    )

@@ -10,7 +10,7 @@ from flatout.measure.timeline import LANES
 from flatout.train import stragglers
 from flatout.train.stragglers import Pace, RankTimes, Times, straggler
 from flatout.world import Place, World
-from flatout.world.trail import Trail
+from flatout.world.collective_log import CollectiveLog
 
 
 def times(host="a", noise=0.5, seed=0, stretches=30, **lanes):
@@ -61,12 +61,12 @@ def test_one_long_pause_is_no_straggler():
 
 
 def test_waiting_is_not_own_time_and_marks_are_thinned_evenly(monkeypatch):
-    now, trail = [0], Trail()
+    now, log = [0], CollectiveLog()
     monkeypatch.setattr(stragglers, "clock", lambda: now[0])
-    pace = Pace(trail)
+    pace = Pace(log)
     for _ in range(1000):
         now[0] += 10_000_000
-        trail.waited += 7_000_000
+        log.waited += 7_000_000
         pace.mark()
     own = pace.own_ms()
     assert 50 < len(own) <= 128

@@ -2,8 +2,8 @@
 
 import pytest
 
+from flatout.world.collective_log import CollectiveLog
 from flatout.world.hang import Stand, explain
-from flatout.world.trail import Trail
 
 SUM, GATHER = "sum of gradients", "loss of an evaluation"
 
@@ -71,9 +71,9 @@ def test_of_many_missing_ranks_some_are_shown():
 
 
 def test_a_collective_without_words_is_called_by_the_line_that_calls():
-    trail = Trail()
-    assert trail.begin("") == 1
-    number, what, step = trail.recent[0]
+    log = CollectiveLog()
+    assert log.begin("") == 1
+    number, what, step = log.recent[0]
     assert (number, step) == (1, 0)
     assert what.startswith("test_a_collective_without_words_is_called_by_the_line_that_calls (")
     assert "test_world_hang.py:" in what
@@ -81,9 +81,9 @@ def test_a_collective_without_words_is_called_by_the_line_that_calls():
 
 @pytest.mark.parametrize("count", [1, 200])
 def test_a_trail_keeps_the_latest(count):
-    trail = Trail()
+    log = CollectiveLog()
     for number in range(count):
-        trail.begin(f"sum {number}")
-    assert trail.begun == count
-    assert trail.recent[-1][:2] == (count, f"sum {count - 1}")
-    assert len(trail.recent) <= 64
+        log.begin(f"sum {number}")
+    assert log.begun == count
+    assert log.recent[-1][:2] == (count, f"sum {count - 1}")
+    assert len(log.recent) <= 64

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from world_ranks import free_port
 
+from flatout.world.collective_log import CollectiveLog, Waiting
 from flatout.world.place import Place
 from flatout.world.stacks import this_process
-from flatout.world.trail import Trail, Waiting
 from flatout.world.watch import Watch
 
 PATIENCE_S = 0.2
@@ -25,24 +25,24 @@ def store():
 
 @pytest.fixture
 def watches(store):
-    """Makes the watch of each rank but those that are named, all with their trails."""
+    """Makes the watch of each rank but those that are named, all with their logs."""
     made = []
 
     def make(size, absent=()):
-        trails = [Trail() for _ in range(size)]
+        logs = [CollectiveLog() for _ in range(size)]
         for rank in set(range(size)) - set(absent):
             place = Place(rank, size, rank, size, address="127.0.0.1", port=store.port)
-            made.append(Watch(place, trails[rank], PATIENCE_S))
+            made.append(Watch(place, logs[rank], PATIENCE_S))
             made[-1].start()
-        return made, trails
+        return made, logs
 
     yield make
     for watch in made:
         watch.stop()
 
 
-def come(trail, what):
-    trail.waiting = Waiting(trail.begin(what), clock())
+def come(log, what):
+    log.waiting = Waiting(log.begin(what), clock())
 
 
 def said(capsys, words, within_s=20.0):
@@ -56,9 +56,9 @@ def said(capsys, words, within_s=20.0):
 
 
 def test_the_lowest_rank_that_waits_tells_once_and_says_when_it_is_over(watches, capsys):
-    made, trails = watches(3)
-    for trail in trails[:2]:
-        come(trail, "my sum")
+    made, logs = watches(3)
+    for log in logs[:2]:
+        come(log, "my sum")
     text = said(capsys, "rank 2 (process")
     time.sleep(5 * PATIENCE_S)
     text += capsys.readouterr().err
@@ -69,30 +69,30 @@ def test_the_lowest_rank_that_waits_tells_once_and_says_when_it_is_over(watches,
     # The stack is that of the process' main thread, here.
     assert "test_the_lowest_rank_that_waits_tells_once" in text
     assert [watch.blame() for watch in made] == ["rank 2 did not come to my sum"] * 3
-    for trail in trails[:2]:
-        trail.waiting = None
+    for log in logs[:2]:
+        log.waiting = None
     said(capsys, "and the job goes on")
     # The word is free again, and what was told before is told in short.
-    for trail in trails[:2]:
-        come(trail, "my sum")
+    for log in logs[:2]:
+        come(log, "my sum")
     text = said(capsys, "has waited")
     assert "process" not in text
 
 
 def test_a_collective_that_failed_is_not_said_to_be_over(watches, capsys):
-    made, trails = watches(2)
-    come(trails[1], "my sum")
+    made, logs = watches(2)
+    come(logs[1], "my sum")
     said(capsys, "for rank 0")
-    trails[1].is_lost, trails[1].waiting = True, None
+    logs[1].is_lost, logs[1].waiting = True, None
     time.sleep(3 * PATIENCE_S)
     assert "goes on" not in capsys.readouterr().err
     assert made[0].blame() == "rank 0 did not come to my sum"
 
 
 def test_short_waits_are_nobodys_business(watches, capsys):
-    _, trails = watches(2)
+    _, logs = watches(2)
     for _ in range(10):
-        come(trails[0], "my sum")
+        come(logs[0], "my sum")
         time.sleep(PATIENCE_S / 3)
     assert capsys.readouterr().err == ""
 
@@ -101,15 +101,15 @@ def test_a_host_that_does_not_answer(watches, store, capsys):
     process = replace(this_process(), machine="elsewhere", host="far", pid=7)
     theirs = dist.PrefixStore("flatout-watch-0", store)
     theirs.set("process/1", json.dumps(asdict(process)))
-    _, trails = watches(2, absent=[1])
-    come(trails[0], "my sum")
+    _, logs = watches(2, absent=[1])
+    come(logs[0], "my sum")
     text = said(capsys, "rank 1 (process 7 on host far)")
     assert "does not answer, nor does another rank on host far" in text
 
 
 def test_a_rank_that_never_joined(watches, capsys):
-    _, trails = watches(2, absent=[1])
-    come(trails[0], "my sum")
+    _, logs = watches(2, absent=[1])
+    come(logs[0], "my sum")
     assert "rank 1 has not joined the others" in said(capsys, "  rank 1 ")
 
 
@@ -121,7 +121,7 @@ def test_one_rank_fails_first(watches):
 def test_without_a_store_nothing_is_watched(monkeypatch):
     monkeypatch.setattr("flatout.world.watch._STORE_S", 0.2)
     place = Place(0, 2, 0, 2, address="127.0.0.1", port=free_port())
-    watch = Watch(place, Trail(), PATIENCE_S)
+    watch = Watch(place, CollectiveLog(), PATIENCE_S)
     watch.start()
     assert watch.is_first_to_fail()
     assert watch.blame() == ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.say import printable
+from flatout.console import printable
 
 if TYPE_CHECKING:
     from flatout.doctor.kept import Kept

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flatout.say import printable
+from flatout.console import printable
 
 if TYPE_CHECKING:
     from rich.table import Table

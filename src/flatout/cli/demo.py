@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flatout.say import rounded, say_as_is
+from flatout.console import rounded, say_as_is
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -148,7 +148,7 @@ def doctor(
     from flatout.report import recipe_file
     from flatout.report.baseline import Baseline
     from flatout.report.files import Files
-    from flatout.report.visit import Asked, visit
+    from flatout.report.session import Asked, visit
 
     what = [*(["-m"] if is_module else []), script, *(args or [])]
     _set_keras_backend(what)

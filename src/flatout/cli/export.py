@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flatout.say import printable
+from flatout.console import printable
 
 
 def export(

@@ -19,8 +19,8 @@ from flatout.cli.export import export
 from flatout.cli.run import run
 from flatout.cli.scaling import scaling
 from flatout.cli.top import top
+from flatout.console import say_as_is
 from flatout.errors import FlatoutError
-from flatout.say import say_as_is
 
 app = typer.Typer(
     help="Trains PyTorch models as fast as the hardware allows.",

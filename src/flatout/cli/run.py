@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.say import say, say_as_is
+from flatout.console import say, say_as_is
 from flatout.script_source import file_of, keras_backend, read
 
 if TYPE_CHECKING:

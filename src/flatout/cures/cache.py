@@ -18,7 +18,7 @@ import numpy as np
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.sample_store import Form, Store, form_of
 from flatout.cures.stream import Stream
-from flatout.data.running.unchanged import Attributes, parts_of
+from flatout.data.execution.unchanged import Attributes, parts_of
 from flatout.measure.meters import available_bytes
 from flatout.world.place import place
 

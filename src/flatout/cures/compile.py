@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.console import first_line
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call
 from flatout.observe.model_facts import unwrapped
-from flatout.say import first_line
 
 FIELD = "compute.compile"
 

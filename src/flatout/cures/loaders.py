@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import caller
-from flatout.data.running.unchanged import Attributes
+from flatout.data.execution.unchanged import Attributes
 from flatout.devices.memory import read_shm
 from flatout.observe.sites import is_users
 

@@ -11,11 +11,11 @@ from functools import wraps
 from threading import get_ident
 from typing import Any
 
+from flatout.console import counted, say
 from flatout.cures.record import is_on, took
 from flatout.cures.steps import Steps, caller
 from flatout.observe.importing import when_imported
 from flatout.observe.sites import is_users
-from flatout.say import counted, say
 
 FIELD = "script.log_every"
 

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from flatout.say import say
+from flatout.console import say
 from flatout.world.place import place
 
 _PLAIN_WORDS = ("compute.precision", "compute.memory_format")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 
+from flatout.console import say
 from flatout.cures.install import install
-from flatout.observe.running import run, show_as_python_does
+from flatout.observe.run_script import run, show_as_python_does
 from flatout.recipe import Recipe, ResolvedRecipe, effective, from_file
-from flatout.say import say
 
 
 def main(arguments: list[str]) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 from flatout.cures import record
 from flatout.cures.record import leave
 from flatout.cures.sample_store import Form, form_of, is_memory_short
+from flatout.data.execution.unchanged import Attributes
 from flatout.data.randomness import random_state, same_state
-from flatout.data.running.unchanged import Attributes
 
 # Bytes that the interpreter takes for each.
 _OF_A_ROW = 200

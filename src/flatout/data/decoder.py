@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values, take
-from flatout.data.faults import Faults
-from flatout.data.running.buffers import Buffers
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.schema import Schema
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -67,7 +67,7 @@ class Decoder(Protocol):
         ...
 
     def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
+        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
     ) -> Survey:
         """Look at rows without keeping them."""
         ...
@@ -80,7 +80,7 @@ class Decoder(Protocol):
         numbers: Numbers,
         lengths: Mapping[str, Numbers] | None,
         buffers: Buffers,
-        faults: Faults,
+        faults: ErrorPolicy,
         where: Where,
     ) -> Block:
         """Decode rows; those that are bad are left out, where `faults` skips them.
@@ -104,7 +104,7 @@ def without_bad(
     status: npt.NDArray[np.uint8],
     at: Numbers,
     words: Callable[[int], str],
-    faults: Faults,
+    faults: ErrorPolicy,
     where: Where,
 ) -> Block:
     """A block of the good rows, after the bad ones were counted or raised."""
@@ -116,7 +116,7 @@ def report(
     status: npt.NDArray[np.uint8],
     at: Numbers,
     words: Callable[[int], str],
-    faults: Faults,
+    faults: ErrorPolicy,
     where: Where,
 ) -> None:
     """Count the bad rows, or raise for the first."""

@@ -47,7 +47,7 @@ class Explanation:
         """From what runs."""
         costs = getattr(program, "costs", None)
         tuner = getattr(program, "tuner", None)
-        crew = getattr(program, "crew", None)
+        pool = getattr(program, "pool", None)
         here = getattr(program, "in_this_thread", False) or getattr(program, "quick", False)
         waited = None if tuner is None else tuner.waited_so_far
         return cls(
@@ -55,11 +55,11 @@ class Explanation:
             runs,
             notes,
             {} if costs is None else costs.ms_per_batch(),
-            0 if here or tuner is None or crew is not None else tuner.threads,
+            0 if here or tuner is None or pool is not None else tuner.threads,
             [] if tuner is None else list(tuner.trials),
             waited,
             padding,
-            0 if crew is None else crew.count,
+            0 if pool is None else pool.count,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder, private
+from flatout.console import say_as_is
 from flatout.data.sealed import SUFFIX, check_begins, write_seal
 from flatout.errors import DataError
-from flatout.say import say_as_is
 
 Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatout.data.batch import Batch
 from flatout.data.block import Block, Ragged, Values, offsets_of
-from flatout.data.running.buffers import Buffers
+from flatout.data.execution.buffers import Buffers
 from flatout.data.schema import Column, Role, Schema
 from flatout.data.tensors import as_tensors, parts_of
 from flatout.errors import DataError

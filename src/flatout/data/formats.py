@@ -12,7 +12,7 @@ from inspect import signature
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from flatout.data.faults import OnError
+from flatout.data.error_policy import OnError
 from flatout.data.files import File, Paths, find
 from flatout.data.schema import Given, Schema, read_toml
 from flatout.data.sources.tfrecord_schema import TARGETS

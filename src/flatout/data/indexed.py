@@ -26,19 +26,19 @@ import numpy.typing as npt
 
 from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder, private
+from flatout.console import say_as_is
 from flatout.data.block import Block, Numbers, offsets_of
 from flatout.data.checksums import reader
 from flatout.data.decoder import Bytes, Decoder, Where
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Schema
 from flatout.data.sealed import Seals
 from flatout.data.threads import Pool
 from flatout.errors import DataError
 from flatout.kernels import lines
 from flatout.measure import available_bytes, usable_cpus
-from flatout.say import say_as_is
 
 _VERSION = 1
 _PIECE = 64 << 20
@@ -88,7 +88,7 @@ class IndexedRows:
         self,
         files: Sequence[File],
         decoder: Decoder,
-        faults: Faults,
+        faults: ErrorPolicy,
         kind: str,
         *,
         budget: int | None = None,
@@ -99,7 +99,7 @@ class IndexedRows:
         self.schema: Schema = decoder.schema
         self._kind, self._say = kind, say
         self._bytes = _FileBytes(self.files, budget)
-        self._faults = Faults()  # what the index holds is good
+        self._faults = ErrorPolicy()  # what the index holds is good
         look = decoder.needs_survey or faults.skip
         self.index = index_of(self._bytes, decoder, faults, look, say)
         self.rows = len(self.index.starts)
@@ -117,7 +117,7 @@ class IndexedRows:
         """Where each file's rows begin, and at last where they end, int64 of shape (files + 1,)."""
         return np.searchsorted(self.index.starts, self._bytes.bases).astype(np.int64)
 
-    def read_by(self, decoder: Decoder, faults: Faults) -> IndexedRows:
+    def read_by(self, decoder: Decoder, faults: ErrorPolicy) -> IndexedRows:
         """The same files, by a decoder that finds the same rows in them and makes more of them."""
         other = copy(self)
         other.__dict__.pop("digest", None)  # that of the other schema
@@ -393,7 +393,7 @@ def _read_piece(file: File, whole: Bytes, start: int) -> None:
 def index_of(
     held: _FileBytes,
     decoder: Decoder,
-    faults: Faults,
+    faults: ErrorPolicy,
     look: bool,
     say: Callable[[str], None] = say_as_is,
 ) -> Index:
@@ -427,7 +427,7 @@ def index_of(
 def survey_files(
     files: Sequence[File],
     decoder: Decoder,
-    faults: Faults,
+    faults: ErrorPolicy,
     say: Callable[[str], None] = say_as_is,
 ) -> Index:
     """What a look at all rows finds, to infer a schema from."""
@@ -435,7 +435,7 @@ def survey_files(
 
 
 def _build(
-    held: _FileBytes, decoder: Decoder, faults: Faults, look: bool, say: Callable[[str], None]
+    held: _FileBytes, decoder: Decoder, faults: ErrorPolicy, look: bool, say: Callable[[str], None]
 ) -> Index:
     said = time.monotonic()
     parts: list[Index] = []
@@ -462,7 +462,7 @@ def _build(
 def _part(
     held: _FileBytes,
     decoder: Decoder,
-    faults: Faults,
+    faults: ErrorPolicy,
     look: bool,
     found: Any,
     buffer: Bytes,

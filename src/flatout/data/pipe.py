@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from flatout.console import say_as_is
 from flatout.errors import DataError
-from flatout.say import say_as_is
 
 STANDARD_INPUT = "-"
 # What a pipe may hold, where Linux allows, so that its writer goes on while rows are decoded.

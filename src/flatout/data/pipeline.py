@@ -11,21 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from flatout.console import say_as_is
 from flatout.data.batch import Batch
 from flatout.data.classes import Renumbered, classes_of, listed, texts_of
+from flatout.data.execution.batch_sampler import padding_share
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.digests import digest_of, function_digest
+from flatout.data.execution.prefetch import prefetch
+from flatout.data.execution.program import Program
+from flatout.data.execution.samples import Costs, name_of
+from flatout.data.execution.stream_program import StreamProgram
 from flatout.data.explanation import Explanation
 from flatout.data.form import Leaf
 from flatout.data.normalization import Normalization
 from flatout.data.origins import Chunks, Rows, Stream, is_rows, is_stream
 from flatout.data.plan import last_batch
 from flatout.data.planner import Built, Mixture, Options, build, check
-from flatout.data.running.buffers import Buffers
-from flatout.data.running.cut import padding_share
-from flatout.data.running.digests import digest_of, function_digest
-from flatout.data.running.prefetch import prefetch
-from flatout.data.running.program import Program
-from flatout.data.running.samples import Costs, name_of
-from flatout.data.running.stream_program import StreamProgram
 from flatout.data.schema import Schema
 from flatout.data.sources.arrays import Arrays
 from flatout.data.sources.torch_dataset import DatasetRows
@@ -48,7 +49,6 @@ from flatout.data.stages import (
 )
 from flatout.devices.threads import check_count
 from flatout.errors import DataError
-from flatout.say import say_as_is
 
 
 class Pipeline(Staged):

@@ -21,19 +21,19 @@ from typing import Any
 import numpy as np
 
 from flatout.data.block import Numbers
+from flatout.data.execution import batch_sampler as cuts
+from flatout.data.execution import selection
+from flatout.data.execution.array_samples import ArraySamples
+from flatout.data.execution.batch_sampler import BatchSampler
+from flatout.data.execution.cache import Cached
+from flatout.data.execution.parallel import Tuner
+from flatout.data.execution.program import Maker, Program
+from flatout.data.execution.samples import Costs, Decoded, Fetched, Joined, Mapped, Samples, name_of
+from flatout.data.execution.varying import constant_part
 from flatout.data.order import order as drawn_order
 from flatout.data.origins import Chunks, Rows, is_chunks, is_rows
 from flatout.data.plan import DEFAULT_BATCH_SIZE
 from flatout.data.randomness import random_state, same_state, set_random_state
-from flatout.data.running import cut as cuts
-from flatout.data.running import selection
-from flatout.data.running.array_samples import ArraySamples
-from flatout.data.running.cache import Cached
-from flatout.data.running.cut import Cut
-from flatout.data.running.parallel import Tuner
-from flatout.data.running.program import Maker, Program
-from flatout.data.running.samples import Costs, Decoded, Fetched, Joined, Mapped, Samples, name_of
-from flatout.data.running.varying import constant_part
 from flatout.data.sources.arrays import Arrays, ArraySource
 from flatout.data.sources.torch_dataset import DatasetRows
 from flatout.data.stages import (
@@ -109,7 +109,7 @@ class Built:
     program: Program | ArraySource
     samples: Samples
     numbers: Numbers
-    cut: Cut
+    cut: BatchSampler
     everywhere: int
     runs: list[str]
     moved: list[str] = field(default_factory=list)
@@ -366,7 +366,7 @@ def _cut(
     everywhere: int,
     stages: Sequence[Stage],
     base_order: cuts.Order | None,
-) -> Cut:
+) -> BatchSampler:
     """Order and batches."""
     shuffle = _only(stages, Shuffle)
     batch = _only(stages, Batch) or Batch(min(DEFAULT_BATCH_SIZE, len(numbers)))
@@ -402,7 +402,7 @@ def _cut(
     if not shard.has_own_rows:
         in_place = shuffle is None and batch.window is None and repeat is None
         moves = not (in_place and base_order is None and count == samples.rows)
-        return Cut(
+        return BatchSampler(
             count,
             batch.size,
             order,
@@ -419,9 +419,11 @@ def _cut(
                 do="hand the pipeline to a Trainer, whose ranks find it out, or pass steps=, the "
                 "same on every rank: samples of all ranks / batch size, rounded up",
             )
-        return Cut(count, batch.size, order, batch.last, even_steps=shard.steps, passes=turns)
+        return BatchSampler(
+            count, batch.size, order, batch.last, even_steps=shard.steps, passes=turns
+        )
     steps = turns * max(1, -(-everywhere * samples_times(stages) // batch.size))
-    return Cut(count, batch.size, order, batch.last, even_steps=steps, passes=turns)
+    return BatchSampler(count, batch.size, order, batch.last, even_steps=steps, passes=turns)
 
 
 def _shuffled_again(inner: cuts.Order, seed: int) -> cuts.Order:
@@ -449,12 +451,12 @@ def _reorders(stage: Stage) -> bool:
     return isinstance(stage, Shuffle) or (isinstance(stage, Batch) and stage.window is not None)
 
 
-def _plain(cut: Cut) -> bool:
+def _plain(cut: BatchSampler) -> bool:
     alone = cut.world_size == 1 and cut.even_steps is None
     return alone and cut.passes == 1 and cut.last != "pad"
 
 
-def _functions_draw(maker: Maker, cut: Cut) -> bool:
+def _functions_draw(maker: Maker, cut: BatchSampler) -> bool:
     """Whether a user's function of whole batches draws from a global generator, by trying it."""
     start, stop = cut.bounds(0)
     before = random_state()

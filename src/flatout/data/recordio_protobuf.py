@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.decoder import Bytes, Split, Where
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.framing import split_recordio
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
 
 _FEATURES, _LABEL = 1, 2
@@ -79,7 +79,7 @@ class RecordioDecoder:
         numbers: Numbers,
         lengths: Mapping[str, Numbers] | None,
         buffers: Buffers,
-        faults: Faults,
+        faults: ErrorPolicy,
         where: Where,
     ) -> Block:
         """Decode rows into arrays from `buffers`."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from flatout.data.execution.batch_sampler import Last
 from flatout.data.normalization import Normalization
 from flatout.data.plan import check_batch_size
-from flatout.data.running.cut import Last
 from flatout.data.stages import (
     Batch,
     Cache,
@@ -28,8 +28,8 @@ from flatout.errors import DataError
 from flatout.world import place
 
 if TYPE_CHECKING:
+    from flatout.data.execution.cache import Where
     from flatout.data.pipeline import Pipeline
-    from flatout.data.running.cache import Where
 
 _BY_LENGTH_WINDOW = 64
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from flatout.data.execution.batch_sampler import Last
+from flatout.data.execution.samples import name_of
 from flatout.data.normalization import Normalization
-from flatout.data.running.cut import Last
-from flatout.data.running.samples import name_of
 
 if TYPE_CHECKING:
-    from flatout.data.running.cache import Where
+    from flatout.data.execution.cache import Where
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
-from flatout.say import say_once
+from flatout.console import say_once
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.say import rounded
+from flatout.console import rounded
 
 
 def size_words(size: float) -> str:

@@ -13,8 +13,8 @@ from flatout.doctor.subject import Contained, InPlace, Subject
 from flatout.doctor.torchrun import under_torchrun
 from flatout.doctor.trials.scratch import scratch, temporary_of
 from flatout.errors import FlatoutError
-from flatout.lifetimes import asked_to_end
 from flatout.observe import Observation
+from flatout.processes import asked_to_end
 
 STARTING_S = 60.0
 """How long a script may take beside the time in which its steps are watched: imports, its data, the

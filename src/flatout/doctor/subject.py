@@ -15,7 +15,7 @@ from typing import Protocol
 import psutil
 
 from flatout.doctor.trials.process import Ended, Job, Process
-from flatout.lifetimes import adopt_orphans, die_with_parent
+from flatout.processes import adopt_orphans, die_with_parent
 
 _TERMINATES_WITHIN_S = 3.0
 
@@ -75,7 +75,7 @@ class Contained:
                 return False
             with suppress(Ended):
                 self._process.hear()
-        # Its keeper can only have been killed, as the system does when memory runs out.
+        # Its supervisor can only have been killed, as the system does when memory runs out.
         self.code = -signal.SIGKILL if self._process.exit is None else self._process.exit
         return True
 

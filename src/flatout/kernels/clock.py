@@ -6,8 +6,8 @@ import sys
 from contextlib import suppress
 
 from flatout.kernels import absent
-from flatout.kernels.clock_twin import Called as Called
-from flatout.kernels.clock_twin import Clock as Clock
+from flatout.kernels.clock_fallback import Called as Called
+from flatout.kernels.clock_fallback import Clock as Clock
 
 # Elsewhere the system's steady clock is another one than time.perf_counter's.
 if sys.platform == "linux" and absent.WANTED:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flatout.kernels import absent, example_twin
+from flatout.kernels import absent, example_fallback
 
 try:
     from flatout.kernels import _example as _c
@@ -180,7 +180,7 @@ def crc32c(data: Any, value: int = 0) -> int:
         value: of what stands before, to go on from there.
     """
     _say_if_absent()
-    return (_c.crc32c if _use_c else example_twin.crc32c)(data, value)
+    return (_c.crc32c if _use_c else example_fallback.crc32c)(data, value)
 
 
 def crc32c_blocks(data: Any, block: int) -> npt.NDArray[np.int64]:
@@ -206,13 +206,13 @@ def crc32c_blocks(data: Any, block: int) -> npt.NDArray[np.int64]:
         _c.crc32c_blocks(text, block, out)
     else:
         for at in range(len(out)):
-            out[at] = example_twin.crc32c(text[at * block : (at + 1) * block])
+            out[at] = example_fallback.crc32c(text[at * block : (at + 1) * block])
     return out
 
 
 def masked_crc32c(data: Any) -> int:
     """The CRC-32C of bytes, rotated and moved, as it stands in TFRecord files."""
-    return example_twin.masked(crc32c(data))
+    return example_fallback.masked(crc32c(data))
 
 
 def scan(buffer: Any, start: int = 0, *, final: bool = True, most: int | None = None) -> Scan:
@@ -234,7 +234,7 @@ def scan(buffer: Any, start: int = 0, *, final: bool = True, most: int | None = 
     while end == End.MOST and (most is None or total < most):
         room = _AT_ONCE if most is None else min(_AT_ONCE, most - total)
         starts, ends = np.empty(room, np.int64), np.empty(room, np.int64)
-        count, at, code = (_c.scan if _use_c else example_twin.scan)(buffer, at, starts, ends)
+        count, at, code = (_c.scan if _use_c else example_fallback.scan)(buffer, at, starts, ends)
         end = End(code)
         found.append((starts[:count], ends[:count]))
         total += count
@@ -308,7 +308,7 @@ def measure(
     _say_if_absent()
     if _use_c:
         return _c.measure(buffer, starts, ends, spec.compiled, lengths, status, at, check)
-    return example_twin.measure(buffer, starts, ends, spec.features, lengths, status, at, check)
+    return example_fallback.measure(buffer, starts, ends, spec.features, lengths, status, at, check)
 
 
 def decode(
@@ -371,7 +371,7 @@ def decode(
             at,
             check,
         )
-    return example_twin.decode(
+    return example_fallback.decode(
         buffer,
         starts,
         ends,
@@ -415,9 +415,9 @@ def encode(columns: Mapping[str, Values]) -> tuple[npt.NDArray[np.uint8], Number
         raise ValueError("columns: expected offsets of one number or more, found none")
     entries = tuple(_entry(name, values, count) for name, values in columns.items())
     offsets = np.empty(count + 1, np.int64)
-    (_c.sizes if _use_c else example_twin.sizes)(entries, count, offsets)
+    (_c.sizes if _use_c else example_fallback.sizes)(entries, count, offsets)
     out = np.empty(int(offsets[-1]), np.uint8)
-    (_c.write if _use_c else example_twin.write)(entries, count, offsets, out)
+    (_c.write if _use_c else example_fallback.write)(entries, count, offsets, out)
     return out, offsets
 
 

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from flatout.kernels.clock import Clock
-from flatout.kernels.clock_twin import (
+from flatout.kernels.clock_fallback import (
     AFTER,
     BACKWARD,
     COPY,

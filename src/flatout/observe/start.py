@@ -21,16 +21,17 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatout.console import say
 from flatout.observe.ablation import Ablations
 from flatout.observe.backward import watch_backward
 from flatout.observe.compiles import Compiles
 from flatout.observe.compiling import skip_our_frames
 from flatout.observe.cost import added_us_per_step
 from flatout.observe.device_memory import DeviceMemory
+from flatout.observe.exit_hooks import watch_exits
 from flatout.observe.graphs import Graphs
 from flatout.observe.importing import when_imported
 from flatout.observe.keras import watch_keras
-from flatout.observe.leaving import watch_leaving
 from flatout.observe.loaders import watch_loaders
 from flatout.observe.meters import Meters
 from flatout.observe.metrics import MetricHooks
@@ -40,13 +41,12 @@ from flatout.observe.optimizers import Steps, watch_optimizers
 from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
 from flatout.observe.parallel import watch_parallel
 from flatout.observe.record import observation
-from flatout.observe.running import run, show_as_python_does, told
+from flatout.observe.run_script import run, show_as_python_does, told
 from flatout.observe.sites import read
 from flatout.observe.tensors import IndexWindow, watch_tensors
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import watch_workers
 from flatout.observe.writing import Writer, write
-from flatout.say import say
 from flatout.world.place import place
 
 # What is left of a script that was ended has so long to go, then the process ends.
@@ -141,7 +141,7 @@ class Observer:
         watch_outputs(watch)
         MetricHooks(watch)
         watch_garbage(watch)
-        watch_leaving(self._ends, self._becomes)
+        watch_exits(self._ends, self._becomes)
         os.register_at_fork(after_in_child=self._in_child)
 
     def _hook_torch(self, torch: object) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from flatout.console import rounded
 from flatout.errors import ModelError
 from flatout.optim.keras_optimizer import KerasOptimizer
 from flatout.optim.several import Optimizers, as_tuple
-from flatout.say import rounded
 
 RULES = ("linear", "sqrt", "power", "none")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
+from flatout.console import counted
 from flatout.doctor.edits import diff, fix
 from flatout.doctor.edits.patch import folder_of
 from flatout.doctor.edits.proposals import with_recipe
@@ -19,7 +20,6 @@ from flatout.doctor.prescription import Prescription, Proof
 from flatout.errors import FlatoutError
 from flatout.recipe import Parity
 from flatout.report.first_look import short
-from flatout.say import counted
 from flatout.terminal import Console
 
 _COLORS = {"---": "bold", "+++": "bold", "@@ ": "cyan", "-": "red", "+": "green"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from flatout.console import counted, rounded
 from flatout.doctor.first_look import FirstLook
 from flatout.doctor.judge import Verdict
 from flatout.doctor.proving.cure import Cure, cures_of
@@ -14,7 +15,6 @@ from flatout.doctor.trials.network import Sends, find_sends
 from flatout.recipe import Parity
 from flatout.report.first_look import short
 from flatout.report.not_contained import not_contained
-from flatout.say import counted, rounded
 
 _MOST = 3
 """Places that are named; the others are counted."""

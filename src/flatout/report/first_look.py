@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flatout.console import rounded
 from flatout.devices.inventory import Inventory
 from flatout.devices.process import at_start
 from flatout.doctor.finding import Finding
@@ -23,7 +24,6 @@ from flatout.doctor.judge import Verdict
 from flatout.observe import Ablation, Observation
 from flatout.recipe import Recipe
 from flatout.report.not_contained import not_contained
-from flatout.say import rounded
 
 _STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host", "gc", "idle")
 _BETWEEN = ("evaluation", "saving")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from flatout.console import counted, rounded
 from flatout.doctor.finding import Finding, docs_page
 from flatout.observe import Observation
 from flatout.report.observed import observed
@@ -31,7 +32,6 @@ from flatout.report.pictures import (
     milliseconds,
 )
 from flatout.report.tried import tried, with_proofs
-from flatout.say import counted, rounded
 
 if TYPE_CHECKING:
     from jinja2 import Template

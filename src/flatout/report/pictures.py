@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
+from flatout.console import rounded
 from flatout.measure.timeline import LANES
-from flatout.say import rounded
 
 MOST_RANKS = 16
 """More ranks than these would be a wall of bars: the slowest are drawn."""

@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flatout.console import counted, rounded
 from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Outcome, Prescription, Proof
 from flatout.doctor.search import is_searched
@@ -22,7 +23,6 @@ from flatout.doctor.torchrun import under_torchrun
 from flatout.measure.trial import TrialResult
 from flatout.report.first_look import clock, commands, short
 from flatout.report.page import duration
-from flatout.say import counted, rounded
 
 _LABEL = 13
 """Columns of the labels on the left, such as `needs your OK`."""

@@ -16,8 +16,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flatout.console import rounded
 from flatout.recipe import ResolvedRecipe
-from flatout.say import rounded
 
 _ALL_IN_A_ROW = 120
 """Columns from which a change's reason fits beside it."""

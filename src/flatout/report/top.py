@@ -21,12 +21,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from flatout.console import rounded
 from flatout.devices.gpu_use import GpuUse, gpu_use
 from flatout.errors import FlatoutError
 from flatout.measure.live import Rank, Ranks
 from flatout.measure.processes import Processes, ProcessUse
 from flatout.measure.pulse import Pulse, Watched
-from flatout.say import rounded
 
 # In the table; what else a step has is "other".
 _LANES = {"input": "input", "forward": "fwd", "backward": "bwd", "sync": "sync", "optimizer": "opt"}
@@ -202,7 +202,7 @@ class Sample:
             yield Text(
                 "from outside only CPU, memory, threads and what is read can be seen; a step's "
                 "lanes (input, forward, backward, sync, optimizer) show themselves from within: "
-                "flatout.Trainer, flatout.callbacks, flatout doctor script.py",
+                "flatout.Trainer, flatout.integrations, flatout doctor script.py",
                 style="dim",
             )
 
@@ -277,7 +277,7 @@ class Top:
         what = "no job" if self._which is None else f"no job {self._which}"
         raise FlatoutError(
             f"{what} that shows its lanes is running here",
-            do="start it with flatout.Trainer, flatout.Loop or one of flatout.callbacks; "
+            do="start it with flatout.Trainer, flatout.Loop or one of flatout.integrations; "
             "flatout top --pid N shows any process from outside",
         )
 

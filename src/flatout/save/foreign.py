@@ -13,13 +13,13 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from flatout.console import first_line
 from flatout.errors import CheckpointError
 from flatout.save.best import Kept, Which, choose, kept_in
 from flatout.save.checkpoint import is_checkpoint, read_weights
 from flatout.save.manifest import MANIFEST
 from flatout.save.model_file import INDEX, MODEL, is_model_file, open_model
 from flatout.save.storage import Folder
-from flatout.say import first_line
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 

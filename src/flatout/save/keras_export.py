@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from flatout.console import first_line
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.save.keras_file import is_text, save_keras, text_in_hdf5
 from flatout.save.model_file import save_model
 from flatout.save.storage import Folder
 from flatout.save.weights_file import BROKEN, text_in
-from flatout.say import first_line
 
 WHOLE = (".keras", ".h5", ".hdf5")
 _WEIGHTS = ".weights.h5"

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flatout.console import first_line
 from flatout.errors import CheckpointError
 from flatout.models import load_weights, weights_of
 from flatout.save.fits import check_fits
 from flatout.save.model_file import open_model, save_model
 from flatout.save.storage import Folder
 from flatout.save.weights_file import MEMBER, text_in
-from flatout.say import first_line
 
 _KERAS = (".keras", ".weights.h5")
 _OURS = "flatout."

@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
+from flatout.console import first_line
 from flatout.data.batch import Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
 from flatout.measure import OutOfTime, TrialResult, fingerprint, usable_cpus
 from flatout.models import find_rewrites, uses_convolution
 from flatout.recipe import Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
-from flatout.say import first_line
 from flatout.train import auto_cache
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_trials import Option, Trials, is_faster

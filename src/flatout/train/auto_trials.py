@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatout.console import first_line
 from flatout.data.batch import Batch, split, to_memory_format
 from flatout.errors import OutOfMemory
 from flatout.measure import OutOfTime, TrialResult, page_faults, run_trial
 from flatout.models.keras_model import is_keras
 from flatout.recipe import ModelFacts
-from flatout.say import first_line
 from flatout.train import auto_budget
 from flatout.train.auto_budget import Budget
 from flatout.train.settings import Settings

@@ -15,8 +15,8 @@ from flatout.models.keras_model import is_keras
 from flatout.train import guard
 from flatout.train.job import Job
 from flatout.train.ranks import agreed, part_of
+from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.tables import outside
-from flatout.train.tally import Tally, mean_of
 
 if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
@@ -62,9 +62,9 @@ def evaluate_batches(
     batches: Iterable[Batch],
     stopped: Callable[[], bool] = lambda: False,
     source: Source | None = None,
-) -> Tally | None:
+) -> RunningMean | None:
     """The losses of this rank's batches; the metrics are the job's. None where it is stopped."""
-    tally = Tally()
+    tally = RunningMean()
     world = trainer.world()
     # Losses of Keras may meet other ranks' in each batch.
     whole = world.size > 1 and is_keras(trainer.model)

@@ -509,7 +509,7 @@ class Fit:
 
     def _now(self) -> tuple[int, int]:
         """The clock, and how long this rank has waited for others, in ns."""
-        return time.perf_counter_ns(), self.loop.world.trail.waited
+        return time.perf_counter_ns(), self.loop.world.collectives.waited
 
     def _add(self, lane: str, start: tuple[int, int]) -> None:
         """The time since then is of a lane; what of it was waiting for other ranks is sync."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from flatout.console import counted, rounded
 from flatout.errors import FlatoutError
 from flatout.measure.timeline import Timeline
-from flatout.say import counted, rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

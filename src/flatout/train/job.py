@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from flatout.console import say
 from flatout.data.batch import Batch
 from flatout.data.source import Source
 from flatout.errors import ModelError
-from flatout.say import say
 from flatout.train.compute import build_compute
 from flatout.train.losses import Loss, Value
 from flatout.train.metrics import Metric, as_metrics

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from flatout.data.running.code import arguments_of, code_digest, is_library, words_of
-from flatout.data.running.digests import content_digest, digest_of
+from flatout.data.execution.code import arguments_of, code_digest, is_library, words_of
+from flatout.data.execution.digests import content_digest, digest_of
 from flatout.models import modules_of
 from flatout.models.keras_model import is_keras
 from flatout.train.large_batch import as_saved

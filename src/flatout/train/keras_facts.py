@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from flatout.data.running.code import arguments_of, code_digest, is_library, words_of
-from flatout.data.running.digests import digest_of
+from flatout.data.execution.code import arguments_of, code_digest, is_library, words_of
+from flatout.data.execution.digests import digest_of
 from flatout.train.job_facts import Facts, arguments_words, fact
 
 # Names are counted by what else a process has made; what only begins the weights is in them.

@@ -27,11 +27,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from flatout.console import say
 from flatout.data.batch import Batch, split, to, to_memory_format
+from flatout.data.execution.prefetch import prefetch
 from flatout.data.own_pipes import is_pipe
 from flatout.data.pipeline import Pipeline
 from flatout.data.ranked import ranked
-from flatout.data.running.prefetch import prefetch
 from flatout.data.source import Source, found_of
 from flatout.devices import PingPong, find_ping_pong, place, process, resolve_device
 from flatout.errors import CheckpointError, DeviceError, FlatoutError, ModelError, NumbersError
@@ -57,7 +58,6 @@ from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
 from flatout.save.in_use import InUse
 from flatout.save.pieces import Pieces, check_shared
 from flatout.save.storage import Folder
-from flatout.say import say
 from flatout.strategies import check_replicas
 from flatout.strategies.reductions import Reduction, Shared, check_reduction, reduction_of
 from flatout.train import auto, guard
@@ -77,6 +77,7 @@ from flatout.train.resume import (
     source_state,
     state_of,
 )
+from flatout.train.running_mean import mean_of
 from flatout.train.same_job import check_same_job, in_words, job_of
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
@@ -84,7 +85,6 @@ from flatout.train.snapshot import set_random_state, untouched
 from flatout.train.step import Compute, Stepper, placed
 from flatout.train.stragglers import Pace
 from flatout.train.tables import outside
-from flatout.train.tally import mean_of
 from flatout.train.turn import Turn
 from flatout.world import ONE, LostRank, World, join, restarts
 from flatout.world import place as place_here
@@ -211,7 +211,7 @@ class Loop:
         self._trial: RankTrial | None = None
         self._live: Live | None = None
         self._in_use: InUse | None = None
-        self.pace = Pace(ONE.trail)
+        self.pace = Pace(ONE.collectives)
         self.parts = Parts(lambda line: self.say(line))
 
     @property
@@ -436,7 +436,7 @@ class Loop:
             found = loads(self.world.from_first(dumps(self.resolved)))
             assert isinstance(found, ResolvedRecipe)
             self.resolved = found
-            self.pace = Pace(self.world.trail)
+            self.pace = Pace(self.world.collectives)
             samples = sum(self.world.gather(_samples_of(first)))
             self.stepper.train_with(self.world, samples, self._reduction())
         self.stepper.use(Settings.of(self.resolved))
@@ -566,14 +566,14 @@ class Loop:
             DataError: where the source cannot give them, or a resume finds other data.
         """
         self.source = source
-        iterator, trail = self._begin(source), self.world.trail
+        iterator, log = self._begin(source), self.world.collectives
         while True:
-            start, before = clock(), trail.waited
+            start, before = clock(), log.waited
             batch = next(iterator, None)
             if batch is None:
                 break
             # Where ranks agree on whether all have a batch, the slowest keeps the others waiting.
-            fetched, others = clock(), trail.waited - before
+            fetched, others = clock(), log.waited - before
             self._taken += 1
             batch = self.ready(batch)
             ready = clock()

@@ -14,7 +14,7 @@ import torch
 from flatout.data.batch import Batch
 from flatout.errors import ModelError
 from flatout.train.losses import in_shape_of
-from flatout.train.tally import Tally, mean_of
+from flatout.train.running_mean import RunningMean, mean_of
 
 Given = str | Callable[[Any, Any], Any]
 
@@ -52,7 +52,7 @@ class MeanOf:
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self._function = function
         self.name = getattr(function, "__name__", type(function).__name__)
-        self._tally = Tally()
+        self._tally = RunningMean()
 
     def update(self, output: Any, batch: Batch) -> None:
         """Add `function(output, targets)`; a mean is weighed by the number of samples."""

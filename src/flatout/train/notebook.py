@@ -26,8 +26,8 @@ import torch
 from flatout.errors import ModelError, WorldError
 from flatout.models import load_weights
 from flatout.train.loop import Loop
-from flatout.train.parcel import pack, unpack_result
 from flatout.train.signals import is_interactive
+from flatout.train.transfer import pack, unpack_result
 from flatout.world import place
 from flatout.world.nodes import Nodes, check_devices
 

@@ -8,8 +8,8 @@ import time
 import warnings
 from pathlib import Path
 
-from flatout.train.parcel import pack_error, pack_result, unpack
 from flatout.train.signals import NOTEBOOK
+from flatout.train.transfer import pack_error, pack_result, unpack
 from flatout.world import LostRank, place
 from flatout.world.start import POLITE_S, end_with_parent
 

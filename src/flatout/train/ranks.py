@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatout.console import say
 from flatout.data.batch import Batch, named_tensors
 from flatout.data.classes import listed
 from flatout.data.own_pipes import OwnPipe, is_pipe, own_pipe
@@ -17,7 +18,6 @@ from flatout.data.ranked import ranked
 from flatout.data.source import Source
 from flatout.errors import ModelError, WorldError
 from flatout.models.keras_model import modules_of
-from flatout.say import say
 from flatout.strategies.keras_batch_norm import has_own_moments
 from flatout.strategies.replicas import digest_of
 from flatout.world import World

@@ -23,8 +23,8 @@ from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import call, feed, value_of
 from flatout.train.losses import Loss, Value, as_loss
 from flatout.train.metrics import Metric, as_metrics
+from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.step import Weighing
-from flatout.train.tally import Tally, mean_of
 
 _TINY = 1e-12
 
@@ -140,7 +140,7 @@ class PartLoss:
     """The mean of one output's loss over all batches: as a metric, but it is told the values."""
 
     def __init__(self) -> None:
-        self._tally = Tally()
+        self._tally = RunningMean()
 
     def add(self, value: Value, samples: int) -> None:
         """Take one batch's mean or (sum, weight); nothing is read."""

@@ -27,7 +27,7 @@ from flatout.models.keras_model import is_keras
 from flatout.models.sample_dropout import SampleDropout
 from flatout.optim import LrScale, Optimizers, Update, as_tuple
 from flatout.optim.rates import scaled
-from flatout.strategies import Ddp, Sums, SyncBatchNorm, own_draws, sparse_weights
+from flatout.strategies import Ddp, Sums, SyncBatchNorm, rank_rng, sparse_weights
 from flatout.strategies.reductions import Beside, Reduction
 from flatout.train.losses import Value
 from flatout.train.micro_batch import forget_frames, is_out_of_memory, pieces_for, smaller
@@ -216,7 +216,7 @@ class Stepper:
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         if self.world.size > 1:
-            self.world.trail.step = step
+            self.world.collectives.step = step
             with self._all_together(), self._weighed(compute, batches):
                 return self._with_others(compute, batches, step)
         if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
@@ -256,7 +256,7 @@ class Stepper:
     def _with_others(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         """This rank's part of the batch, in smaller pieces where memory runs out, then all sums."""
         ddp = self._strategy()
-        before = self.world.trail.waited
+        before = self.world.collectives.waited
         while True:
             if self._moving is not None:
                 self._moving.keep()
@@ -272,16 +272,16 @@ class Stepper:
         if self.switch.device.type == "cuda":
             # So that what is waited for from here on is other ranks, and not this one's backward.
             torch.cuda.current_stream(self.switch.device).synchronize()
-        waited = self.world.trail.waited
+        waited = self.world.collectives.waited
         sums = ddp.finish()
         self.stopping = bool(sums.votes)
-        waited = self.world.trail.waited - waited
+        waited = self.world.collectives.waited - waited
         self._divide(self.samples, sums.weight)
         assert torch.is_tensor(total)
         assert torch.is_tensor(sums.total)
         loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(total.dtype)
         backward += clock() - start - waited
-        return loss, sums.weight, forward, backward, self.world.trail.waited - before
+        return loss, sums.weight, forward, backward, self.world.collectives.waited - before
 
     def _own_part(
         self, compute: Compute, batches: Sequence[Batch], ddp: Ddp
@@ -302,7 +302,7 @@ class Stepper:
             for batch in placed(batches)
             for piece in split(batch, self._pieces_on_all_ranks(batch))
         ]
-        trail = self.world.trail
+        log = self.world.collectives
         total: torch.Tensor | float = 0.0
         weight: torch.Tensor | float = 0.0
         forward = backward = 0
@@ -310,14 +310,14 @@ class Stepper:
             self._norms.copies = piece.copies
             if self.dropout is not None:
                 self.dropout.at(piece.start, piece.size)
-            start, begun = clock(), trail.waited
+            start, begun = clock(), log.waited
             with self.switch.autocast():
                 part, part_weight = _sum(compute(piece), piece.size)
             # What several ranks have computed counts once.
             scaled = part / (self.samples * piece.copies)
             total = total + part.detach() / piece.copies
             weight = weight + part_weight / piece.copies
-            middle, waited = clock(), trail.waited
+            middle, waited = clock(), log.waited
             if self.scaler is not None:
                 scaled = self.scaler.scale(scaled)
             if number + 1 == len(pieces):
@@ -325,7 +325,7 @@ class Stepper:
                 ddp.arm(Sums(total, weight, vote), self.samples, self.scaler)
             scaled.backward()  # type: ignore[no-untyped-call]
             forward += middle - start - (waited - begun)
-            backward += clock() - middle - (trail.waited - waited)
+            backward += clock() - middle - (log.waited - waited)
         return total, forward, backward
 
     def _pieces_on_all_ranks(self, batch: Batch) -> int:
@@ -343,7 +343,7 @@ class Stepper:
     def _all_together(self) -> Iterator[None]:
         """Within, all ranks run the same forward and backward, and draw each their own numbers."""
         assert self._norms is not None
-        with own_draws(self.world), self._norms.together():
+        with rank_rng(self.world), self._norms.together():
             yield
 
     def meet(self, world: World) -> None:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flatout.console import rounded
 from flatout.measure import Timeline
-from flatout.say import rounded
 from flatout.world import World
-from flatout.world.trail import Trail
+from flatout.world.collective_log import CollectiveLog
 
 # Named is a rank that needs so much longer than the others at the median, and whose excess is that
 # many standard errors.
@@ -37,11 +37,11 @@ class Pace:
     """Marks after steps, from which a rank's own time per step is known.
 
     Args:
-        trail: of this rank, which knows how long it has waited.
+        log: of this rank, which knows how long it has waited.
     """
 
-    def __init__(self, trail: Trail) -> None:
-        self._trail = trail
+    def __init__(self, log: CollectiveLog) -> None:
+        self._log = log
         self.reset()
 
     def reset(self) -> None:
@@ -52,7 +52,7 @@ class Pace:
     def mark(self) -> None:
         """After each step. All ranks keep the marks of the same steps."""
         if self._steps % self._every == 0:
-            self._marks.append((clock(), self._trail.waited))
+            self._marks.append((clock(), self._log.waited))
             if len(self._marks) > 2 * _MOST:
                 self._marks = self._marks[::2]
                 self._every *= 2

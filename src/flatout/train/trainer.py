@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from flatout.console import rounded, say
 from flatout.data.batch import Batch, rows, to
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source, as_source
@@ -27,7 +28,6 @@ from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.save.fits import check_fits
 from flatout.save.foreign import read_weights_of
 from flatout.save.weights_file import check_ending, load_weights_file, save_weights
-from flatout.say import rounded, say
 from flatout.train import guard
 from flatout.train.callbacks import Callback, Progress
 from flatout.train.class_weight import ClassWeight

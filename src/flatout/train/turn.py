@@ -8,7 +8,7 @@ import torch
 
 from flatout.data.batch import Batch
 from flatout.optim import Update
-from flatout.train.tally import Tally
+from flatout.train.running_mean import RunningMean
 
 if TYPE_CHECKING:
     from flatout.strategies import Ddp
@@ -42,7 +42,7 @@ class Turn:
         self.scaler = scaler
         self.pieces = pieces
         self.ddp: Ddp | None = None
-        self.tally = Tally()
+        self.tally = RunningMean()
         self.gathered: list[Batch] = []
         self.gathered_from = 0
 

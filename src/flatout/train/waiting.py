@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
+from flatout.data.execution.samples import name_of
 from flatout.data.explanation import Explanation
 from flatout.data.pipeline import Pipeline
-from flatout.data.running.samples import name_of
 from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.iterable import IterableSource
 from flatout.data.sources.tuned_dataset import TunedDatasetSource

@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 
 from flatout.cache_folder import cache_folder, kind_folder, private
+from flatout.console import rounded
 from flatout.errors import WorldError
 from flatout.measure.fingerprint import fingerprint
-from flatout.say import rounded
 from flatout.world.place import RANK_TRIAL
 
 # A script may load its data first, and decide its settings by measuring.

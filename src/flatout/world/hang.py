@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flatout.world.trail import named
+from flatout.world.collective_log import named
 
 # Of so many missing ranks the stacks are shown.
 _STACKS = 4

@@ -29,8 +29,8 @@ from torch.distributed.elastic.multiprocessing.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from flatout.console import say
 from flatout.errors import WorldError
-from flatout.say import say
 from flatout.world import secret
 from flatout.world.network import INTERFACES
 from flatout.world.nodes import Nodes

@@ -1,7 +1,7 @@
 """Where the nodes of a job meet: before its first rank, and whenever the ranks start again.
 
 All of it goes through one store, which the first node keeps and the ranks use too; besides what the
-roll call leaves there,
+preflight leaves there,
 
     round/N             how many nodes have come to the N-th start of the ranks
     done/N              how many nodes' ranks have all ended well since then
@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from flatout.errors import WorldError
 from flatout.world.network import LOOPBACK, interface_of
 from flatout.world.nodes import Nodes
-from flatout.world.roll_call import RollCall, Waiting
+from flatout.world.preflight import Preflight, Waiting
 
 _LOOK_EVERY_S = 0.05
 _BEAT_EVERY_S = 0.1
@@ -64,8 +64,8 @@ class Rendezvous(RendezvousHandler):
         self.nodes = nodes
         self.rounds = 0
         self._silent_s = silent_s
-        self._roll_call = RollCall(nodes, facts, wait_s=wait_s, answer_s=silent_s)
-        self._own = self._roll_call.own
+        self._preflight = Preflight(nodes, facts, wait_s=wait_s, answer_s=silent_s)
+        self._own = self._preflight.own
         self._hosts = {nodes.rank: self._own.host}
         self._heard: dict[int, tuple[bytes, float]] = {}
         # What the listening thread has found, and what it is to tell.
@@ -84,7 +84,7 @@ class Rendezvous(RendezvousHandler):
         Raises:
             WorldError: the port is in use, a node does not come, or they disagree.
         """
-        self._store, came = self._roll_call.open()
+        self._store, came = self._preflight.open()
         if self.nodes.count == 1:
             return
         self._hosts = {one.node: one.host for one in came}
@@ -112,17 +112,17 @@ class Rendezvous(RendezvousHandler):
             PrefixStore(f"start-{self.rounds}", store),
             self.nodes.rank,
             self.nodes.count,
-            RendezvousStoreInfo(LOOPBACK, self._roll_call.store_port),
+            RendezvousStoreInfo(LOOPBACK, self._preflight.store_port),
         )
 
     def interface(self) -> str | None:
         """By which the ranks of all nodes reach one another."""
-        return interface_of(self._roll_call.address)
+        return interface_of(self._preflight.address)
 
     @property
     def store_port(self) -> int:
         """Of the store, on loopback of this node."""
-        return self._roll_call.store_port
+        return self._preflight.store_port
 
     def _all_here(self) -> bool:
         seen = self._seen
@@ -173,12 +173,12 @@ class Rendezvous(RendezvousHandler):
         if self._trouble is None and time.monotonic() - self._answered > self._silent_s:
             self._trouble = self._lost_first
         if self._trouble is not None:
-            raise WorldError(self._trouble, where=self._roll_call.who)
+            raise WorldError(self._trouble, where=self._preflight.who)
 
     def _listen(self) -> None:
         """Beat and listen, in a thread: no call of a store returns while its host is cut off."""
         try:
-            store = self._roll_call.connect()
+            store = self._preflight.connect()
             while not self._over.is_set():
                 self._beat(store)
                 if store.check(["ended"]):
@@ -227,7 +227,7 @@ class Rendezvous(RendezvousHandler):
     @property
     def _lost_first(self) -> str:
         """What it means that the store does not answer."""
-        where = self._roll_call.where
+        where = self._preflight.where
         return f"node 0 ({self._hosts[0]}) at {where} does not answer any more"
 
     # -- what the agent wants to know besides ----------------------------------------------------
@@ -259,5 +259,5 @@ class Rendezvous(RendezvousHandler):
         if self._listening is not None:
             # Python must not end while a thread of its own is about to leave the store's C++.
             self._listening.join(_LAST_WORDS_S)
-        self._roll_call.close()
+        self._preflight.close()
         return True

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.lifetimes import machine, state_and_start
+from flatout.processes import machine, state_and_start
 
 # On this signal a process writes its stacks, whoever holds the interpreter. Nobody else uses it.
 _SIGNAL = signal.SIGRTMAX - 5

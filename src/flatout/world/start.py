@@ -14,9 +14,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from flatout.console import say
 from flatout.errors import WorldError
-from flatout.lifetimes import die_with_parent
-from flatout.say import say
+from flatout.processes import die_with_parent
 from flatout.world.place import place
 from flatout.world.world import LostRank, is_first_to_fail
 

@@ -18,12 +18,12 @@ from time import monotonic, sleep
 from time import perf_counter_ns as clock
 from typing import Any, NamedTuple
 
-from flatout.say import say
+from flatout.console import say
+from flatout.world.collective_log import CollectiveLog, Waiting
 from flatout.world.hang import Stand, explain
 from flatout.world.place import Place, restarts
 from flatout.world.stacks import Process, look_at, own_stack, this_process
 from flatout.world.stores import Board, agent_keeps_it, connect, files_of
-from flatout.world.trail import Trail, Waiting
 
 # How often a rank tells where it stands, at most and as a share of the patience.
 _BEAT_S, _SHARE = 5.0, 0.1
@@ -51,12 +51,12 @@ class Watch:
 
     Args:
         here: the place of this rank.
-        trail: of this rank.
+        log: of this rank.
         patience_s: how long it may wait in one collective before that is looked into, in seconds.
     """
 
-    def __init__(self, here: Place, trail: Trail, patience_s: float) -> None:
-        self._here, self._trail, self._patience = here, trail, patience_s
+    def __init__(self, here: Place, log: CollectiveLog, patience_s: float) -> None:
+        self._here, self._log, self._patience = here, log, patience_s
         self._beat = min(_BEAT_S, patience_s * _SHARE)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatout-watch", daemon=True)
@@ -151,12 +151,12 @@ class Watch:
         return None if told is None else json.loads(told)
 
     def _stand(self) -> Stand:
-        trail = self._trail
-        waiting = trail.waiting
+        log = self._log
+        waiting = log.waiting
         return Stand(
-            begun=trail.begun,
+            begun=log.begun,
             waiting=None if waiting is None else waiting.number,
-            recent=list(trail.recent)[-_LATEST:],
+            recent=list(log.recent)[-_LATEST:],
             process=self._process.words,
         )
 
@@ -186,7 +186,7 @@ class Watch:
                 self._set(f"seen/{question}/{rank}", look_at(process))
 
     def _mind_own_waiting(self) -> None:
-        waiting, question = self._trail.waiting, self._question
+        waiting, question = self._log.waiting, self._question
         if question is not None:
             if waiting is None or waiting.number != question.collective:
                 self._take_back(question)
@@ -241,11 +241,11 @@ class Watch:
 
     def _take_back(self, question: _Question) -> None:
         """The collective is over, or has failed; then the error tells."""
-        if question.is_told and not self._trail.is_lost:
+        if question.is_told and not self._log.is_lost:
             seconds = (clock() - question.since) / 1e9
             say(f"all have come after {seconds:.0f} s, and the job goes on")
             self._set("blame", "")
-        if not self._trail.is_lost:
+        if not self._log.is_lost:
             self._store.compare_set("teller", str(self._here.rank), "")
         self._question = None
 

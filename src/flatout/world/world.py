@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.errors import WorldError
 from flatout.world import messages
+from flatout.world.collective_log import CollectiveLog, Waiting
 from flatout.world.network import INTERFACES, address_towards, interface_of
 from flatout.world.place import ALONE, Place, place, restarts
 from flatout.world.secret import check_channel
 from flatout.world.stores import open_store
-from flatout.world.trail import Trail, Waiting
 from flatout.world.watch import Watch
 
 if TYPE_CHECKING:
@@ -95,13 +95,13 @@ class World:
         rank: of this process, from 0.
         size: how many ranks there are.
         place: with nodes and local ranks.
-        trail: the collectives so far.
+        collectives: the collectives so far.
     """
 
     def __init__(self, place: Place, timeout_s: float = TIMEOUT_S) -> None:
         self.place = place
         self.timeout_s = timeout_s
-        self.trail = Trail()
+        self.collectives = CollectiveLog()
         self.rank = place.rank
         self.size = place.world_size
 
@@ -122,7 +122,7 @@ class World:
             return None
         import torch.distributed as dist
 
-        number = self.trail.begin(what)
+        number = self.collectives.begin(what)
         with _together(self, number):
             work = dist.all_reduce(tensor, async_op=later)
         return Later(work, number) if later else None
@@ -134,7 +134,7 @@ class World:
             work: has a `wait()`.
             what: it is for.
         """
-        return Later(work, self.trail.begin(what))
+        return Later(work, self.collectives.begin(what))
 
     def until(self, later: Later) -> None:
         """Wait for what was begun."""
@@ -157,7 +157,7 @@ class World:
         """
         if self.size == 1:
             return [value]
-        with _together(self, self.trail.begin(what)):
+        with _together(self, self.collectives.begin(what)):
             return messages.gather(value, self.size)
 
     def from_first(self, value: Any, what: str = "") -> Any:
@@ -172,7 +172,7 @@ class World:
         """
         if self.size == 1:
             return value
-        with _together(self, self.trail.begin(what)):
+        with _together(self, self.collectives.begin(what)):
             return messages.from_first(value, self.is_first)
 
     def wait(self, what: str = "") -> None:
@@ -188,7 +188,7 @@ class World:
         if sets not in _groups:
             import torch.distributed as dist
 
-            number = self.trail.begin("channels among parts of the ranks")
+            number = self.collectives.begin("channels among parts of the ranks")
             timeout = timedelta(seconds=self.timeout_s)
             with _together(self, number):
                 made = [dist.new_group(list(part), timeout=timeout) for part in sets]
@@ -222,15 +222,15 @@ class World:
 @contextmanager
 def _together(world: World, number: int) -> Iterator[None]:
     """Note where this rank waits, and say who is missing where a collective fails."""
-    trail = world.trail
-    outer, began = trail.waiting, clock()
-    trail.waiting = Waiting(number, began)
+    log = world.collectives
+    outer, began = log.waiting, clock()
+    log.waiting = Waiting(number, began)
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, WorldError):
             raise
-        trail.is_lost = True
+        log.is_lost = True
         # Without the place in gloo's source, and its advice.
         words = re.sub(r"^\[[^\]]*\] *", "", str(error).split("\n")[0]).split(". ")[0].strip()
         blame = "" if _watch is None else _watch.blame()
@@ -238,9 +238,9 @@ def _together(world: World, number: int) -> Iterator[None]:
             f"{blame or 'another rank has ended or does not answer'} ({words})", is_told=bool(blame)
         ) from error
     finally:
-        trail.waiting = outer
+        log.waiting = outer
         if outer is None:
-            trail.waited += clock() - began
+            log.waited += clock() - began
 
 
 ONE = World(ALONE)
@@ -274,7 +274,7 @@ def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = 
         _meet(here, device, timedelta(seconds=timeout_s))
         atexit.register(leave)
     _joined = World(here, timeout_s)
-    _watch = Watch(here, _joined.trail, patience_s)
+    _watch = Watch(here, _joined.collectives, patience_s)
     _watch.start()
     atexit.register(_watch.stop)
     return _joined

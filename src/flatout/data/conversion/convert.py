@@ -24,12 +24,12 @@ from flatout.data.conversion.shards import (
     write_shards,
 )
 from flatout.data.conversion.stream import write_stream
-from flatout.data.faults import Faults, OnError
+from flatout.data.error_policy import ErrorPolicy, OnError
+from flatout.data.execution.row_store import layout_of
 from flatout.data.files import Paths
 from flatout.data.origins import is_stream
 from flatout.data.pipeline import Pipeline
 from flatout.data.progress import progress as showing
-from flatout.data.running.row_store import layout_of
 from flatout.data.schema import Given
 from flatout.data.sources.image_bytes import ImageBytes
 from flatout.data.words import size_words
@@ -150,7 +150,7 @@ def _opened(
 ) -> Pipeline:
     format = format or formats.schema_format(schema) or formats.guess(paths)
     if format == "images" and kind == "tfrecord" and schema is None and not options:
-        return Pipeline(ImageBytes(paths, Faults(on_error, max_errors)))
+        return Pipeline(ImageBytes(paths, ErrorPolicy(on_error, max_errors)))
     return formats.open_files(
         paths, format, schema=schema, on_error=on_error, max_errors=max_errors, options=options
     )

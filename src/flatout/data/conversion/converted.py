@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from flatout.data.conversion.shards import Manifest, Place
-from flatout.data.running.row_folder import read_meta
+from flatout.data.execution.row_folder import read_meta
 from flatout.data.words import size_words
 from flatout.errors import DataError
 

@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.conversion.passes import Piece, made
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.samples import Costs, Samples
+from flatout.data.execution.selection import labels_of
 from flatout.data.form import Form, Leaf
 from flatout.data.order import batch_seed
 from flatout.data.origins import is_rows
 from flatout.data.pipeline import Pipeline
 from flatout.data.planner import Mixture, Options, build
 from flatout.data.randomness import seeded
-from flatout.data.running.buffers import Buffers
-from flatout.data.running.samples import Costs, Samples
-from flatout.data.running.selection import labels_of
 from flatout.data.schema import Column, Schema
 from flatout.data.stages import Batch, Cache, Normalize, Shard, Shuffle
 from flatout.errors import DataError

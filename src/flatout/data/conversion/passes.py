@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from flatout.data.block import Block, Numbers
-from flatout.data.running.buffers import Buffers
-from flatout.data.running.parallel import Ahead, Tuner
-from flatout.data.running.row_store import row_bytes
-from flatout.data.running.samples import Costs, Samples
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.parallel import Ahead, Tuner
+from flatout.data.execution.row_store import row_bytes
+from flatout.data.execution.samples import Costs, Samples
 from flatout.measure import usable_cpus
 
 T = TypeVar("T")

@@ -19,10 +19,10 @@ from flatout.data.conversion.shards import (
     disk,
     open_shard,
 )
+from flatout.data.execution.buffers import Buffers
 from flatout.data.origins import Stream, is_stream
 from flatout.data.pipeline import Pipeline
 from flatout.data.progress import progress as showing
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Schema
 from flatout.errors import DataError
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flatout.console import rounded
 from flatout.data.words import count_words, size_words
-from flatout.say import rounded
 
 # Below this share of what is free, files and decoded rows are held without a second thought.
 _ROOM = 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flatout.data.faults import Faults, OnError
+from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import Paths
 from flatout.data.pipeline import Pipeline
 from flatout.data.sources.image_bytes import ImageBytes
@@ -15,7 +15,9 @@ USUAL_SIZE = 224
 
 def open_images_of_any_size(paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
     """Decoded images, with a label where there are class folders, resized where sizes differ."""
-    return open_found(ImageBytes(paths, Faults(on_error, max_errors)), paths, on_error, max_errors)
+    return open_found(
+        ImageBytes(paths, ErrorPolicy(on_error, max_errors)), paths, on_error, max_errors
+    )
 
 
 def open_found(found: ImageBytes, paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:

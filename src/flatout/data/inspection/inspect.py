@@ -17,19 +17,19 @@ import numpy as np
 from flatout.cache_folder import cache_folder
 from flatout.data.conversion.job import Job, job_of
 from flatout.data.conversion.passes import pieces_of
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.samples import Decoded
 from flatout.data.files import File, Paths, find
 from flatout.data.form import Leaf
 from flatout.data.formats import NO_LIMIT, SKIPPING, guess, open_files
 from flatout.data.inspection.advice import Advice, Facts, advice
+from flatout.data.inspection.column_counts import ColumnCounts, count, percentiles
 from flatout.data.inspection.image_report import open_found, size_note
 from flatout.data.inspection.inspected import ColumnFacts, Report
 from flatout.data.inspection.rate import opening_s, row_cache_of, rows_per_s
-from flatout.data.inspection.tally import Tally, count, percentiles
 from flatout.data.order import order
 from flatout.data.pipeline import Pipeline
 from flatout.data.progress import progress as showing
-from flatout.data.running.samples import Decoded
 from flatout.data.schema import Column, Schema
 from flatout.data.sealing import compared_words
 from flatout.data.sources.image_bytes import ImageBytes
@@ -66,7 +66,7 @@ def inspect(
     if kind == "images":
         if options:
             raise DataError(f"a look at images has no option {next(iter(options))!r}")
-        images = ImageBytes(paths, Faults("skip", NO_LIMIT))
+        images = ImageBytes(paths, ErrorPolicy("skip", NO_LIMIT))
         pipeline = open_found(images, paths, "skip", NO_LIMIT)
     else:
         on_error: Any = "skip" if kind in SKIPPING else "fail"
@@ -79,7 +79,7 @@ def inspect(
             options=options,
         )
     stored = _Stored.of(kind, paths, images)
-    tally, bad = Tally(), ""
+    tally, bad = ColumnCounts(), ""
     advised: list[Advice] = []
     schema: Schema | None = getattr(pipeline.origin, "schema", None)
     columns = () if schema is None else schema.columns
@@ -129,7 +129,7 @@ def _stored_size(file: File) -> int:
     return file.size
 
 
-def _count(job: Job, images: ImageBytes | None, tally: Tally, progress: bool) -> None:
+def _count(job: Job, images: ImageBytes | None, tally: ColumnCounts, progress: bool) -> None:
     """Look at all rows; of images, at some, and at all labels."""
     numbers = job.numbers
     target = job.samples.form.targets
@@ -148,7 +148,7 @@ def _count(job: Job, images: ImageBytes | None, tally: Tally, progress: bool) ->
 
 
 def _facts(
-    kind: str, paths: Paths, stored: _Stored, pipeline: Pipeline, job: Job, tally: Tally
+    kind: str, paths: Paths, stored: _Stored, pipeline: Pipeline, job: Job, tally: ColumnCounts
 ) -> Facts:
     """What advice rests on; the rates are measured here."""
     numbers = order(len(job.numbers), 0, 0) if job.samples.random else job.numbers
@@ -191,7 +191,7 @@ def _report(
     pipeline: Pipeline,
     images: ImageBytes | None,
     columns: Sequence[Column],
-    tally: Tally,
+    tally: ColumnCounts,
     bad: str,
     advised: list[Advice],
 ) -> Report:
@@ -252,7 +252,7 @@ def _skipped(notes: Sequence[str]) -> tuple[_Skipped, list[str]]:
     return found, others
 
 
-def _column(column: Column, tally: Tally) -> ColumnFacts:
+def _column(column: Column, tally: ColumnCounts) -> ColumnFacts:
     part = tally.columns.get(column.name)
     empty = part is None or part.low > part.high
     lengths = percentiles(part.lengths) if part is not None and part.lengths else None
@@ -276,7 +276,7 @@ def _max_id(columns: Sequence[ColumnFacts]) -> int | None:
     return int(max(highs)) if highs else None
 
 
-def _classes(tally: Tally, names: Sequence[str]) -> dict[str, int] | None:
+def _classes(tally: ColumnCounts, names: Sequence[str]) -> dict[str, int] | None:
     classes = tally.classes
     if classes is None:
         return None

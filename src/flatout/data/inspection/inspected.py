@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flatout.console import rounded
 from flatout.data.inspection.advice import Advice
 from flatout.data.schema import Schema
 from flatout.data.words import size_words
 from flatout.errors import DataError
-from flatout.say import rounded
 
 # Classes that are named one by one.
 _TOLD = 6

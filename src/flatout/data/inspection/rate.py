@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 
 from flatout.cache_folder import cache_folder, kind_folder
+from flatout.console import rounded
 from flatout.data.block import Block, Numbers
 from flatout.data.conversion.job import Job, job_of
 from flatout.data.conversion.passes import Piece
 from flatout.data.conversion.writers.rows import rows_schema
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.row_folder import Filling
+from flatout.data.execution.row_store import layout_of, row_bytes
+from flatout.data.execution.samples import Costs, Samples
 from flatout.data.files import Paths
 from flatout.data.formats import NO_LIMIT, SKIPPING, guess, open_files, schema_format
 from flatout.data.inspection.image_report import open_images_of_any_size
 from flatout.data.order import order
 from flatout.data.origins import is_chunks
 from flatout.data.pipeline import Pipeline
-from flatout.data.running.buffers import Buffers
-from flatout.data.running.row_folder import Filling
-from flatout.data.running.row_store import layout_of, row_bytes
-from flatout.data.running.samples import Costs, Samples
 from flatout.data.schema import Given
 from flatout.data.sources.rows import FolderRows
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
-from flatout.say import rounded
 
 _BATCH = 4096
 # Of small data, batches are smaller: threads begin anew in each epoch.

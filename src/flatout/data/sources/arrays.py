@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flatout.data.batch import Batch, Tensors, map_tensors, named_tensors, rows
+from flatout.data.execution.digests import content_digest, digest_of
 from flatout.data.plan import Plan, plan_batches
-from flatout.data.running.digests import content_digest, digest_of
 from flatout.data.staged import Staged
 from flatout.data.stages import Stage
 from flatout.data.tensors import as_tensor, as_tensors, count_rows
@@ -20,8 +20,8 @@ from flatout.errors import DataError
 from flatout.kernels import gather_rows
 
 if TYPE_CHECKING:
+    from flatout.data.execution.batch_sampler import BatchSampler
     from flatout.data.pipeline import Pipeline
-    from flatout.data.running.cut import Cut
 
 # torch gathers no rows of these dtypes, but of their signed twins.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -146,7 +146,9 @@ class ArraySource:
     seekable = True
     counted = True
 
-    def __init__(self, data: Arrays, plan: Plan | Cut, *, pin_memory: bool = False) -> None:
+    def __init__(
+        self, data: Arrays, plan: Plan | BatchSampler, *, pin_memory: bool = False
+    ) -> None:
         self.data = data
         self.plan = plan
         self.batch_size: int | None = plan.batch_size

@@ -9,9 +9,9 @@ import numpy as np
 
 from flatout.data.block import Block, Numbers, Values
 from flatout.data.decoder import Bytes, Split, Survey, Where, scratch, without_bad
-from flatout.data.faults import Faults, OnError
+from flatout.data.error_policy import ErrorPolicy, OnError
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Given, Schema, as_schema
 from flatout.data.text import split_lines
 from flatout.errors import DataError
@@ -49,7 +49,7 @@ class CriteoDecoder:
         return split_lines(buffer, final)
 
     def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
+        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
     ) -> Survey:
         """Which rows are good."""
         numbers = np.arange(len(starts), dtype=np.int64)
@@ -66,7 +66,7 @@ class CriteoDecoder:
         numbers: Numbers,
         lengths: Mapping[str, Numbers] | None,
         buffers: Buffers,
-        faults: Faults,
+        faults: ErrorPolicy,
         where: Where,
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
@@ -147,4 +147,4 @@ def criteo(
 
     given = criteo_schema(buckets=buckets, label=label) if schema is None else schema
     decoder = CriteoDecoder(as_schema(given, "criteo"))
-    return Pipeline(IndexedRows(find(paths), decoder, Faults(on_error, max_errors), "Criteo"))
+    return Pipeline(IndexedRows(find(paths), decoder, ErrorPolicy(on_error, max_errors), "Criteo"))

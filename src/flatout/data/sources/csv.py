@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flatout.data.faults import Faults, OnError
+from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import Paths, find
 from flatout.data.schema import Given
 from flatout.data.sealed import check_begins
@@ -106,7 +106,7 @@ def csv(
         csv_rows(
             files,
             wanted,
-            Faults(on_error, max_errors),
+            ErrorPolicy(on_error, max_errors),
             schema,
             delimiter=delimiter,
             decimal=decimal,

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from flatout.data.block import Block, Numbers
 from flatout.data.decoder import Bytes, Split, Survey, Where
-from flatout.data.faults import Faults
-from flatout.data.running.buffers import Buffers
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.schema import Schema
 from flatout.data.sources.arrow_columns import BadValue, to_columns
 from flatout.data.sources.arrow_schema import (
@@ -74,7 +74,7 @@ class CsvDecoder:
         return split_rows(buffer, final, self.dialect)
 
     def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
+        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
     ) -> Survey:
         """Which rows are good."""
         numbers = np.arange(len(starts), dtype=np.int64)
@@ -91,7 +91,7 @@ class CsvDecoder:
         numbers: Numbers,
         lengths: Mapping[str, Numbers] | None,
         buffers: Buffers,
-        faults: Faults,
+        faults: ErrorPolicy,
         where: Where,
     ) -> Block:
         """Decode rows into arrays from `buffers`."""

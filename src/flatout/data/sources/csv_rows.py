@@ -17,10 +17,10 @@ from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.block import Numbers
 from flatout.data.decoder import Bytes
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, in_utf8
 from flatout.data.indexed import IndexedRows
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Given, Schema
 from flatout.data.sources.arrow_schema import (
     ISO,
@@ -91,7 +91,7 @@ class _Opened(NamedTuple):
 def csv_rows(
     files: Sequence[File],
     wanted: Wanted,
-    faults: Faults,
+    faults: ErrorPolicy,
     schema: Given | None = None,
     **given: Any,
 ) -> IndexedRows:
@@ -155,7 +155,7 @@ def _as_utf8(file: File, encoding: str | None, notes: list[str]) -> File:
 
 
 def _inferred(
-    files: Sequence[File], opened: _Opened, wanted: Wanted, faults: Faults
+    files: Sequence[File], opened: _Opened, wanted: Wanted, faults: ErrorPolicy
 ) -> IndexedRows:
     """Rows by a schema that is found out, with the categories in them."""
     names, options = opened.names, opened.options
@@ -173,7 +173,7 @@ def _inferred(
             blank = (Column(name=names[0], dtype="int64", role="unused"),)
             bare = Schema(format="csv", columns=blank, options=options)
             decoder = CsvDecoder(bare, names, opened.headers)
-            rows = IndexedRows(files, decoder, Faults(), "CSV")
+            rows = IndexedRows(files, decoder, ErrorPolicy(), "CSV")
         return _learned(rows, opened, columns, faults)
 
     wanted = with_vocabularies(_with_dates(wanted, types), types, count)
@@ -213,7 +213,7 @@ def _texts_in_samples(
 
 
 def _texts(
-    text: Any, opened: _Opened, columns: Sequence[str], faults: Faults | None
+    text: Any, opened: _Opened, columns: Sequence[str], faults: ErrorPolicy | None
 ) -> dict[str, Texts]:
     """The texts in columns of whole rows; those that are no UTF-8 are left to who reads the rows.
 
@@ -237,7 +237,7 @@ def _texts(
 
 
 def _learned(
-    rows: IndexedRows, opened: _Opened, columns: Sequence[str], faults: Faults
+    rows: IndexedRows, opened: _Opened, columns: Sequence[str], faults: ErrorPolicy
 ) -> Mapping[str, Texts]:
     """The texts of all rows, from the cache or looked for now."""
     # Their digest reads the files' ends alone.

@@ -8,14 +8,14 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from flatout.data.execution.read_ahead import EpochReader
+from flatout.data.execution.worker_tuner import Workers
 from flatout.data.order import batch_seed
 from flatout.data.plan import DEFAULT_BATCH_SIZE, check_batch_size, check_workers, plan_batches
-from flatout.data.running.read_ahead import EpochReader
-from flatout.data.running.worker_tuner import Workers
 from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.iterable import IterableSource, length_of, name_digest
 from flatout.data.sources.tuned_dataset import TunedDatasetSource
-from flatout.data.sources.worker_faults import named_faults
+from flatout.data.sources.worker_errors import named_faults
 from flatout.errors import DataError
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from flatout.data.randomness import random_state, same_state, seed_all, seeded
 from flatout.data.sources.whole_batches import WholeBatches
-from flatout.data.sources.worker_faults import refuse_small_shm
+from flatout.data.sources.worker_errors import refuse_small_shm
 from flatout.errors import DataError
 
 

@@ -16,7 +16,7 @@ from flatout.data.order import batch_seed
 from flatout.data.plan import Plan, check_workers
 from flatout.data.sources.dataset_fetch import Draw, Draws, Fetch
 from flatout.data.sources.iterable import name_digest
-from flatout.data.sources.worker_faults import named_faults
+from flatout.data.sources.worker_errors import named_faults
 from flatout.data.tensors import as_batch
 from flatout.errors import DataError
 

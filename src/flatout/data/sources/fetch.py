@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flatout import unfinished
+from flatout.console import say_as_is
 from flatout.errors import DataError
-from flatout.say import say_as_is
 
 _TIMEOUT_S = 30.0
 _PIECE = 1 << 20

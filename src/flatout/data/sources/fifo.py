@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 
+from flatout.console import say_as_is
 from flatout.data.block import Block
-from flatout.data.faults import Faults, OnError
+from flatout.data.error_policy import ErrorPolicy, OnError
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.framing import LONGEST_RECORD, pieces
 from flatout.data.pipe import STANDARD_INPUT, Pipe
-from flatout.data.running.buffers import Buffers
-from flatout.data.running.parallel import Ahead, Tuner
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.fifo_formats import WORDS, Format, Wrap, decoder_of, stream_schema
 from flatout.errors import DataError
-from flatout.lifetimes import machine
-from flatout.say import say_as_is
+from flatout.processes import machine
 
 if TYPE_CHECKING:
     from flatout.data.pipeline import Pipeline
@@ -83,7 +83,7 @@ class FifoStream:
         self._paths, self._wrap = list(paths), wrap
         self._on_error, self._max_errors = on_error, max_errors
         self._timeout_s, self._longest, self._say = timeout_s, longest, say
-        self._faults = Faults(on_error, max_errors)
+        self._faults = ErrorPolicy(on_error, max_errors)
         self._block = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // max(1, _row_bytes(schema))))
         self._passes = 0
         self._open: list[Pipe] = []
@@ -108,7 +108,7 @@ class FifoStream:
             DataError: a pipe cannot be read to its end, or a row is not as it should be.
         """
         turn, self._passes = self._passes, self._passes + 1
-        faults = self._faults = Faults(self._on_error, self._max_errors)
+        faults = self._faults = ErrorPolicy(self._on_error, self._max_errors)
         pipes = self._open = [
             Pipe(path, turn, timeout_s=self._timeout_s, say=self._say) for path in self._paths
         ]
@@ -167,7 +167,7 @@ class FifoStream:
             raise DataError("expected rows, found the end of the stream", where=self._names)
 
     def _parts(
-        self, pipes: Sequence[Pipe], faults: Faults, buffers: Buffers
+        self, pipes: Sequence[Pipe], faults: ErrorPolicy, buffers: Buffers
     ) -> Generator[Part, None, None]:
         """The rows of all pipes. Whose turn it is depends on counts, not on who is first."""
         if len(pipes) == 1:
@@ -186,7 +186,7 @@ class FifoStream:
                 pipe.stop()
                 thread.close()
 
-    def _rows_of(self, pipe: Pipe, faults: Faults, buffers: Buffers) -> Iterator[Part]:
+    def _rows_of(self, pipe: Pipe, faults: ErrorPolicy, buffers: Buffers) -> Iterator[Part]:
         """The rows of one pipe."""
         decoder = decoder_of(self.schema, self._wrap, pipe.name)
         text = getattr(decoder, "text", True)

@@ -7,10 +7,10 @@ from typing import Any, Literal, Protocol
 
 from flatout.data.block import Block, Numbers
 from flatout.data.decoder import Bytes, Split, Where
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.framing import rows_within, split_recordio
 from flatout.data.recordio_protobuf import RecordioDecoder
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.data.sources.criteo import CriteoDecoder, criteo_schema
 from flatout.data.sources.libsvm import LibsvmDecoder
@@ -48,7 +48,7 @@ class StreamDecoder(Protocol):
         numbers: Numbers,
         lengths: Mapping[str, Numbers] | None,
         buffers: Buffers,
-        faults: Faults,
+        faults: ErrorPolicy,
         where: Where,
     ) -> Block:
         """Decode rows."""

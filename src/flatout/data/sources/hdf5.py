@@ -19,9 +19,9 @@ import numpy as np
 
 from flatout.data.block import Block, Values, offsets_of
 from flatout.data.checksums import reader
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, Paths, find
 from flatout.data.indexed import content_words
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Given, Schema
 from flatout.data.sealed import Seals
 from flatout.data.sources.arrays_in_files import (

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, offsets_of
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.image_files import (
     Entry,
@@ -52,7 +52,7 @@ class ImageBytes:
 
     random = True
 
-    def __init__(self, paths: Paths, faults: Faults) -> None:
+    def __init__(self, paths: Paths, faults: ErrorPolicy) -> None:
         found = find_images(paths)
         check_no_splits(found, paths, takes_classes=False)
         self._faults = faults
@@ -74,7 +74,7 @@ class ImageBytes:
     def __setstate__(self, state: dict[str, Any]) -> None:
         skip, max_errors = state["_faults"]
         self.__dict__.update(state)
-        self._faults = Faults("skip" if skip else "fail", max_errors)
+        self._faults = ErrorPolicy("skip" if skip else "fail", max_errors)
 
     @cached_property
     def digest(self) -> str:

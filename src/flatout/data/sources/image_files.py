@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from fsspec.core import url_to_fs
 
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import Paths, find
 from flatout.data.sources.image_header import Damaged, Header, read_header
 from flatout.data.threads import Pool
@@ -231,7 +231,7 @@ def _parent(name: str) -> str:
     return os.path.basename(os.path.dirname(os.path.abspath(name)))
 
 
-def open_images(entries: list[Entry], faults: Faults) -> tuple[list[Entry], npt.NDArray[Any]]:
+def open_images(entries: list[Entry], faults: ErrorPolicy) -> tuple[list[Entry], npt.NDArray[Any]]:
     """Read all headers.
 
     Returns:

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Numbers
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
-from flatout.data.running.buffers import Buffers
 from flatout.data.sources.image_files import (
     Entry,
     Found,
@@ -43,7 +43,7 @@ class ImageFolders:
     """
 
     def __init__(
-        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, faults: Faults
+        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, faults: ErrorPolicy
     ) -> None:
         found = find_images(paths)
         if labeled and classes is None:

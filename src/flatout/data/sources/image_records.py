@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from flatout.data.block import Numbers, offsets_of
 from flatout.data.decoder import Bytes, Survey, Where
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, Paths, find
 from flatout.data.indexed import IndexedRows
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema, as_schema
 from flatout.data.sources.image_files import HEADER
 from flatout.data.sources.image_header import Damaged, header_of
@@ -53,7 +53,7 @@ class ImageRecords:
     """
 
     def __init__(
-        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, faults: Faults
+        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, faults: ErrorPolicy
     ) -> None:
         files = find(paths)
         _check_features(files[0], labeled)
@@ -121,7 +121,7 @@ class _ImageDecoder(TfrecordDecoder):
     """
 
     def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
+        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
     ) -> Survey:
         """Lengths, headers and labels; a record with a bad header is bad."""
         found = super().survey(buffer, starts, ends, faults, where)

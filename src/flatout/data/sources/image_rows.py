@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values
-from flatout.data.faults import Faults
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Role, Schema
 from flatout.data.sources.image_decode import (
     HAVE_SIMPLEJPEG,
@@ -106,7 +106,7 @@ class ImageRows:
 
     random = True
 
-    def __init__(self, images: Images, wanted: Wanted, faults: Faults) -> None:
+    def __init__(self, images: Images, wanted: Wanted, faults: ErrorPolicy) -> None:
         self._images = images
         self._faults = faults
         self._bad: set[int] = set()

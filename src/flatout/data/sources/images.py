@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from flatout.data.faults import Faults, OnError
+from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import Paths
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.data.sources.image_decode import HAVE_PILLOW, Resize
@@ -113,12 +113,12 @@ def images(
         if beside:
             raise DataError(f"{', '.join(beside)}: the schema says that already; found both")
         wanted = _of_schema(read)
-    faults = Faults(on_error, max_errors)
+    faults = ErrorPolicy(on_error, max_errors)
     labeled = wanted.label is not None
     stored: Images
     if _are_records(paths) if records is None else records:
         # What was skipped when the index was built is told, and counted, with the index.
-        of_index = Faults(on_error, max_errors)
+        of_index = ErrorPolicy(on_error, max_errors)
         stored = ImageRecords(paths, labeled, wanted.classes, of_index)
     else:
         stored = ImageFolders(paths, labeled, wanted.classes, faults)

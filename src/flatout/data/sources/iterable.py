@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 import torch
 
+from flatout.console import first_line
 from flatout.data.batch import Batch
+from flatout.data.execution.code import code_digest
+from flatout.data.execution.digests import digest_of
+from flatout.data.execution.read_ahead import EpochReader, read_ahead
+from flatout.data.execution.worker_tuner import Workers
 from flatout.data.plan import check_start, check_steps
 from flatout.data.randomness import random_state, set_random_state
-from flatout.data.running.code import code_digest
-from flatout.data.running.digests import digest_of
-from flatout.data.running.read_ahead import EpochReader, read_ahead
-from flatout.data.running.worker_tuner import Workers
 from flatout.data.tensors import as_batch, is_array
 from flatout.errors import DataError
-from flatout.say import first_line
 
 _END = object()
 _NOT_READ = object()

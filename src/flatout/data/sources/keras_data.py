@@ -8,9 +8,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from flatout.data.execution.read_ahead import EpochReader
+from flatout.data.execution.worker_tuner import Workers
 from flatout.data.pipeline import Pipeline
-from flatout.data.running.read_ahead import EpochReader
-from flatout.data.running.worker_tuner import Workers
 from flatout.data.source import Source, as_source
 from flatout.data.sources.array_parts import are_arrays, map_arrays
 from flatout.data.sources.arrays import Arrays, array_source

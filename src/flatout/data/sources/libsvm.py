@@ -9,9 +9,9 @@ import numpy as np
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.decoder import Bytes, Split, Survey, Where, report, scratch, without_bad
-from flatout.data.faults import Faults, OnError
+from flatout.data.error_policy import ErrorPolicy, OnError
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Given, Schema, as_schema
 from flatout.data.text import split_lines
 from flatout.errors import DataError
@@ -64,7 +64,7 @@ class LibsvmDecoder:
         return split_lines(buffer, final, comment=b"#", white=b" \t\r")
 
     def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
+        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
     ) -> Survey:
         """Lengths, and the facts that a schema is inferred from."""
         status, at = scratch(len(starts))
@@ -107,7 +107,7 @@ class LibsvmDecoder:
         numbers: Numbers,
         lengths: Mapping[str, Numbers] | None,
         buffers: Buffers,
-        faults: Faults,
+        faults: ErrorPolicy,
         where: Where,
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
@@ -149,14 +149,16 @@ class LibsvmDecoder:
         starts: Numbers,
         ends: Numbers,
         lengths: Mapping[str, Numbers] | None,
-        faults: Faults,
+        faults: ErrorPolicy,
         where: Where,
     ) -> Numbers:
         if self.width is not None:
             return np.arange(len(starts) + 1, dtype=np.int64) * self.width
         if lengths is None:
             # Bad rows are reported when they are decoded, once.
-            lengths = self.survey(buffer, starts, ends, Faults("skip", len(starts)), where).lengths
+            lengths = self.survey(
+                buffer, starts, ends, ErrorPolicy("skip", len(starts)), where
+            ).lengths
         return offsets_of(lengths["ids"])
 
 
@@ -238,11 +240,11 @@ def libsvm(
     found = find(paths)
     if schema is None:
         # Bad rows are counted when the index is built, once.
-        looking = Faults(on_error, max_errors)
+        looking = ErrorPolicy(on_error, max_errors)
         survey = survey_files(found, LibsvmDecoder(_any_schema()), looking)
         if not len(survey.starts):
             raise DataError("the files hold no rows that can be read", where=names_of(found))
         decoder = LibsvmDecoder(infer_schema(survey.facts, layout, base))
     else:
         decoder = LibsvmDecoder(as_schema(schema, "libsvm"))
-    return Pipeline(IndexedRows(found, decoder, Faults(on_error, max_errors), "LibSVM"))
+    return Pipeline(IndexedRows(found, decoder, ErrorPolicy(on_error, max_errors), "LibSVM"))

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values, offsets_of
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File
 from flatout.data.indexed import content_words
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Schema
 from flatout.data.sealed import Seals, mapped_reader
 from flatout.data.sources.arrays_in_files import Part, Place, convert

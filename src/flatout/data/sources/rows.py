@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from flatout.data import checksums
 from flatout.data.block import Block, Numbers
-from flatout.data.running.buffers import Buffers
-from flatout.data.running.digests import digest_of
-from flatout.data.running.row_folder import RowFolder
-from flatout.data.running.row_store import Field
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.digests import digest_of
+from flatout.data.execution.row_folder import RowFolder
+from flatout.data.execution.row_store import Field
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.data.words import size_words
 from flatout.errors import DataError

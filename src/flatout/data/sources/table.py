@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers
-from flatout.data.running.buffers import Buffers
-from flatout.data.running.digests import digest_of
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.digests import digest_of
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.optional import require
 from flatout.errors import DataError

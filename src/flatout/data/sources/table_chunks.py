@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 from pyarrow import ipc
 
 from flatout.data.block import Block, offsets_of
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File
 from flatout.data.indexed import content_words
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.arrow_columns import BadValue, to_columns
 from flatout.data.sources.arrow_schema import (

@@ -10,9 +10,9 @@ import numpy as np
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.decoder import Bytes, Split, Survey, Where, report, scratch, without_bad
-from flatout.data.faults import Faults, OnError
+from flatout.data.error_policy import ErrorPolicy, OnError
+from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, Paths
-from flatout.data.running.buffers import Buffers
 from flatout.data.schema import Column, Given, Schema, as_schema
 from flatout.data.sources.tfrecord_schema import infer_schema
 from flatout.errors import DataError
@@ -61,7 +61,7 @@ class TfrecordDecoder:
         return Split(found.starts, found.ends, found.consumed, found.problem)
 
     def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: Faults, where: Where
+        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
     ) -> Survey:
         """Lengths of the ragged columns."""
         status, at = scratch(len(starts))
@@ -81,14 +81,14 @@ class TfrecordDecoder:
         numbers: Numbers,
         lengths: Mapping[str, Numbers] | None,
         buffers: Buffers,
-        faults: Faults,
+        faults: ErrorPolicy,
         where: Where,
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
         count = len(starts)
         if lengths is None and self.needs_survey:
             # Bad rows are reported when they are decoded, once.
-            lengths = self.survey(buffer, starts, ends, Faults("skip", count), where).lengths
+            lengths = self.survey(buffer, starts, ends, ErrorPolicy("skip", count), where).lengths
         columns: dict[str, Values] = {}
         outputs, all_offsets = [], []
         for column in self.schema.columns:
@@ -168,7 +168,7 @@ def tfrecord(
 
     found = find(paths)
     if schema is None:
-        looking = Faults(on_error, max_errors)
+        looking = ErrorPolicy(on_error, max_errors)
         given = infer_schema(_first_records(found, looking, check), found[0].name)
         if target is not None:
             given = given.with_target(target)
@@ -177,10 +177,10 @@ def tfrecord(
     if not check:
         given = given.model_copy(update={"options": {**given.options, "check": False}})
     decoder = TfrecordDecoder(given)
-    return Pipeline(IndexedRows(found, decoder, Faults(on_error, max_errors), "TFRecord"))
+    return Pipeline(IndexedRows(found, decoder, ErrorPolicy(on_error, max_errors), "TFRecord"))
 
 
-def _first_records(files: Sequence[File], faults: Faults, check: bool) -> list[bytes]:
+def _first_records(files: Sequence[File], faults: ErrorPolicy, check: bool) -> list[bytes]:
     """The first records that are good, of the first file that has any."""
     for file in files:
         records = []

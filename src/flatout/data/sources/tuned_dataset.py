@@ -21,18 +21,18 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
+from flatout.console import first_line
 from flatout.data.batch import Batch, named_tensors
+from flatout.data.execution.reach import bound_to_training, own_generator, shared_by_fork
+from flatout.data.execution.read_ahead import read_ahead
+from flatout.data.execution.worker_tuner import Workers, WorkerTuner
 from flatout.data.order import batch_seed
 from flatout.data.plan import Plan
-from flatout.data.running.reach import bound_to_training, own_generator, shared_by_fork
-from flatout.data.running.read_ahead import read_ahead
-from flatout.data.running.worker_tuner import Workers, WorkerTuner
 from flatout.data.sources.dataset_fetch import Draw
 from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.whole_batches import WholeBatches, same_batch
 from flatout.devices.memory import read_shm
 from flatout.measure.cgroup import usable_cpus
-from flatout.say import first_line
 
 # So many batches are watched for random draws before a thread may make them.
 _WATCHED = 32

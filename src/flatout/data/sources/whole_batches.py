@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from flatout.data.batch import named_tensors
-from flatout.data.running.unchanged import Attributes
+from flatout.data.execution.unchanged import Attributes
 from flatout.data.tensors import as_batch
 from flatout.errors import DataError
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flatout.console import counted
 from flatout.doctor.checks.check import Check, NoSignal
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
-from flatout.say import counted
 
 
 def look(seen: Observation) -> list[Finding]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from statistics import fmean, linear_regression, median
 
+from flatout.console import rounded
 from flatout.doctor.checks.check import Check, NoSignal
 from flatout.doctor.checks.signals import ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
-from flatout.say import rounded
 
 _POINTS = 8
 """Fewer measurements of memory are no line."""

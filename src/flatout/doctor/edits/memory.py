@@ -23,7 +23,7 @@ _edited: dict[str, Source] = {}
 def install(edits: Iterable[Edit]) -> None:
     """Has modules that are imported from now on, and a script that is run, compiled with edits.
 
-    A script is run by `flatout.observe.running.run`, or by `runpy`. The same holds in processes
+    A script is run by `flatout.observe.run_script.run`, or by `runpy`. The same holds in processes
     that multiprocessing starts. Compiled files (`__pycache__`) are neither read nor written for
     what is edited, and tracebacks show the edited lines.
 

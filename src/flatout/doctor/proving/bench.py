@@ -13,10 +13,10 @@ from flatout.doctor.judge import Verdict
 from flatout.doctor.proving.cure import BETWEEN_STEPS, FILLED_BY_AN_EPOCH, IN_EPOCHS, Cure
 from flatout.doctor.proving.jobs import job
 from flatout.doctor.proving.whole_run import epoch_steps, evaluated_every, steps_at_all
+from flatout.doctor.trials.arm import Showed
 from flatout.doctor.trials.pair import Against, Pair
+from flatout.doctor.trials.schedule import Schedule
 from flatout.doctor.trials.scratch import temporary_of
-from flatout.doctor.trials.side import Showed
-from flatout.doctor.trials.terms import Terms
 
 # Processes of the same script differ by so much for as long as they live, whatever their blocks
 # say: nearer to 1 nothing is believed.
@@ -106,14 +106,14 @@ class Bench:
             against: what it is measured against.
             cure: what is done differently.
             budget_s: seconds at most, unless there is less left for all.
-            min_pairs, max_pairs, block_s, precision, pace_s, lives: as of Terms.
+            min_pairs, max_pairs, block_s, precision, pace_s, lives: as of Schedule.
             anew: as of Against.measure.
 
         Raises:
             FlatoutError: it cannot be started here.
         """
         fills = bool(cure.fields & set(FILLED_BY_AN_EPOCH))
-        terms = Terms(
+        terms = Schedule(
             max_pairs=max_pairs,
             min_pairs=min_pairs,
             block_s=block_s,

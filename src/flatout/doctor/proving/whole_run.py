@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 from flatout.doctor.judge import Verdict
-from flatout.doctor.trials.side import Block, Showed
+from flatout.doctor.trials.arm import Block, Showed
 from flatout.observe import Loader, Observation
 
 _EPOCHS = ("--epochs", "--num-epochs", "--num_epochs", "--max-epochs", "--max_epochs")

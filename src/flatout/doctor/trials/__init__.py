@@ -1,13 +1,13 @@
 """Trials: a user's unmodified script, run twice and compared, without harm to anything of theirs.
 
     pair.py        two live processes of the script, measured block by block: A B B A
-    terms.py       how long its blocks are, and how many of them there are
-    baton.py       their side: where a step ends, a process waits until it may go on
-    keeper.py      the parent of one such process: contains it, stops it, ends it with all it began
+    schedule.py    how long its blocks are, and how many of them there are
+    step_sync.py   in the script: where a step ends, a process waits until it may go on
+    supervisor.py  the parent of one such process: contains it, stops it, ends all that it began
     apart.py       below it, where the kernel has namespaces: processes and network of the script's
     namespaces.py  own; what that network has of this machine's (own_network.py), and how the
     relay.py       services of this machine are reached from there
-    contained.py   what every Python process below a keeper does first
+    contained.py   what every Python process below a supervisor does first
     overlay.py     files copied on write by the kernel, where it allows that
     landlock.py    elsewhere: the kernel refuses to write outside the scratch folder,
     redirect.py    and Python's file functions write there instead: what view.py and

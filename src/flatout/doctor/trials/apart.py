@@ -1,6 +1,6 @@
 """The script with processes and a network of its own, or with one of both.
 
-    keeper           outside: sees all below by the numbers that everybody sees
+    supervisor           outside: sees all below by the numbers that everybody sees
       init           the first process inside: takes orphans, and ends with the script
         script       sees and can signal only what is inside
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout.doctor.trials import namespaces, own_network
-from flatout.lifetimes import die_with_parent
+from flatout.processes import die_with_parent
 
 _MESSAGE, _MOST_DESCRIPTORS = 65536, 250
 

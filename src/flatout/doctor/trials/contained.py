@@ -1,7 +1,7 @@
 """What every Python process of a trial does first: see what it must not do, and end in time.
 
 Called by at_start/sitecustomize.py, which is on PYTHONPATH: also in spawned workers, and in ranks
-that torchrun starts. The keeper says in the environment how.
+that torchrun starts. The supervisor says in the environment how.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from flatout.lifetimes import die_with_parent
+from flatout.processes import die_with_parent
 
 # JSON: folder, temporary, passes and whether files are redirected.
 VARIABLE = "FLATOUT_TRIAL"

@@ -1,7 +1,7 @@
 """Two live processes of the same script, measured block by block in the order A B B A.
 
 One runs at a time; the other is stopped with everything that it has begun. They change places at
-step boundaries (baton.py), after the device has finished. A block is longer than what DataLoader
+step boundaries (step_sync.py), after the device has finished. A block is longer than what loader
 workers make ahead, and its first steps, as many as that and two more, are not counted. Nor is what
 the process says lay between steps, such as evaluation, unless that is what is measured.
 
@@ -30,10 +30,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from flatout.doctor.trials.arm import Arm, Block, Showed
 from flatout.doctor.trials.process import Ended, Job, Process
+from flatout.doctor.trials.schedule import WARM_STEPS, Schedule
 from flatout.doctor.trials.scratch import scratch
-from flatout.doctor.trials.side import Block, Showed, Side
-from flatout.doctor.trials.terms import WARM_STEPS, Terms
 from flatout.measure.trial import TrialResult, run_trial
 
 _SLACK = 1.5
@@ -100,8 +100,8 @@ class Against:
         is_renewed: bool = False,
         started: Callable[[str, Process], None] = lambda side, process: None,
     ) -> None:
-        def start(name: str, job: Job, until: float, warm: int) -> Side:
-            return Side(
+        def start(name: str, job: Job, until: float, warm: int) -> Arm:
+            return Arm(
                 name,
                 job,
                 folder,
@@ -134,7 +134,7 @@ class Against:
     def measure(
         self,
         b: Job,
-        terms: Terms,
+        terms: Schedule,
         *,
         budget_s: float,
         warm: int = 0,
@@ -144,7 +144,7 @@ class Against:
         """Measures the steps of A against those of B, in the current folder.
 
         Args:
-            b: the same script with a cure. Both must call `baton.at_step` after each step.
+            b: the same script with a cure. Both must call `step_sync.at_step` after each step.
             terms: how long and how often.
             budget_s: seconds for all of it, the start of B included; more where two quadruples
                 take longer.
@@ -159,7 +159,7 @@ class Against:
         began = time.monotonic()
         until = min(self._until, began + budget_s)
         pair = Pair(held=self._a.process.held)
-        other: Side | None = None
+        other: Arm | None = None
         try:
             if not self._has_met:
                 self._a.meet()
@@ -206,14 +206,14 @@ class Against:
             self._a.renew(self._a.queue + WARM_STEPS)
             self._young_s = self._old_s = math.inf
 
-    def _warm_up(self, pair: Pair, b: Side) -> None:
+    def _warm_up(self, pair: Pair, b: Arm) -> None:
         """What a step takes: blocks that are not counted, and bring both past their first steps."""
         pair.dropped = max(self._a.queue, b.queue) + WARM_STEPS
         if self._a.step_s == math.inf:
             self._a.warm_up(pair.dropped)
         b.warm_up(pair.dropped)
 
-    def _measure(self, pair: Pair, b: Side, terms: Terms, until: float) -> None:
+    def _measure(self, pair: Pair, b: Arm, terms: Schedule, until: float) -> None:
         a, dropped = self._a, pair.dropped
         left = until - time.monotonic()
         slowest = max(a.step_s, b.step_s)
@@ -232,7 +232,7 @@ class Against:
         terms = replace(terms, lives=1) if self._ages else terms
         lives = terms.lives_within(left, renewal_s, 4 * length.seconds(slowest), a.most_steps)
 
-        def measured(side: Side) -> Callable[[], float]:
+        def measured(side: Arm) -> Callable[[], float]:
             def one() -> float:
                 is_anew = lives.begin_anew(len(pair.blocks))
                 if is_anew:
@@ -285,7 +285,7 @@ def run_pair(
         a, passes, is_redirected, started: as of Against.
         b: the same script with a cure.
         budget_s: seconds for everything, from the first start on.
-        max_pairs, block_s: as of Terms.
+        max_pairs, block_s: as of Schedule.
 
     Raises:
         FlatoutError: a process cannot be started at all.
@@ -295,13 +295,13 @@ def run_pair(
     with scratch() as folder:
         one = Against(a, folder, until, passes=passes, is_redirected=is_redirected, started=started)
         with closing(one) as against:
-            terms = Terms(max_pairs=max_pairs, block_s=block_s)
+            terms = Schedule(max_pairs=max_pairs, block_s=block_s)
             pair = against.measure(b, terms, budget_s=until - time.monotonic())
     pair.seconds = time.monotonic() - began
     return pair
 
 
-def _settle(side: Side, dropped: int, steps: int, until: float) -> None:
+def _settle(side: Arm, dropped: int, steps: int, until: float) -> None:
     """Blocks that are not counted, until all is kept, and one is hardly faster than the last."""
     half = (time.monotonic() + until) / 2
     while not side.is_full and time.monotonic() < half:
@@ -313,11 +313,11 @@ def _settle(side: Side, dropped: int, steps: int, until: float) -> None:
             return
 
 
-def _time_of(block: Block, terms: Terms) -> float:
+def _time_of(block: Block, terms: Schedule) -> float:
     return block.whole_step_s if terms.counts_between else block.step_s
 
 
-def _from_whole_quadruples(blocks: Sequence[Block], terms: Terms) -> TrialResult | None:
+def _from_whole_quadruples(blocks: Sequence[Block], terms: Schedule) -> TrialResult | None:
     """The result of what was measured before a trial was cut off."""
     whole = len(blocks) // 4
     if whole < 2:

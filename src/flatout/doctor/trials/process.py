@@ -57,8 +57,8 @@ class Process:
     Attributes:
         held: what contains its files: "overlay", "landlock" or "python".
         lacks: what nothing here contains: "signals" to other processes of the user; "orphans",
-            which may outlive a keeper that is killed; "network" of native code and programs that
-            it starts; "ranks": the same, since its ranks meet on another machine.
+            which may outlive a killed supervisor; "network" of native code and programs that it
+            starts; "ranks": the same, since its ranks meet on another machine.
         pid: of the script.
         printed: the file that holds what it prints.
         exit: its exit code, -N where signal N ended it; None until that is known.
@@ -99,9 +99,9 @@ class Process:
 
     def _start(self, how: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
         with open(self.printed, "wb") as output:
-            self._keeper = subprocess.Popen(
-                # -P: what lies in the user's folder is no module of the keeper's.
-                [sys.executable, "-P", "-m", "flatout.doctor.trials.keeper", json.dumps(how)],
+            self._supervisor = subprocess.Popen(
+                # -P: what lies in the user's folder is no module of the supervisor's.
+                [sys.executable, "-P", "-m", "flatout.doctor.trials.supervisor", json.dumps(how)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -112,12 +112,12 @@ class Process:
 
     @property
     def said(self) -> int:
-        """A descriptor that is ready when the keeper has said something unasked: `hear` it."""
-        assert self._keeper.stdout is not None
-        return self._keeper.stdout.fileno()
+        """A descriptor that is ready when the supervisor has said something unasked: `hear` it."""
+        assert self._supervisor.stdout is not None
+        return self._supervisor.stdout.fileno()
 
     def hear(self) -> None:
-        """Take what the keeper says unasked: that the script has ended.
+        """Take what the supervisor says unasked: that the script has ended.
 
         Raises:
             Ended: with the reason.
@@ -147,22 +147,22 @@ class Process:
     def end(self) -> None:
         """End the script and everything that it has begun."""
         with suppress(FlatoutError, OSError):
-            if self.exit is None and self._keeper.poll() is None:
+            if self.exit is None and self._supervisor.poll() is None:
                 self._ask("end")
         self._close()
 
     def _ask(self, word: str) -> None:
-        assert self._keeper.stdin is not None
+        assert self._supervisor.stdin is not None
         with suppress(BrokenPipeError):  # it has ended; what it said last is read below
-            self._keeper.stdin.write(word.encode() + b"\n")
-            self._keeper.stdin.flush()
+            self._supervisor.stdin.write(word.encode() + b"\n")
+            self._supervisor.stdin.flush()
         said = self._heard(time.monotonic() + _ANSWERS_WITHIN_S)
         if said.get("did") != word:
             self.exit = said.get("exit")
             raise Ended(self._why())
 
     def _heard(self, until: float) -> dict[str, Any]:
-        """The keeper's next line."""
+        """The supervisor's next line."""
         while b"\n" not in self._waiting:
             left = None if until == math.inf else max(until - time.monotonic(), 0)
             ready, _, _ = select.select([self.said], [], [], left)
@@ -175,16 +175,16 @@ class Process:
 
     def _close(self) -> None:
         # Its standard input closed, it ends everything below it.
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
+        assert self._supervisor.stdin is not None
+        assert self._supervisor.stdout is not None
         with suppress(BrokenPipeError):
-            self._keeper.stdin.close()
+            self._supervisor.stdin.close()
         try:
-            self._keeper.wait(_ANSWERS_WITHIN_S)
+            self._supervisor.wait(_ANSWERS_WITHIN_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
-        self._keeper.stdout.close()
+            self._supervisor.kill()
+            self._supervisor.wait()
+        self._supervisor.stdout.close()
         self._waiting = b""
 
     def refused(self) -> list[dict[str, str]]:

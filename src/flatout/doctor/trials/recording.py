@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.doctor.trials.baton import at_step
+from flatout.doctor.trials.step_sync import at_step
 from flatout.observe.lanes import EVALUATION, SAVING, Lanes
 from flatout.observe.watch import Watch
 
@@ -25,7 +25,7 @@ _READ, _BYTES = 8, 2**24
 
 
 class Stepping(Watch):
-    """A Watch that passes the baton at the ends of steps, and records.
+    """A Watch that meetes at step boundaries at the ends of steps, and records.
 
     Each step is looked at while its loss is recorded, after that only those at which a block begins
     or ends: in steps of half a millisecond, looking at each was a fifteenth.
@@ -59,7 +59,7 @@ class Stepping(Watch):
                 self._first_s = lanes.step_ms()[0] / 1e3
             wants_next = self.record.end_step()
             more = at_step(taken)
-            lanes.skip()  # nor was waiting for the baton
+            lanes.skip()  # nor was waiting for the other arm
             if wants_next:
                 more = 1
             elif self.record.let_go():

@@ -24,7 +24,7 @@ from typing import Any
 
 from flatout.cache_folder import cache_folder, is_made, kind_folder, remove_at
 from flatout.cache_folder import remove as remove_made
-from flatout.lifetimes import machine, state_and_start
+from flatout.processes import machine, state_and_start
 
 _NAME = re.compile(r"[0-9a-f]{12}(\.\d+\.new)?")
 _TRIAL = "trial.json"

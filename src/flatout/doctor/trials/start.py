@@ -5,7 +5,7 @@ seeding, which wins; FLATOUT_SET (and FLATOUT_RECIPE) the cures, as `flatout run
 FLATOUT_EDITS a file of changes of its code, a JSON list of Edits; FLATOUT_LOSSES a file for all
 losses of a run that is no trial.
 
-Steps are counted as observing counts them, and `baton.at_step` is called after each. Evaluation
+Steps are counted as observing counts them, and `step_sync.at_step` is called after each. Evaluation
 and saving are not stopped, since the script may need what comes of them: what they write goes to
 the trial's folder, their time is told apart, and where a script's length is known it is ended
 before its last steps are over. Outside a trial the script simply runs.
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flatout.doctor.trials import baton
+from flatout.doctor.trials import step_sync
 from flatout.doctor.trials.recording import Stepping
 from flatout.doctor.trials.whole import Whole
 from flatout.observe.backward import watch_backward
@@ -30,7 +30,7 @@ from flatout.observe.loaders import watch_loaders
 from flatout.observe.models import Models
 from flatout.observe.optimizers import Steps, watch_optimizers
 from flatout.observe.outputs import watch_torch
-from flatout.observe.running import run, show_as_python_does
+from flatout.observe.run_script import run, show_as_python_does
 
 SEED, EDITS, LOSSES = "FLATOUT_SEED", "FLATOUT_EDITS", "FLATOUT_LOSSES"
 
@@ -100,7 +100,7 @@ def _watch(watch: Stepping) -> None:
         watch_loaders(module, watch, looks_within=False)
         watch.record.watch_batches(module)
 
-    baton.tell_also(lambda: watch.between, watch.told)
+    step_sync.tell_also(lambda: watch.between, watch.told)
     when_imported("torch", hook_torch)
     when_imported("torch.utils.data.dataloader", hook_loaders)
     when_imported("torch._dynamo.eval_frame", skip_our_frames)

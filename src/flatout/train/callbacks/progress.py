@@ -15,7 +15,7 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column, Table
 
-from flatout.say import rounded
+from flatout.console import rounded
 from flatout.terminal import Console
 from flatout.train.callbacks.callback import Callback
 from flatout.train.callbacks.rate import Rate

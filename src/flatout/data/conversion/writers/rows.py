@@ -15,9 +15,9 @@ import numpy as np
 from flatout.data.block import Block, take
 from flatout.data.conversion.passes import Piece
 from flatout.data.conversion.shards import Tell, differences, flush_folder
-from flatout.data.running.digests import digest_of
-from flatout.data.running.row_folder import Filling, RowFolder, read_meta, tidy
-from flatout.data.running.row_store import Layout
+from flatout.data.execution.digests import digest_of
+from flatout.data.execution.row_folder import Filling, RowFolder, read_meta, tidy
+from flatout.data.execution.row_store import Layout
 from flatout.data.schema import Schema
 from flatout.errors import DataError
 

@@ -1,0 +1,77 @@
+"""Rows that are not as they should be: an error, or skipped and counted."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Any, Literal
+
+from flatout.errors import DataError
+
+OnError = Literal["fail", "skip"]
+
+# How many are told one by one.
+_TOLD = 5
+
+
+class ErrorPolicy:
+    """What to do about bad rows. Several threads may call at once.
+
+    Args:
+        on_error: "fail" or "skip".
+        max_errors: with "skip", the most rows that may be skipped.
+
+    Attributes:
+        count: how many were skipped.
+
+    Raises:
+        DataError: an argument makes no sense.
+    """
+
+    def __init__(self, on_error: OnError = "fail", max_errors: int = 100) -> None:
+        if on_error not in ("fail", "skip"):
+            raise DataError(f"on_error: expected 'fail' or 'skip', found {on_error!r}")
+        if isinstance(max_errors, bool) or not isinstance(max_errors, int) or max_errors < 0:
+            raise DataError(f"max_errors: expected an int of at least 0, found {max_errors!r}")
+        self.skip = on_error == "skip"
+        self.max_errors = max_errors
+        self.count = 0
+        self._told: list[str] = []
+        self._lock = Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = Lock()
+
+    def bad(self, what: str, where: str) -> None:
+        """Count a bad row.
+
+        Raises:
+            DataError: rows are not to be skipped, or too many were.
+        """
+        if not self.skip:
+            raise DataError(
+                what, where=where, do=f'fix it, or on_error="skip", max_errors={self.max_errors}'
+            )
+        with self._lock:
+            self.count += 1
+            if len(self._told) < _TOLD:
+                self._told.append(f"{where} {what}")
+            if self.count > self.max_errors:
+                first = f"; the first: {self._told[0]}" if self.count > 1 else ""
+                raise DataError(
+                    f"{self.count:,} {'rows are' if self.count > 1 else 'row is'} bad, and "
+                    f"max_errors is {self.max_errors:,}{first}; the last: {what}",
+                    where=where,
+                    do="look at these rows, correct the schema, or raise max_errors",
+                )
+
+    def notes(self) -> list[str]:
+        """How many rows were skipped and which came first, or nothing."""
+        if not self.count:
+            return []
+        more = ", …" if self.count > len(self._told) else ""
+        rows = "row" if self.count == 1 else "rows"
+        return [f"{self.count:,} bad {rows} skipped: {', '.join(self._told)}{more}"]

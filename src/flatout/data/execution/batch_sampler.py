@@ -1,0 +1,227 @@
+"""Which rows form which batch: order, batches, and the part of each that a rank works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from flatout.data.block import Numbers
+from flatout.data.order import order
+from flatout.data.plan import check_start
+
+Last = Literal["keep", "drop", "pad"]
+# The row numbers of an epoch, in their order.
+Order: TypeAlias = Callable[[int], Numbers]
+
+
+@dataclass(frozen=True)
+class BatchSampler:
+    """An epoch cut into batches. Everything in it is a function of the epoch's number alone.
+
+    Attributes:
+        samples: rows in an epoch, of all ranks.
+        batch_size: rows of a global batch.
+        order: gives the row numbers of an epoch.
+        last: what becomes of a smaller last batch; "pad" fills it with its own first rows, which
+            then weigh nothing.
+        rank: whose part of each batch this is.
+        world_size: of how many.
+        even_steps: where `samples` are this rank's own rows: over how many steps they are spread,
+            so that all ranks, whose rows may be more or fewer, make equally many.
+        shuffle: whether rows come otherwise than 0, 1, 2, ...
+        passes: equal parts of the epoch that each end with a last batch of their own.
+    """
+
+    samples: int
+    batch_size: int
+    order: Order
+    last: Last = "keep"
+    rank: int = 0
+    world_size: int = 1
+    even_steps: int | None = None
+    shuffle: bool = True
+    passes: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Batches in an epoch, the same on every rank."""
+        return self.passes * self._pass_steps
+
+    @property
+    def used(self) -> int:
+        """Rows in an epoch that count, of all ranks."""
+        return self.passes * self._pass_used
+
+    @property
+    def _pass_rows(self) -> int:
+        return self.samples // self.passes
+
+    @property
+    def _pass_steps(self) -> int:
+        if self.even_steps is not None:
+            return self.even_steps // self.passes
+        if self.last == "drop":
+            return self._pass_rows // self.batch_size
+        return -(-self._pass_rows // self.batch_size)
+
+    @property
+    def _pass_used(self) -> int:
+        if self.even_steps is not None:
+            return self._pass_rows
+        return min(self._pass_rows, self._pass_steps * self.batch_size)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Where in the order this rank's part of batch `step` begins and ends.
+
+        A batch of fewer rows than ranks goes whole to every rank, so that none is left without;
+        where it is filled up, some ranks have filling alone.
+        """
+        turn, step = divmod(step, self._pass_steps)
+        begin, rows = turn * self._pass_rows, self._pass_rows
+        if self.even_steps is not None:
+            return (
+                begin + rows * step // self._pass_steps,
+                begin + rows * (step + 1) // self._pass_steps,
+            )
+        size = min(self.batch_size, self._pass_used - step * self.batch_size)
+        start = begin + step * self.batch_size
+        if size < self.world_size and self.last != "pad":
+            return start, start + size
+        return (
+            start + size * self.rank // self.world_size,
+            start + size * (self.rank + 1) // self.world_size,
+        )
+
+    def padding(self, step: int) -> int:
+        """How many rows fill up this rank's part of the batch, where `last` is "pad"."""
+        if self.last != "pad" or self.even_steps is not None:
+            return 0  # of an empty part, whoever makes the batch takes care
+        start, stop = self.bounds(step)
+        full = self.batch_size * (self.rank + 1) // self.world_size
+        full -= self.batch_size * self.rank // self.world_size
+        return max(0, full - (stop - start))
+
+    def describe(self) -> str:
+        """In words."""
+        return "shuffled" if self.shuffle else "in the given order"
+
+    def first(self, step: int) -> int:
+        """Where in the order batch `step` begins; refuses a step that the epoch does not have."""
+        check_start(step, self.steps)
+        if step == self.steps:
+            return self.samples
+        turn, step = divmod(step, self._pass_steps)
+        return turn * self._pass_rows + step * self.batch_size
+
+    def starts(self) -> Numbers:
+        """Where in the order the global batches begin, those that `last` drops too."""
+        turns = np.arange(self.passes) * self._pass_rows
+        return (turns[:, None] + np.arange(0, self._pass_rows, self.batch_size)).ravel()
+
+
+def in_order(numbers: Numbers) -> Order:
+    """The same order in every epoch."""
+    return lambda epoch: numbers
+
+
+def shuffled(numbers: Numbers, seed: int) -> Order:
+    """A new order in every epoch, from (seed, epoch)."""
+    return lambda epoch: numbers[order(len(numbers), seed, epoch)]
+
+
+def repeated(inner: Order, times: int) -> Order:
+    """Several passes as one epoch, each in an order of its own."""
+    return lambda epoch: np.concatenate([inner(epoch * times + i) for i in range(times)])
+
+
+def by_length(
+    inner: Order, lengths: Numbers, batch_size: int, window: int, seed: int | None
+) -> Order:
+    """Rows of about the same length side by side, so that their batches need little padding.
+
+    Within each window of `window` batches rows are sorted by length, in descending order of the
+    epoch where lengths are equal; then the window's batches are shuffled, unless `seed` is None.
+
+    Args:
+        inner: the order to start from.
+        lengths: of each row of the source.
+        batch_size: rows of a batch.
+        window: batches within which rows may move.
+        seed: of the order of the batches.
+    """
+
+    def arranged(epoch: int) -> Numbers:
+        numbers = inner(epoch).copy()
+        size = window * batch_size
+        for at, start in enumerate(range(0, len(numbers), size)):
+            part = numbers[start : start + size]
+            part[:] = part[np.argsort(lengths[part], kind="stable")]
+            whole = len(part) // batch_size
+            if seed is not None and whole > 1:
+                # A number of its own for each window's draw, beyond the epochs of `inner`.
+                turn = order(whole, seed, (epoch << 32) + at + 1)
+                batches = part[: whole * batch_size].reshape(whole, batch_size)
+                batches[:] = batches[turn]
+        return numbers
+
+    return arranged
+
+
+def padding_share(numbers: Numbers, lengths: Numbers, starts: Numbers) -> float:
+    """Which part of the batches' values is padding: 0 where all rows of each are equally long."""
+    found = lengths[numbers]
+    widest = np.maximum.reduceat(found, starts)
+    sizes = np.diff(np.append(starts, len(found)))
+    padded = int((widest * sizes).sum())
+    return 1 - float(found.sum()) / padded if padded else 0.0
+
+
+def mixed(orders: list[Order], counts: list[int], sizes: list[int], seed: int) -> Order:
+    """Rows of several sources, `counts[i]` of source i in an epoch, in a drawn sequence.
+
+    A source that has more rows than an epoch takes goes on in the next epoch where it stopped.
+
+    Args:
+        orders: each source's own order, as numbers among all sources' rows.
+        counts: rows of each source in an epoch.
+        sizes: rows that each source has.
+        seed: of the sequence.
+    """
+    labels = np.repeat(np.arange(len(counts)), counts)
+
+    def drawn(epoch: int) -> Numbers:
+        turns = labels[order(len(labels), seed, epoch)]
+        out = np.empty(len(labels), np.int64)
+        for source, (own, count, size) in enumerate(zip(orders, counts, sizes, strict=True)):
+            out[turns == source] = _go_on(own, epoch * count, count, size)
+        return out
+
+    return drawn
+
+
+def _go_on(own: Order, start: int, count: int, size: int) -> Numbers:
+    """`count` rows from place `start` of a source's passes, one after the other."""
+    passes = range(start // size, -(-(start + count) // size))
+    joined = np.concatenate([own(one) for one in passes])
+    first = start - passes.start * size
+    return joined[first : first + count]
+
+
+def shuffled_in_windows(numbers: Numbers, seed: int, window: int) -> Order:
+    """Rows shuffled among `window` neighbors, the windows one after the other.
+
+    For files that do not fit in memory: a window's rows are read from one place.
+    """
+
+    def drawn(epoch: int) -> Numbers:
+        parts = [numbers[start : start + window] for start in range(0, len(numbers), window)]
+        turn = order(len(parts), seed, epoch)
+        mixed_up = [
+            parts[at][order(len(parts[at]), seed, (epoch << 32) + int(at) + 1)] for at in turn
+        ]
+        return np.concatenate(mixed_up)
+
+    return drawn

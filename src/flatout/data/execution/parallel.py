@@ -1,0 +1,269 @@
+"""Items made by several threads ahead of need, handed out in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from time import perf_counter
+from typing import Generic, TypeVar
+
+from flatout.console import counted
+from flatout.data.threads import say_fewer
+
+T = TypeVar("T")
+
+# How much faster another thread must make the input to be kept.
+_WORTH = 1.03
+# A window that is judged: at least so many items and so many seconds.
+_ITEMS, _SECONDS = 16, 0.25
+# Less than this tells nothing about waiting.
+_TOO_LITTLE_S = 0.02
+# Of the time that the consumer may wait for input before more threads are tried.
+_WAIT = 0.03
+# For all threads that wait for a pipe when the loop is left.
+_PATIENCE_S = 5.0
+
+
+class Tuner:
+    """How many threads make items, and how far ahead: found while running, kept between epochs.
+
+    Whenever the consumer waits for input, one thread more is tried for a window of items, and kept
+    if items came faster by then; where nothing is waited for, one less is tried in the same way.
+    The order of items does not depend on it.
+
+    Args:
+        budget: the most threads.
+        threads: a fixed number instead of searching for one.
+        depth: the most items made ahead; None means one or two a thread.
+
+    Attributes:
+        threads: how many may work now.
+        waited: share of the time that the consumer waited, in the latest window.
+        rate: batches a second, in the latest window.
+        in_vain: whether another thread was tried and made nothing faster.
+        judged: whether there was a window yet.
+        trials: what was tried, and what came of it.
+    """
+
+    def __init__(self, budget: int, threads: int | None = None, depth: int | None = None) -> None:
+        self.budget = budget if threads is None else threads
+        self.fixed = threads is not None
+        self.threads = max(1, threads or 1)
+        self._depth = depth
+        self.waited = 0.0
+        self.rate = 0.0
+        self.judged = False
+        self.in_vain = False
+        self.trials: list[str] = []
+        self._start = perf_counter()
+        self._items = self._batches = 0
+        self._wait = 0.0
+        self._span = self._spans = self._waits = 0.0  # of this window, and of all before it
+        self._before: tuple[int, float] | None = None  # threads and rate before the present trial
+        self._rest = 0  # windows until the next trial
+        self._patience = 1
+
+    @property
+    def given_depth(self) -> bool:
+        """Whether the user said how far ahead."""
+        return self._depth is not None
+
+    def depth(self, batches: int) -> int:
+        """The most items made ahead of need, where each is of some batches.
+
+        Fewer where they are larger: what was just made is still in the processor's caches.
+        """
+        return self._depth or (2 if batches == 1 else 1) * self.threads + 1
+
+    @property
+    def waited_so_far(self) -> float | None:
+        """Share of the time that the consumer waited: in the latest window, or in all before it.
+
+        None where there was too little to tell.
+        """
+        if self.judged:
+            return self.waited
+        passed = self._spans + self._span
+        return (self._waits + self._wait) / passed if passed > _TOO_LITTLE_S else None
+
+    def restart(self) -> None:
+        """Begin a window, such as at an epoch's start: what came before does not count."""
+        self._spans += self._span
+        self._waits += self._wait
+        self._start, self._wait, self._span = perf_counter(), 0.0, 0.0
+        self._items = self._batches = 0
+
+    def consumed(self, waited: float, batches: int) -> bool:
+        """Count an item of some batches; True where the number of threads has changed."""
+        self._items += 1
+        self._batches += batches
+        self._wait += waited
+        self._span = passed = perf_counter() - self._start
+        if self._items < _ITEMS or passed < _SECONDS:
+            return False
+        self.rate, self.waited = self._batches / passed, self._wait / passed
+        self.judged = True
+        self.restart()
+        return not self.fixed and self._judge(self.rate)
+
+    def _judge(self, rate: float) -> bool:
+        if self._before is not None:
+            threads, before = self._before
+            self._before = None
+            more = self.threads > threads
+            kept = rate > before * _WORTH if more else rate * _WORTH > before
+            self.trials.append(
+                f"{threads} -> {self.threads} threads: {rate / before:.2f}x, "
+                f"{'kept' if kept else 'put back'}"
+            )
+            if kept:
+                self._patience = 1
+                return False
+            self.in_vain = self.in_vain or more
+            # Tried in vain: wait longer each time before trying again.
+            self.threads, self._rest = threads, self._patience
+            self._patience = min(64, 2 * self._patience)
+            return True
+        if self._rest:
+            self._rest -= 1
+            return False
+        if self.waited > _WAIT and self.threads < self.budget:
+            self._before = (self.threads, rate)
+            self.threads += 1
+            return True
+        if self.waited < _WAIT / 10 and self.threads > 1:
+            self._before = (self.threads, rate)
+            self.threads -= 1
+            return True
+        return False
+
+
+class Ahead(Generic[T]):
+    """`make(first)`, ..., `make(last - 1)`, made by threads and given in that order.
+
+    An error that `make` raises comes where its item would have come.
+
+    Args:
+        make: makes an item.
+        first: number of the first item.
+        last: number after that of the last one.
+        tuner: how many threads, and how far ahead.
+        batches: in an item.
+    """
+
+    def __init__(
+        self, make: Callable[[int], T], first: int, last: int, tuner: Tuner, batches: int = 1
+    ) -> None:
+        self._make = make
+        self._next, self._last = first, last
+        self._due = first
+        self._tuner = tuner
+        self._batches = batches
+        self._made: dict[int, tuple[T | None, BaseException | None]] = {}
+        lock = threading.Lock()
+        self._ready = threading.Condition(lock)  # what is due was made; the consumer waits for it
+        self._room = threading.Condition(lock)  # there is something to make; threads wait for it
+        self._stopped = False
+        self._threads: list[threading.Thread] = []
+
+    def __iter__(self) -> Generator[T, None, None]:
+        """The items; what is left is given up where the loop is left."""
+        self._tuner.restart()
+        self._hire()
+        try:
+            while self._due < self._last:
+                item, waited = self._take()
+                yield item
+                if self._tuner.consumed(waited, self._batches):
+                    self._hire()
+        finally:
+            self.close()
+
+    def _take(self) -> tuple[T, float]:
+        waited = 0.0
+        if not self._threads and not self._stopped:
+            self._make_here()
+        with self._ready:
+            if self._due not in self._made:
+                start = perf_counter()
+                while self._due not in self._made:
+                    if self._stopped:
+                        raise RuntimeError("the loop over these batches was closed")
+                    self._ready.wait()
+                waited = perf_counter() - start
+            item, error = self._made.pop(self._due)
+            self._due += 1
+            self._room.notify()
+        if error is not None:
+            raise error
+        return item, waited  # type: ignore[return-value]
+
+    def _hire(self) -> None:
+        """Start the threads that are missing; those too many end by themselves."""
+        with self._room:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            while len(self._threads) < self._tuner.threads:
+                number = len(self._threads)
+                thread = threading.Thread(
+                    target=self._work, args=(number,), name=f"flatout-input-{number}", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._go_on_with(number, str(error))
+                    break
+                self._threads.append(thread)
+            self._room.notify_all()
+
+    def _go_on_with(self, threads: int, why: str) -> None:
+        """The system starts no more: those that there are do it, or the caller."""
+        self._tuner.threads, self._tuner.fixed = max(1, threads), True
+        say_fewer(why, f"batches are made by {counted(threads, 'thread')}")
+
+    def _make_here(self) -> None:
+        """Make what is due in the thread that takes it."""
+        try:
+            self._made[self._due] = self._make(self._due), None
+        except Exception as error:
+            self._made[self._due] = None, error
+        self._next = self._due + 1
+
+    def _work(self, number: int) -> None:
+        while True:
+            with self._room:
+                # One too many must not wait: it would take a notice that is for another thread.
+                depth = self._tuner.depth
+                while not self._over(number) and self._next >= self._due + depth(self._batches):
+                    self._room.wait()
+                if self._over(number) or self._next >= self._last:
+                    self._room.notify()  # the notice may have been for another thread
+                    return
+                at = self._next
+                self._next += 1
+            made: tuple[T | None, BaseException | None]
+            try:
+                made = self._make(at), None
+            except BaseException as error:
+                made = None, error
+            with self._ready:
+                self._made[at] = made
+                if at == self._due:
+                    self._ready.notify()
+            del made
+
+    def _over(self, number: int) -> bool:
+        """Whether a thread is to end."""
+        return self._stopped or number >= self._tuner.threads
+
+    def close(self) -> None:
+        """End the threads. One that waits for its source ends when that gives something."""
+        with self._room:
+            self._stopped = True
+            self._made.clear()
+            self._room.notify_all()
+            self._ready.notify_all()
+        until = perf_counter() + _PATIENCE_S
+        for thread in self._threads:
+            # The garbage collector may close it in one of its own threads.
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - perf_counter()))

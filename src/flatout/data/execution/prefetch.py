@@ -1,0 +1,76 @@
+"""Batches on their device before they are needed.
+
+A thread takes the next batches, copies them into pinned memory and from there to the device on a
+stream of its own, while the batch before is computed on. torch's caching host allocator makes the
+pinned memory a ring: a block is used again once the copies that read it are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatout.data.batch import Batch, map_tensors, named_tensors
+from flatout.data.execution.parallel import Ahead, Tuner
+
+
+class _Copied(NamedTuple):
+    batch: Batch
+    event: Any
+
+
+class _Copier:
+    """Copies batches to a device. On a CPU the same steps run, with neither stream nor pinning."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def start(self, batch: Batch) -> _Copied:
+        """Begin to copy; called by the thread that reads ahead."""
+        if self._stream is None:
+            inputs, targets, weight = map_tensors(torch.clone, batch[:3])
+            return _Copied(batch._replace(inputs=inputs, targets=targets, weight=weight), None)
+        with self._stream:
+            inputs, targets, weight = map_tensors(self._copy, batch[:3])
+            event = self._stream.record_event()
+        return _Copied(batch._replace(inputs=inputs, targets=targets, weight=weight), event)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+    def finish(self, copied: _Copied) -> Batch:
+        """Let what runs now on the device wait for the copy; called by the thread that trains."""
+        if copied.event is not None:
+            here = torch.accelerator.current_stream(self._device)
+            here.wait_event(copied.event)
+            for _, tensor in named_tensors("", copied.batch[:3]):
+                # Or the allocator would give the memory away while this stream still reads it.
+                tensor.record_stream(here)
+        return copied.batch
+
+
+def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> Iterator[Batch]:
+    """The same batches on `device`, copied up to `depth` ahead of need.
+
+    Args:
+        batches: read by another thread.
+        device: where they are wanted; a CPU gets copies.
+        depth: batches on their way at once; 2 is double buffering.
+    """
+    copier = _Copier(device)
+
+    def following(step: int) -> _Copied | None:
+        batch = next(batches, None)
+        return None if batch is None else copier.start(batch)
+
+    ahead = Ahead(following, 0, 2**62, Tuner(1, threads=1, depth=depth))
+    for copied in ahead:
+        if copied is None:
+            return
+        yield copier.finish(copied)

@@ -1,0 +1,125 @@
+"""Batches made by fresh processes, for a user's Python that threads cannot share.
+
+The processes are replaced between epochs, so that what a user's code leaks does not add up.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from flatout.data.batch import Batch
+from flatout.data.execution.parallel import Ahead, Tuner
+from flatout.data.execution.worker import Worker, WorkerDied
+from flatout.data.threads import say_fewer
+from flatout.errors import DataError
+
+# Processes younger than this, or than so many times what their start took, are kept.
+_OLD_S, _OLD_STARTS = 60.0, 20.0
+
+
+class ProcessPool:
+    """Processes that make batches, in order.
+
+    Args:
+        maker: a `program.Maker`, which is sent to each.
+        count: how many processes.
+    """
+
+    def __init__(self, maker: Any, count: int) -> None:
+        self.count = count
+        self._payload = pickle.dumps(maker)
+        self._workers: list[Worker] = []
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        self._since = 0.0
+        self._start_s = 0.0
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Numbers of the processes that were started."""
+        return [worker.pid for worker in self._workers]
+
+    @property
+    def started(self) -> bool:
+        """Whether all processes can make batches."""
+        return bool(self._workers) and all(worker.ready for worker in self._workers)
+
+    def batches(
+        self, task: Callable[[int], tuple[Any, ...]], step: int, steps: int
+    ) -> Generator[Batch, None, None]:
+        """The batches `step` to `steps - 1`, each made of its task by one of the processes.
+
+        Raises:
+            WorkerDied: a process has ended by itself; it is named, and the others are ended.
+        """
+        idle = self._hired()
+
+        def make(at: int) -> Batch:
+            worker = idle.get()
+            starting = not worker.ready
+            try:
+                return worker.ask(task(at), f"making batch {at:,}")
+            finally:
+                if starting:
+                    self._start_s = time.monotonic() - self._since
+                idle.put(worker)
+
+        tuner = Tuner(self.count, threads=self.count, depth=2 * self.count + 1)
+        try:
+            with closing(iter(Ahead(make, step, steps, tuner))) as made:
+                yield from made
+        except WorkerDied:
+            self.close()
+            raise
+
+    def _hired(self) -> SimpleQueue[Worker]:
+        old = max(_OLD_S, _OLD_STARTS * self._start_s)
+        if self._workers and time.monotonic() - self._since > old:
+            self.close()
+        if not self._workers:
+            self._hire()
+        return self._idle
+
+    def _hire(self) -> None:
+        self._idle = SimpleQueue()
+        self._since = time.monotonic()
+        try:
+            for number in range(self.count):
+                name = f"worker process {number + 1} of {self.count}"
+                self._workers.append(Worker(self._payload, name))
+                self._idle.put(self._workers[-1])
+        except DataError as error:
+            if not self._workers:
+                raise
+            self.count = len(self._workers)
+            say_fewer(error.what, f"batches are made by {self.count} processes")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.close()
+
+
+def refusal(maker: Any) -> str:
+    """Why processes cannot make these batches, or ""."""
+    try:
+        pickle.dumps(maker)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return f"{error}; define the function at the top of a module"
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main is not None and Path(main).suffix == ".py":
+        with suppress(OSError, UnicodeDecodeError):
+            # A spawned process imports the main script; without the guard it would train as well.
+            if "__name__" not in Path(main).read_text():
+                return 'the script has no `if __name__ == "__main__":`'
+    return ""

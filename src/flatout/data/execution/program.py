@@ -1,0 +1,375 @@
+"""What runs for a pipeline over numbered rows: cut, make, hand out in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import pairwise
+from time import perf_counter_ns as clock
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from flatout.console import rounded
+from flatout.data.batch import Batch
+from flatout.data.block import Block, Numbers, rows_between, take
+from flatout.data.execution.batch_sampler import BatchSampler
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.orders import Orders
+from flatout.data.execution.parallel import Ahead, Tuner
+from flatout.data.execution.process_pool import ProcessPool, refusal
+from flatout.data.execution.repay import Repay
+from flatout.data.execution.samples import Costs, Samples, name_of, sample_rng, takes_rng
+from flatout.data.execution.worker import WorkerDied
+from flatout.data.order import batch_seed
+from flatout.data.randomness import seeded
+from flatout.data.tensors import as_batch
+from flatout.errors import DataError, FlatoutError
+
+# A batch that is made quicker than this is made when it is asked for: handing it from one thread to
+# another would cost as much.
+_QUICK_NS = 100_000
+# Batches that cost less than this are made several at a time, as many as are made in this time:
+# Python's share of the work, which threads cannot divide, is then done once for all of them.
+_RUN_NS = 4_000_000
+_LONGEST_RUN = 16
+# So many batches tell, at most, what one costs.
+_FIRST = 5
+# From this share of a batch's time on, the user's Python is what threads cannot help with.
+_PYTHON = 0.5
+
+# Rows of a batch, how many more of weight 0, epoch and step.
+Task: TypeAlias = tuple[Numbers, int, int, int]
+
+
+class Maker:
+    """Makes batches. It can be sent to another process.
+
+    Args:
+        samples: what the rows become.
+        functions: the user's functions of whole batches, in their order.
+        seed: of what functions draw.
+    """
+
+    def __init__(
+        self, samples: Samples, functions: tuple[Callable[..., Any], ...], seed: int
+    ) -> None:
+        self.samples = samples
+        self.functions = Functions(functions, seed)
+        self.seed = seed
+        self.costs = Costs()
+        self._buffers = Buffers()
+
+    def __call__(self, numbers: Numbers, padding: int, epoch: int, step: int) -> Batch:
+        """The batch of these rows, and of `padding` more that weigh nothing."""
+        block = self.samples.make(numbers, self._buffers, epoch, self.costs)
+        return self._batch(block, padding, epoch, step)
+
+    def run(self, tasks: Sequence[Task]) -> list[Batch | Exception]:
+        """The batches of several tasks of an epoch, whose rows are read at once.
+
+        The error of a batch comes last, in the place of its batch.
+        """
+        made: list[Batch | Exception] = []
+        try:
+            blocks = self._blocks(tasks)
+            for at, (numbers, padding, epoch, step) in enumerate(tasks):
+                if blocks is None:
+                    made.append(self(numbers, padding, epoch, step))
+                else:
+                    made.append(self._batch(blocks[at], padding, epoch, step))
+        except Exception as error:
+            made.append(error)
+        return made
+
+    def _blocks(self, tasks: Sequence[Task]) -> list[Block] | None:
+        """The rows of each task; None where they are to be made one by one."""
+        if len(tasks) == 1:
+            return None
+        try:
+            block = self.samples.make(
+                np.concatenate([task[0] for task in tasks]), self._buffers, tasks[0][2], self.costs
+            )
+        except Exception:
+            return None  # one by one, it comes again, and in its batch
+        ends = _ends(block.numbers, [task[0] for task in tasks])
+        return [rows_between(block, start, stop) for start, stop in pairwise([0, *ends])]
+
+    def _batch(self, block: Block, padding: int, epoch: int, step: int) -> Batch:
+        began = clock()
+        if not len(block):
+            # All of its rows are bad, or other ranks have them: there are as many batches anyway.
+            block = self._filler(epoch, step)
+            padding = max(1, padding)
+            block = take(block, np.zeros(padding, np.int64))
+        elif padding:
+            block = take(block, np.arange(len(block) + padding) % len(block))
+        batch = self.samples.form.batch(block, self._buffers)
+        self.costs.add("batch", clock() - began)
+        self.costs.batches += 1
+        made = self.functions(batch, epoch, step, self.costs)
+        return _padded(made, batch.size, padding, epoch, step) if padding else made
+
+    def _filler(self, epoch: int, step: int) -> Block:
+        """A row to fill up a batch that has none."""
+        probe = np.array([self.samples.probe], np.int64)
+        block = self.samples.make(probe, self._buffers, epoch, self.costs)
+        if not len(block):
+            raise DataError(f"batch {step:,} of epoch {epoch}: all of its rows are bad")
+        return block
+
+    def seeded(self, numbers: Numbers, padding: int, epoch: int, step: int) -> Batch:
+        """The same, with the global generators seeded from (seed, epoch, step) meanwhile."""
+        with seeded(batch_seed(self.seed, epoch, step)):
+            return self(numbers, padding, epoch, step)
+
+
+class Program:
+    """Batches of numbered rows: batch k of epoch e is a function of (e, k) alone.
+
+    Args:
+        maker: makes a batch.
+        cut: which rows form which batch.
+        tuner: how many threads.
+        processes: how many processes make batches, instead of threads; None tries them by itself
+            where a user's Python holds the threads up.
+        in_this_thread: a function draws from the global generators, so no other thread of this
+            process may run it.
+    """
+
+    def __init__(
+        self,
+        maker: Maker,
+        cut: BatchSampler,
+        tuner: Tuner,
+        *,
+        processes: int | None,
+        in_this_thread: bool,
+    ) -> None:
+        self.maker = maker
+        self.cut = cut
+        self.tuner = tuner
+        self.in_this_thread = in_this_thread
+        self._orders = Orders(cut)
+        self.quick: bool | None = None
+        self._seen, self._cost = 0, 2**63
+        self.pool: ProcessPool | None = None
+        self.notes: list[str] = []
+        self._asked = processes is not None
+        self._tried = self._asked
+        self.repay = Repay()
+        if processes:
+            if reason := refusal(maker):
+                raise DataError(f"options(processes={processes}): {reason}")
+            self.pool = ProcessPool(maker, processes)
+
+    @property
+    def costs(self) -> Costs:
+        """What the stages took in this process."""
+        return self.maker.costs
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        """The batches of an epoch from `start_step` on."""
+        self.cut.first(start_step)
+        order = self._orders.of(epoch)
+        steps = self.cut.steps
+        middle = (start_step + steps) // 2
+
+        def task(step: int) -> Task:
+            if step == middle:
+                self._orders.prepare(epoch + 1)
+            start, stop = self.cut.bounds(step)
+            return order[start:stop], self.cut.padding(step), epoch, step
+
+        if self.pool is not None:
+            return self._by_pool(self.pool, task, start_step, steps)
+        if self.in_this_thread:
+            return (self.maker.seeded(*task(step)) for step in range(start_step, steps))
+        return self._by_threads(epoch, task, start_step, steps)
+
+    def _by_pool(
+        self, pool: ProcessPool, task: Callable[[int], Task], step: int, steps: int
+    ) -> Iterator[Batch]:
+        self.repay.begin()
+        try:
+            with closing(pool.batches(task, step, steps)) as made:
+                for batch in made:
+                    step += 1
+                    yield batch
+                    del batch
+                    if not self._asked and self._pool_loses(pool):
+                        break
+        except WorkerDied as death:
+            if self._asked:
+                raise
+            # Threads make the same batches, and were enough before.
+            self.notes.append(f"threads again: {death.what}")
+            self.pool = None
+        if self.pool is None:
+            pool.close()
+            yield from self._ahead(task, step, steps)
+
+    def _pool_loses(self, pool: ProcessPool) -> bool:
+        """Count a batch that was used; True where processes not asked for are not faster."""
+        if not pool.started:
+            self.repay.begin()
+            return False
+        self.repay.process_made()
+        if not self.repay.loses():
+            return False
+        self.notes.append(
+            f"threads again: {rounded(1e3 * self.repay.thread_s)} ms a batch, where "
+            f"{pool.count} processes took {rounded(1e3 * self.repay.process_s)} ms"
+        )
+        self.pool = None
+        return True
+
+    def _by_threads(
+        self, epoch: int, task: Callable[[int], Task], step: int, steps: int
+    ) -> Iterator[Batch]:
+        self.repay.begin()
+        yield from self._ahead(task, step, steps)
+        self.repay.threads_made(steps - step)
+        self._consider_processes(epoch)
+
+    def _ahead(self, task: Callable[[int], Task], step: int, steps: int) -> Iterator[Batch]:
+        # What a batch costs decides how they are made. The first one opens files and fills pools,
+        # so the next ones tell; of those that cost much, one is enough.
+        while step < steps and (self.quick or self.quick is None):
+            start = clock()
+            batch = self.maker(*task(step))
+            if self.quick is None:
+                self._judge(clock() - start)
+            step += 1
+            yield batch
+            del batch
+        if step < steps:
+            yield from self._in_runs(task, step, steps)
+
+    def _judge(self, cost: int) -> None:
+        self._seen += 1
+        if self._seen > 1:
+            self._cost = min(self._cost, cost)
+            # Where a batch costs much, two tell: one alone may have met the garbage collector.
+            if self._seen == _FIRST or (self._seen > 2 and self._cost > _RUN_NS):
+                self.quick = self._cost < _QUICK_NS
+
+    def _in_runs(self, task: Callable[[int], Task], step: int, steps: int) -> Iterator[Batch]:
+        """Batches made by threads, several at a time where they cost little."""
+        size = self._at_once(steps - step)
+
+        def make(run: int) -> list[Batch | Exception]:
+            first = step + run * size
+            return self.maker.run([task(at) for at in range(first, min(first + size, steps))])
+
+        ahead = Ahead(make, 0, -(-(steps - step) // size), self.tuner, size)
+        with closing(iter(ahead)) as runs:
+            for run in runs:
+                run.reverse()
+                while run:
+                    made = run.pop()
+                    if isinstance(made, Exception):
+                        raise made
+                    yield made
+                    del made
+
+    def _at_once(self, steps: int) -> int:
+        """How many batches to make at a time; few enough for all threads to have work."""
+        if self.tuner.given_depth:
+            return 1
+        most = min(_LONGEST_RUN, steps // (4 * self.tuner.budget))
+        cost = min(self._cost, sum(self.costs.ns.values()) // max(1, self.costs.batches))
+        return max(1, min(most, _RUN_NS // max(1, cost)))
+
+    def _consider_processes(self, epoch: int) -> None:
+        """Between epochs: are threads held up by a user's Python that processes could share?
+
+        They are started only where what they may save in the epochs to come repays that.
+        """
+        if self._tried or self.tuner.fixed or not self.tuner.in_vain:
+            return
+        waited = self.tuner.waited_so_far or 0.0
+        if not self.repay.may_pay(epoch, self.cut.steps, waited, self.tuner.budget):
+            return
+        costs = self.costs.ns
+        python = {name: ns for name, ns in costs.items() if name.startswith(("map ", "fetch "))}
+        if sum(python.values()) < _PYTHON * sum(costs.values()):
+            return
+        slowest = max(python, key=python.__getitem__)
+        reason = refusal(self.maker)
+        self.tuner.in_vain = False
+        if reason:
+            self.notes.append(
+                f"{slowest} is Python that threads cannot share; no processes: {reason}"
+            )
+            return
+        self.pool, self._tried = ProcessPool(self.maker, self.tuner.budget), True
+        self.notes.append(f"{self.tuner.budget} processes, forced by {slowest}: Python in threads")
+
+
+class Functions:
+    """A user's functions of whole batches, one after the other.
+
+    A function gets inputs, or inputs and targets, or with the weight; and `rng=`, a numpy Generator
+    that depends on (seed, epoch, batch) alone, if it has a parameter of that name.
+    """
+
+    def __init__(self, functions: tuple[Callable[..., Any], ...], seed: int) -> None:
+        self._functions = [(f, f"map {name_of(f)}", takes_rng(f)) for f in functions]
+        # Another key than that of samples, whose numbers would be the same.
+        self._seed = seed + 1
+
+    def __call__(self, batch: Batch, epoch: int, step: int, costs: Costs) -> Batch:
+        """What the functions make of a batch."""
+        for function, name, wants_rng in self._functions:
+            began = clock()
+            given = {"rng": sample_rng(self._seed, epoch, step)} if wants_rng else {}
+            try:
+                value = function(*parts(batch), **given)
+            except FlatoutError:
+                raise
+            except Exception as error:
+                error.add_note(f"in {name} of batch {step:,} of epoch {epoch}")
+                raise
+            made = as_batch(value, f"epoch {epoch}, batch {step}, made by {name}")
+            # A function that leaves out or adds samples breaks the tie to their numbers.
+            batch = made._replace(indices=batch.indices if made.size == batch.size else None)
+            costs.add(name, clock() - began)
+        return batch
+
+
+def _ends(found: Numbers, asked: Sequence[Numbers]) -> list[int]:
+    """Where in the rows found those end that each batch asked for; bad ones may be missing."""
+    ends: list[int] = np.cumsum([len(numbers) for numbers in asked]).tolist()
+    if ends[-1] == len(found):
+        return ends
+    ends, here = [], 0
+    for numbers in asked:
+        for number in numbers:
+            here += bool(here < len(found) and found[here] == number)
+        ends.append(here)
+    return ends
+
+
+def parts(batch: Batch) -> tuple[Any, ...]:
+    """What a function of batches gets: inputs, or inputs and targets, or all three."""
+    if batch.weight is not None:
+        return batch.inputs, batch.targets, batch.weight
+    return (batch.inputs,) if batch.targets is None else (batch.inputs, batch.targets)
+
+
+def _padded(batch: Batch, rows: int, padding: int, epoch: int, step: int) -> Batch:
+    """The batch with a weight of nothing for the rows that only fill it up.
+
+    Functions do not see this weight: the last batch would need another function than the others.
+    """
+    if batch.size != rows:
+        raise DataError(
+            f"batch {step:,} of epoch {epoch}: a function made {batch.size:,} rows of {rows:,}, of "
+            f"which {padding:,} only fill it up",
+            do='with batch(last="pad"), leave rows out by .filter(f) in front of .batch',
+        )
+    weight = torch.ones(batch.size) if batch.weight is None else batch.weight.clone()
+    weight[batch.size - padding :] = 0
+    return batch._replace(weight=weight, padding=padding)

@@ -1,0 +1,155 @@
+"""What a user's Dataset, generator or function works with, as far as its code and attributes tell.
+
+Batches that are made ahead of need, or twice to be compared, must not depend on when that is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.data.execution.code import is_library, names_in
+
+_MOST = 10_000
+_LONGEST = 64
+_PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, torch.dtype, type(None))
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+# Those of the process, which are seeded for each batch.
+_GLOBAL = (random.random.__self__, np.random.mtrand._rand, torch.default_generator)  # type: ignore
+_CODE = (
+    type, FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorType,
+    WrapperDescriptorType, GetSetDescriptorType, MemberDescriptorType, CodeType, property,
+    functools.cached_property, dict, list, tuple, set, frozenset,
+)  # fmt: skip
+
+
+def own_generator(thing: Any) -> str:
+    """What random generator it may draw from beside the global ones; empty for none.
+
+    Each reading of a sample moves such a generator on.
+    """
+    for one in _reached(thing):
+        if isinstance(one, _GENERATORS) and not any(one is known for known in _GLOBAL):
+            return f"{type(thing).__name__} draws from a {type(one).__name__} of its own"
+    return ""
+
+
+def bound_to_training(thing: Any) -> str:
+    """Why what it gives may depend on when it is asked, or on which thread asks; empty for no."""
+    for one in _reached(thing):
+        kind = type(one)
+        if isinstance(one, (torch.nn.Module, torch.optim.Optimizer)) or _is_of_keras(kind):
+            return f"it has a {kind.__name__} at hand, which training changes"
+        if isinstance(one, threading.local) or kind.__module__ == "sqlite3":
+            return f"it has a {kind.__name__} at hand, which belongs to one thread"
+    return ""
+
+
+def shared_by_fork(thing: Any) -> str:
+    """What forked processes would use together, such as an open file; empty for nothing.
+
+    What cannot be pickled is something of the system's behind a Python object, as a rule.
+    """
+    for one in _reached(thing):
+        if isinstance(one, torch.Tensor):
+            if one.device.type != "cpu":
+                return f"it has a tensor on {one.device} at hand"
+        elif not isinstance(one, _CODE):
+            try:
+                one.__reduce_ex__(4)
+            except Exception:
+                return f"it has a {type(one).__name__} at hand, which processes cannot share"
+    return ""
+
+
+def _is_of_keras(kind: type) -> bool:
+    keras = sys.modules.get("keras")
+    return keras is not None and issubclass(kind, (keras.Model, keras.optimizers.Optimizer))
+
+
+def _reached(thing: Any) -> Iterator[Any]:
+    """The object and all that it holds, has closed over or reads by a global name."""
+    todo: deque[Any] = deque([thing])
+    seen: set[int] = set()
+    while todo and len(seen) < _MOST:
+        one = todo.popleft()
+        if id(one) in seen or isinstance(one, (*_PLAIN, ModuleType)):
+            continue
+        seen.add(id(one))
+        yield one
+        todo.extend(_held(one))
+
+
+def _held(one: Any) -> Iterator[Any]:
+    if isinstance(one, torch.Tensor):
+        return
+    if isinstance(one, functools.partial):
+        yield from (one.func, *one.args, *one.keywords.values())
+    elif isinstance(one, MethodType):
+        yield from (one.__func__, one.__self__)
+    elif isinstance(one, FunctionType):
+        yield from _of_function(inspect.unwrap(one))
+    elif isinstance(one, GeneratorType):
+        yield from _of_frame(one.gi_frame, one.gi_code)
+    elif isinstance(one, dict):
+        yield from islice(one.values(), _LONGEST)
+    elif isinstance(one, (list, tuple, set, frozenset)):
+        yield from islice(one, _LONGEST)
+    elif isinstance(one, type):
+        yield from _of_class(one)
+    else:
+        yield type(one)
+        yield from getattr(one, "__dict__", {}).values()
+
+
+def _of_function(function: Any) -> Iterator[Any]:
+    if not isinstance(function, FunctionType) or is_library(function):
+        return
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from _globals_of(function.__code__, function.__globals__)
+
+
+def _of_frame(frame: FrameType | None, code: CodeType) -> Iterator[Any]:
+    if frame is not None:  # a generator that has ended has none
+        yield from frame.f_locals.values()
+        yield from _globals_of(code, frame.f_globals)
+
+
+def _of_class(kind: type) -> Iterator[Any]:
+    for one in kind.__mro__:
+        if not is_library(one):
+            for value in vars(one).values():
+                yield getattr(value, "__func__", getattr(value, "fget", value))
+
+
+def _globals_of(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
+    yield from (names[name] for name in names_in(code) if name in names)

@@ -1,0 +1,530 @@
+"""Rows of a RowStore in a folder: Flatout's own format, mapped into memory to be read.
+
+    rows.bin         the rows, one after the other
+    ragged-0.bin     values of the first ragged column, and so on
+    meta.json        layout, number of rows, form, digest, checksums; written last
+
+While a folder is being filled its name ends in `.part`, and `filled.log` holds which rows are on
+the disk for good: each entry is written after their bytes were flushed, and carries their checksum.
+A process that is killed loses what was not in the log yet, and nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import mmap
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout import cache_folder
+from flatout.data.block import Block, Numbers, Values
+from flatout.data.checksums import Checksums, Verified, sealed, unsealed
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.row_store import PLACE, Arena, Field, Layout, RowStore, fetch
+from flatout.data.form import Form, Leaf
+from flatout.errors import DataError
+from flatout.kernels.example import crc32c
+
+Opener: TypeAlias = Callable[[str, int], int]
+
+VERSION = 2
+# Folders of version 1 hold checksums of blocks of this size, and none of meta.json.
+_FIRST_BLOCK = 64 << 20
+_ENTRY = struct.Struct("<II")
+_DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError, RecursionError)
+_AGAIN = "the folder is damaged: delete it and make it again"
+# Bytes that are compared in one go, a whole number of blocks.
+_VERIFIED = 64 << 20
+# What may be lost to a kill: rows that came in this time.
+_FLUSH_S = 5.0
+# What a process needs that goes on after a kill, and a whole folder does not.
+_TO_GO_ON = ("begun.json", "filled.log")
+
+
+class FileArena:
+    """Values at the end of a file, mapped again when it has grown."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], opener: Opener | None) -> None:
+        self._dtype = dtype
+        self._file = open(path, "a+b", buffering=0, opener=opener)  # noqa: SIM115
+        self._mapped = np.empty(0, dtype)
+        self._end = os.fstat(self._file.fileno()).st_size // dtype.itemsize
+
+    def append(self, values: npt.NDArray[Any]) -> int:
+        """Keep values; returns where they begin."""
+        start = self._end
+        data = np.ascontiguousarray(values).data.cast("B")
+        place = start * self._dtype.itemsize
+        while data:
+            written = os.pwrite(self._file.fileno(), data, place)
+            data, place = data[written:], place + written
+        self._end += len(values)
+        return start
+
+    def values(self) -> npt.NDArray[Any]:
+        """All values so far."""
+        mapped = self._mapped
+        if len(mapped) < self._end:
+            mapped = _mapped(self._file.fileno(), self._end * self._dtype.itemsize, self._dtype)
+            self._mapped = mapped
+        return mapped
+
+    def check(self, places: npt.NDArray[Any]) -> None:
+        """Nothing: what this process has written is not compared."""
+
+    def flush(self) -> None:
+        """Bring everything to the disk."""
+        os.fsync(self._file.fileno())
+
+
+class Filling:
+    """A folder that is being filled, by this process alone.
+
+    Args:
+        target: what it is called once it is whole.
+        layout: of the rows.
+        rows: how many.
+        digest: of what makes them.
+        private: whether its user alone may read it; else all whom the process' umask lets.
+
+    Attributes:
+        store: the rows.
+        filled: bool of shape (rows,): which are there.
+        found: how many were there already, from a run before.
+    """
+
+    def __init__(
+        self, target: Path, layout: Layout, rows: int, digest: str, *, private: bool = False
+    ) -> None:
+        self.target = target
+        self._opener = opener = cache_folder.private if private else None
+        self.part = target.with_name(target.name + ".part")
+        self.part.parent.mkdir(parents=True, exist_ok=True)
+        self.part.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+        if not (self.part / "lock").exists() and any(self.part.iterdir()):
+            raise DataError(
+                "this folder is needed to write in, but holds files that Flatout has not made",
+                where=str(self.part),
+                do="move it elsewhere, or choose another target",
+            )
+        self._lock = open(self.part / "lock", "w", opener=opener)  # noqa: SIM115
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.digest = digest
+        begun = {"version": VERSION, "rows": rows, "digest": digest, **_layout_words(layout)}
+        self._begin(begun)
+        self._rows_file = open(self.part / "rows.bin", "r+b", buffering=0)  # noqa: SIM115
+        # The rows are written through mapped memory, where a full disk kills the process: so their
+        # place is taken now.
+        os.posix_fallocate(self._rows_file.fileno(), 0, rows * layout.stride)
+        mapped = mmap.mmap(self._rows_file.fileno(), rows * layout.stride)
+        matrix = np.frombuffer(mapped, np.uint8).reshape(rows, layout.stride)
+        self._mapped = mapped
+        ragged = [field for field in layout.fields if field.ragged]
+        self._arenas = [
+            FileArena(self.part / f"ragged-{i}.bin", field.dtype, opener)
+            for i, field in enumerate(ragged)
+        ]
+        self.store = RowStore(layout, matrix, self._arenas)
+        self.filled = np.zeros(rows, bool)
+        self._log = open(self.part / "filled.log", "a+b", buffering=0, opener=opener)  # noqa: SIM115
+        self._replay()
+        self.found = int(self.filled.sum())
+        self._pending: list[tuple[Numbers, int]] = []
+        self._flushed = time.monotonic()
+
+    def _begin(self, begun: dict[str, Any]) -> None:
+        """Go on with what is there if it is of the same kind, or start anew."""
+        with suppress(OSError, ValueError):
+            if json.loads((self.part / "begun.json").read_text()) == begun:
+                return
+        for old in self.part.iterdir():
+            if old.name != "lock":
+                old.unlink()
+        with open(self.part / "rows.bin", "wb", opener=self._opener) as file:
+            file.truncate(begun["rows"] * begun["stride"])
+        with open(self.part / "begun.json", "w", opener=self._opener) as file:
+            file.write(json.dumps(begun))
+
+    def _replay(self) -> None:
+        """Take over the rows of the log whose bytes are what was written."""
+        self._log.seek(0)
+        content = self._log.read()
+        at = 0
+        while at + _ENTRY.size <= len(content):
+            count, checksum = _ENTRY.unpack_from(content, at)
+            end = at + _ENTRY.size + 8 * count
+            if end > len(content):
+                break
+            slots = np.frombuffer(content, np.int64, count, at + _ENTRY.size)
+            if not self._whole(slots, checksum):
+                break
+            self.filled[slots] = True
+            at = end
+        self._log.truncate(at)
+
+    def _whole(self, slots: Numbers, checksum: int) -> bool:
+        if len(slots) and not (int(slots.min()) >= 0 and int(slots.max()) < len(self.filled)):
+            return False
+        rows = self.store.rows[slots]
+        return self._checksum(rows) == checksum
+
+    def _checksum(self, rows: npt.NDArray[np.uint8]) -> int:
+        """Of rows and of their ragged values; of the rows alone where these are not there."""
+        found = crc32c(rows)
+        ragged = [field for field in self.store.layout.fields if field.ragged]
+        for field, arena in zip(ragged, self._arenas, strict=True):
+            raw = np.ascontiguousarray(rows[:, field.offset : field.offset + field.width])
+            places = raw.view(PLACE)[:, 0]
+            starts, lengths = places["start"], places["length"]
+            ends = starts + lengths
+            if min(starts.min(initial=0), lengths.min(initial=0)) < 0 or (
+                ends.max(initial=0) > len(arena.values())
+            ):
+                return found
+            found = crc32c(fetch(places, arena).values, found)
+        return found
+
+    def put(self, slots: Numbers, columns: dict[str, Values]) -> None:
+        """Keep rows; they are safe after the next `flush`."""
+        packed = self.store.put(slots, columns)
+        self._pending.append((slots.copy(), self._checksum(packed)))
+        self.filled[slots] = True
+        if time.monotonic() - self._flushed > _FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring the rows to the disk, and then into the log."""
+        pending, self._pending = self._pending, []
+        if pending:
+            self._mapped.flush()
+            os.fsync(self._rows_file.fileno())
+            for arena in self._arenas:
+                arena.flush()
+            entries = [_ENTRY.pack(len(s), checksum) + s.tobytes() for s, checksum in pending]
+            self._log.write(b"".join(entries))
+            os.fsync(self._log.fileno())
+        self._flushed = time.monotonic()
+
+    def finish(self, form: Form | None, extra: dict[str, Any]) -> Path:
+        """Make the whole folder what its name promises; returns the folder."""
+        self.flush()
+        names = ["rows.bin", *(f"ragged-{i}.bin" for i in range(len(self._arenas)))]
+        meta = {
+            "version": VERSION,
+            "rows": len(self.filled),
+            "digest": self.digest,
+            **_layout_words(self.store.layout),
+            "form": None if form is None else [_tree_words(tree) for tree in form],
+            "files": {name: Checksums.of(self.part / name).words() for name in names},
+            **extra,
+        }
+        beside = self.part / "meta.json.part"
+        with open(beside, "w", opener=self._opener) as file:
+            file.write(sealed(meta))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self.part / "meta.json")
+        if self.target.exists():  # another process was quicker
+            shutil.rmtree(self.part)
+            return self.target
+        os.rename(self.part, self.target)
+        _sync_folder(self.target.parent)
+        # Only now: whoever is killed before goes on with them.
+        tidy(self.target)
+        return self.target
+
+    def close(self) -> None:
+        """Flush, and let others go on."""
+        with suppress(OSError):
+            self.flush()
+        self._lock.close()
+
+
+def tidy(folder: Path) -> None:
+    """Remove from a whole folder what its filling has left, where that was killed at its end."""
+    for name in _TO_GO_ON:
+        with suppress(OSError):
+            (folder / name).unlink()
+
+
+class RowFolder:
+    """A whole folder, to be read.
+
+    Attributes:
+        meta: what its meta.json holds.
+        rows: how many rows there are.
+        form: where inputs, targets and weights are, or None where a schema tells.
+        store: the rows.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.meta = read_meta(self.path)
+        try:
+            self._open()
+        except DataError:
+            raise
+        except _DAMAGED as error:
+            raise DataError(
+                f"the folder is damaged: {type(error).__name__}: {error}",
+                where=str(self.path / "meta.json"),
+                do="delete it and make it again",
+            ) from error
+
+    def _open(self) -> None:
+        layout = _layout_of(self.meta)
+        _check_layout(layout)
+        self.rows = self.meta["rows"]
+        if type(self.rows) is not int or self.rows < 0:
+            raise ValueError(f"expected a number of rows, found {self.rows!r:.80}")
+        ragged = [field for field in layout.fields if field.ragged]
+        names = ["rows.bin", *(f"ragged-{i}.bin" for i in range(len(ragged)))]
+        if sorted(self.meta["files"]) != sorted(names):
+            raise ValueError(f"expected the files {names}, found {list(self.meta['files'])}")
+        self._files = [_Bytes(self.path / name, self.meta["files"][name]) for name in names]
+        if len(self._files[0].bytes) != self.rows * layout.stride:
+            raise ValueError(f"{self.rows:,} rows of {layout.stride:,} bytes are another size")
+        matrix = self._files[0].bytes.reshape(self.rows, layout.stride)
+        arenas: list[Arena] = [
+            _ReadArena(file, field.dtype)
+            for file, field in zip(self._files[1:], ragged, strict=True)
+        ]
+        self.store = RowStore(layout, matrix, arenas)
+        self.store.check = self._check
+        form = self.meta["form"]
+        self.form = None if form is None else Form(*(_tree_of(tree) for tree in form))
+
+    def take(self, numbers: Numbers, buffers: Buffers) -> Block:
+        """Rows by number."""
+        return Block(self.store.get(numbers, buffers), numbers)
+
+    def _check(self, slots: Numbers) -> None:
+        for file in self._files:
+            file.check_unchanged()
+        starts = np.asarray(slots, np.int64) * self.store.layout.stride
+        self._files[0].check(starts, starts + self.store.layout.stride)
+
+    def verify_rows(self) -> None:
+        """Compare the bytes of all rows with their checksums, but not those of ragged values.
+
+        Raises:
+            DataError: as `verify`.
+        """
+        self._files[0].check_all()
+
+    def verify(self) -> None:
+        """Compare all bytes with their checksums, whether they were before or not.
+
+        Raises:
+            DataError: naming the file and the first block that differs.
+        """
+        for file in self._files:
+            file.verify()
+
+
+class _Bytes:
+    """A file of a folder, mapped; its blocks are compared with their checksums.
+
+    Attributes:
+        bytes: uint8 of shape (size,).
+    """
+
+    def __init__(self, path: Path, words: Any) -> None:
+        self._path = path
+        self._sums = Checksums.from_words({"block": _FIRST_BLOCK, **words})
+        size = _size(path)
+        if not path.is_file():
+            raise DataError("expected a file", where=str(path), do=_AGAIN)
+        if size != self._sums.size:
+            raise DataError(
+                f"expected {self._sums.size:,} bytes, found {size:,}", where=str(path), do=_AGAIN
+            )
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else None
+        self.bytes = np.frombuffer(self._map or b"", np.uint8)
+        self._seen = _state(path)
+        key = (os.path.realpath(path), *self._seen)
+        self._verified = Verified(str(path), self._sums, key, _AGAIN)
+
+    def check_unchanged(self) -> None:
+        """Before mapped memory is touched: where its file has shrunk, the process would end."""
+        if _state(self._path) != self._seen:
+            raise DataError(
+                "the file has changed while it was being read",
+                where=str(self._path),
+                do="delete the folder and make it again; nothing else may write to it",
+            )
+
+    def check(self, starts: Numbers, stops: Numbers) -> None:
+        """Compare what lies in some ranges, unless it was compared in this run."""
+        if not self._verified.done and len(starts):
+            if int(starts.min()) < 0 or int(stops.max()) > len(self.bytes):
+                raise IndexError("a range beyond the file")
+            self._verified.check(starts, stops, self._read)
+
+    def check_all(self) -> None:
+        """Compare all that was not compared in this run."""
+        self.check_unchanged()
+        self._verified.check_all(self._read)
+
+    def verify(self) -> None:
+        """Compare all of it."""
+        self.check_unchanged()
+        for start in range(0, len(self.bytes), _VERIFIED):
+            self._verified.compare(start, self.bytes[start : start + _VERIFIED])
+
+    def _read(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        if self._map is not None:
+            # The disk fetches the rest while the beginning is compared.
+            first = start - start % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, first, stop - first)
+        return self.bytes[start:stop]
+
+
+class _ReadArena:
+    def __init__(self, file: _Bytes, dtype: np.dtype[Any]) -> None:
+        self._file, self._item = file, dtype.itemsize
+        self._values = file.bytes.view(dtype)
+
+    def append(self, values: npt.NDArray[Any]) -> int:
+        raise AssertionError("a whole folder is only read")
+
+    def values(self) -> npt.NDArray[Any]:
+        return self._values
+
+    def check(self, places: npt.NDArray[Any]) -> None:
+        there = places[places["length"] > 0]
+        starts = there["start"] * self._item
+        self._file.check(starts, starts + there["length"] * self._item)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What a folder's meta.json holds.
+
+    Raises:
+        DataError: there is none, it is damaged, or of another version.
+    """
+    try:
+        if (path / "meta.json").exists() and not (path / "meta.json").is_file():
+            raise ValueError("it is no file")
+        meta = unsealed((path / "meta.json").read_text())
+        if meta.get("version") == VERSION and "checksum" not in meta:
+            raise ValueError("its own checksum is missing")
+    except FileNotFoundError as error:
+        raise DataError(
+            "no row cache is here: meta.json is missing",
+            where=str(path),
+            do="make one with flatout data convert",
+        ) from error
+    except NotADirectoryError as error:
+        raise DataError("expected a folder of rows, found a file", where=str(path)) from error
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"meta.json cannot be read: {error}",
+            where=str(path / "meta.json"),
+            do="delete the folder and make it again",
+        ) from error
+    if meta.get("version") not in (1, VERSION):
+        raise DataError(
+            f"expected a row cache of version 1 or {VERSION}, found {meta.get('version')}",
+            where=str(path),
+            do="delete it and make it again",
+        )
+    return meta
+
+
+def _mapped(number: int, size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if size == 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(mmap.mmap(number, size, prot=mmap.PROT_READ), dtype)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Size, and when it was last written; of a file that has gone (-1, -1)."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+def _sync_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def _layout_words(layout: Layout) -> dict[str, Any]:
+    fields = [
+        {**field._asdict(), "dtype": str(field.dtype), "shape": list(field.shape)}
+        for field in layout.fields
+    ]
+    return {"stride": layout.stride, "fields": fields}
+
+
+def _check_layout(layout: Layout) -> None:
+    """Rows are copied by it, bytes by bytes: it must fit within itself, and hold numbers alone."""
+    for field in layout.fields:
+        kind = field.dtype.kind in "biuf" and field.dtype.isnative
+        sizes = [field.offset, field.width, *field.shape]
+        item = PLACE.itemsize if field.ragged else field.dtype.itemsize
+        whole = all(type(size) is int and size >= 0 for size in sizes)
+        if not kind or not whole or field.width != math.prod(field.shape) * item:
+            raise ValueError(f"no row can hold this column: {field!r:.200}")
+        if field.offset % min(item, 8) or field.offset + field.width > layout.stride:
+            raise ValueError(f"the column lies outside of its row: {field!r:.200}")
+        if (field.ragged and field.shape) or (field.channels_last and len(field.shape) != 3):
+            raise ValueError(f"the column's shape does not fit: {field!r:.200}")
+    names = {field.name for field in layout.fields if isinstance(field.name, str)}
+    if not names or len(names) < len(layout.fields):
+        raise ValueError("expected columns, each with a name of its own")
+    if type(layout.stride) is not int or layout.stride < 1:
+        raise ValueError(f"expected the size of a row, found {layout.stride!r:.80}")
+
+
+def _layout_of(meta: dict[str, Any]) -> Layout:
+    fields = tuple(
+        Field(**{**field, "dtype": np.dtype(field["dtype"]), "shape": tuple(field["shape"])})
+        for field in meta["fields"]
+    )
+    return Layout(fields, meta["stride"])
+
+
+def _tree_words(tree: Any) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, Leaf):
+        return {"leaf": list(tree)}
+    if isinstance(tree, dict):
+        return {"dict": {key: _tree_words(part) for key, part in tree.items()}}
+    return {"tuple": [_tree_words(part) for part in tree]}
+
+
+def _tree_of(words: Any) -> Any:
+    if words is None:
+        return None
+    if "leaf" in words:
+        return Leaf(*words["leaf"])
+    if "dict" in words:
+        return {key: _tree_of(part) for key, part in words["dict"].items()}
+    return tuple(_tree_of(part) for part in words["tuple"])

@@ -1,0 +1,212 @@
+"""Decoded rows, all of one length, so that any row is found by multiplying.
+
+The values of a row lie side by side: fetching one costs one walk to memory, not one for each
+column. Ragged values lie in an arena of their own; the row holds their place and length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Block, Numbers, Ragged, Values, is_channels_last, offsets_of
+from flatout.data.execution.buffers import Buffers
+from flatout.kernels import lines
+
+# Where the values of a ragged row are in an arena.
+PLACE = np.dtype([("start", np.int64), ("length", np.int64)])
+_ALIGNED = 8
+
+
+class Field(NamedTuple):
+    """A column's place in a row.
+
+    Attributes:
+        name: of the column.
+        dtype: of its values.
+        shape: of one row's values; () for ragged columns too.
+        ragged: whether the row holds a place in an arena instead of values.
+        offset: in bytes from the row's begin.
+        width: in bytes.
+        channels_last: whether the row holds (height, width, channels) instead of `shape`.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    ragged: bool
+    offset: int
+    width: int
+    channels_last: bool = False
+
+
+class Layout(NamedTuple):
+    """How rows are laid out.
+
+    Attributes:
+        fields: the columns.
+        stride: bytes of a row.
+    """
+
+    fields: tuple[Field, ...]
+    stride: int
+
+
+def layout_of(columns: Mapping[str, Values]) -> Layout:
+    """The layout that fits these columns, the widest values first, so that all are aligned."""
+    named = []
+    for name, values in columns.items():
+        ragged = isinstance(values, Ragged)
+        array = values.values if isinstance(values, Ragged) else values
+        item = PLACE.itemsize if ragged else array.dtype.itemsize
+        named.append((-min(item, _ALIGNED), name, array, ragged))
+    fields, offset = [], 0
+    for _, name, array, ragged in sorted(named, key=lambda one: one[:2]):
+        shape = () if ragged else array.shape[1:]
+        width = PLACE.itemsize if ragged else math.prod(shape) * array.dtype.itemsize
+        last = is_channels_last(array)
+        fields.append(Field(name, array.dtype, shape, ragged, offset, width, last))
+        offset += width
+    return Layout(tuple(fields), -(-offset // _ALIGNED) * _ALIGNED)
+
+
+class Arena(Protocol):
+    """Values of one ragged column, in the order in which they came."""
+
+    def append(self, values: npt.NDArray[Any]) -> int:
+        """Keep values; returns where they begin."""
+        ...
+
+    def values(self) -> npt.NDArray[Any]:
+        """All values so far."""
+        ...
+
+    def check(self, places: npt.NDArray[Any]) -> None:
+        """Hear which values are to be read next.
+
+        Raises:
+            DataError: they are not what was written.
+        """
+        ...
+
+
+class MemoryArena:
+    """An arena that grows in memory."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._values = np.empty(1024, dtype)
+        self._used = 0
+
+    def append(self, values: npt.NDArray[Any]) -> int:
+        """Keep values; returns where they begin."""
+        start, stop = self._used, self._used + len(values)
+        if stop > len(self._values):
+            grown = np.empty(max(stop, 2 * len(self._values)), self._values.dtype)
+            grown[:start] = self._values[:start]
+            self._values = grown
+        self._values[start:stop] = values
+        self._used = stop
+        return start
+
+    def values(self) -> npt.NDArray[Any]:
+        """All values so far."""
+        return self._values[: self._used]
+
+    def check(self, places: npt.NDArray[Any]) -> None:
+        """Nothing: memory is not compared."""
+
+
+class RowStore:
+    """Rows in memory or in a mapped file, by slot. Several threads may call at once.
+
+    Args:
+        layout: of the rows.
+        rows: uint8 of shape (slots, layout.stride).
+        arenas: for each ragged field, in the order of the fields.
+    """
+
+    def __init__(
+        self, layout: Layout, rows: npt.NDArray[np.uint8], arenas: Sequence[Arena]
+    ) -> None:
+        self.layout = layout
+        self.rows = rows
+        self.arenas = arenas
+        self.check: Callable[[Numbers], None] | None = None  # before rows of these slots are read
+        self._lock = Lock()
+
+    def put(self, slots: Numbers, columns: Mapping[str, Values]) -> npt.NDArray[np.uint8]:
+        """Keep rows; returns them as they are kept, uint8 of shape (rows, stride)."""
+        packed = np.zeros((len(slots), self.layout.stride), np.uint8)
+        arenas = iter(self.arenas)
+        pieces = []
+        for field in self.layout.fields:
+            values = columns[field.name]
+            if isinstance(values, Ragged):
+                values = self._places(values, next(arenas))
+            elif field.channels_last:
+                values = values.transpose(0, 2, 3, 1)
+            pieces.append((field.offset, field.width, np.ascontiguousarray(values)))
+        lines.join_rows(pieces, packed)
+        self.rows[slots] = packed
+        return packed
+
+    def get(self, slots: Numbers, buffers: Buffers) -> dict[str, Values]:
+        """The rows of these slots, in this order."""
+        if self.check is not None:
+            self.check(slots)
+        outs = {field.name: _room(field, len(slots), buffers) for field in self.layout.fields}
+        pieces = [(field.offset, field.width, outs[field.name]) for field in self.layout.fields]
+        lines.split_rows(self.rows, np.ascontiguousarray(slots, np.int64), pieces)
+        arenas = iter(self.arenas)
+        columns: dict[str, Values] = {}
+        for field in self.layout.fields:
+            out = outs[field.name]
+            if field.ragged:
+                columns[field.name] = fetch(out, next(arenas))
+            else:
+                columns[field.name] = out.transpose(0, 3, 1, 2) if field.channels_last else out
+        return columns
+
+    def _places(self, values: Ragged, arena: Arena) -> npt.NDArray[Any]:
+        first, last = int(values.offsets[0]), int(values.offsets[-1])
+        with self._lock:
+            start = arena.append(values.values[first:last])
+        places = np.empty(len(values.offsets) - 1, PLACE)
+        places["start"] = values.offsets[:-1] - first + start
+        places["length"] = np.diff(values.offsets)
+        return places
+
+
+def _room(field: Field, rows: int, buffers: Buffers) -> npt.NDArray[Any]:
+    """An array for a field of so many rows, as the rows hold it."""
+    if field.ragged:
+        return buffers.empty(rows, PLACE)
+    if field.channels_last:
+        channels, height, width = field.shape
+        return buffers.empty((rows, height, width, channels), field.dtype)
+    return buffers.empty((rows, *field.shape), field.dtype)
+
+
+def fetch(places: npt.NDArray[Any], arena: Arena) -> Ragged:
+    """The values of an arena that lie in some places, which are of dtype PLACE."""
+    arena.check(places)
+    lengths = places["length"]
+    offsets = offsets_of(lengths)
+    at = np.arange(offsets[-1]) + np.repeat(places["start"] - offsets[:-1], lengths)
+    return Ragged(arena.values()[at], offsets)
+
+
+def row_bytes(block: Block) -> float:
+    """Bytes that one row of the block takes, ragged values included, on average."""
+    layout = layout_of(block.columns)
+    ragged = sum(
+        int(values.offsets[-1] - values.offsets[0]) * values.values.itemsize
+        for values in block.columns.values()
+        if isinstance(values, Ragged)
+    )
+    return layout.stride + ragged / max(1, len(block))

@@ -1,0 +1,443 @@
+"""What the rows of a source become, stage by stage, still found by their number."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from threading import Lock
+from time import perf_counter_ns as clock
+from typing import Any, Protocol
+
+import numpy as np
+
+from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, offsets_of, take
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.digests import Nameless, digest_of, function_digest, function_name
+from flatout.data.form import Form, columns_of, form_of
+from flatout.data.origins import Rows
+from flatout.data.randomness import random_state, same_state, set_random_state
+from flatout.errors import DataError, FlatoutError
+
+
+class Samples(Protocol):
+    """Rows by number, as they are after some stages. Several threads may call at once.
+
+    Attributes:
+        rows: how many numbers there are.
+        random: whether any order costs about as much as the given one.
+        name: of the stage, for people.
+    """
+
+    rows: int
+    random: bool
+    name: str
+
+    @property
+    def probe(self) -> int:
+        """A number that takes part, to learn from what samples look like."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether a user's code was seen to draw from a global generator.
+
+        Then it may only run in the thread that iterates, with the generators seeded.
+        """
+        ...
+
+    @property
+    def form(self) -> Form:
+        """Where inputs, targets and weights are."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that differ for other data."""
+        ...
+
+    def content(self) -> str | None:
+        """16 hex digits that differ for samples that differ in anything; None without such a name.
+
+        It may read all of the data. Caches on the disk are found by it.
+        """
+        ...
+
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+        """These rows, in this order."""
+        ...
+
+    def where(self, number: int) -> str:
+        """Where a row comes from."""
+        ...
+
+
+class Costs:
+    """Nanoseconds that each stage has taken, of all threads together."""
+
+    def __init__(self) -> None:
+        self.ns: dict[str, int] = {}
+        self.batches = 0
+        self._lock = Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"ns": {}, "batches": 0}  # another process counts for itself
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = Lock()
+
+    def add(self, stage: str, ns: int) -> None:
+        """Count time of a stage."""
+        with self._lock:
+            self.ns[stage] = self.ns.get(stage, 0) + ns
+
+    def ms_per_batch(self) -> dict[str, float]:
+        """Milliseconds of one thread, by stage."""
+        return {name: ns / 1e6 / max(1, self.batches) for name, ns in self.ns.items()}
+
+
+class Decoded:
+    """The rows of a format, decoded."""
+
+    draws = False
+
+    def __init__(self, source: Rows) -> None:
+        self.source = source
+        self.rows = source.rows
+        self.random = source.random
+        self.name = "decode"
+        self.first = 0
+        self._form = form_of(source.schema)
+
+    @property
+    def form(self) -> Form:
+        """By the roles of the schema."""
+        return self._form
+
+    @property
+    def digest(self) -> str:
+        """The source's own."""
+        return self.source.digest
+
+    @property
+    def probe(self) -> int:
+        """The first that takes part."""
+        return self.first
+
+    def content(self) -> str | None:
+        """The digest, all bytes of a table in memory, and when files were last written."""
+        files = getattr(self.source, "files", ())
+        whole = getattr(self.source, "content", str)
+        return digest_of(self.digest, whole(), *(str(file.mtime_ns) for file in files))
+
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+        """Decode these rows."""
+        start = clock()
+        block = self.source.take(numbers, buffers)
+        costs.add(self.name, clock() - start)
+        return block
+
+    def where(self, number: int) -> str:
+        """File and line or byte."""
+        return self.source.where(number)
+
+
+class Made:
+    """Samples that a user's code makes, one by one. The base of Mapped and Fetched."""
+
+    name: str
+    rows: int
+
+    def __init__(self) -> None:
+        self._form: Form | None = None
+        self._draws: bool | None = None
+        # Columns of vectors that were seen to differ in length.
+        self._ragged: set[str] = set()
+        self._lock = Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = Lock()
+
+    @property
+    def probe(self) -> int:
+        """A number that takes part."""
+        raise NotImplementedError
+
+    @property
+    def form(self) -> Form:
+        """Known once a sample has been made."""
+        if self._form is None:
+            self._look()
+        assert self._form is not None
+        return self._form
+
+    @property
+    def draws(self) -> bool:
+        """Whether the code, or an inner one's, was seen to draw from a global generator."""
+        if self._draws is None:
+            self._look()
+        return bool(self._draws)
+
+    def _look(self) -> None:
+        """Make a sample, and see what it is and whether that draws."""
+        before = random_state()
+        try:
+            self.make(np.array([self.probe], np.int64), Buffers(), 0, Costs())
+            self._draws = not same_state(before, random_state())
+        finally:
+            set_random_state(before)
+
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+        """These samples."""
+        raise NotImplementedError
+
+    def where(self, number: int) -> str:
+        """Where the row comes from."""
+        raise NotImplementedError
+
+    def _block(self, made: list[Any], numbers: Numbers) -> Block:
+        if not made:  # all of them were left out
+            return Block({}, numbers)
+        columns, found = columns_of(made, self.name)
+        with self._lock:
+            if self._form is None:
+                self._form = found
+            self._ragged |= {name for name, one in columns.items() if isinstance(one, Ragged)}
+        for name in self._ragged & columns.keys():
+            columns[name] = as_ragged(columns[name])
+        if found != self._form:
+            raise DataError(
+                f"{self.name} makes samples of different structures",
+                where=self.where(int(numbers[0])),
+            )
+        return Block(columns, numbers)
+
+
+class Fetched(Made):
+    """The samples of a torch Dataset."""
+
+    random = True
+
+    def __init__(self, dataset: Any, digest: str) -> None:
+        super().__init__()
+        self.dataset = dataset
+        self.rows = len(dataset)
+        self.name = f"fetch {type(dataset).__name__}"
+        self.digest = digest
+        self.first = 0
+
+    @property
+    def probe(self) -> int:
+        """The first that takes part."""
+        return self.first
+
+    def content(self) -> str | None:
+        """None: only reading all samples would tell one Dataset from another of its kind."""
+        return None
+
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+        """These samples of the Dataset."""
+        start = clock()
+        block = self._block([self._fetch(int(number)) for number in numbers], numbers)
+        costs.add(self.name, clock() - start)
+        return block
+
+    def _fetch(self, number: int) -> Any:
+        try:
+            return self.dataset[number]
+        except StopIteration as error:  # which would end the loop as if nothing were wrong
+            what = f"{self.name} raised StopIteration"
+            raise DataError(what, where=self.where(number)) from error
+        except Exception as error:
+            error.add_note(f"in {self.name}, {self.where(number)}")
+            raise
+
+    def where(self, number: int) -> str:
+        """Its number is all there is."""
+        return f"sample {number:,}"
+
+
+class Mapped(Made):
+    """Rows after a user's function of one sample.
+
+    The function gets the sample's parts, as a Dataset would give them: `function(inputs)`,
+    `function(inputs, targets)` or with the weight; and `rng=`, a numpy Generator that depends on
+    (seed, epoch, sample) alone, if it has a parameter of that name.
+    """
+
+    def __init__(self, inner: Samples, function: Callable[..., Any], seed: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.function = function
+        self.rows, self.random = inner.rows, inner.random
+        self.name = f"map {name_of(function)}"
+        self.seed = seed
+        self.wants_rng = takes_rng(function)
+
+    @property
+    def digest(self) -> str:
+        """The inner one's and the function's code."""
+        return digest_of(self.inner.digest, "map", function_digest(self.function))
+
+    @property
+    def probe(self) -> int:
+        """The inner one's."""
+        return self.inner.probe
+
+    def content(self) -> str | None:
+        """The inner one's and the function's."""
+        inner = self.inner.content()
+        if inner is None:
+            return None
+        try:
+            own = function_name(self.function)
+        except Nameless:
+            return None
+        return digest_of(inner, "map", own)
+
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+        """The function's results for these rows."""
+        block = self.inner.make(numbers, buffers, epoch, costs)
+        start = clock()
+        made = self.apply(block, epoch)
+        costs.add(self.name, clock() - start)
+        return made
+
+    def apply(self, block: Block, epoch: int) -> Block:
+        """The function's results for the rows of a block."""
+        form = self.inner.form
+        made = [self._call(form.sample(block, row), block, row, epoch) for row in range(len(block))]
+        return self._block(made, block.numbers)
+
+    def _call(self, sample: tuple[Any, ...], block: Block, row: int, epoch: int) -> Any:
+        number = int(block.numbers[row])
+        try:
+            if self.wants_rng:
+                return self.function(*sample, rng=sample_rng(self.seed, epoch, number))
+            return self.function(*sample)
+        except FlatoutError:
+            raise
+        except Exception as error:
+            error.add_note(f"in {self.name} of sample {number:,}: {self.where(number)}")
+            raise
+
+    def where(self, number: int) -> str:
+        """Where the row comes from."""
+        return self.inner.where(number)
+
+
+class Joined:
+    """The rows of several sources, numbered one after the other.
+
+    Args:
+        parts: the sources.
+        chosen: which rows of each take part.
+
+    Attributes:
+        numbers: which rows of all take part, ascending.
+    """
+
+    def __init__(self, parts: list[Samples], chosen: list[Numbers]) -> None:
+        self.parts = parts
+        self.starts = offsets_of([part.rows for part in parts])
+        self.rows = int(self.starts[-1])
+        self.random = all(part.random for part in parts)
+        self.name = "mix"
+        self.probe = parts[0].probe
+        each = zip(chosen, self.starts, strict=False)
+        self.numbers = np.concatenate([own + start for own, start in each])
+        first = _kinds(parts[0])
+        for part in parts[1:]:
+            if part.form != parts[0].form or _kinds(part) != first:
+                words = [f"{p.form.describe()}: {', '.join(_kinds(p).values())}" for p in parts]
+                raise DataError(
+                    f"the sources to mix have different columns: {'; and '.join(words)}",
+                    do="give them the same schema, or map both to the same structure first",
+                )
+
+    @property
+    def draws(self) -> bool:
+        """Whether one of them does."""
+        return any(part.draws for part in self.parts)
+
+    def content(self) -> str | None:
+        """Of all parts."""
+        found = [part.content() for part in self.parts]
+        return None if None in found else digest_of("mix", *map(str, found))
+
+    @property
+    def form(self) -> Form:
+        """The same for all."""
+        return self.parts[0].form
+
+    @property
+    def digest(self) -> str:
+        """Of all parts."""
+        return digest_of("mix", *(part.digest for part in self.parts))
+
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+        """Each source's rows, put in the order asked for."""
+        owner = np.searchsorted(self.starts, numbers, side="right") - 1
+        blocks, own_places = [], []
+        for at, part in enumerate(self.parts):
+            own = np.flatnonzero(owner == at)
+            if len(own):
+                block = part.make(numbers[own] - self.starts[at], buffers, epoch, costs)
+                blocks.append(Block(block.columns, block.numbers + self.starts[at]))
+                own_places.append(own)
+        if len(blocks) == 1:
+            return blocks[0]
+        joined = join(blocks)
+        if len(joined) < len(numbers):  # rows were skipped: find the others by their number
+            back = np.argsort(joined.numbers, kind="stable")
+            places = np.searchsorted(joined.numbers[back], numbers)
+            found = back[np.minimum(places, len(back) - 1)]
+            return take(joined, found[joined.numbers[found] == numbers])
+        return take(joined, np.argsort(np.concatenate(own_places), kind="stable"))
+
+    def where(self, number: int) -> str:
+        """Where the row of one of the sources comes from."""
+        at = int(np.searchsorted(self.starts, number, side="right")) - 1
+        return self.parts[at].where(number - int(self.starts[at]))
+
+
+def _kinds(samples: Samples) -> dict[str, str]:
+    """What a row of each column is, in words. Vectors may differ in length."""
+    block = samples.make(np.array([samples.probe], np.int64), Buffers(), 0, Costs())
+    kinds = {}
+    for name, values in block.columns.items():
+        if isinstance(values, Ragged):
+            kinds[name] = f"{values.values.dtype} vectors"
+        elif values.ndim == 2 and isinstance(samples, Made):
+            kinds[name] = f"{values.dtype} vectors"
+        else:
+            kinds[name] = f"{values.dtype} of shape {values.shape[1:]}"
+    return kinds
+
+
+def sample_rng(seed: int, epoch: int, number: int) -> np.random.Generator:
+    """A generator that depends on (seed, epoch, sample) alone; of Philox, as `order` is."""
+    key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
+    counter = np.array([0, number % 2**64, 0, 2], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def takes_rng(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `rng`."""
+    try:
+        return "rng" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def name_of(function: Any) -> str:
+    """What a function is called, with its line where it is a lambda."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    if "<lambda>" in name and code is not None:
+        return f"lambda, line {code.co_firstlineno}"
+    return str(name).rpartition("<locals>.")[2]

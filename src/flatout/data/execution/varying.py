@@ -1,0 +1,86 @@
+"""What a cache may hold: samples that are the same in every epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flatout.data.block import Block, Numbers, Ragged
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.samples import Costs, Fetched, Joined, Mapped, Samples
+from flatout.data.randomness import random_state, same_state, set_random_state
+
+_TRIED = 16
+"""Samples that are made twice: a function that flips every second one passes once in 65,000."""
+
+
+def constant_part(samples: Samples, numbers: Numbers) -> tuple[Samples | None, list[Mapped]]:
+    """Splits a chain of functions before the first one that is random.
+
+    Args:
+        samples: what a cache was written behind.
+        numbers: which of them take part.
+
+    Returns:
+        What is the same in every epoch, or None where the source itself is random; and the
+        functions behind it, the first random one in front.
+    """
+    behind: list[Mapped] = []
+    while isinstance(samples, Mapped):
+        behind.insert(0, samples)
+        samples = samples.inner
+    if _varies(samples, numbers):
+        return None, behind
+    while behind and not _varies(behind[0], numbers):
+        samples = behind.pop(0)
+    return samples, behind
+
+
+def _varies(samples: Samples, numbers: Numbers) -> bool:
+    """Whether samples were seen to differ from epoch to epoch, or say that they do."""
+    if isinstance(samples, Joined):
+        starts = samples.starts
+        return any(
+            constant_part(part, own)[0] is not part
+            for part, own in (
+                (part, numbers[(numbers >= low) & (numbers < high)] - low)
+                for part, low, high in zip(samples.parts, starts, starts[1:], strict=False)
+            )
+            if len(own)
+        )
+    if isinstance(samples, Mapped) and samples.wants_rng:
+        return True
+    # Only a user's code can differ.
+    return isinstance(samples, Mapped | Fetched) and _differs(samples, numbers)
+
+
+def _differs(samples: Samples, numbers: Numbers) -> bool:
+    """Makes some samples twice. A draw from a global generator counts, whatever comes of it."""
+    places = np.unique(np.linspace(0, len(numbers) - 1, _TRIED).astype(np.int64))
+    before = random_state()
+    try:
+        first = samples.make(numbers[places], Buffers(), 0, Costs())
+        if not same_state(before, random_state()):
+            return True
+        return not _same(first, samples.make(numbers[places], Buffers(), 1, Costs()))
+    except Exception:
+        return False  # an error of the user's code is told where the samples are made for use
+    finally:
+        set_random_state(before)
+
+
+def _same(a: Block, b: Block) -> bool:
+    """Bit for bit, so that a NaN is equal to itself."""
+    if a.columns.keys() != b.columns.keys() or not np.array_equal(a.numbers, b.numbers):
+        return False
+    for name, one in a.columns.items():
+        other = b.columns[name]
+        pairs = [(one, other)]
+        if isinstance(one, Ragged) and isinstance(other, Ragged):
+            pairs = [(one.values, other.values), (one.offsets, other.offsets)]
+        for left, right in pairs:
+            assert isinstance(left, np.ndarray)
+            if not isinstance(right, np.ndarray) or left.shape != right.shape:
+                return False
+            if left.tobytes() != right.tobytes():
+                return False
+    return True

@@ -1,0 +1,167 @@
+"""One process that makes batches.
+
+It is spawned, never forked: a fork after a parallel operation hangs in OpenMP. It is fed through a
+pipe of its own, of which its parent keeps one end alone: so the pipe ends when the process does, at
+whatever moment that is, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import traceback
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+
+from flatout.data.batch import Batch
+from flatout.data.execution.handing import receive, send
+from flatout.errors import DataError
+
+# How often it is looked whether a silent process still lives: another one may hold its pipe open.
+_LOOK_S = 1.0
+# For the exit code of a process whose pipe has ended.
+_PATIENCE_S = 5.0
+
+
+class WorkerDied(DataError):
+    """A process that makes batches has ended by itself, or could not be started."""
+
+
+class Worker:
+    """A process that makes batches. One thread at a time may ask it.
+
+    Args:
+        payload: a pickled `program.Maker`.
+        name: for people, such as "worker process 1 of 2".
+
+    Attributes:
+        ready: whether it has started.
+
+    Raises:
+        WorkerDied: the system starts no process.
+    """
+
+    def __init__(self, payload: bytes, name: str) -> None:
+        self._payload, self._name = payload, name
+        self.ready = False
+        context = torch.multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        # The payload comes later, through the pipe. `start` writes what it gets into a pipe that it
+        # holds open itself: more than fits in it, and a process that dies would not be noticed.
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        try:
+            self._process.start()
+        except OSError as error:
+            raise WorkerDied(
+                f"{name} cannot be started: {error.strerror}",
+                do="raise the limit of processes or memory, or lower options(processes=...)",
+            ) from error
+        finally:
+            theirs.close()
+        # At Python's end the processes are waited for, and one that is stopped heeds SIGKILL alone.
+        Finalize(self, self._process.kill, exitpriority=1)
+
+    @property
+    def pid(self) -> int | None:
+        """Its number."""
+        return self._process.pid
+
+    def ask(self, task: tuple[Any, ...], what: str) -> Batch:
+        """The batch of a task, which is called `what` where the process dies over it.
+
+        Raises:
+            WorkerDied: instead of making it.
+        """
+        doing = what if self.ready else "starting: importing the script and reading its data"
+        try:
+            if not self.ready:
+                self._pipe.send_bytes(self._payload)
+                self._payload = b""
+                self._receive()
+                self.ready, doing = True, what
+            self._pipe.send(task)
+            made, error, told = self._receive()
+        except (EOFError, OSError) as lost:
+            raise self._death(doing) from lost
+        if error is not None:
+            raise error from _InWorker(told)
+        batch: Batch = made
+        return batch
+
+    def _receive(self) -> Any:
+        while not self._pipe.poll(_LOOK_S):
+            if not self._process.is_alive() and not self._pipe.poll():
+                raise EOFError
+        return receive(self._pipe)
+
+    def _death(self, doing: str) -> DataError:
+        self._process.join(_PATIENCE_S)
+        code = self._process.exitcode
+        if code is None:
+            return DataError(f"{self._name} (pid {self.pid}) cannot be reached while {doing}")
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        why = " (SIGKILL is what running out of memory looks like)" if code == -9 else ""
+        return WorkerDied(
+            f"{self._name} (pid {self.pid}) {how}{why} while {doing}",
+            do="look at what it printed; options(processes=...) sets how many there are",
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join(_PATIENCE_S)
+
+
+class _InWorker(Exception):
+    """The traceback of an error, as it was in the process."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _serve(pipe: Any) -> None:
+    """What the process does, until the other end of the pipe is closed."""
+    threading.Thread(target=_end_with_parent, name="flatout-parent", daemon=True).start()
+    # Ctrl-C goes to all processes of a terminal; its parent decides what becomes of this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    try:
+        maker = pickle.loads(pipe.recv_bytes())
+        send(pipe, None)
+        while True:
+            _answer(pipe, maker, pipe.recv())
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _answer(pipe: Any, maker: Any, task: tuple[Any, ...]) -> None:
+    try:
+        send(pipe, (maker.seeded(*task), None, ""))
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:
+        told = traceback.format_exc()
+        send(pipe, (None, _sendable(error, told), told))
+
+
+def _sendable(error: Exception, told: str) -> Exception:
+    """The error, or one that says the same where it cannot be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return DataError(f"a worker process failed:\n{told}")
+    return error
+
+
+def _end_with_parent() -> None:
+    """One that is killed tells nobody, and its processes would wait for work for ever."""
+    parent = torch.multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,188 @@
+"""What is in the columns of rows, counted block by block."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Block, Ragged, Values
+from flatout.data.execution.row_store import row_bytes
+
+# More different labels than this are no classes.
+_MOST_CLASSES = 10_000
+_PERCENTILES = (0, 50, 90, 99, 100)
+
+
+class Part(NamedTuple):
+    """What is in one column of one block.
+
+    Attributes:
+        low: the smallest value; NaN counts as none.
+        high: the largest.
+        lengths: how many rows are how long, where they are ragged.
+    """
+
+    low: float
+    high: float
+    lengths: Counter[int]
+
+
+class Labels(NamedTuple):
+    """The targets of one block.
+
+    Attributes:
+        rows: how many.
+        counts: of each value.
+        first: the first row's.
+        last: the last row's.
+        changes: how often one row's differs from the row's before.
+        sum: of all.
+    """
+
+    rows: int
+    counts: Counter[float]
+    first: float
+    last: float
+    changes: int
+    sum: float
+
+
+class Counted(NamedTuple):
+    """What is in one block."""
+
+    rows: int
+    bytes: float
+    columns: dict[str, Part]
+    labels: Labels | None
+
+
+def count(block: Block, target: str | None) -> Counted | None:
+    """Look at a block; several threads may. None where it has no rows."""
+    if not len(block):
+        return None
+    columns = {name: _part(values) for name, values in block.columns.items()}
+    values = None if target is None else block.columns.get(target)
+    labels = None
+    if isinstance(values, np.ndarray) and values.size == len(block):
+        labels = _labels(values.reshape(-1))
+    return Counted(len(block), row_bytes(block) * len(block), columns, labels)
+
+
+def _part(values: Values) -> Part:
+    flat = values.values if isinstance(values, Ragged) else values
+    lengths: Counter[int] = Counter()
+    if isinstance(values, Ragged):
+        flat = flat[values.offsets[0] : values.offsets[-1]]
+        found, counts = np.unique(np.diff(values.offsets), return_counts=True)
+        lengths.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+    if not flat.size:
+        return Part(np.inf, -np.inf, lengths)
+    # Python's integers: an int64 as a float would lose its last digits.
+    low, high = np.fmin.reduce(flat, axis=None), np.fmax.reduce(flat, axis=None)
+    return Part(low.item(), high.item(), lengths)
+
+
+def _labels(values: npt.NDArray[Any]) -> Labels:
+    found, counts = np.unique(values, return_counts=True)
+    pairs = zip(found.tolist(), counts.tolist(), strict=True)
+    return Labels(
+        len(values),
+        Counter(dict(pairs)),
+        values[0].item(),
+        values[-1].item(),
+        int((values[1:] != values[:-1]).sum()),
+        float(values.sum(dtype=np.float64)),
+    )
+
+
+@dataclass
+class ColumnCounts:
+    """What is in all blocks, which come in their order.
+
+    Attributes:
+        rows: how many.
+        bytes: that they take decoded.
+        columns: by name.
+        labels: how often each comes; None where there is no target, or too many different ones.
+    """
+
+    rows: int = 0
+    bytes: float = 0.0
+    columns: dict[str, Part] = field(default_factory=dict)
+    labels: Counter[float] | None = field(default_factory=Counter)
+    target_sum: float = 0.0
+    _labeled: int = 0
+    _changes: int = 0
+    _last: float | None = None
+
+    def add(self, counted: Counted) -> None:
+        """Count the next block."""
+        self.rows += counted.rows
+        self.bytes += counted.bytes
+        for name, part in counted.columns.items():
+            before = self.columns.get(name, Part(np.inf, -np.inf, Counter()))
+            self.columns[name] = Part(
+                min(before.low, part.low), max(before.high, part.high), before.lengths
+            )
+            before.lengths.update(part.lengths)
+        self._add_labels(counted.labels)
+
+    def _add_labels(self, found: Labels | None) -> None:
+        if found is None:
+            self.labels = None
+            return
+        self._labeled += found.rows
+        self.target_sum += found.sum
+        self._changes += found.changes
+        self._changes += self._last is not None and self._last != found.first
+        self._last = found.last
+        if self.labels is not None:
+            self.labels.update(found.counts)
+            if len(self.labels) > _MOST_CLASSES:
+                self.labels = None
+
+    def only_labels(self, targets: npt.NDArray[Any] | None) -> None:
+        """Take these for the targets of all rows, in place of those that were counted."""
+        self.labels, self._changes, self._last, self.target_sum = Counter(), 0, None, 0.0
+        self._labeled = 0
+        self._add_labels(None if targets is None else _labels(targets))
+
+    @property
+    def mean(self) -> float | None:
+        """Of the targets, where they are numbers and no classes."""
+        return (
+            None
+            if self.classes is not None or not self._labeled
+            else self.target_sum / self._labeled
+        )
+
+    @property
+    def classes(self) -> dict[int, int] | None:
+        """How many rows there are of each class; None where the target is no whole number."""
+        if not self.labels or any(label != int(label) for label in _finite(self.labels)):
+            return None
+        return {int(label): self.labels[label] for label in sorted(self.labels)}
+
+    @property
+    def sorted_by_class(self) -> bool:
+        """Whether one class comes after the other."""
+        classes = self.classes
+        return classes is not None and 2 <= len(classes) == self._changes + 1 < self._labeled
+
+
+def _finite(labels: Counter[float]) -> list[float]:
+    return [label if np.isfinite(label) else 0.5 for label in labels]
+
+
+def percentiles(lengths: Counter[int]) -> dict[int, int]:
+    """The shortest, the longest, and those in between that 50, 90 and 99 of 100 do not exceed."""
+    sizes = np.array(sorted(lengths))
+    upto = np.cumsum([lengths[int(size)] for size in sizes])
+    return {
+        share: int(sizes[np.searchsorted(upto, max(1, np.ceil(upto[-1] * share / 100)))])
+        for share in _PERCENTILES
+    }

@@ -1,0 +1,330 @@
+"""One of the two processes of a trial, at a step boundary between its blocks, stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flatout.doctor.trials import step_sync
+from flatout.doctor.trials.process import Ended, Job, Process
+from flatout.doctor.trials.scratch import remove_tree, temporary_of
+
+FEWEST_STEPS = 3
+_WHO = struct.Struct("3i")  # pid, user and group of a socket's other end
+# Of a block's expected time, before it counts as stuck.
+_PATIENCE = 20.0
+_PATIENCE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps that were counted.
+
+    Attributes:
+        side: "a" or "b".
+        steps: how many.
+        began, ended: of their time, on the clock that all processes share, in nanoseconds.
+        between: how much of it was evaluation or saving, in nanoseconds.
+        faults: minor page faults of the process that trains.
+    """
+
+    side: str
+    steps: int
+    began: int
+    ended: int
+    between: int = 0
+    faults: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step, without what lies between steps."""
+        return max(self.ended - self.began - self.between, 1) / self.steps / 1e9
+
+    @property
+    def whole_step_s(self) -> float:
+        """Seconds per step, with that."""
+        return (self.ended - self.began) / self.steps / 1e9
+
+
+@dataclass
+class Showed:
+    """What one side has shown beside the time of its blocks.
+
+    Attributes:
+        losses: of its first steps; NaN for a step without one.
+        batches: by loader: a number for the indices of each of its first batches.
+        contents: by loader: a number for what is in each of its first batches; None where nobody
+            can tell.
+        started_s: from the start of its process to the end of its first step.
+        applied, left: fields of a Recipe that took hold in it, and those that did not, with why.
+        first_s: its first step alone, from the first batch on.
+        warm_s, warm_steps: the steps from there to the first counted block, in which caches are
+            filled; how many those are.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    batches: dict[str, list[int]] = field(default_factory=dict)
+    contents: dict[str, list[int | None]] = field(default_factory=dict)
+    applied: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    started_s: float = 0.0
+    first_s: float = 0.0
+    warm_s: float = 0.0
+    warm_steps: int = 0
+
+    def add(self, said: dict[str, Any]) -> None:
+        """What a message of the process says of it."""
+        self.losses += said.get("losses", [])
+        self.applied = said.get("applied", self.applied)
+        self.left = said.get("left", self.left)
+        for loader, found in said.get("batches", {}).items():
+            self.batches.setdefault(loader, []).extend(found)
+        for loader, read in said.get("contents", {}).items():
+            self.contents.setdefault(loader, []).extend(read)
+
+
+class Arm:
+    """A script that is run for some steps at a time.
+
+    Args:
+        name: "a" or "b".
+        job: the script. It must call `step_sync.at_step` after each optimizer step.
+        folder: of all trials of this process; its own lies below.
+        until: when waiting for it ends, on the monotonic clock.
+        passes, is_redirected: as Process takes them.
+        warm: steps that every start of it runs first.
+        most_steps: how many steps the script takes before it ends; None where nobody knows.
+        is_renewed: whether it is started anew once the script has ended by itself.
+        started: called with the name and each process once it runs.
+
+    Attributes:
+        queue: batches that it makes ahead.
+        step_s: seconds per step of its latest block.
+        is_full: whether all is kept that later epochs will find, as far as it says.
+        has_ended: whether it has failed, or did not come in time.
+        showed: what else it has shown.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job: Job,
+        folder: Path,
+        until: float,
+        *,
+        passes: Sequence[Path] = (),
+        is_redirected: bool | None = None,
+        warm: int = 0,
+        most_steps: int | None = None,
+        is_renewed: bool = False,
+        started: Callable[[str, Process], None] = lambda side, process: None,
+    ) -> None:
+        self.name = name
+        self.until = until
+        self.has_ended = False
+        self.queue = 0
+        self.step_s = math.inf
+        self.is_full = True
+        self.showed = Showed()
+        self.most_steps = most_steps
+        self._job, self._folder = job, folder
+        self._passes, self._is_redirected = passes, is_redirected
+        self._warm = warm
+        self._is_renewed = is_renewed
+        self._started = started
+        self._refused: list[dict[str, str]] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._began = time.monotonic()
+        self._expected_s = math.inf
+        self._waiting = b""
+        self._blocks = self._done = 0
+        self._seen = Showed()
+        self._connection: socket.socket | None = None
+        own = f"{self.name}-{secrets.token_hex(4)}"
+        folder, temporary = self._folder / own, temporary_of(self._folder) / own
+        meeting = temporary.with_name(f"{own}-steps")
+        meeting.mkdir()
+        self._places = (folder, temporary, meeting)
+        self._listener = step_sync.listen(str(meeting))
+        try:
+            self.process = Process(
+                Job(self._job.command, {**self._job.variables, step_sync.VARIABLE: str(meeting)}),
+                folder,
+                temporary,
+                passes=[*self._passes, meeting],
+                is_redirected=self._is_redirected,
+            )
+        except BaseException:
+            self._listener.close()
+            raise
+        self._started(self.name, self.process)
+
+    def meet(self) -> None:
+        """Wait for the script's first step."""
+        said = self._heard("its first step")
+        self.queue = int(said["queue"])
+        self._seen.started_s = time.monotonic() - self._began
+        self._seen.first_s = float(said.get("first_s", 0.0))
+        self._done = 1
+        self._take(said)
+        self._stop()
+
+    def warm_up(self, dropped: int) -> None:
+        """Past the first steps, which set things up."""
+        if self.most_steps and 1 + dropped + self._warm + FEWEST_STEPS > self.most_steps:
+            raise Ended(f"the script takes {self.most_steps} steps only, too few to be measured")
+        block, resumed = self._block(dropped + self._warm, FEWEST_STEPS)
+        self._seen.warm_s = (block.ended - resumed - block.between) / 1e9
+        self._seen.warm_steps = dropped + self._warm + FEWEST_STEPS
+
+    def block(self, dropped: int, steps: int, dropped_anew: int = 0) -> Block:
+        """Let it run for `dropped` steps, and then for `steps` more that are counted.
+
+        Where it is started anew for that, it leaves out `dropped_anew` if those are more.
+        """
+        would_end = self.most_steps and self._done + dropped + steps > self.most_steps
+        if self._is_renewed and would_end and self._blocks:
+            self.renew(dropped)
+            dropped = max(dropped, dropped_anew)
+        try:
+            block, _ = self._block(dropped, steps)
+        except Ended:
+            if not (self._is_renewed and self.process.exit == 0 and self._blocks):
+                raise
+            self.has_ended = False
+            self.renew(dropped)
+            block, _ = self._block(max(dropped, dropped_anew), steps)
+        self._blocks += 1
+        return block
+
+    def warm_on(self, dropped: int, steps: int) -> None:
+        """More steps that fill caches and are not counted; from now on at each start of it."""
+        block, resumed = self._block(dropped, steps)
+        self._seen.warm_s += (block.ended - resumed - block.between) / 1e9
+        self._seen.warm_steps += dropped + steps
+        self._warm += dropped + steps
+
+    def renew(self, dropped: int) -> None:
+        """The same script from its beginning, past its first steps."""
+        self._leave()
+        self._start()
+        self.meet()
+        self.warm_up(dropped)
+
+    @property
+    def renewal_s(self) -> float:
+        """What beginning it anew takes, up to the first step that can be counted."""
+        return self.showed.started_s + self.showed.warm_s
+
+    def _block(self, dropped: int, steps: int) -> tuple[Block, int]:
+        assert self._connection is not None
+        self._go()
+        self._connection.sendall(f"{dropped} {steps}\n".encode())
+        said = self._heard(f"the end of a block of {dropped + steps} steps")
+        self._stop()
+        figures = (int(said[name]) for name in ("steps", "began", "ended", "between", "faults"))
+        block = Block(self.name, *figures)
+        self._done = int(said["done"])
+        self._take(said)
+        self.step_s = block.step_s
+        self._expected_s = block.whole_step_s * (dropped + steps)
+        for refused in self.process.refused():
+            if refused["kind"] == "write":
+                self.has_ended = True
+                raise Ended(f"{refused['what']} ({refused['where']})")
+        return block, int(said["resumed"])
+
+    def _take(self, said: dict[str, Any]) -> None:
+        """Keeps what the longest life of it has shown."""
+        self._seen.add(said)
+        self.is_full = said.get("is_full", True)
+        if len(self._seen.losses) >= len(self.showed.losses):
+            self.showed = self._seen
+
+    def refused(self) -> list[dict[str, str]]:
+        """What the script was not allowed to do: {"kind", "what", "where"}."""
+        found = [*self._refused, *self.process.refused()]
+        return [json.loads(line) for line in dict.fromkeys(json.dumps(one) for one in found)]
+
+    def close(self) -> None:
+        """End it, and remove what it has written."""
+        self._leave()
+
+    def _leave(self) -> None:
+        self.process.end()
+        self._refused = self.refused()
+        self._listener.close()
+        if self._connection is not None:
+            self._connection.close()
+        for place in self._places:
+            remove_tree(place)
+
+    def _go(self) -> None:
+        self._watched(self.process.go)
+
+    def _stop(self) -> None:
+        self._watched(self.process.stop)
+
+    def _watched(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Ended:
+            self.has_ended = True
+            raise
+
+    def _heard(self, what: str) -> dict[str, Any]:
+        """What the script says next, at a step boundary."""
+        stuck = time.monotonic() + max(self._expected_s * _PATIENCE, _PATIENCE_S)
+        until = min(self.until, stuck)
+        while b"\n" not in self._waiting:
+            spoken = (self._connection or self._listener).fileno()
+            left = max(until - time.monotonic(), 0)
+            ready, _, _ = select.select([spoken, self.process.said], [], [], left)
+            if not ready:
+                self.has_ended = True
+                reason = "in the time given" if until == self.until else "long after it was due"
+                raise Ended(f"{what} did not come {reason}")
+            if spoken not in ready:
+                self._watched(self.process.hear)
+            elif self._connection is None:
+                self._accept()
+            else:
+                self._read()
+        line, _, self._waiting = self._waiting.partition(b"\n")
+        return dict(json.loads(line))
+
+    def _accept(self) -> None:
+        """The first process of the script that comes takes part, and nobody else's."""
+        connection, _ = self._listener.accept()
+        who = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _WHO.size)
+        if _WHO.unpack(who)[1] != os.geteuid():
+            connection.close()
+            return
+        self._connection = connection
+        self._listener.close()
+
+    def _read(self) -> None:
+        assert self._connection is not None
+        try:
+            read = self._connection.recv(65536)
+        except ConnectionResetError:
+            read = b""
+        self._waiting += read
+        if not read:  # the process that trains is gone; the script itself is soon
+            ready, _, _ = select.select([self.process.said], [], [], _PATIENCE_S)
+            self.has_ended = True
+            if ready:
+                self.process.hear()
+            raise Ended("the process that trains has ended")

@@ -1,0 +1,162 @@
+"""A trial's process at a step boundary: it tells how long its block took, and waits for the next.
+
+Whoever sees the script's optimizer steps calls `at_step()` after each, or after as many as it was
+told to. Outside a trial that does nothing. The first process of a script that gets here takes part;
+its other ranks and workers wait for it where they always do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import Any
+
+from flatout.measure.meters import finish_device, page_faults
+
+# The folder in which the trial listens on a Unix socket: one that has a name in the file system
+# leads out of a network of the script's own.
+VARIABLE = "FLATOUT_BATON"
+_SOCKET = "steps"
+# Steps after which there is something to do, where there will be nothing.
+_NEVER = 2**40
+
+
+class StepSync:
+    """One process' end.
+
+    Args:
+        connection: to the trial.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("r", encoding="ascii")
+        self._pid = os.getpid()
+        self._done = 0
+        # The steps after which there is something to do: where the block's clock starts, and its
+        # end. Before the first block that is the script's first step.
+        self._first = self._last = self._next = 1
+        self._began = self._resumed = self._between = self._faults = 0
+
+    def step(self, steps: int) -> int:
+        """Steps have ended; returns when the next one may begin, as `at_step` does."""
+        if os.getpid() != self._pid:
+            return _NEVER
+        self._done += steps
+        if self._done >= self._next:
+            self._act()
+        return self._next - self._done
+
+    def _act(self) -> None:
+        """A block's clock starts, or it ends here."""
+        finish_device()
+        now = perf_counter_ns()
+        if self._done == self._first < self._last:
+            self._began, self._next = now, self._last
+            self._between, self._faults = _between(), page_faults()
+            return
+        steps = self._last - self._first
+        times = {"resumed": self._resumed, "began": self._began, "ended": now}
+        spent = {"between": _between() - self._between, "faults": page_faults() - self._faults}
+        self._tell(
+            {"steps": steps, "done": self._done, **times, **spent, **_more()}
+            if steps
+            else {"queue": _queued_batches(), "pid": self._pid, **_more()}
+        )
+        self._wait()
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        self._connection.sendall(json.dumps(what).encode() + b"\n")
+
+    def _wait(self) -> None:
+        line = self._lines.readline()
+        if not line:  # the trial is over
+            os._exit(0)
+        dropped, steps = map(int, line.split())
+        self._first = self._next = self._done + dropped
+        self._last = self._first + steps
+        self._resumed = perf_counter_ns()
+
+
+def listen(folder: str) -> socket.socket:
+    """A socket to which the script comes that is told of this folder."""
+    listener = socket.socket(socket.AF_UNIX)
+    with _short(folder) as path:
+        listener.bind(path)
+    listener.listen(1)
+    return listener
+
+
+@contextmanager
+def _short(folder: str) -> Iterator[str]:
+    """The socket's path, which may have 107 bytes only, wherever its folder lies."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{_SOCKET}"
+    finally:
+        os.close(descriptor)
+
+
+_step_sync: StepSync | None = None
+_is_asked = False
+_between: Callable[[], int] = lambda: 0  # noqa: E731
+_more: Callable[[], dict[str, Any]] = dict
+
+
+def tell_also(between: Callable[[], int], more: Callable[[], dict[str, Any]]) -> None:
+    """What else the trial hears of each block.
+
+    Args:
+        between: gives the time so far, in nanoseconds, that was no part of any step, such as
+            evaluation; what of it falls into a block is told with that.
+        more: gives what was recorded since it was last called, as plain data.
+    """
+    global _between, _more
+    _between, _more = between, more
+
+
+def at_step(steps: int = 1) -> int:
+    """To be called after an optimizer step, before the next one's work begins.
+
+    Args:
+        steps: that have ended since the last call.
+
+    Returns:
+        After how many more steps it must be called again; it may be earlier.
+    """
+    if _step_sync is None and not _is_asked:
+        _join()
+    return _NEVER if _step_sync is None else _step_sync.step(steps)
+
+
+def _join() -> None:
+    global _step_sync, _is_asked
+    _is_asked = True
+    folder = os.environ.get(VARIABLE)
+    if folder is None or os.environ.get("RANK", "0") != "0":
+        return
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        with _short(folder) as path:
+            connection.connect(path)
+    except OSError:  # another process of this script takes part
+        connection.close()
+        return
+    _step_sync = StepSync(connection)
+
+
+def _queued_batches() -> int:
+    """How many batches the workers of this process' DataLoaders make ahead."""
+    loader = sys.modules.get("torch.utils.data.dataloader")
+    if loader is None:
+        return 0
+    import gc
+
+    kind = loader._MultiProcessingDataLoaderIter
+    alive = [one for one in gc.get_objects() if isinstance(one, kind)]
+    return max((one._num_workers * (one._prefetch_factor or 1) for one in alive), default=0)

@@ -1,0 +1,275 @@
+"""The parent of one process of a trial: `python -m flatout.doctor.trials.supervisor JSON`.
+
+It contains itself, and so all that it starts; starts the script; and stops, continues and ends it
+with everything that it has begun, since orphans below it become its children. It hears one word a
+line on its standard input: stop, go, end, or interrupt, which only the script hears. When that
+closes, the trial has been killed, and it ends everything at once. What it has to say is a line of
+JSON on its standard output.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flatout.doctor.trials import apart, contained, landlock, namespaces, overlay, own_network
+from flatout.doctor.trials.relay import relay
+from flatout.processes import adopt_orphans, die_with_parent
+
+_AT_START = str(Path(__file__).parent / "at_start")
+# Between being asked to end and being killed.
+_GRACE_S = 2.0
+_KILLED_WITHIN_S = 10.0
+
+
+@dataclass
+class _Script:
+    """A script that runs.
+
+    Attributes:
+        root: the child of this process that ends with it: init, or the script itself.
+        pid: the script's.
+        held: by what its files are contained: "overlay", "landlock" or "python".
+        lacks: what nothing here contains, as Process tells it.
+        apart: it has processes of its own.
+    """
+
+    root: int
+    pid: int
+    held: str
+    lacks: list[str]
+    apart: apart.Apart | None = None
+
+    def interrupt(self) -> None:
+        if self.apart is not None:
+            signal.pidfd_send_signal(self.apart.descriptor, signal.SIGINT)
+        else:
+            os.kill(self.pid, signal.SIGINT)  # its number is its own until it is reaped, here
+
+
+def main(how: dict[str, Any]) -> None:
+    """Contain this process, start the script, and obey.
+
+    Args:
+        how: folder, temporary, passes, is_redirected, apart and command, as trials/process.py
+            gives them.
+    """
+    adopt_orphans(True)
+    try:
+        _contain(how)
+    except Exception as error:
+        _say({"cannot": f"{error}"})
+        return
+    os.environ[contained.VARIABLE] = json.dumps({k: how[k] for k in how if k != "command"})
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (_AT_START, os.environ.get("PYTHONPATH")))
+    )
+    try:
+        script = _started(how)
+    except OSError as error:
+        _say({"cannot": f"{error.filename or how['command'][0]}: {error.strerror}"})
+        return
+    _say({"pid": script.pid, "held": script.held, "lacks": script.lacks})
+    _obey(script)
+
+
+def _contain(how: dict[str, Any]) -> None:
+    """Contains this process, as far as that need not wait for the script's own namespaces."""
+    folder, temporary = Path(how["folder"]), Path(how["temporary"])
+    if not how["is_redirected"]:
+        upper = folder / "upper"
+        upper.mkdir()
+        overlay.enter(upper, _passes(how))
+        return
+    os.environ["TMPDIR"] = str(temporary)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(temporary / "inductor")
+    os.environ["TRITON_CACHE_DIR"] = str(temporary / "triton")
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+
+def _passes(how: dict[str, Any]) -> list[Path]:
+    return [Path(how["temporary"]), *map(Path, how["passes"])]
+
+
+def _restrict(how: dict[str, Any]) -> str:
+    """Returns by what the files are contained now. Nothing can be mounted from here on."""
+    if not how["is_redirected"]:
+        return "overlay"
+    writable = [Path(how["folder"]), *_passes(how), Path("/dev"), Path("/proc")]
+    return "landlock" if landlock.restrict_writes(writable) else "python"
+
+
+def _started(how: dict[str, Any]) -> _Script:
+    """The script, with processes and a network of its own where the kernel allows that.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    processes, network = namespaces.PROCESSES, namespaces.NETWORK
+    may = how["apart"]
+    if own_network.meets_elsewhere(how["command"]):
+        may &= ~network
+    for kinds in (processes | network, processes, network):
+        if kinds & ~may:
+            continue
+        begin = functools.partial(_begun, how, kinds)
+        try:
+            one = apart.start(begin, kinds, Path(how["temporary"]))
+        except OSError:
+            continue
+        _relay(one.services)
+        held, lacks = one.said
+        return _Script(one.init, one.script, held, lacks, one)
+    pid, (held, lacks) = _begun(how, 0)
+    return _Script(pid, pid, held, lacks)
+
+
+def _begun(how: dict[str, Any], kinds: int) -> tuple[int, tuple[str, list[str]]]:
+    """The script in this process' namespaces: its number, and what `held` and `lacks` are."""
+    lacks = []
+    if not kinds & namespaces.PROCESSES:
+        lacks += [] if landlock.restrict_signals() else ["signals"]
+        lacks.append("orphans")
+    if not kinds & namespaces.NETWORK:
+        lacks.append("ranks" if own_network.meets_elsewhere(how["command"]) else "network")
+    held = _restrict(how)
+    return _start(how["command"]), (held, lacks)
+
+
+def _start(command: list[str]) -> int:
+    parent = os.getpid()
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        stderr=sys.stderr,
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(parent),  # this process has one thread
+    ).pid
+
+
+def _relay(services: list[socket.socket]) -> None:
+    """Lets services of this machine be reached from the script's own network."""
+    if not services:
+        return
+    supervisor = os.getpid()
+    if not os.fork():
+        try:
+            die_with_parent(supervisor)
+            relay(services)
+        finally:
+            os._exit(0)
+    for one in services:
+        one.close()
+
+
+def _obey(script: _Script) -> None:
+    asked = os.fdopen(0, "rb", buffering=0)
+    ended = os.pidfd_open(script.root)
+    waiting = b""
+    while True:
+        ready, _, _ = select.select([asked.fileno(), ended], [], [], 1.0)
+        status = _reap(script.root)
+        if status is not None:
+            if script.apart is not None:
+                status = script.apart.status()
+            _end(grace_s=0)
+            _say({"exit": status})
+            return
+        if asked.fileno() not in ready:
+            continue
+        read = asked.read(64)
+        if not read:
+            _end(grace_s=0)
+            return
+        *words, waiting = (waiting + read).split(b"\n")
+        for word in words:
+            if word == b"end":
+                _end(_GRACE_S)
+                _say({"did": "end"})
+                return
+            if word == b"interrupt":
+                script.interrupt()
+            else:
+                _signal_all(signal.SIGSTOP if word == b"stop" else signal.SIGCONT)
+            _say({"did": word.decode()})
+
+
+def _reap(root: int) -> int | None:
+    """Takes leave of the children that have ended; returns this one's exit code if it has."""
+    found = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == root:
+                found = os.waitstatus_to_exitcode(status)
+    return found
+
+
+def _signal_all(number: int) -> None:
+    """Sends a signal to all that this process has begun, also to what is begun meanwhile."""
+    reached: set[tuple[int, float]] = set()
+    while True:
+        below = {(one.pid, one.create_time()): one for one in _below()}
+        new = below.keys() - reached
+        if not new:
+            return
+        for key in new:
+            with suppress(psutil.NoSuchProcess):
+                below[key].send_signal(number)
+        reached |= new
+
+
+def _below() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children(recursive=True) if _lives(one)]
+
+
+def _lives(one: psutil.Process) -> bool:
+    try:
+        return bool(one.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end(grace_s: float) -> None:
+    """Ends all that this process has begun: asked first, then killed."""
+    if grace_s:
+        _signal_all(signal.SIGTERM)
+        _signal_all(signal.SIGCONT)
+        _wait_until(lambda: not _below(), grace_s)
+    killed_by = time.monotonic() + _KILLED_WITHIN_S
+    while _below() and time.monotonic() < killed_by:
+        _signal_all(signal.SIGKILL)
+        _wait_until(lambda: not _below(), 0.2)
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < until:
+        _reap(-1)
+        time.sleep(0.01)
+
+
+def _say(what: dict[str, Any]) -> None:
+    with suppress(BrokenPipeError):
+        print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,133 @@
+"""The lanes of a Hugging Face Trainer's steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.errors import FlatoutError
+from flatout.integrations.step_lanes import Seen, Watches, hidden_sync
+
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise FlatoutError(
+        "HFTimeline needs transformers, which is not installed",
+        do="pip install transformers accelerate",
+    ) from None
+
+
+class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
+    """Shows what the steps of `trainer.train` spend their time on.
+
+        timeline = flatout.integrations.HFTimeline()
+        transformers.Trainer(..., callbacks=[timeline]).train()
+
+    At the end the first process prints two lines. A step has as many batches as accumulate.
+
+    Backward begins where the model's forward has returned and ends where the optimizer steps, so
+    gradient clipping is in it. `copy` is what the Trainer does from having a batch to calling the
+    model. Where `torch.compile` or DataParallel take over the model's call, its forward is not
+    watched: `copy` and `backward` are then within `forward`. Several ranks: `sync` is within
+    `backward`.
+    """
+
+    def __init__(self) -> None:
+        self._seen = Seen()
+        self._handles: list[Any] = []
+        self._called = False
+        self._evaluates = False
+
+    def _hidden(self) -> dict[str, str]:
+        if self.timeline.steps and "backward" not in self._seen.lanes:
+            return {"copy": "forward", "backward": "forward"} | hidden_sync("forward")
+        return hidden_sync()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to watch."""
+        self._end()
+        model = kwargs["model"]
+        if not _is_taken_over(model, args):
+            self._handles = [
+                model.register_forward_pre_hook(self._before_forward),
+                model.register_forward_hook(self._after_forward),
+            ]
+        self._evaluates = self._called = False
+        self._seen.start()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what was seen."""
+        self._end()
+        if state.is_world_process_zero:
+            self._seen.say(self._hidden())
+
+    def _end(self) -> None:
+        self._seen.stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        if module.training:
+            self._seen.was("forward" if self._called else "copy")
+
+    def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        if module.training:
+            self._called = True
+            self._seen.was("forward")
+
+    @property
+    def _in_training_step(self) -> str:
+        return "backward" if self._handles else "forward"
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Between epochs nothing is known to have happened."""
+        self._seen.was("idle")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The batches of a step are there."""
+        self._seen.was("input")
+        self._called = False
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One of the batches that accumulate is done."""
+        self._seen.was(self._in_training_step)
+        self._called = False
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The gradients are complete."""
+        self._seen.was(self._in_training_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The optimizer has stepped, the gradients are forgotten."""
+        self._seen.was("optimizer")
+        self._seen.end_step()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Figures were logged: of the training, or of an evaluation that is about to end."""
+        self._seen.was("evaluation" if self._evaluates else "host")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A batch was evaluated."""
+        self._evaluates = True
+        self._seen.was("evaluation")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """An evaluation has ended."""
+        self._seen.was("evaluation")
+        self._evaluates = False
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint was written."""
+        self._seen.was("saving")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last step of an epoch is behind."""
+        self._seen.was("idle")
+
+
+def _is_taken_over(model: Any, args: Any) -> bool:
+    """Whether a hook on the model would break its compiled graph, or run in many threads."""
+    compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None)
+    return bool(compiled or args.torch_compile or args.n_gpu > 1)

@@ -1,0 +1,163 @@
+"""The lanes of a Keras model's steps, on Keras' torch backend."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import keras
+from keras.callbacks import Callback
+
+from flatout.errors import FlatoutError
+from flatout.integrations.step_lanes import Seen, Watches, hidden_sync
+
+
+class KerasTimeline(Watches, Callback):  # type: ignore[misc]
+    """Shows what the steps of `model.fit` spend their time on.
+
+        timeline = flatout.integrations.KerasTimeline()
+        model.fit(..., callbacks=[timeline])
+
+    At the end the first rank prints two lines. Where the optimizer accumulates gradients, as many
+    batches are one step.
+
+    `copy` cannot be seen, its time is within `forward`. With `jit_compile=True` or an own
+    `train_step` that calls neither `compute_loss` nor `optimizer.apply`, backward and optimizer
+    are within `forward` too. Several ranks: `sync` is within `backward`. Keras calls the callbacks
+    in the loop's own thread where one of them, as this one, looks at each batch.
+
+    Raises:
+        FlatoutError: at the start of a fit on another backend than torch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = Seen()
+        self._watched: list[tuple[Any, str]] = []
+        self._batches = 0
+        self._last: _Last | None = None
+        self._lane = "host"
+
+    def _hidden(self) -> dict[str, str]:
+        lanes = self._seen.lanes
+        holder = "forward" if "forward" in lanes or "backward" not in lanes else "backward"
+        steps = ("copy", "forward", "backward", "optimizer")
+        hidden = {n: holder for n in steps if n not in lanes and n != holder}
+        if self._last is None:
+            hidden["host"] = "input"
+        return hidden | hidden_sync(hidden.get("backward", "backward"))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin to watch."""
+        if keras.backend.backend() != "torch":
+            raise FlatoutError(
+                f"KerasTimeline needs Keras' torch backend, found {keras.backend.backend()}",
+                do="set KERAS_BACKEND=torch before keras is imported",
+            )
+        self._end()
+        # What runs after this callback is seen by one at the very end of Keras' list.
+        callers = sys._getframe(1).f_locals.get("self")
+        if isinstance(callers, keras.callbacks.CallbackList):
+            self._last = _Last(self._seen)
+            callers.callbacks.append(self._last)
+        if not self.model.jit_compile:
+            self._watch(self.model, "compute_loss", lambda: "forward", "forward")
+            self._watch(self.model.optimizer, "apply", lambda: "backward", "optimizer")
+        for name in ("save", "save_weights"):
+            self._watch(self.model, name, lambda: self._lane, "saving")
+        self._batches = int(self._optimizer._iterations) % self._accumulates
+        self._lane = "idle"
+        self._seen.start()
+
+    @property
+    def _optimizer(self) -> Any:
+        """Which counts the batches: what scales the loss passes them on."""
+        return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+
+    @property
+    def _accumulates(self) -> int:
+        return self._optimizer.gradient_accumulation_steps or 1
+
+    def _watch(self, it: Any, name: str, before: Callable[[], str], during: str) -> None:
+        """Let a method tell when it begins and ends, on this object only."""
+        if name in vars(it):
+            return
+        seen = self._seen
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.was(before())
+            try:
+                return getattr(type(self), name)(self, *args, **kwargs)
+            finally:
+                seen.was(during)
+
+        # Past Keras' own __setattr__, which would look for layers and variables in it.
+        object.__setattr__(it, name, MethodType(watched, it))
+        self._watched.append((it, name))
+
+    def _end(self) -> None:
+        self._seen.stop()
+        for it, name in self._watched:
+            object.__delattr__(it, name)
+        self._watched = []
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Say what was seen."""
+        self._end()
+        if not self._is_one_of_many():
+            self._seen.say(self._hidden())
+
+    def _is_one_of_many(self) -> bool:
+        import torch.distributed as dist
+
+        return dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Between epochs nothing is known to have happened."""
+        self._seen.was("idle")
+        self._lane = "host"
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """A batch is there."""
+        self._seen.was("input")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count a step, if these were all of its batches."""
+        self._seen.was("host" if self._is_watched else "forward")
+        self._batches += 1
+        if self._batches % self._accumulates == 0:
+            self._seen.end_step()
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a mark was made in this fit where the optimizer had stepped."""
+        return "optimizer" in self._seen.lanes
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """An evaluation begins."""
+        self._seen.was("idle")
+        self._seen.within = "evaluation"
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """It has ended."""
+        self._seen.was("evaluation")
+        self._seen.within = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """The last batch of an epoch is behind."""
+        self._seen.was("idle")
+        self._lane = "idle"
+
+
+class _Last(Callback):  # type: ignore[misc]
+    """Stands at the end of Keras' callbacks: until here, they had their turn after a batch."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """The callbacks have had their turn."""
+        self._seen.was("host")

@@ -1,0 +1,180 @@
+"""What a framework's hooks show of its steps: a Timeline, and which lanes of it are unknown."""
+
+from __future__ import annotations
+
+from functools import cache
+from statistics import median
+from time import perf_counter_ns as clock
+from typing import Any
+
+from flatout.console import rounded, say
+from flatout.measure.live import Live
+from flatout.measure.timeline import LANES, Timeline
+
+_STEP_LANES = LANES[:7]
+_BETWEEN = ("evaluation", "saving")
+
+
+class Seen:
+    """Turns marks between lanes into a Timeline: at each it is told what the time before it was.
+
+    What was idle is left out: the Timeline finds it as the gap between two steps.
+
+    Attributes:
+        timeline: of the steps so far.
+        runs: whether marks count; what a framework does outside of a fit does not.
+        within: while set, all time is of this lane, whatever the marks say.
+        lanes: that any mark has named.
+        looks: how often something else was asked in passing; each is counted as a mark's cost.
+    """
+
+    def __init__(self) -> None:
+        # Marks are counted here, so no reading of the clock is counted there.
+        self.timeline = Timeline(clock_reads=0)
+        self.runs = False
+        self.within: str | None = None
+        self.lanes: set[str] = set()
+        self.looks = 0
+        self._live: Live | None = None
+        self._marks = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._spent = dict.fromkeys(_STEP_LANES, 0)
+        self._since = clock()
+
+    def start(self) -> None:
+        """Begin, at the first step or again after a stop."""
+        rank, world_size = _standing()
+        self.within = None
+        self.runs = True
+        self.timeline.start()
+        self._live = Live(self.timeline, rank=rank, world_size=world_size)
+        self._begin()
+
+    def stop(self) -> None:
+        """End; a second call changes nothing."""
+        self.runs = False
+        self.timeline.stop()
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+    def was(self, lane: str) -> None:
+        """The time since the last mark went to this lane."""
+        if not self.runs:
+            return
+        now = clock()
+        lane = self.within or lane
+        if lane in self._spent:
+            self._spent[lane] += now - self._since
+        elif lane in _BETWEEN:
+            self.timeline.add(lane, now - self._since)
+        self._since = now
+        self._marks += 1
+        self.lanes.add(lane)
+
+    def end_step(self) -> None:
+        """A step ends at the last mark."""
+        # What lay between its parts, such as an evaluation between two batches that accumulate,
+        # is time before it.
+        self.timeline.record(self._since - sum(self._spent.values()), *self._spent.values())
+        self._spent = dict.fromkeys(_STEP_LANES, 0)
+        if self._live is not None and self._since >= self._live.due:
+            self._live.write()
+
+    @property
+    def added_us_per_step(self) -> float:
+        """What the marks add to a step, counted directly, without the framework's calls of them."""
+        marks = (self._marks + self.looks) / max(1, self.timeline.steps)
+        return self.timeline.added_us_per_step + marks * _cost_of_a_mark_us()
+
+    def as_dict(self, hidden: dict[str, str]) -> dict[str, Any]:
+        """Plain data: that of the Timeline, but None for lanes that are hidden in others."""
+        data = self.timeline.as_dict()
+        data["lanes_ms"] |= dict.fromkeys(hidden)
+        data["hidden_in"] = hidden
+        data["added_us_per_step"] = self.added_us_per_step
+        return data
+
+    def say(self, hidden: dict[str, str]) -> None:
+        """Print the lanes, and the critical one."""
+        say(*words(self.timeline, hidden))
+
+
+class Watches:
+    """What the callbacks of all frameworks give.
+
+    Whoever derives from it has a Seen in `_seen`, and tells which lanes it cannot see.
+    """
+
+    _seen: Seen
+
+    @property
+    def timeline(self) -> Timeline:
+        """The lanes of this rank's steps."""
+        return self._seen.timeline
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; a lane that cannot be seen is None, and named in `hidden_in`."""
+        return self._seen.as_dict(self._hidden())
+
+    def _hidden(self) -> dict[str, str]:
+        raise NotImplementedError
+
+
+def words(timeline: Timeline, hidden: dict[str, str]) -> list[str]:
+    """Two lines: the lanes of a step, and the one that takes most; one where there was no step.
+
+    Args:
+        timeline: of the steps.
+        hidden: lanes that cannot be seen, and the lane that holds each one's time.
+    """
+    if not timeline.steps:
+        return ["no step was seen"]
+    lanes = timeline.lanes()
+    whole = sum(lanes.values())
+    shown = {lane: ms for lane, ms in lanes.items() if ms >= 0.02 * whole}
+    parts = [f"{lane} {_figure(ms)}" for lane, ms in shown.items()]
+    other = whole - sum(shown.values())
+    if other > 0.0005 * whole:
+        parts.append(f"other {_figure(other)}")
+    critical = max(lanes, key=lanes.__getitem__)
+    share = f"{lanes[critical] / whole:.0%} of {timeline.steps:,} steps"
+    unknown = ", ".join(f"{lane} (within {holder})" for lane, holder in hidden.items())
+    return [
+        f"step {_figure(whole)} ms: {', '.join(parts)}",
+        f"critical lane: {critical}, {share}{'; not seen: ' if unknown else ''}{unknown}",
+    ]
+
+
+def hidden_sync(lane: str = "backward") -> dict[str, str]:
+    """Of several ranks, the sync is somewhere inside the backward pass; one rank has none."""
+    return {"sync": lane} if _standing()[1] > 1 else {}
+
+
+def _standing() -> tuple[int, int]:
+    """Rank, and how many there are."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _figure(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 100 else rounded(ms)
+
+
+@cache
+def _cost_of_a_mark_us() -> float:
+    """Times marks: the median of rounds."""
+    count, rounds = 1000, []
+    for _ in range(5):
+        seen = Seen()
+        seen.runs = True
+        began = clock()
+        for _ in range(count):
+            seen.was("forward")
+        rounds.append((clock() - began) / count / 1e3)
+    return median(rounds)

@@ -1,0 +1,298 @@
+"""A script's visit to the doctor: looked at, and with consent tried cures on, in trials."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from flatout.console import say_as_is
+from flatout.devices.inventory import inventory
+from flatout.doctor.first_look import FirstLook, first_look
+from flatout.doctor.judge import Verdict, judge
+from flatout.doctor.prescription import Prescription
+from flatout.doctor.prove import prove
+from flatout.doctor.proving.cure import Cure
+from flatout.doctor.proving.obstacles import obstacle
+from flatout.doctor.search import widened
+from flatout.doctor.trials.process import containment
+from flatout.doctor.verify import Verified, verify
+from flatout.errors import FlatoutError
+from flatout.processes import asked_to_end
+from flatout.recipe import Parity
+from flatout.report import changes, recipe_file
+from flatout.report.baseline import Compared
+from flatout.report.consent import agreed, has_terminal, provable, terms
+from flatout.report.ended import told
+from flatout.report.files import Files
+from flatout.report.first_look import FirstLookReport, what_next
+from flatout.report.proven import ProvenReport
+from flatout.terminal import Console
+
+FAILED, DANGER = 1, 3
+"""Exit codes, beside 0 for nothing dangerous and 2 for wrong usage."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asks for.
+
+    Attributes:
+        what: the script and its arguments; a module after "-m"; or torchrun's command line.
+        recipe: where what is proven shall lie.
+        seconds, steps: how long its steps are watched in the first look.
+        verbose: whether its output is shown then.
+        in_place: whether it writes then what it writes.
+        proves: whether trials are made; None: if the user agrees.
+        budget_s: seconds for all trials.
+        allow: the worst parity of a cure that is prescribed.
+        seeds: of whole runs, with what was prescribed and without; 0 for none.
+        target: a loss; how long whole runs take to it is told. None for the lowest both reach.
+        searches: whether settings are tried, too, that no check found wanting.
+        as_json: one JSON object instead of words, and no question.
+        files: what is written and compared beside.
+        diff: whether cures are shown as changes of the code.
+        fix: the worst parity of those that are made in it; None: none is.
+    """
+
+    what: list[str]
+    recipe: Path
+    seconds: float = 20.0
+    steps: int | None = None
+    verbose: bool = False
+    in_place: bool = False
+    proves: bool | None = None
+    budget_s: float = 120.0
+    allow: Parity = Parity.TOLERANT
+    searches: bool = False
+    seeds: int = 0
+    target: float | None = None
+    as_json: bool = False
+    files: Files = field(default_factory=Files)
+    diff: bool = False
+    fix: Parity | None = None
+
+
+@dataclass(frozen=True)
+class _Treated:
+    """What came of trials and whole runs, and the signal that ended them early."""
+
+    prescription: Prescription | None = None
+    verified: Verified | None = None
+    met: int | None = None
+
+
+def visit(asked: Asked) -> int:
+    """Look at a script, prove its cures if that is agreed, and tell; returns the exit code.
+
+    Raises:
+        FlatoutError: torchrun's command line cannot be read; a file cannot be written.
+    """
+    if sys.stderr.isatty():
+        where = "" if asked.in_place else " in a scratch copy"
+        how_long = f"{asked.seconds:g} s from its first step; Ctrl-C ends it"
+        say_as_is(f"watching {shlex.join(asked.what)}{where} for {how_long}")
+    look = first_look(
+        asked.what,
+        seconds=asked.seconds,
+        steps=asked.steps,
+        verbose=asked.verbose,
+        in_place=asked.in_place,
+    )
+    machine = inventory()
+    verdict = judge(look.observations, machine) if look.observations else None
+    console = _console(asked)
+    runs = not look.failed and look.interrupted_by is None
+    to_prove = None if verdict is None or not runs else _to_prove(asked, verdict)
+    cures = provable(to_prove, asked.allow) if to_prove is not None else []
+    proves = bool(cures) and (asked.proves or (asked.proves is None and _can_ask(asked)))
+    if verdict is not None:
+        report = FirstLookReport(
+            verdict,
+            machine,
+            look.seconds,
+            asked.what,
+            is_last=not proves,
+            cures=len(cures),
+            held=look.held,
+            lacks=look.lacks,
+            uncontained=look.uncontained,
+        )
+        console.print(report, crop=False)
+        if runs and asked.proves and obstacle(verdict):
+            console.print(f"no trial can be made: {obstacle(verdict)}")
+    for line in told(look, verdict):
+        console.print(line)
+    treated = _Treated(met=look.interrupted_by)
+    if proves and to_prove is not None:
+        treated = _treated(asked, look, to_prove, cures, console)
+    compared = None
+    if verdict is not None:
+        if treated.met is None:
+            _change_code(asked, verdict, treated.prescription, console, runs=runs)
+        compared = asked.files.write(verdict, treated.prescription, treated.verified)
+    for line in compared.words() if compared else []:
+        console.print(line)
+    if asked.as_json:
+        _print_json(asked, look, verdict, treated, compared)
+    return _code(look, verdict, compared, treated.met)
+
+
+def _treated(
+    asked: Asked, look: FirstLook, verdict: Verdict, cures: list[Cure], console: Console
+) -> _Treated:
+    """Trials and what came of them, where the user agrees."""
+    if not _agreed(asked, look, cures, console):
+        console.print(*what_next(verdict.findings, asked.what, len(cures)), sep="\n", crop=False)
+        return _Treated()
+    prescription, met = _proven(asked, verdict, console)
+    _tell(asked, look, verdict, prescription, console)
+    if not asked.seeds or not prescription.prescribed or met is not None:
+        return _Treated(prescription, met=met)
+    verified, met = _verified(asked, prescription, console)
+    return _Treated(prescription, verified, met)
+
+
+def _to_prove(asked: Asked, verdict: Verdict) -> Verdict:
+    return widened(verdict) if asked.searches and verdict.steps else verdict
+
+
+def _console(asked: Asked) -> Console:
+    """Where words go: beside a diff that goes on to another program, to standard error."""
+    goes_on = asked.diff and not sys.stdout.isatty()
+    return Console(highlight=False, markup=False, quiet=asked.as_json, stderr=goes_on)
+
+
+def _change_code(
+    asked: Asked,
+    verdict: Verdict,
+    prescription: Prescription | None,
+    console: Console,
+    *,
+    runs: bool,
+) -> None:
+    # What was proven and no Recipe can say is shown unasked: to ask anew would cost the trials.
+    is_news = prescription is not None and bool(prescription.own_edits)
+    shows = asked.diff or (is_news and asked.fix is None and not asked.as_json)
+    if not shows and asked.fix is None:
+        return
+    found = changes.changes_of(verdict, prescription)
+    console.print()
+    if shows:
+        changes.show(found, console)
+    if asked.fix is not None and runs:
+        changes.write(found, asked.fix, console)
+
+
+def _can_ask(asked: Asked) -> bool:
+    return has_terminal() and not asked.as_json
+
+
+def _agreed(asked: Asked, look: FirstLook, cures: list[Cure], console: Console) -> bool:
+    console.print()
+    if not look.held:  # it ran in place: what contains trials is not known yet
+        with suppress(FlatoutError):  # no trial can begin, and that is said then
+            held, lacks = containment(asked.what)
+            look = replace(look, held=held, lacks=lacks)
+    for line in terms(asked.what, look, cures, asked.budget_s, 2 * asked.seeds):
+        console.print(line)
+    return bool(asked.proves) or agreed(len(cures))
+
+
+def _proven(asked: Asked, verdict: Verdict, console: Console) -> tuple[Prescription, int | None]:
+    """What the trials gave, and the signal that ended them early."""
+    with _signals_end_trials() as met:
+        try:
+            given = prove(
+                verdict,
+                asked.what,
+                budget_s=asked.budget_s,
+                allow=asked.allow,
+                told=lambda line: console.print(line, style="dim"),
+            )
+        except (FlatoutError, KeyboardInterrupt) as error:
+            why = error.what if isinstance(error, FlatoutError) else "by a signal"
+            given = Prescription(stopped=why)
+    return given, met[0] if met else None
+
+
+def _verified(
+    asked: Asked, prescription: Prescription, console: Console
+) -> tuple[Verified, int | None]:
+    """What whole runs have shown, and the signal that ended them early."""
+    console.print()
+    with _signals_end_trials() as met:
+        verified = verify(
+            asked.what,
+            prescription,
+            seeds=asked.seeds,
+            target=asked.target,
+            told=lambda line: console.print(line, style="dim"),
+        )
+    for line in verified.words():
+        console.print(line)
+    return verified, met[0] if met else None
+
+
+@contextmanager
+def _signals_end_trials() -> Iterator[list[int]]:
+    """The first signal that would end this process ends the trials; later ones change nothing."""
+    met: list[int] = []
+
+    def meet(number: int, _: FrameType | None) -> None:
+        met.append(number)
+        if len(met) == 1:
+            raise KeyboardInterrupt
+
+    with asked_to_end(meet):
+        yield met
+
+
+def _tell(
+    asked: Asked, look: FirstLook, verdict: Verdict, given: Prescription, console: Console
+) -> None:
+    is_written = recipe_file.write(asked.recipe, given, asked.what)
+    seconds = look.seconds + given.seconds
+    file = asked.recipe if is_written else None
+    console.print(ProvenReport(given, verdict, seconds, asked.what, file), crop=False)
+
+
+def _code(
+    look: FirstLook, verdict: Verdict | None, compared: Compared | None, met: int | None
+) -> int:
+    if met is not None:
+        return 128 + met
+    if look.failed:
+        return FAILED
+    if compared is not None:
+        return compared.exit_code
+    return DANGER if verdict and verdict.dangers else 0
+
+
+def _print_json(
+    asked: Asked,
+    look: FirstLook,
+    verdict: Verdict | None,
+    treated: _Treated,
+    compared: Compared | None,
+) -> None:
+    ended = "failed" if look.failed else "no steps"
+    nothing = {"command": asked.what, "ended": ended, "findings": []}
+    told_of = {
+        "exit_code": look.exit_code,
+        "interrupted_by": look.interrupted_by,
+        "output": look.output,
+        "seconds": round(look.seconds, 1),
+        "held": look.held,
+        "lacks": look.lacks,
+        "refused": look.refused,
+        "prescription": treated.prescription.as_dict() if treated.prescription else None,
+        "verified": treated.verified.as_dict() if treated.verified else None,
+        "compared": compared.as_dict() if compared else None,
+    }
+    print(json.dumps((verdict.as_dict() if verdict else nothing) | told_of, indent=2))

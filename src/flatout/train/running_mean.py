@@ -1,0 +1,75 @@
+"""The mean loss of an epoch, without reading the device in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+_FOLD = 256
+
+
+class RunningMean:
+    """Collects (mean, weight) of steps and folds them into one weighted mean in float64."""
+
+    def __init__(self) -> None:
+        self._values: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor | float] = []
+        self._total: torch.Tensor | float = 0.0
+        self._weight: torch.Tensor | float = 0.0
+
+    def add(self, value: torch.Tensor, weight: torch.Tensor | float) -> None:
+        """Take one step's mean and the weight of that mean, one number each; nothing is read."""
+        self._values.append(value)
+        self._weights.append(weight)
+        if len(self._values) >= _FOLD:
+            self._fold()
+
+    def mean(self) -> float:
+        """The weighted mean so far; waits for the device. NaN where nothing was counted."""
+        return mean_of([self.state_dict()])
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._values.clear()
+        self._weights.clear()
+        self._total = self._weight = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Total and weight so far."""
+        self._fold()
+        return {"total": float(self._total), "weight": float(self._weight)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.reset()
+        self._total, self._weight = state["total"], state["weight"]
+
+    def _fold(self) -> None:
+        if not self._values:
+            return
+        device = self._values[0].device
+        values = _column(self._values, device)
+        weights = _column(self._weights, device)
+        self._total = self._total + (values * weights).sum()
+        self._weight = self._weight + weights.sum()
+        self._values.clear()
+        self._weights.clear()
+
+
+def mean_of(states: Sequence[Mapping[str, float]]) -> float:
+    """The weighted mean of what several tallies have counted; NaN where that is nothing."""
+    weight = sum(state["weight"] for state in states)
+    return sum(state["total"] for state in states) / weight if weight else float("nan")
+
+
+def _column(numbers: list[Any], device: torch.device) -> torch.Tensor:
+    """The numbers, tensors among them, as one float64 vector on the device."""
+    if not any(torch.is_tensor(number) for number in numbers):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    tensors = [
+        n if torch.is_tensor(n) else torch.tensor(n, dtype=torch.float64, device=device)
+        for n in numbers
+    ]
+    return torch.stack([tensor.reshape(()) for tensor in tensors]).double()

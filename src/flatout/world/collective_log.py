@@ -1,0 +1,72 @@
+"""Where a rank stands among the collectives of its job."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+# So many of the latest collectives are known by name: more than may be begun ahead of the others.
+_KEPT = 64
+_HERE = (str(Path(__file__).with_name("world.py")), contextlib.__file__)
+_PACKAGE = Path(__file__).parents[1]
+
+
+class Waiting(NamedTuple):
+    """A collective that a rank has come to and that is not over.
+
+    Attributes:
+        number: of the collective.
+        since: on `perf_counter_ns`' clock.
+    """
+
+    number: int
+    since: int
+
+
+class CollectiveLog:
+    """The collectives of one rank, in order. One thread writes; any thread may read.
+
+    Attributes:
+        begun: how many collectives this rank has come to; the latest one's number.
+        recent: (number, what it is for, step) of the latest.
+        step: the training step that this rank is in, or has done last.
+        waiting: the one that it is in now, or None.
+        waited: how long it has been in collectives, in ns.
+        is_lost: whether the last one failed.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.recent: deque[tuple[int, str, int]] = deque(maxlen=_KEPT)
+        self.step = 0
+        self.waiting: Waiting | None = None
+        self.waited = 0
+        self.is_lost = False
+
+    def begin(self, what: str) -> int:
+        """Come to the next collective; returns its number.
+
+        Args:
+            what: what it is for; without it the line that calls stands for it.
+        """
+        self.begun += 1
+        self.recent.append((self.begun, what or _calling_line(), self.step))
+        return self.begun
+
+
+def named(what: str, step: int) -> str:
+    """A collective in words."""
+    return f"{what}, step {step}" if step else what
+
+
+def _calling_line() -> str:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename in _HERE:
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    if path.is_relative_to(_PACKAGE):
+        path = path.relative_to(_PACKAGE.parent)
+    return f"{frame.f_code.co_qualname} ({path}:{frame.f_lineno})"

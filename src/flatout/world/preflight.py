@@ -1,0 +1,287 @@
+"""The nodes of a job come together before its first rank, and see that all run the same.
+
+The first node keeps a store at the rendezvous, and gives the verdict:
+
+    came                a line for each node that has come, with what it is about to run
+    agreed, refused     the verdict; heard: how many know of a refusal
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from flatout.console import first_line, say
+from flatout.errors import WorldError
+from flatout.world.agreement import Arrival, disagreement
+from flatout.world.network import LOOPBACK, is_here, listen, listener, listening_address
+from flatout.world.nodes import Nodes
+from flatout.world.secret import VARIABLE, Refused, Stranger, secret
+from flatout.world.stores import served
+from flatout.world.tunnel import Gate, Way, entered
+
+T = TypeVar("T")
+
+_LOOK_EVERY_S = 0.05
+# After this long people want to know what is being waited for, and again every minute.
+_SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0
+# How long the first node stays so that the others hear its verdict.
+_LAST_WORDS_S = 5.0
+
+
+class Preflight:
+    """The nodes' first meeting.
+
+    Args:
+        nodes: which node this is, and where they meet.
+        facts: what must be the same on all nodes, by name.
+        wait_s: how long nodes wait for one another, in seconds.
+        answer_s: how long a call of the store may take, in seconds.
+
+    Attributes:
+        address: of this node, by which the others and it reach one another, once it is open.
+        store_port: where the store is reached on loopback of this node, once it is open.
+        own: what this node says of itself.
+    """
+
+    def __init__(
+        self, nodes: Nodes, facts: Mapping[str, str], *, wait_s: float, answer_s: float
+    ) -> None:
+        self.nodes = nodes
+        host, _, port = nodes.rendezvous.rpartition(":")
+        self.host, self.port = host.strip("[]") or LOOPBACK, int(port or 0)
+        self.address, self.store_port = LOOPBACK, 0
+        self.own = Arrival(
+            node=nodes.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            key=uuid.uuid4().hex,
+            facts={"--nodes": str(nodes.count), **facts},
+        )
+        self._gate: Gate | None = None
+        self._wait_s = wait_s
+        self._answer_s = answer_s
+
+    @property
+    def where(self) -> str:
+        """The rendezvous, for people."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def who(self) -> str:
+        """This node, for people."""
+        return f"node {self.nodes.rank}, {self.own.host}"
+
+    def open(self) -> tuple[Any, list[Arrival]]:
+        """Meet the other nodes; the store, and all who have come.
+
+        Raises:
+            WorldError: the port is in use, a node does not come, or they disagree.
+        """
+        until = time.monotonic() + self._wait_s
+        if self.nodes.rank == 0:
+            self._store = self._keep_store()
+            alone = self.nodes.count == 1
+            return self._store, [self.own] if alone else self._receive(until)
+        self.address = self._enter(until)
+        self.store_port = Way(self.host, self.port).port
+        self._store = within(self._answer_s, self.connect)
+        came = within(self._wait_s + 2 * _LAST_WORDS_S, lambda: self._arrive(until))
+        return self._store, came
+
+    def _keep_store(self) -> Any:
+        """The store, on loopback, and on several nodes a gate to it where the others come."""
+        timeout = timedelta(seconds=self._answer_s)
+        try:
+            if self.nodes.count == 1:
+                store = served(LOOPBACK, self.port, timeout)
+            else:
+                self.address = listening_address(self.host)
+                listening = listen(self.address, self.port)
+                store = served(LOOPBACK, 0, timeout)
+                self._gate = Gate(listening, int(store.port))
+        except (OSError, RuntimeError) as error:
+            holder = listener(self.port)
+            raise WorldError(
+                f"the nodes cannot meet at {self.where}: port {self.port} of this node "
+                + (f"is in use by {holder}" if holder else f"cannot be taken: {first_line(error)}"),
+                where=self.who,
+                do="choose another port with --rendezvous, the same on every node, or end what "
+                "uses it",
+            ) from error
+        self.store_port = int(store.port)
+        if self.nodes.count > 1 and not secret() and self.address != LOOPBACK:
+            say(
+                f"no {VARIABLE} is set: whoever reaches {self.where} can take part in this job; "
+                "set the same long random one on every node"
+            )
+        return store
+
+    def _enter(self, until: float) -> str:
+        """Wait until the first node lets this one in; the address that leads there from here."""
+        waiting = Waiting()
+        while True:
+            try:
+                with entered(self.host, self.port) as gate:
+                    return str(gate.getsockname()[0])
+            except Stranger as error:
+                raise WorldError(
+                    f"what listens at {self.where} is not the first node of this job ({error})",
+                    where=self.who,
+                    do="start node 0 there, or choose another port with --rendezvous on every node",
+                ) from error
+            except Refused as error:
+                raise WorldError(
+                    f"node 0 at {self.where} and this one do not share a secret: {error}",
+                    where=self.who,
+                    do=f"set the same {VARIABLE} in the environment of flatout run on every node",
+                ) from error
+            except OSError as error:
+                # A name that is not known yet may come with it.
+                why = error.strerror or str(error)
+            if time.monotonic() > until:
+                raise WorldError(
+                    f"node 0 did not open {self.where} within {self._wait_s:.0f} s ({why})",
+                    where=self.who,
+                    do="start node 0 on that host, with the same --rendezvous, and see that this "
+                    "node reaches the port",
+                )
+            waiting.say(f"waiting for node 0 at {self.where} ({why})")
+            time.sleep(4 * _LOOK_EVERY_S)
+
+    def close(self) -> None:
+        """Let no more nodes in."""
+        if self._gate is not None:
+            self._gate.close()
+
+    def connect(self) -> Any:
+        """A connection of its own to the store."""
+        return TCPStore(
+            LOOPBACK,
+            self.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._answer_s),
+        )
+
+    def _receive(self, until: float) -> list[Arrival]:
+        """As the first node: look at each that comes, and tell all what is wrong, or who came."""
+        waiting = Waiting()
+        came = [self.own]
+        while len(came) < self.nodes.count:
+            lines = self._store.get("came").splitlines() if self._store.check(["came"]) else []
+            for line in lines[len(came) - 1 :]:
+                came.append(Arrival.read(line))
+                wrong = disagreement(came)
+                if wrong is not None:
+                    self._refuse(wrong, len(lines))
+            missing = sorted(set(range(self.nodes.count)) - {one.node for one in came})
+            if missing and time.monotonic() > until:
+                self._refuse(self._nobody(missing), len(came) - 1)
+            waiting.say(f"waiting at {self.where} for {_nodes(missing)} of {self.nodes.count}")
+            time.sleep(_LOOK_EVERY_S)
+        for one in came:
+            self._store.set(f"beat/{one.node}", "")
+        self._store.set("agreed", json.dumps([one.words() for one in came]))
+        return came
+
+    def _nobody(self, missing: list[int]) -> WorldError:
+        elsewhere = (
+            f"; {self.host} is no address of this node, where --node-rank 0 was started"
+            if not is_here(self.host)
+            else ""
+        )
+        return WorldError(
+            f"{_nodes(missing)} of {self.nodes.count} did not come to {self.where} within "
+            f"{self._wait_s:.0f} s{elsewhere}",
+            where=self.who,
+            do=f"start {_nodes(missing)} with the same --nodes and --rendezvous, and see that the "
+            "port is reached from there",
+        )
+
+    def _refuse(self, error: WorldError, others: int) -> None:
+        self._store.set("refused", json.dumps([error.what, error.where, error.do]))
+        until = time.monotonic() + _LAST_WORDS_S
+        while self._store.add("heard", 0) < others and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_S)
+        raise error
+
+    def _arrive(self, until: float) -> list[Arrival]:
+        """As another node: say what is here, and wait for the first node's verdict."""
+        waiting = Waiting()
+        try:
+            self._store.append("came", self.own.words() + "\n")
+            while not self._store.check(["agreed"]):
+                if self._store.check(["refused"]):
+                    what, where, do = json.loads(self._store.get("refused"))
+                    self._store.add("heard", 1)
+                    raise WorldError(what, where=where, do=do)
+                if time.monotonic() > until + _LAST_WORDS_S:
+                    raise WorldError(f"no verdict of node 0 came within {self._wait_s:.0f} s")
+                waiting.say(f"at {self.where} with node 0, waiting for the other nodes")
+                time.sleep(_LOOK_EVERY_S)
+            came = [Arrival.read(one) for one in json.loads(self._store.get("agreed"))]
+        except RuntimeError as error:
+            if isinstance(error, WorldError):
+                raise
+            raise WorldError(
+                f"node 0 at {self.where} ended before all nodes had come ({first_line(error)})",
+                where=self.who,
+            ) from error
+        if self.own.key not in {one.key for one in came}:
+            there = next((one for one in came if one.node == self.nodes.rank), came[0])
+            raise WorldError(
+                f"the job at {self.where} has begun already, with {there} as node {there.node}",
+                where=self.who,
+                do="wait until it has ended, or choose another port with --rendezvous",
+            )
+        return came
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """What a call gives that may never return, as those of a store whose host is cut off.
+
+    Raises:
+        RuntimeError: it did not return in time.
+    """
+    found: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return found.result(seconds)
+    except TimeoutError as error:
+        raise RuntimeError(f"no answer for {seconds:.0f} s") from error
+
+
+class Waiting:
+    """Says now and then what is waited for."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _SAY_AFTER_S
+
+    def say(self, line: str) -> None:
+        """Say it, if it is time to."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _SAY_EVERY_S
+        say(line)
+
+
+def _nodes(missing: list[int]) -> str:
+    return f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
