@@ -53,6 +53,14 @@ def test_a_last_batch_of_one_sample_under_batch_norm(given):
         assert way in error.do
 
 
+def test_one_sample_of_a_source_that_tells_no_length():
+    job = trainer(network())
+    with pytest.raises(DataError, match="a batch has one sample, which BatchNorm") as caught:
+        job.fit(lambda: iter([(X[:16], Y[:16]), (X[:1], Y[:1])]), epochs=1, progress=False)
+    assert caught.value.where == "step 2"
+    assert 'last="drop"' in caught.value.do
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -66,7 +66,7 @@ from flatout.train.checks import check_first_batch
 from flatout.train.inputs import Inputs
 from flatout.train.large_batch import as_rule, resumed_words, scale_rates
 from flatout.train.micro_batch import Parts, estimate_pieces, pieces_for
-from flatout.train.preflight import check_last_batch
+from flatout.train.preflight import check_last_batch, one_sample
 from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.ranks import agreed, check_ranks, part_of
 from flatout.train.resume import (
@@ -661,8 +661,9 @@ class Loop:
         self._lanes = None
         try:
             done = self.stepper(compute, batches, self.step_count + 1, turn)
-        except (IndexError, RuntimeError) as error:
-            found = outside(error, self.model, batches, compute, self.source)
+        except (IndexError, RuntimeError, ValueError) as error:
+            found = one_sample(error, batches, self.step_count + 1)
+            found = found or outside(error, self.model, batches, compute, self.source)
             if found is None:
                 raise
             raise found from error

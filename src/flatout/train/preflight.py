@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,6 +65,21 @@ def check_last_batch(model: nn.Module, compute: Compute, first: Batch, source: S
             'DataLoader\'s drop_last=True, fill it up with .batch(..., last="pad"), or choose '
             "another batch size",
         ) from error
+
+
+def one_sample(error: Exception, batches: Sequence[Batch], step: int) -> DataError | None:
+    """What BatchNorm's error means for a batch of one that nobody could know of; else None.
+
+    Such are those of sources that do not tell their length, as pipes and generators.
+    """
+    if not is_one_value(error) or all(batch.size > 1 for batch in batches):
+        return None
+    return DataError(
+        "a batch has one sample, which BatchNorm cannot take statistics from",
+        where=f"step {step:,}",
+        do='leave it out in what makes the batches; a pipeline does with .batch(..., last="drop"), '
+        'or fills it up with .batch(..., last="pad")',
+    )
 
 
 def is_one_value(error: BaseException) -> bool:
