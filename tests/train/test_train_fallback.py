@@ -14,6 +14,7 @@ import flatout
 from flatout.devices import pin
 from flatout.errors import DeviceError
 from flatout.recipe import Recipe, load
+from flatout.train.rank_device import device_here
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,8 +91,8 @@ def test_a_strict_device_is_no_other():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would stand in")
 def test_ranks_that_ask_for_gpus_fall_back_together(monkeypatch):
     ranks = SimpleNamespace(local_world_size=2, local_rank=1)
-    monkeypatch.setattr("flatout.train.loop.place_here", lambda: ranks)
-    device, why = trainer(device="cuda").loop._device_here()
+    monkeypatch.setattr("flatout.train.rank_device.place", lambda: ranks)
+    device, why = device_here(trainer(device="cuda").loop.requested.world)
     assert (device.type, why[:15]) == ("cpu", "instead of cuda")
     with pytest.raises(DeviceError, match="2 ranks on this node, but 0 GPUs"):
-        trainer(device="cuda", placement="strict").loop._device_here()
+        device_here(trainer(device="cuda", placement="strict").loop.requested.world)

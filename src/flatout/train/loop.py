@@ -11,105 +11,68 @@
 
 `compute(batch)` runs forward and loss of one batch and returns a mean over its samples, or (sum,
 weight).
+
+    decide.py           settings, decided on the first batches
+    checkpointing.py    the run folder;  resume.py: going on from a checkpoint in it
+    step.py             one optimizer step;  numbers_guard.py: whether its numbers are finite
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
-from itertools import chain, count, islice
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from time import perf_counter_ns as clock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from flatout.console import say
-from flatout.data.batch import Batch, split, to, to_memory_format
+from flatout.data.batch import Batch, to, to_memory_format
 from flatout.data.execution.prefetch import prefetch
 from flatout.data.own_pipes import is_pipe
 from flatout.data.pipeline import Pipeline
-from flatout.data.ranked import ranked
 from flatout.data.source import Source, found_of
-from flatout.devices import PingPong, find_ping_pong, place, process, resolve_device
-from flatout.errors import CheckpointError, DeviceError, FlatoutError, ModelError, NumbersError
+from flatout.devices import place, process
+from flatout.errors import CheckpointError, FlatoutError, ModelError
 from flatout.measure import Timeline, fingerprint
 from flatout.measure.live import Live
-from flatout.models import facts_of, weights_of
+from flatout.models import weights_of
 from flatout.optim import LrRule, LrScale, Optimizers, as_tuple
-from flatout.recipe import (
-    ASKED,
-    PLAIN,
-    Choice,
-    ModelFacts,
-    Parity,
-    Recipe,
-    ResolvedRecipe,
-    dumps,
-    effective,
-    from_file,
-    loads,
-    of_change,
-)
-from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
-from flatout.save.in_use import InUse
-from flatout.save.pieces import Pieces, check_shared
-from flatout.save.storage import Folder
+from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe, dumps, effective, from_file
+from flatout.save.checkpoint import Checkpoints
 from flatout.strategies import check_replicas
-from flatout.strategies.reductions import Reduction, Shared, check_reduction, reduction_of
-from flatout.train import auto, guard
-from flatout.train.changed_rates import RateChanges
-from flatout.train.checks import check_first_batch
+from flatout.strategies.reductions import check_reduction
+from flatout.train import guard
+from flatout.train.checkpointing import Checkpointing, no_run_folder
+from flatout.train.decide import decide, make_stepper, samples_of
 from flatout.train.inputs import Inputs
 from flatout.train.large_batch import as_rule, resumed_words, scale_rates
-from flatout.train.micro_batch import Parts, estimate_pieces, pieces_for
+from flatout.train.micro_batch import Parts
+from flatout.train.numbers_guard import NumbersGuard, Step
 from flatout.train.preflight import check_last_batch, one_sample
+from flatout.train.rank_device import device_here
 from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.ranks import agreed, check_ranks, part_of
-from flatout.train.resume import (
-    check_same_data,
-    first_samples,
-    own_state_of,
-    put_back,
-    source_state,
-    state_of,
-)
+from flatout.train.resume import Resume, first_samples, own_state_of, source_state, state_of
 from flatout.train.running_mean import mean_of
-from flatout.train.same_job import check_same_job, in_words, job_of
-from flatout.train.sample_dropout import sample_dropout
-from flatout.train.settings import Settings, Switch
-from flatout.train.snapshot import set_random_state, untouched
-from flatout.train.step import Compute, Stepper, placed
+from flatout.train.same_job import job_of
+from flatout.train.settings import Switch
+from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace
 from flatout.train.tables import outside
 from flatout.train.turn import Turn
-from flatout.world import ONE, LostRank, World, join, restarts
+from flatout.world import ONE, World, join, restarts
 from flatout.world import place as place_here
 from flatout.world.cpus import share_cpus
-
-# After an error, how long the first rank waits for the other ranks' parts of a checkpoint.
-_LAST_PIECES_S = 5.0
 
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
 
 
 # What prepare was given and gives back: one optimizer, or several.
 _Given = TypeVar("_Given", bound=Optimizers)
-
-
-class _Flag(NamedTuple):
-    """The numbers guard's flag of a step, on the device and not read yet."""
-
-    step: int
-    epoch: int
-    first_batch: int
-    batches: int
-    rate: float
-    bad: torch.Tensor
-    compute: Compute
 
 
 class Loop:
@@ -147,6 +110,9 @@ class Loop:
         fresh_groups: the optimizers' groups as `prepare` found them.
         inputs: what becomes of a batch's images on the device; as a Trainer sets it.
         metadata: text that goes with the weights into checkpoints; as a Trainer sets it.
+        resume: the checkpoint that this Loop went on from; None where there was none.
+        undo: what `close` puts back.
+        why_device: why this rank computes on its device.
     """
 
     def __init__(
@@ -168,7 +134,7 @@ class Loop:
         self.say = say
         self._first_words: list[str] = []
         self._elsewhere: list[str] = []
-        self._why_device = ""
+        self.why_device = ""
         self.requested = self._effective(recipe)
         self.allow = Parity.from_name(allow)
         self.seed = seed
@@ -193,24 +159,21 @@ class Loop:
         self.told: dict[str, list[str]] | None = None
         self.job: dict[str, Any] = {}
         self.fresh_groups: list[list[dict[str, Any]]] = []
-        self._changes = RateChanges()
         self.inputs = Inputs()
         self.metadata: dict[str, str] = {}
         self.lr_rule = as_rule(lr_rule)
         # After a rank was killed all start again, and go on where the last checkpoint was.
         self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
-        self._resumed: LoadedCheckpoint | None = None
-        self._kept: ResolvedRecipe | None = None
+        self.resume: Resume | None = None
         self._taken = 0
-        self._flags: list[_Flag] = []
         self._lanes: tuple[int, int, int, int] | None = None
-        self._checkpoints: Checkpoints | None = None
+        self._checkpointing: Checkpointing | None = None
         self._saved: tuple[int, int] | None = None
-        self._undo = ExitStack()
+        self.undo = ExitStack()
+        self._stepper: Stepper | None = None
         self._world: World | None = None
         self._trial: RankTrial | None = None
         self._live: Live | None = None
-        self._in_use: InUse | None = None
         self.pace = Pace(ONE.collectives)
         self.parts = Parts(lambda line: self.say(line))
 
@@ -220,9 +183,20 @@ class Loop:
         return self.join()
 
     @property
+    def stepper(self) -> Stepper:
+        """Makes the steps.
+
+        Raises:
+            FlatoutError: `prepare` was not called.
+        """
+        if self._stepper is None:
+            raise FlatoutError("the Loop has no model yet", do="call loop.prepare(...) first")
+        return self._stepper
+
+    @property
     def together(self) -> World:
         """The ranks that run the same code right now: all within a step, else this one alone."""
-        return self.stepper.together if hasattr(self, "stepper") else ONE
+        return ONE if self._stepper is None else self._stepper.together
 
     def _effective(self, recipe: Recipe | ResolvedRecipe | None) -> Recipe:
         """`--set` over code over `--recipe`; what another machine measured is decided anew."""
@@ -284,48 +258,77 @@ class Loop:
             )
         self.schedulers = _listed(scheduler)
         if self.requested.process.threads == "auto":
-            self._undo.callback(torch.set_num_threads, torch.get_num_threads())
-        loaded = self._find_checkpoint()
-        self.job = self.world.from_first(job_of(self, compute))
-        self.fresh_groups = [[dict(group) for group in o.param_groups] for o in self.optimizers]
-        if loaded is not None:
-            self._changes = check_same_job(loaded, self, weights_of(model))
-            self._take_recipe(loaded)
-        self._check_folder()
+            self.undo.callback(torch.set_num_threads, torch.get_num_threads())
+        self._find_checkpoint(compute)
+        if self.run is not None:
+            self.checkpointing.begin()
         for line in process.apply(self.requested.process):
             self.say(line)
         self._place(model)
-        if data is not None and is_pipe(data):
-            data = agreed(data, self.world)
-        if data is not None and self.run is not None:
-            # What tells the data is told before a function that draws has drawn.
-            source_state(data)
-        check_ranks(model, data, self.world)
-        check_reduction(self.requested.world, self.world, self.say)
-        self.source = whole = data
-        if data is not None:
-            data = part_of(data, self.world, self._note)
-        first = data.peek(2) if compute is not None and data is not None else []
-        if first and data is not None:
-            # The first rank's part begins with the same samples on any World.
-            self.first_samples = first_samples(first) if self.world.is_first else None
-            self.first_batch_size = round(sum(self.world.gather(_samples_of(first))))
-            if loaded is not None:
-                check_same_data(data, loaded.state, self.first_samples)
-        ready = [self.inputs(to(batch, self.device)) for batch in first]
-        if ready and whole is not None and compute is not None:
-            check_last_batch(self.model, compute, ready[0], whole)
-        self._decide(compute, ready, steps)
-        if loaded is not None:
-            self._restore(loaded)
+        first = self._first_batches(data, compute)
+        self._decide(compute, first, steps)
+        if self.resume is not None:
+            self.resume.put_back(self)
+            self.restored_own = self.resume.own
+            self._saved = (self.epoch, self.step_count)
         elif self.world.is_first:
             self.stepper.notes += self._elsewhere  # after a resume the History has them
-        self._scale_rates(data)
+        self._scale_rates(self.source)
         check_replicas(model, self.world, "at the start")
         if is_trial():
             self._trial = RankTrial(lambda: self.step_count, self.world.is_first)
         self._live = self._show()
         return model, optimizer
+
+    def _find_checkpoint(self, compute: Compute | None) -> None:
+        """What a resume goes on from, which may decide the settings."""
+        loaded = None
+        if self._resume or self.run is not None:
+            loaded = self.checkpointing.find(self._resume)
+        self.job = self.world.from_first(job_of(self, compute))
+        self.fresh_groups = [[dict(group) for group in o.param_groups] for o in self.optimizers]
+        if loaded is not None:
+            self.resume = Resume(self, loaded)
+            self.requested = self.resume.recipe(self)
+            self._checkpointing = None  # made anew, as the saved settings say
+
+    def _first_batches(self, data: Source | None, compute: Compute | None) -> list[Batch]:
+        """The first batches on the device, where all is checked that can be before a step."""
+        if data is not None and is_pipe(data):
+            data = agreed(data, self.world)
+        if data is not None and self.run is not None:
+            # What tells the data is told before a function that draws has drawn.
+            source_state(data)
+        check_ranks(self.model, data, self.world)
+        check_reduction(self.requested.world, self.world, self.say)
+        self.source = data
+        if data is None or compute is None:
+            return []
+        part = part_of(data, self.world, self._note)
+        first = part.peek(2)
+        if first:
+            # The first rank's part begins with the same samples on any World.
+            self.first_samples = first_samples(first) if self.world.is_first else None
+            self.first_batch_size = round(sum(self.world.gather(samples_of(first))))
+            if self.resume is not None:
+                self.resume.check_data(part, self.first_samples)
+        ready = [self.inputs(to(batch, self.device)) for batch in first]
+        if ready:
+            check_last_batch(self.model, compute, ready[0], data)
+        return ready
+
+    def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
+        """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
+        self._stepper, facts = make_stepper(self, compute, first)
+        self.resolved = decide(self, facts, compute, first, steps)
+        self._guard = NumbersGuard(
+            self.stepper,
+            self.world,
+            lambda batch: self.inputs(to(batch, self.device)),
+            self._latest,
+        )
+        self._reads_are_free = self.device.type == "cpu"
+        self._channels_last = self.resolved.compute.memory_format == "channels_last"
 
     def _show(self) -> Live:
         """Let `flatout top` see the steps."""
@@ -349,7 +352,7 @@ class Loop:
         if place_here().world_size == 1:
             self._world = ONE
             return ONE
-        device, asked = self._device_here()[0].type, self.requested.world
+        device, asked = device_here(self.requested.world)[0].type, self.requested.world
         self._world = join(device, asked.timeout, asked.patience)
         if not self._world.is_first:
             self.say = lambda line: None
@@ -357,120 +360,19 @@ class Loop:
             share_cpus(self._world, self.requested.process)
         return self._world
 
-    def _device_here(self) -> tuple[torch.device, str]:
-        """The device of this rank, and why: ranks of a node take its GPUs in order."""
-        asked, here = self.requested.world, place_here()
-        name = asked.device
-        if here.local_world_size > 1 and name in ("auto", "cuda"):
-            count = torch.cuda.device_count()
-            if count >= here.local_world_size:
-                name = f"cuda:{here.local_rank}"
-            elif count or (name == "cuda" and asked.placement == "strict"):
-                raise DeviceError(
-                    f"{here.local_world_size} ranks on this node, but {count} GPUs",
-                    do="start as many ranks as there are GPUs, or --set world.device=cpu",
-                )
-        return resolve_device(name, asked.placement == "strict")
-
     def _place(self, model: nn.Module) -> None:
         asked = self.requested.world
-        self.device, self._why_device = self._device_here()
+        self.device, self.why_device = device_here(asked)
         self.placement = place(model, self.device, strict=asked.placement == "strict")
         self._elsewhere = self.placement.words_of_fallbacks()
         if asked.device not in ("auto", str(self.device), self.device.type):
-            self._elsewhere.insert(0, f"running on {self.device} {self._why_device}")
+            self._elsewhere.insert(0, f"running on {self.device} {self.why_device}")
         for line in self._elsewhere:
             self.say(line)
         for optimizer in self.optimizers:
             if self.device.type != "cpu" and optimizer.state:
                 # State of earlier steps follows its parameters: torch moves what it loads.
                 optimizer.load_state_dict(optimizer.state_dict())
-
-    def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
-        """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
-        keyed, facts = sample_dropout(
-            self.requested,
-            self.model,
-            self.seed,
-            compute,
-            first,
-            facts_of(self.model, str(self.device)),
-            self.world,
-            self.say,
-        )
-        if keyed is not None:
-            self._undo.callback(keyed.close)
-        self.stepper = Stepper(
-            Switch(self.model, self.optimizers, self.device),
-            clip_norm=self.clip[0],
-            clip_value=self.clip[1],
-            micro_batch=self.requested.memory.micro_batch,
-            dropout=keyed,
-        )
-        self._note_undo()
-        if self.world.size > 1:
-            self.stepper.meet(self.world)
-        if self.requested.compute.deterministic:
-            torch.use_deterministic_algorithms(True)
-        if first and compute is not None:
-            estimated = self._estimate_pieces(compute, first[0])
-            check = partial(check_first_batch, self.model, compute, source=self.source)
-            self.stepper.look(first[0], check)
-            self._warn_of_trips(compute, first[0])
-        if self._kept is not None:
-            choices = {
-                field: choice
-                for field, choice in self._kept.choices.items()
-                if self.requested.get(field) in (choice.value, "auto")
-            }
-            self.resolved = self.requested.resolve(choices, self._kept.machine, facts)
-        else:
-            began = clock()
-            self.resolved = auto.resolve(
-                self.requested, self.stepper, compute, first, facts, self.allow, steps, self.say
-            )
-            self.measuring_s = (clock() - began) / 1e9
-        self._note_device(facts)
-        if self.world.size > 1:
-            # Each rank has measured, all at the same time; what the first found holds for all.
-            found = loads(self.world.from_first(dumps(self.resolved)))
-            assert isinstance(found, ResolvedRecipe)
-            self.resolved = found
-            self.pace = Pace(self.world.collectives)
-            samples = sum(self.world.gather(_samples_of(first)))
-            self.stepper.train_with(self.world, samples, self._reduction())
-        self.stepper.use(Settings.of(self.resolved))
-        self._reads_are_free = self.device.type == "cpu"
-        self._channels_last = self.resolved.compute.memory_format == "channels_last"
-        if first and compute is not None and estimated > 1:
-            if self.stepper.pieces == estimated:  # the settings chosen may need less
-                self._estimate_pieces(compute, first[0])
-            self._tell_of_pieces(first[0])
-
-    def _note_device(self, facts: ModelFacts) -> None:
-        """Say in the Recipe on which device the job runs, where another one was asked for."""
-        assert self.resolved is not None
-        name = str(self.device)
-        if self.resolved.world.device == name:
-            return
-        parity = of_change("world.device", PLAIN["world.device"], name, facts)
-        choice = Choice(value=name, reason=self._why_device, parity=parity)
-        choices = {**self.resolved.choices, "world.device": choice}
-        self.resolved = self.requested.resolve(choices, self.resolved.machine, facts)
-
-    def _reduction(self) -> Reduction:
-        """How the ranks add up, which is noted in the Recipe where that left it open."""
-        assert self.resolved is not None
-        asked = self.requested.world
-        is_exact = self.allow < Parity.TOLERANT
-        reduction = reduction_of(asked, self.world, self.device, exact=is_exact)
-        if asked.reduction == "auto" and isinstance(reduction, Shared):
-            parity = Parity.EXACT if self.world.size == 2 else Parity.TOLERANT
-            why = "all ranks share one node's memory"
-            choice = Choice(value="shared", reason=why, parity=parity)
-            choices = {**self.resolved.choices, "world.reduction": choice}
-            self.resolved = self.requested.resolve(choices, self.resolved.machine)
-        return reduction
 
     def follow(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, resolved: ResolvedRecipe
@@ -480,20 +382,9 @@ class Loop:
         self._place(model)
         switch = Switch(model, optimizer, self.device)
         switch.now = switch.now.but(precision=resolved.compute.precision)
-        self.stepper = Stepper(switch)
+        self._stepper = Stepper(switch)
         self._reads_are_free = self.device.type == "cpu"
         self._channels_last = False
-
-    def _note_undo(self) -> None:
-        """What a script expects to find as it was: its model's code and torch's global settings."""
-        undo = self._undo.callback
-        undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        undo(
-            torch.use_deterministic_algorithms,
-            torch.are_deterministic_algorithms_enabled(),
-            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        undo(self.stepper.switch.release)
 
     def _scale_rates(self, data: Source | None) -> None:
         """Follow the user's rule for the learning rate; trials ran without it."""
@@ -505,7 +396,7 @@ class Loop:
             self.accumulate,
             scheduled=bool(self.schedulers),
         )
-        if self._resumed is None:
+        if self.resume is None:
             self.stepper.notes += words  # after a resume the History has them
         elif scale is not None and scale.changes:
             words = [resumed_words(scale, self.step_count)]
@@ -514,33 +405,6 @@ class Loop:
         self.lr_scale = scale
         if scale is not None and scale.changes:
             self.stepper.lr_scale = scale
-
-    def _warn_of_trips(self, compute: Compute, batch: Batch) -> None:
-        """Say which data leave the device and come back in a step: each trip waits twice."""
-        if self.device.type == "cpu":
-            return
-
-        def trips(pieces: list[Batch]) -> list[PingPong]:
-            with untouched(self.model):
-                return find_ping_pong(lambda: compute(pieces[0]))
-
-        for trip in self.stepper.look(batch, trips):
-            self.say(trip.words)
-
-    def _estimate_pieces(self, compute: Compute, batch: Batch) -> int:
-        """Into how many micro-batches the steps split a batch, by the memory that is free."""
-        if self.device.type == "cpu" and self.stepper.micro_batch == "auto":
-            # The most that any rank needs.
-            pieces = max(self.world.gather(estimate_pieces(self.model, compute, batch)))
-            self.stepper.pieces = pieces
-        return self.stepper.pieces
-
-    def _tell_of_pieces(self, batch: Batch) -> None:
-        if self.stepper.pieces > 1:
-            self.say(
-                f"a batch of {batch.size} would not fit in the free memory: "
-                f"it runs in {self.stepper.pieces} micro-batches, same global batch"
-            )
 
     # -- training ----------------------------------------------------------------------------
 
@@ -592,13 +456,8 @@ class Loop:
         return to_memory_format(self.inputs(batch, torch.channels_last), torch.channels_last)
 
     def _begin(self, source: Source) -> Iterator[Batch]:
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed.state["source"] is not None:
-            check_same_data(source, resumed.state, None)
-            own = self._own_of(resumed)
-            source.load_state_dict(own["source"])
-            # Once more, because callbacks may have drawn since the checkpoint was loaded.
-            set_random_state(own["random"])
+        if self.resume is not None:
+            self.resume.put_back_source(source)
         self._taken = self.batch_in_epoch
         part = part_of(source, self.world, self._note)
         if hasattr(source, "expect_epochs"):
@@ -653,6 +512,11 @@ class Loop:
         self._step(compute, batches, turn)
         return True
 
+    def _latest(self, batches: int) -> Step:
+        """The step that was just made, of so many batches, and is not counted yet."""
+        rate = self._rate_of(self.stepper.turn)
+        return Step(self.step_count + 1, self.epoch, self._taken - batches, batches, rate)
+
     def _turn_of(self, optimizer: Optimizers | None) -> Turn:
         return self.stepper.joint if optimizer is None else self.stepper.turn_of(optimizer)
 
@@ -668,11 +532,7 @@ class Loop:
                 raise
             raise found from error
         stepped = clock()
-        if self._reads_are_free:
-            if turn.update.was_bad():
-                raise self._explain(compute, batches, self.step_count + 1, self._rate_of(turn))
-        else:
-            self._note_flag(compute, len(batches), turn)
+        self._guard.after_step(turn, compute, batches, self.source)
         self.step_count += 1
         self.step_in_epoch += 1
         self.batch_in_epoch = self._taken
@@ -742,23 +602,8 @@ class Loop:
         choices = {**self.resolved.choices, "input.workers": choice}
         self.resolved = self.requested.resolve(choices, self.resolved.machine)
 
-    # -- numbers guard -----------------------------------------------------------------------
-
-    def _note_flag(self, compute: Compute, batches: int, turn: Turn) -> None:
-        """Remember this step's flag on the device; read the flags only now and then."""
-        flag = turn.update.flag
-        if flag is None:
-            return
-        rate = self._rate_of(turn)
-        step = self.step_count + 1
-        first = self._taken - batches
-        flag = flag.clone()
-        self._flags.append(_Flag(step, self.epoch, first, batches, rate, flag, compute))
-        if len(self._flags) >= guard.EVERY:
-            self.check_numbers()
-
     def check_numbers(self, compute: Compute | None = None) -> None:
-        """Read the flags that are still unread; call it before evaluating or saving.
+        """Read the flags of steps that are still unread; call it before evaluating or saving.
 
         Args:
             compute: makes a bad step once more to find its cause; that of the step by default.
@@ -766,62 +611,22 @@ class Loop:
         Raises:
             NumbersError: naming the first step that was bad.
         """
-        flags, self._flags = self._flags, []
-        if not flags:
-            return
-        read = torch.stack([flag.bad for flag in flags]).tolist()
-        for flag, was_bad in zip(flags, read, strict=True):
-            if was_bad:
-                again = self._fetch_again(flag)
-                raise self._explain(compute or flag.compute, again, flag.step, flag.rate)
-
-    def _fetch_again(self, flag: _Flag) -> list[Batch]:
-        source = self.source
-        if source is None or not source.seekable:
-            return []
-        own = ranked(source, self.world.rank, self.world.size)
-        again = own.batches(flag.epoch, flag.first_batch)
-        return [self.inputs(to(batch, self.device)) for batch in islice(again, flag.batches)]
-
-    def _explain(
-        self, compute: Compute, batches: Sequence[Batch], step: int, rate: float
-    ) -> NumbersError:
-        batches, keyed = placed(batches), self.stepper.dropout
-
-        def forward(batch: Batch) -> Any:
-            if keyed is not None:
-                keyed.at(batch.start, batch.size)
-            with self.autocast():
-                return compute(batch)
-
-        def pieces(batch: Batch) -> int:
-            return pieces_for(batch.size, self.stepper.micro_batch) * self.stepper.pieces
-
-        # Of several batches the first with a bad loss; where only a gradient is bad, the first.
-        culprit = next(iter(batches), None)
-        with nullcontext() if keyed is None else keyed.step(step):
-            if len(batches) > 1:
-                with untouched(self.model), torch.no_grad():
-                    culprit = next(
-                        (
-                            batch
-                            for batch in batches
-                            if not all(_is_finite(forward(p)) for p in split(batch, pieces(batch)))
-                        ),
-                        culprit,
-                    )
-            return guard.explain_bad_step(
-                self.model,
-                forward,
-                culprit,
-                step=step,
-                learning_rate=rate,
-                held_back=self.stepper.update.gated,
-                pieces=1 if culprit is None else pieces(culprit),
-                world=self.world,
-            )
+        self._guard.check(self.source, compute)
 
     # -- checkpoints -------------------------------------------------------------------------
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """Writes checkpoints into `run`.
+
+        Raises:
+            CheckpointError: if the Loop has no `run` folder.
+        """
+        if self.run is None:
+            raise no_run_folder()
+        if self._checkpointing is None:
+            self._checkpointing = Checkpointing(self.run, self.world, self.requested.save)
+        return self._checkpointing
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -830,30 +635,7 @@ class Loop:
         Raises:
             CheckpointError: if the Loop has no `run` folder.
         """
-        if self._checkpoints is None:
-            self._checkpoints = Checkpoints(
-                self._checkpoint_folder,
-                keep_last=self.requested.save.keep_last,
-                keep_best=1,
-                asynchronous=self.requested.save.asynchronous,
-                pieces=Pieces(self.world) if self._writes_pieces else None,
-            )
-        return self._checkpoints
-
-    @property
-    def _writes_pieces(self) -> bool:
-        return self.requested.save.pieces == "per_rank" and self.world.size > 1
-
-    def _check_folder(self) -> None:
-        """Find out now, and not an hour later, whether checkpoints can be written."""
-        if self.run is None:
-            return
-        if self._writes_pieces:
-            check_shared(Folder(self._checkpoint_folder), self.world)
-        elif self.world.is_first:
-            self.checkpoints.check_writable()
-        if self.world.is_first and "://" not in self.run:
-            self._in_use = InUse(self.run)
+        return self.checkpointing.checkpoints
 
     def mend_folder(self) -> bool:
         """Whether the run folder was removed while this job runs; it is taken again then.
@@ -861,19 +643,7 @@ class Loop:
         Raises:
             CheckpointError: another job has begun in its place.
         """
-        if self.run is None or self._in_use is None or not self._in_use.is_gone:
-            return False
-        self._in_use.release()
-        self._in_use = InUse(self.run)
-        return True
-
-    @property
-    def _checkpoint_folder(self) -> str:
-        if self.run is None:
-            raise CheckpointError(
-                "there is no run folder", do="give Loop or Trainer run='runs/name'"
-            )
-        return f"{self.run}/checkpoints"
+        return self.run is not None and self.checkpointing.mend()
 
     def save(self, extra: Any = None, score: float | None = None, own: Any = None) -> str:
         """Write a checkpoint of everything; returns its path. Resuming from it is bitwise.
@@ -892,30 +662,15 @@ class Loop:
         assert self.resolved is not None
         self._check_gathered()
         guard.check_state(self.model, "saving")
-        meta = {"recipe": dumps(self.resolved)}
-        state, weights = state_of(self, extra), weights_of(self.model)
-        own_state = own_state_of(self, own)
-        if self._writes_pieces:
-            name = self.checkpoints.save(
-                self.step_count,
-                weights,
-                state,
-                meta,
-                score,
-                [own_state],
-                ["optimizers"],
-                self.metadata,
-            )
-            path = f"{self._checkpoint_folder}/{name}"
-        else:
-            by_rank = self.world.gather(own_state)
-            path = self.next_checkpoint()
-            if self.world.is_first:
-                # The same name: nobody else writes into a run folder.
-                name = self.checkpoints.save(
-                    self.step_count, weights, state, meta, score, by_rank, metadata=self.metadata
-                )
-                path = f"{self._checkpoint_folder}/{name}"
+        path = self.checkpointing.write(
+            self.step_count,
+            weights_of(self.model),
+            state_of(self, extra),
+            own_state_of(self, own),
+            meta={"recipe": dumps(self.resolved)},
+            score=score,
+            metadata=self.metadata,
+        )
         self._saved = (self.epoch, self.step_count)
         return path
 
@@ -943,95 +698,7 @@ class Loop:
         Raises:
             CheckpointError: if the Loop has no `run` folder.
         """
-        path = None
-        if self.world.is_first:
-            folder = Folder(self._checkpoint_folder)
-            name = f"step-{self.step_count:09d}"
-            names = chain([name], (f"{name}.{again}" for again in count(1)))
-            path = f"{self._checkpoint_folder}/{next(n for n in names if not folder.exists(n))}"
-        return str(self.world.from_first(path))
-
-    def _find_checkpoint(self) -> LoadedCheckpoint | None:
-        if not self._resume and self.run is None:
-            return None
-        if isinstance(self._resume, str):
-            return self._load(self._resume)
-        # One rank looks, so that all find the same.
-        name = self.world.from_first(self.checkpoints.latest() if self.world.is_first else None)
-        if name is None:
-            return None
-        if not self._resume:
-            raise CheckpointError(
-                f"the run folder has checkpoints of an earlier fit, the newest is {name}",
-                where=self._checkpoint_folder,
-                do="go on from it with resume=True, choose another run folder, or delete this one",
-            )
-        return self._load(name)
-
-    def _load(self, name: str) -> LoadedCheckpoint:
-        """Each rank reads the checkpoint; where not all see it, the first sends it."""
-        sees = Folder(self._checkpoint_folder).exists(name)
-        if all(self.world.gather(sees)):
-            return self.checkpoints.load(name)
-        loaded = self.checkpoints.load(name) if self.world.is_first else None
-        return LoadedCheckpoint(**self.world.from_first(None if loaded is None else vars(loaded)))
-
-    def _take_recipe(self, loaded: LoadedCheckpoint) -> None:
-        """A resumed run keeps the settings it had, but for those that are asked for by name now.
-
-        On another machine they are decided anew.
-        """
-        saved = loads(loaded.meta["recipe"])
-        assert isinstance(saved, ResolvedRecipe)
-        same, differences = saved.on_this_machine(fingerprint().as_dict())
-        if not same:
-            self.say(f"settings are decided anew on this machine: {'; '.join(differences)}")
-            return
-        if any(one.name == "allow" for one in self._changes.taken):
-            self.say(f"settings are decided again, with allow={self.allow.name.lower()}")
-            return
-        asked = {field: v for field, v in self.requested.named().items() if v != "auto"}
-        here = {**asked, "world.device": str(self._device_here()[0])}
-        changed = [
-            f"{f}={v} (was {saved.get(f)})" for f, v in asked.items() if here[f] != saved.get(f)
-        ]
-        if changed:
-            self.say(f"settings differ from the checkpoint's: {', '.join(changed)}")
-        left = [f for f, c in saved.choices.items() if c.reason == ASKED and f not in asked]
-        kept = [f"{f}={saved.get(f)}" for f in left if saved.get(f) != self.requested.get(f)]
-        if kept:
-            self.say(f"kept from the checkpoint, though not asked for now: {', '.join(kept)}")
-        # Whether a step may be split when memory runs out is a rule, not a measured value.
-        # Each rank has a device of its own, and what was not here may be here now.
-        open_again = {
-            "memory.micro_batch": self.requested.memory.micro_batch,
-            "world.device": self.requested.world.device,
-        }
-        if len(loaded.own) != self.world.size:
-            open_again["world.reduction"] = "auto"
-        self.requested = saved.request().replace({**open_again, **asked})
-        self._kept = saved
-        self._checkpoints = None  # made anew, as the saved settings say
-
-    def _restore(self, loaded: LoadedCheckpoint) -> None:
-        put_back(self, loaded, self._changes, same_machine=self._kept is not None)
-        set_random_state(self._own_of(loaded)["random"])
-        self.restored_own = [one["own"] for one in loaded.own]
-        self._resumed = loaded
-        self._saved = (self.epoch, self.step_count)
-        then, now = len(loaded.own), self.world.size
-        ranks = "" if then == now else f", {then} -> {now} ranks"
-        self.say(
-            f"resumed step {self.step_count:,} from {loaded.name}{ranks}, 0 samples repeated, "
-            "0 skipped"
-        )
-        if self._changes.taken:
-            words = "\n".join(map(in_words, self._changes.taken))
-            self.say(f"changed since the checkpoint, and taken over:\n{words}")
-
-    def _own_of(self, loaded: LoadedCheckpoint) -> Any:
-        """What was this rank's own; on another World, the first's."""
-        return loaded.own[self.world.rank if len(loaded.own) == self.world.size else 0]
+        return self.checkpointing.next_path(self.step_count)
 
     def close(self) -> None:
         """Take code changes off the model, put torch's settings back, and end the saving.
@@ -1039,24 +706,17 @@ class Loop:
         Raises:
             CheckpointError: if the last checkpoint could not be written.
         """
-        failed = sys.exc_info()[0]
         if self._trial is not None and sys.exc_info()[0] is None:
             self._trial.end()
         self.timeline.stop()
         if self._live is not None:
             self._live.close()
             self._live = None
-        if hasattr(self, "stepper"):
-            self.stepper.close()
-        self._undo.close()
-        try:
-            if self._checkpoints is not None:
-                if failed is not None:
-                    self._checkpoints.give_up(0 if issubclass(failed, LostRank) else _LAST_PIECES_S)
-                self._checkpoints.wait()
-        finally:
-            if self._in_use is not None:
-                self._in_use.release()
+        if self._stepper is not None:
+            self._stepper.close()
+        self.undo.close()
+        if self._checkpointing is not None:
+            self._checkpointing.close()
 
 
 def _listed(given: Any) -> tuple[Any, ...]:
@@ -1066,16 +726,6 @@ def _listed(given: Any) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
-def _is_finite(value: Any) -> bool:
-    loss = value[0] if isinstance(value, tuple) else value
-    return bool(torch.isfinite(loss).all())
-
-
 def _on_all_ranks(batch: Batch, ranks: int) -> int:
     """Samples of the batch that this one is a part of; about, where ranks have samples of own."""
     return batch.samples if ranks == 1 else batch.whole or batch.samples * ranks
-
-
-def _samples_of(batches: Sequence[Batch]) -> float:
-    """About how many samples a batch has, as a share of a copy where several ranks have it."""
-    return batches[0].size / batches[0].copies if batches else 0.0

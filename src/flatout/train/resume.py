@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a Loop, whether its data are those at hand, and putting it back."""
+"""Going on from a checkpoint: whether it is of the same job and data, and putting it back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 from flatout.data.batch import Batch
 from flatout.data.source import Source
 from flatout.errors import DataError
-from flatout.models import load_weights
+from flatout.measure import fingerprint
+from flatout.models import load_weights, weights_of
 from flatout.optim.fused import align_state, fuse, is_fused
+from flatout.recipe import ASKED, Choice, Recipe, ResolvedRecipe, loads
 from flatout.save.checkpoint import LoadedCheckpoint
 from flatout.train.changed_rates import RateChanges, keeps_arguments, take_over
-from flatout.train.same_job import kind_of
-from flatout.train.snapshot import random_state
+from flatout.train.rank_device import device_here
+from flatout.train.same_job import check_same_job, in_words, kind_of
+from flatout.train.snapshot import random_state, set_random_state
 
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
@@ -23,6 +26,111 @@ if TYPE_CHECKING:
 # So many sample numbers of the first batch tell one order from another.
 _SHOWN = 8
 _ANEW = "or begin a new run with warm_start"
+
+
+class Resume:
+    """A checkpoint that a Loop goes on from.
+
+    Args:
+        loop: knows its job and optimizers by now.
+        loaded: the checkpoint.
+
+    Attributes:
+        own: what each rank gave to `Loop.save` as `own`, by rank.
+
+    Raises:
+        CheckpointError: it is of another job; naming what differs.
+    """
+
+    def __init__(self, loop: Loop, loaded: LoadedCheckpoint) -> None:
+        self._loaded = loaded
+        self._changes = check_same_job(loaded, loop, weights_of(loop.model))
+        self._kept: ResolvedRecipe | None = None
+        self._is_due = True
+        self.own = [own["own"] for own in loaded.own]
+        self._own = loaded.own[loop.world.rank if len(loaded.own) == loop.world.size else 0]
+
+    def recipe(self, loop: Loop) -> Recipe:
+        """What is asked for now: the settings of then, but for those that are asked for by name.
+
+        On another machine they are decided anew.
+        """
+        saved = loads(self._loaded.meta["recipe"])
+        assert isinstance(saved, ResolvedRecipe)
+        same, differences = saved.on_this_machine(fingerprint().as_dict())
+        if not same:
+            loop.say(f"settings are decided anew on this machine: {'; '.join(differences)}")
+            return loop.requested
+        if any(one.name == "allow" for one in self._changes.taken):
+            loop.say(f"settings are decided again, with allow={loop.allow.name.lower()}")
+            return loop.requested
+        asked = {field: v for field, v in loop.requested.named().items() if v != "auto"}
+        _say_changes(loop, saved, asked)
+        # Whether a step may be split when memory runs out is a rule, not a measured value.
+        # Each rank has a device of its own, and what was not here may be here now.
+        open_again = {
+            "memory.micro_batch": loop.requested.memory.micro_batch,
+            "world.device": loop.requested.world.device,
+        }
+        if len(self._loaded.own) != loop.world.size:
+            open_again["world.reduction"] = "auto"
+        self._kept = saved
+        return saved.request().replace({**open_again, **asked})
+
+    def choices(self, requested: Recipe) -> tuple[dict[str, Choice], Mapping[str, Any]] | None:
+        """What was decided then, and on which machine; None where it is to be decided now."""
+        if self._kept is None:
+            return None
+        choices = {
+            field: choice
+            for field, choice in self._kept.choices.items()
+            if requested.get(field) in (choice.value, "auto")
+        }
+        return choices, self._kept.machine
+
+    def check_data(self, source: Source, first: list[int] | None) -> None:
+        """Raise if the training data, their batches or their order differ from the checkpoint's.
+
+        Raises:
+            DataError: with both in words.
+        """
+        check_same_data(source, self._loaded.state, first)
+
+    def put_back(self, loop: Loop) -> None:
+        """Bring a prepared Loop to where the checkpoint was written, and say so."""
+        put_back(loop, self._loaded, self._changes, same_machine=self._kept is not None)
+        set_random_state(self._own["random"])
+        then, now = len(self._loaded.own), loop.world.size
+        ranks = "" if then == now else f", {then} -> {now} ranks"
+        loop.say(
+            f"resumed step {loop.step_count:,} from {self._loaded.name}{ranks}, 0 samples "
+            "repeated, 0 skipped"
+        )
+        if self._changes.taken:
+            words = "\n".join(map(in_words, self._changes.taken))
+            loop.say(f"changed since the checkpoint, and taken over:\n{words}")
+
+    def put_back_source(self, source: Source) -> None:
+        """Bring the data to where they were, before the first epoch that goes on."""
+        if not self._is_due or self._loaded.state["source"] is None:
+            return
+        self._is_due = False
+        check_same_data(source, self._loaded.state, None)
+        source.load_state_dict(self._own["source"])
+        # Once more, because callbacks may have drawn since the checkpoint was loaded.
+        set_random_state(self._own["random"])
+
+
+def _say_changes(loop: Loop, saved: ResolvedRecipe, asked: Mapping[str, Any]) -> None:
+    """Say which settings are not those of then, or are though nobody asks for them now."""
+    here = {**asked, "world.device": str(device_here(loop.requested.world)[0])}
+    changed = [f"{f}={v} (was {saved.get(f)})" for f, v in asked.items() if here[f] != saved.get(f)]
+    if changed:
+        loop.say(f"settings differ from the checkpoint's: {', '.join(changed)}")
+    left = [f for f, c in saved.choices.items() if c.reason == ASKED and f not in asked]
+    kept = [f"{f}={saved.get(f)}" for f in left if saved.get(f) != loop.requested.get(f)]
+    if kept:
+        loop.say(f"kept from the checkpoint, though not asked for now: {', '.join(kept)}")
 
 
 def state_of(loop: Loop, extra: Any) -> dict[str, Any]:

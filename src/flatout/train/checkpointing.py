@@ -1,0 +1,173 @@
+"""The run folder of a job: who writes its checkpoints, and which is the newest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import chain, count
+from typing import Any
+
+from flatout.errors import CheckpointError
+from flatout.recipe import Save
+from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
+from flatout.save.in_use import InUse
+from flatout.save.pieces import Pieces, check_shared
+from flatout.save.storage import Folder
+from flatout.world import LostRank, World
+
+# After an error, how long the first rank waits for the other ranks' parts of a checkpoint.
+_LAST_PIECES_S = 5.0
+
+
+class Checkpointing:
+    """The checkpoints in a run folder, which the first rank writes, or all of them in pieces.
+
+    Args:
+        run: folder or fsspec URL.
+        world: of this rank.
+        asked: how checkpoints are written, and how many are kept.
+    """
+
+    def __init__(self, run: str, world: World, asked: Save) -> None:
+        self.run = run
+        self._folder = f"{run}/checkpoints"
+        self._world = world
+        self._asked = asked
+        self._in_pieces = asked.pieces == "per_rank" and world.size > 1
+        self._in_use: InUse | None = None
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """Writes and reads them."""
+        return Checkpoints(
+            self._folder,
+            keep_last=self._asked.keep_last,
+            keep_best=1,
+            asynchronous=self._asked.asynchronous,
+            pieces=Pieces(self._world) if self._in_pieces else None,
+        )
+
+    def begin(self) -> None:
+        """Find out now, and not an hour later, whether checkpoints can be written.
+
+        Raises:
+            CheckpointError: they cannot, or another job writes here.
+        """
+        if self._in_pieces:
+            check_shared(Folder(self._folder), self._world)
+        elif self._world.is_first:
+            self.checkpoints.check_writable()
+        if self._world.is_first and "://" not in self.run:
+            self._in_use = InUse(self.run)
+
+    def mend(self) -> bool:
+        """Whether the folder was removed while this job runs; it is taken again then.
+
+        Raises:
+            CheckpointError: another job has begun in its place.
+        """
+        if self._in_use is None or not self._in_use.is_gone:
+            return False
+        self._in_use.release()
+        self._in_use = InUse(self.run)
+        return True
+
+    def next_path(self, step: int) -> str:
+        """Where a checkpoint of this step would be written."""
+        path = None
+        if self._world.is_first:
+            folder = Folder(self._folder)
+            name = f"step-{step:09d}"
+            names = chain([name], (f"{name}.{again}" for again in count(1)))
+            path = f"{self._folder}/{next(n for n in names if not folder.exists(n))}"
+        return str(self._world.from_first(path))
+
+    def write(
+        self,
+        step: int,
+        weights: Mapping[str, Any],
+        state: Any,
+        own: Any,
+        *,
+        meta: dict[str, str],
+        score: float | None,
+        metadata: dict[str, str],
+    ) -> str:
+        """Write a checkpoint on all ranks together; returns its path.
+
+        Args:
+            step: optimizer steps done.
+            weights: of the model, by name.
+            state: of the job; of several ranks that of the first is kept.
+            own: this rank's own state.
+            meta: how the job ran.
+            score: the checkpoint with the smallest is kept beside the newest.
+            metadata: text that goes with the weights.
+
+        Raises:
+            CheckpointError: it, or the one before it, could not be written.
+        """
+        told = (step, weights, state, meta, score)
+        if self._in_pieces:
+            name = self.checkpoints.save(*told, [own], ["optimizers"], metadata)
+            return f"{self._folder}/{name}"
+        by_rank = self._world.gather(own)
+        path = self.next_path(step)
+        if self._world.is_first:
+            # The same name: nobody else writes into a run folder.
+            name = self.checkpoints.save(*told, by_rank, metadata=metadata)
+            path = f"{self._folder}/{name}"
+        return path
+
+    def find(self, resume: bool | str) -> LoadedCheckpoint | None:
+        """The checkpoint to go on from; None where there is none.
+
+        Args:
+            resume: True for the newest, or the name of one.
+
+        Raises:
+            CheckpointError: it is damaged, or there is one and nobody asked to go on from it.
+        """
+        if isinstance(resume, str):
+            return self._load(resume)
+        # One rank looks, so that all find the same.
+        name = self._world.from_first(self.checkpoints.latest() if self._world.is_first else None)
+        if name is None:
+            return None
+        if not resume:
+            raise CheckpointError(
+                f"the run folder has checkpoints of an earlier fit, the newest is {name}",
+                where=self._folder,
+                do="go on from it with resume=True, choose another run folder, or delete this one",
+            )
+        return self._load(name)
+
+    def _load(self, name: str) -> LoadedCheckpoint:
+        """Each rank reads the checkpoint; where not all see it, the first sends it."""
+        sees = Folder(self._folder).exists(name)
+        if all(self._world.gather(sees)):
+            return self.checkpoints.load(name)
+        loaded = self.checkpoints.load(name) if self._world.is_first else None
+        return LoadedCheckpoint(**self._world.from_first(None if loaded is None else vars(loaded)))
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, as long as that has a chance, and leave the folder.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        failed = sys.exc_info()[0]
+        try:
+            if "checkpoints" in vars(self):
+                if failed is not None:
+                    self.checkpoints.give_up(0 if issubclass(failed, LostRank) else _LAST_PIECES_S)
+                self.checkpoints.wait()
+        finally:
+            if self._in_use is not None:
+                self._in_use.release()
+
+
+def no_run_folder() -> CheckpointError:
+    """What to say where there is no folder to write checkpoints into."""
+    return CheckpointError("there is no run folder", do="give Loop or Trainer run='runs/name'")

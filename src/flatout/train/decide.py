@@ -1,0 +1,187 @@
+"""What `Loop.prepare` decides on the first batches: how steps run here, and with how many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from flatout.data.batch import Batch
+from flatout.devices import PingPong, find_ping_pong
+from flatout.models import facts_of
+from flatout.recipe import (
+    PLAIN,
+    Choice,
+    ModelFacts,
+    Parity,
+    ResolvedRecipe,
+    dumps,
+    loads,
+    of_change,
+)
+from flatout.strategies.reductions import Reduction, Shared, reduction_of
+from flatout.train import auto
+from flatout.train.checks import check_first_batch
+from flatout.train.micro_batch import estimate_pieces
+from flatout.train.sample_dropout import sample_dropout
+from flatout.train.settings import Settings, Switch
+from flatout.train.snapshot import untouched
+from flatout.train.step import Compute, Stepper
+from flatout.train.stragglers import Pace
+
+if TYPE_CHECKING:
+    from flatout.train.loop import Loop
+
+
+def make_stepper(
+    loop: Loop, compute: Compute | None, first: list[Batch]
+) -> tuple[Stepper, ModelFacts]:
+    """Makes the Loop's steps, as the model is now; and what is known of the model."""
+    keyed, facts = sample_dropout(
+        loop.requested,
+        loop.model,
+        loop.seed,
+        compute,
+        first,
+        facts_of(loop.model, str(loop.device)),
+        loop.world,
+        loop.say,
+    )
+    if keyed is not None:
+        loop.undo.callback(keyed.close)
+    stepper = Stepper(
+        Switch(loop.model, loop.optimizers, loop.device),
+        clip_norm=loop.clip[0],
+        clip_value=loop.clip[1],
+        micro_batch=loop.requested.memory.micro_batch,
+        dropout=keyed,
+    )
+    _note_undo(loop, stepper)
+    if loop.world.size > 1:
+        stepper.meet(loop.world)
+    return stepper, facts
+
+
+def decide(
+    loop: Loop, facts: ModelFacts, compute: Compute | None, first: list[Batch], steps: int | None
+) -> ResolvedRecipe:
+    """Resolve the Recipe on the first batches and switch the stepper to it.
+
+    Args:
+        loop: has a stepper.
+        facts: what is known of the model.
+        compute: forward and loss of one batch; None where nothing can be measured.
+        first: the first batches, on the device.
+        steps: that are planned.
+    """
+    estimated = 1
+    if first and compute is not None:
+        estimated = _estimate_pieces(loop, compute, first[0])
+        check = partial(check_first_batch, loop.model, compute, source=loop.source)
+        loop.stepper.look(first[0], check)
+        _warn_of_trips(loop, compute, first[0])
+    resolved = _with_device(loop, _resolved(loop, facts, compute, first, steps), facts)
+    if loop.world.size > 1:
+        # Each rank has measured, all at the same time; what the first found holds for all.
+        found = loads(loop.world.from_first(dumps(resolved)))
+        assert isinstance(found, ResolvedRecipe)
+        loop.pace = Pace(loop.world.collectives)
+        samples = sum(loop.world.gather(samples_of(first)))
+        reduction, resolved = _reduction(loop, found)
+        loop.stepper.train_with(loop.world, samples, reduction)
+    loop.stepper.use(Settings.of(resolved))
+    if first and compute is not None and estimated > 1:
+        if loop.stepper.pieces == estimated:  # the settings chosen may need less
+            _estimate_pieces(loop, compute, first[0])
+        _tell_of_pieces(loop, first[0])
+    return resolved
+
+
+def samples_of(batches: Sequence[Batch]) -> float:
+    """About how many samples a batch has, as a share of a copy where several ranks have it."""
+    return batches[0].size / batches[0].copies if batches else 0.0
+
+
+def _note_undo(loop: Loop, stepper: Stepper) -> None:
+    """What a script expects to find as it was: its model's code and torch's global settings."""
+    undo = loop.undo.callback
+    undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    undo(
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    undo(stepper.switch.release)
+    if loop.requested.compute.deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _resolved(
+    loop: Loop, facts: ModelFacts, compute: Compute | None, first: list[Batch], steps: int | None
+) -> ResolvedRecipe:
+    kept = None if loop.resume is None else loop.resume.choices(loop.requested)
+    if kept is not None:
+        return loop.requested.resolve(*kept, facts)
+    began = perf_counter()
+    resolved = auto.resolve(
+        loop.requested, loop.stepper, compute, first, facts, loop.allow, steps, loop.say
+    )
+    loop.measuring_s = perf_counter() - began
+    return resolved
+
+
+def _with_device(loop: Loop, resolved: ResolvedRecipe, facts: ModelFacts) -> ResolvedRecipe:
+    """Say in the Recipe on which device the job runs, where another one was asked for."""
+    name = str(loop.device)
+    if resolved.world.device == name:
+        return resolved
+    parity = of_change("world.device", PLAIN["world.device"], name, facts)
+    choice = Choice(value=name, reason=loop.why_device, parity=parity)
+    choices = {**resolved.choices, "world.device": choice}
+    return loop.requested.resolve(choices, resolved.machine, facts)
+
+
+def _reduction(loop: Loop, resolved: ResolvedRecipe) -> tuple[Reduction, ResolvedRecipe]:
+    """How the ranks add up, which is noted in the Recipe where that left it open."""
+    asked, is_exact = loop.requested.world, loop.allow < Parity.TOLERANT
+    reduction = reduction_of(asked, loop.world, loop.device, exact=is_exact)
+    if asked.reduction != "auto" or not isinstance(reduction, Shared):
+        return reduction, resolved
+    parity = Parity.EXACT if loop.world.size == 2 else Parity.TOLERANT
+    why = "all ranks share one node's memory"
+    choice = Choice(value="shared", reason=why, parity=parity)
+    choices = {**resolved.choices, "world.reduction": choice}
+    return reduction, loop.requested.resolve(choices, resolved.machine)
+
+
+def _warn_of_trips(loop: Loop, compute: Compute, batch: Batch) -> None:
+    """Say which data leave the device and come back in a step: each trip waits twice."""
+    if loop.device.type == "cpu":
+        return
+
+    def trips(pieces: list[Batch]) -> list[PingPong]:
+        with untouched(loop.model):
+            return find_ping_pong(lambda: compute(pieces[0]))
+
+    for trip in loop.stepper.look(batch, trips):
+        loop.say(trip.words)
+
+
+def _estimate_pieces(loop: Loop, compute: Compute, batch: Batch) -> int:
+    """Into how many micro-batches the steps split a batch, by the memory that is free."""
+    if loop.device.type == "cpu" and loop.stepper.micro_batch == "auto":
+        # The most that any rank needs.
+        pieces = max(loop.world.gather(estimate_pieces(loop.model, compute, batch)))
+        loop.stepper.pieces = pieces
+    return loop.stepper.pieces
+
+
+def _tell_of_pieces(loop: Loop, batch: Batch) -> None:
+    if loop.stepper.pieces > 1:
+        loop.say(
+            f"a batch of {batch.size} would not fit in the free memory: "
+            f"it runs in {loop.stepper.pieces} micro-batches, same global batch"
+        )

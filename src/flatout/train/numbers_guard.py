@@ -1,0 +1,149 @@
+"""Whether the gradients of each step are finite, and which batch made one that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from flatout.data.batch import Batch, split
+from flatout.data.ranked import ranked
+from flatout.data.source import Source
+from flatout.errors import NumbersError
+from flatout.train import guard
+from flatout.train.micro_batch import pieces_for
+from flatout.train.snapshot import untouched
+from flatout.train.step import Compute, Stepper, placed
+from flatout.train.turn import Turn
+from flatout.world import World
+
+
+class Step(NamedTuple):
+    """What is needed to make a step once more.
+
+    Attributes:
+        number: of the step, from 1.
+        epoch: in which it was.
+        first_batch: the number of its first batch within the epoch.
+        batches: how many batches made it.
+        rate: its learning rate.
+    """
+
+    number: int
+    epoch: int
+    first_batch: int
+    batches: int
+    rate: float
+
+
+class NumbersGuard:
+    """Looks at the flag that each update leaves: at once on a CPU, elsewhere every few steps.
+
+    Args:
+        stepper: that makes the steps.
+        world: of this rank.
+        ready: puts a batch of the source on the device.
+        latest: tells of the step that was just made, of so many batches.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        world: World,
+        ready: Callable[[Batch], Batch],
+        latest: Callable[[int], Step],
+    ) -> None:
+        self._stepper = stepper
+        self._world = world
+        self._ready = ready
+        self._latest = latest
+        self._reads_are_free = stepper.switch.device.type == "cpu"
+        # Flags on the device, not read yet.
+        self._unread: list[tuple[Step, torch.Tensor, Compute]] = []
+
+    def after_step(
+        self, turn: Turn, compute: Compute, batches: Sequence[Batch], source: Source | None
+    ) -> None:
+        """A step was made.
+
+        Raises:
+            NumbersError: it, or one before it, was bad.
+        """
+        if self._reads_are_free:
+            if turn.update.was_bad():
+                raise self._explain(compute, batches, self._latest(len(batches)))
+        elif turn.update.flag is not None:
+            flag = turn.update.flag.clone()
+            self._unread.append((self._latest(len(batches)), flag, compute))
+            if len(self._unread) >= guard.EVERY:
+                self.check(source)
+
+    def check(self, source: Source | None, compute: Compute | None = None) -> None:
+        """Read the flags that are still unread.
+
+        Args:
+            source: gives the batches of a bad step again, where it can.
+            compute: makes a bad step once more; that of the step by default.
+
+        Raises:
+            NumbersError: naming the first step that was bad.
+        """
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        found = torch.stack([flag for _, flag, _ in unread]).tolist()
+        for (step, _, own), was_bad in zip(unread, found, strict=True):
+            if was_bad:
+                raise self._explain(compute or own, self._fetch_again(step, source), step)
+
+    def _fetch_again(self, step: Step, source: Source | None) -> list[Batch]:
+        if source is None or not source.seekable:
+            return []
+        own = ranked(source, self._world.rank, self._world.size)
+        again = own.batches(step.epoch, step.first_batch)
+        return [self._ready(batch) for batch in islice(again, step.batches)]
+
+    def _explain(self, compute: Compute, batches: Sequence[Batch], step: Step) -> NumbersError:
+        stepper, batches = self._stepper, placed(batches)
+        model, keyed = stepper.switch.model, stepper.dropout
+
+        def forward(batch: Batch) -> Any:
+            if keyed is not None:
+                keyed.at(batch.start, batch.size)
+            with stepper.switch.autocast():
+                return compute(batch)
+
+        def pieces(batch: Batch) -> int:
+            return pieces_for(batch.size, stepper.micro_batch) * stepper.pieces
+
+        # Of several batches the first with a bad loss; where only a gradient is bad, the first.
+        culprit = next(iter(batches), None)
+        with nullcontext() if keyed is None else keyed.step(step.number):
+            if len(batches) > 1:
+                with untouched(model), torch.no_grad():
+                    culprit = next(
+                        (
+                            batch
+                            for batch in batches
+                            if not all(_is_finite(forward(p)) for p in split(batch, pieces(batch)))
+                        ),
+                        culprit,
+                    )
+            return guard.explain_bad_step(
+                model,
+                forward,
+                culprit,
+                step=step.number,
+                learning_rate=step.rate,
+                held_back=stepper.update.gated,
+                pieces=1 if culprit is None else pieces(culprit),
+                world=self._world,
+            )
+
+
+def _is_finite(value: Any) -> bool:
+    loss = value[0] if isinstance(value, tuple) else value
+    return bool(torch.isfinite(loss).all())
