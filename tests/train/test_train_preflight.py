@@ -53,11 +53,14 @@ def test_a_last_batch_of_one_sample_under_batch_norm(given):
         assert way in error.do
 
 
-def test_one_sample_of_a_source_that_tells_no_length():
+@pytest.mark.parametrize(
+    ("sizes", "where"), [((16, 1), "batch 2 of the first epoch"), ((16, 16, 1), "step 3")]
+)
+def test_one_sample_of_a_source_that_tells_no_length(sizes, where):
     job = trainer(network())
     with pytest.raises(DataError, match="a batch has one sample, which BatchNorm") as caught:
-        job.fit(lambda: iter([(X[:16], Y[:16]), (X[:1], Y[:1])]), epochs=1, progress=False)
-    assert caught.value.where == "step 2"
+        job.fit(lambda: iter([(X[:n], Y[:n]) for n in sizes]), epochs=1, progress=False)
+    assert caught.value.where == where
     assert 'last="drop"' in caught.value.do
 
 

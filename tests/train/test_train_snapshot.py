@@ -233,7 +233,7 @@ def test_of_a_models_buffers_those_that_move_are_put_back():
             return x + self.table
 
     model = Counting()
-    moving = Moving(model)
+    moving = Moving(model, draws=False)
     for done in range(3):
         moving.keep()
         model(torch.zeros(5))

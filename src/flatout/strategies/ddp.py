@@ -204,6 +204,9 @@ class Ddp:
     @torch.no_grad()
     def finish(self) -> Sums:
         """Wait for all sums, which become the gradients."""
+        if self._device.type == "cuda":
+            # So that what is waited for from here on is other ranks, and not this one's backward.
+            torch.cuda.current_stream(self._device).synchronize()
         self._armed = self._is_weighed = False
         while self._next < len(self._buckets):
             self._send_next()

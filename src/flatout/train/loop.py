@@ -314,7 +314,7 @@ class Loop:
                 self.resume.check_data(part, self.first_samples)
         ready = [self.inputs(to(batch, self.device)) for batch in first]
         if ready:
-            check_last_batch(self.model, compute, ready[0], data)
+            check_last_batch(self.model, compute, ready, data)
         return ready
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:

@@ -33,7 +33,9 @@ _TOLD_FROM_S = 5.0
 _ONE_VALUE = "Expected more than 1 value per channel"
 
 
-def check_last_batch(model: nn.Module, compute: Compute, first: Batch, source: Source) -> None:
+def check_last_batch(
+    model: nn.Module, compute: Compute, first: Sequence[Batch], source: Source
+) -> None:
     """Refuse a last batch of one sample where BatchNorm cannot take statistics from one.
 
     Of several ranks each finds the same: such a batch goes whole to all.
@@ -41,22 +43,26 @@ def check_last_batch(model: nn.Module, compute: Compute, first: Batch, source: S
     Args:
         model: in the mode that it trains in; a trial forward leaves no trace.
         compute: forward and loss.
-        first: a batch on the model's device.
+        first: the first batches, on the model's device.
         source: of whole batches.
 
     Raises:
         DataError: with what to do.
     """
     size = source.batch_size
-    if size is None or size == 1 or last_batch_of(source) != 1 or not is_batch_coupled(model):
+    ones = [number for number, batch in enumerate(first, 1) if batch.size == 1]
+    is_known = size not in (None, 1) and last_batch_of(source) == 1
+    if not (is_known or ones) or not is_batch_coupled(model):
         return
     try:
         with untouched(model), torch.no_grad():
-            compute(rows(first, 0, 1))
+            compute(rows(first[0], 0, 1))
     except Exception as error:
         # Images have many values per sample, and of other errors the whole batch tells.
         if not is_one_value(error):
             return
+        if size is None or not is_known:
+            raise _one_sample(f"batch {ones[0]} of the first epoch") from error
         raise DataError(
             f"the last batch of an epoch has one sample, which BatchNorm cannot take statistics "
             f"from: {source.samples:,} samples in batches of {size:,}",
@@ -74,9 +80,13 @@ def one_sample(error: Exception, batches: Sequence[Batch], step: int) -> DataErr
     """
     if not is_one_value(error) or all(batch.size > 1 for batch in batches):
         return None
+    return _one_sample(f"step {step:,}")
+
+
+def _one_sample(where: str) -> DataError:
     return DataError(
         "a batch has one sample, which BatchNorm cannot take statistics from",
-        where=f"step {step:,}",
+        where=where,
         do='leave it out in what makes the batches; a pipeline does with .batch(..., last="drop"), '
         'or fills it up with .batch(..., last="pad")',
     )

@@ -65,9 +65,12 @@ class Moving:
 
     Args:
         model: its buffers are watched, and of a Keras model what is not trained.
+        draws: whether random generators are put back too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, draws: bool) -> None:
+        self._draws = draws
+        self._random: dict[str, Any] | None = None
         self._watched = _changeable(model)
         self._moving = self._watched
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -75,6 +78,8 @@ class Moving:
 
     def keep(self) -> None:
         """Before each forward that may fail."""
+        if self._draws:
+            self._random = random_state()
         if not self._watched:
             return
         versions = [tensor._version for tensor in self._watched]
@@ -88,6 +93,8 @@ class Moving:
 
     def put_back(self) -> None:
         """After one has."""
+        if self._random is not None:
+            set_random_state(self._random)
         for tensor, value in self._kept:
             tensor.data.copy_(value)
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter_ns as clock
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -27,12 +27,12 @@ from flatout.models.keras_model import is_keras
 from flatout.models.sample_dropout import SampleDropout
 from flatout.optim import LrScale, Optimizers, Update, as_tuple
 from flatout.optim.rates import scaled
-from flatout.strategies import Ddp, Sums, SyncBatchNorm, rank_rng, sparse_weights
+from flatout.strategies import Alone, Ddp, Sums, SyncBatchNorm, rank_rng, sparse_weights
 from flatout.strategies.reductions import Beside, Reduction
 from flatout.train.losses import Value
 from flatout.train.micro_batch import forget_frames, is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch
-from flatout.train.snapshot import Moving, untouched
+from flatout.train.snapshot import Moving
 from flatout.train.turn import Turn
 from flatout.world import ONE, World
 
@@ -55,6 +55,16 @@ class Weighing(ABC):
     @abstractmethod
     def of_step(self, sums: torch.Tensor) -> AbstractContextManager[None]:
         """Within, batches are parts of a step of which these are the sums."""
+
+
+class _Part(NamedTuple):
+    """What this rank's forward and backward passes leave of a step."""
+
+    total: torch.Tensor
+    weight: torch.Tensor | float
+    forward: int
+    backward: int
+    is_mean: bool  # total is the mean of a whole step
 
 
 class Done(NamedTuple):
@@ -107,7 +117,9 @@ class Stepper:
         self.samples = 1.0
         self.reduction: Beside | None = None
         self._norms: SyncBatchNorm | None = None
-        self._moving: Moving | None = None
+        # Where an attempt is taken again, what the forward pass has changed is put back before.
+        self._moves: Moving | Literal[False] | None = None
+        self._alone = Alone()
         self._clip = (clip_norm, clip_value)
         # One step with bad numbers holds back the steps of all optimizers.
         self._flags: dict[torch.device, torch.Tensor] = {}
@@ -215,123 +227,145 @@ class Stepper:
         return Done(*found, clock() - start)
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
-        if self.world.size > 1:
-            self.world.collectives.step = step
-            with self._all_together(), self._weighed(compute, batches):
-                return self._with_others(compute, batches, step)
-        if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
-            try:
-                return self._whole(compute, batches[0])
-            except (RuntimeError, MemoryError) as error:
-                self._shrink(error, batches, step)
-        with self._weighed(compute, batches):
-            return self._in_pieces_that_fit(compute, batches, step)
-
-    @contextmanager
-    def _weighed(self, compute: Compute, batches: Sequence[Batch]) -> Iterator[None]:
-        """Within, losses that each divide by a weight of their own know that of the whole step."""
-        if not isinstance(compute, Weighing):
-            yield
-            return
-        sums = compute.sums_of_weights(batches)
-        self.world.sum(sums, "weights of several losses")
-        with compute.of_step(sums):
-            yield
-
-    def _whole(self, compute: Compute, batch: Batch) -> _Found:
-        """The common case: one batch, one piece."""
-        if self.dropout is not None:
-            self.dropout.at(batch.start, batch.size)
-        start = clock()
-        if self._use_autocast:
-            with self.switch.autocast():
-                value = compute(batch)
-        else:
-            value = compute(batch)
-        loss, weight = _mean(value, batch.size)
-        middle = clock()
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), weight, middle - start, clock() - middle, 0
-
-    def _with_others(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
-        """This rank's part of the batch, in smaller pieces where memory runs out, then all sums."""
-        ddp = self._strategy()
-        before = self.world.collectives.waited
-        while True:
-            if self._moving is not None:
-                self._moving.keep()
-            try:
-                total, forward, backward = self._own_part(compute, batches, ddp)
-                break
-            except (RuntimeError, MemoryError) as error:
-                ddp.disarm()
-                self._shrink(error, batches, step)
-                if self._moving is not None:
-                    self._moving.put_back()
-        start = clock()
-        if self.switch.device.type == "cuda":
-            # So that what is waited for from here on is other ranks, and not this one's backward.
-            torch.cuda.current_stream(self.switch.device).synchronize()
-        waited = self.world.collectives.waited
-        sums = ddp.finish()
-        self.stopping = bool(sums.votes)
-        waited = self.world.collectives.waited - waited
-        self._divide(self.samples, sums.weight)
-        assert torch.is_tensor(total)
-        assert torch.is_tensor(sums.total)
-        loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(total.dtype)
-        backward += clock() - start - waited
-        return loss, sums.weight, forward, backward, self.world.collectives.waited - before
+        """Those of the mean loss over the batches of all ranks."""
+        self._check_places(batches)
+        strategy, log = self._strategy(), self.world.collectives
+        log.step, before = step, log.waited
+        with self._all_together():
+            own = self._own_part(compute, batches, strategy, step)
+            if own.is_mean:
+                return own.total, own.weight, own.forward, own.backward, 0
+            start, waited = clock(), log.waited
+            sums = strategy.finish()
+            self.stopping = bool(sums.votes)
+            waited = log.waited - waited
+            self._divide(self._samples_of(batches), sums.weight)
+            assert torch.is_tensor(sums.total)
+            loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(own.total.dtype)
+            backward = own.backward + clock() - start - waited
+        return loss, sums.weight, own.forward, backward, log.waited - before
 
     def _own_part(
-        self, compute: Compute, batches: Sequence[Batch], ddp: Ddp
-    ) -> tuple[torch.Tensor | float, int, int]:
-        """The sum of losses, and times of forward and backward without waiting.
+        self, compute: Compute, batches: Sequence[Batch], strategy: Alone | Ddp, step: int
+    ) -> _Part:
+        """This rank's part, in smaller pieces where memory runs out."""
+        weights: torch.Tensor | None = None
+        while True:
+            pieces = self._pieces_of(batches)
+            is_mean = self.world.size == 1 and len(pieces) == 1
+            moving = None if is_mean else self._moving()
+            try:
+                if is_mean:
+                    return self._mean(compute, pieces[0])
+                samples = self._samples_of(batches)
+                if not isinstance(compute, Weighing):
+                    return self._sums(compute, pieces, samples, strategy)
+                if weights is None:
+                    weights = compute.sums_of_weights(batches)
+                    self.world.sum(weights, "weights of several losses")
+                with compute.of_step(weights):
+                    return self._sums(compute, pieces, samples, strategy)
+            except (RuntimeError, MemoryError) as error:
+                strategy.disarm()
+                self._shrink(error, batches, step)
+                if moving is not None:
+                    moving.put_back()
 
-        Only the last piece's backward tells its gradients to other ranks.
+    def _pieces_of(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The micro-batches of this rank's part of a step."""
+        if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
+            return [batches[0]]
+        return [
+            piece
+            for batch in placed(batches)
+            for piece in split(batch, self._pieces_on_all_ranks(batch))
+        ]
+
+    def _samples_of(self, batches: Sequence[Batch]) -> float:
+        """What losses are divided by before backward, so that fp16's loss scale keeps its range."""
+        if self.world.size > 1:
+            return self.samples
+        return float(sum([batch.size for batch in batches]))
+
+    def _moving(self) -> Moving | None:
+        """What is put back where an attempt fails and may be taken again."""
+        if self._moves is None:
+            model = self.switch.model
+            is_retried = self.micro_batch == "auto" and not is_batch_coupled(model)
+            # Of several ranks each draws from a generator that a step begins.
+            self._moves = Moving(model, draws=self.world.size == 1) if is_retried else False
+        if not self._moves:
+            return None
+        self._moves.keep()
+        return self._moves
+
+    def _mean(self, compute: Compute, batch: Batch) -> _Part:
+        """The common case: one rank and one piece."""
+        start = clock()
+        loss, weight = _mean(self._forward(compute, batch), batch.size)
+        middle = clock()
+        self._backward(loss)
+        return _Part(loss.detach(), weight, middle - start, clock() - middle, True)
+
+    def _sums(
+        self,
+        compute: Compute,
+        pieces: Sequence[Batch],
+        samples: float,
+        strategy: Alone | Ddp,
+    ) -> _Part:
+        """The sum of losses, and times without waiting.
+
+        Only the last piece's backward completes the gradients.
         """
-        assert self._norms is not None
-        if self.dropout is not None and not all(batch.whole for batch in batches):
+        log = self.world.collectives
+        total: torch.Tensor | float = 0.0
+        weight: torch.Tensor | float = 0.0
+        forward = backward = 0
+        for number, piece in enumerate(pieces, 1):
+            start, begun = clock(), log.waited
+            part, part_weight = _sum(self._forward(compute, piece), piece.size)
+            # What several ranks have computed counts once.
+            total = total + part.detach() / piece.copies
+            weight = weight + part_weight / piece.copies
+            middle, waited = clock(), log.waited
+            if number == len(pieces):
+                vote = float(self.wants_to_stop)
+                strategy.arm(Sums(total, weight, vote), samples, self.scaler)
+            self._backward(part / (samples * piece.copies))
+            forward += middle - start - (waited - begun)
+            backward += clock() - middle - (log.waited - waited)
+        assert torch.is_tensor(total)
+        return _Part(total, weight, forward, backward, False)
+
+    def _forward(self, compute: Compute, piece: Batch) -> Value:
+        if self._norms is not None:
+            self._norms.copies = piece.copies
+        if self.dropout is not None:
+            self.dropout.at(piece.start, piece.size)
+        if not self._use_autocast:
+            return compute(piece)
+        with self.switch.autocast():
+            return compute(piece)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def _check_places(self, batches: Sequence[Batch]) -> None:
+        if self.dropout is None or self.world.size == 1:
+            return
+        if not all(batch.whole for batch in batches):
             raise DataError(
                 "dropout by sample wants to know where in the batch of all ranks these samples are",
                 do="let Flatout hand out each rank's part of a batch (no shard by files or rows); "
                 "give a Batch of your own its `start` and `whole`",
             )
-        pieces = [
-            piece
-            for batch in placed(batches)
-            for piece in split(batch, self._pieces_on_all_ranks(batch))
-        ]
-        log = self.world.collectives
-        total: torch.Tensor | float = 0.0
-        weight: torch.Tensor | float = 0.0
-        forward = backward = 0
-        for number, piece in enumerate(pieces):
-            self._norms.copies = piece.copies
-            if self.dropout is not None:
-                self.dropout.at(piece.start, piece.size)
-            start, begun = clock(), log.waited
-            with self.switch.autocast():
-                part, part_weight = _sum(compute(piece), piece.size)
-            # What several ranks have computed counts once.
-            scaled = part / (self.samples * piece.copies)
-            total = total + part.detach() / piece.copies
-            weight = weight + part_weight / piece.copies
-            middle, waited = clock(), log.waited
-            if self.scaler is not None:
-                scaled = self.scaler.scale(scaled)
-            if number + 1 == len(pieces):
-                vote = float(self.wants_to_stop)
-                ddp.arm(Sums(total, weight, vote), self.samples, self.scaler)
-            scaled.backward()  # type: ignore[no-untyped-call]
-            forward += middle - start - (waited - begun)
-            backward += clock() - middle - (log.waited - waited)
-        return total, forward, backward
 
     def _pieces_on_all_ranks(self, batch: Batch) -> int:
         """Into how many: equally many on each where what they compute has collectives in it."""
         wanted = pieces_for(batch.size, self.micro_batch) * self.pieces
-        if not self._meets_in_compute or not isinstance(self.micro_batch, int):
+        if not isinstance(self.micro_batch, int) or not self._meets_in_compute:
             return wanted
         table = torch.zeros(2, self.world.size, dtype=torch.int64)
         table[:, self.world.rank] = torch.tensor([wanted, batch.size])
@@ -339,11 +373,16 @@ class Stepper:
         # No rank has fewer samples than pieces.
         return min(int(table[0].max()), int(table[1].min()))
 
-    @contextmanager
-    def _all_together(self) -> Iterator[None]:
+    def _all_together(self) -> AbstractContextManager[None]:
         """Within, all ranks run the same forward and backward, and draw each their own numbers."""
-        assert self._norms is not None
-        with rank_rng(self.world), self._norms.together():
+        # Before steps are those of all ranks, each tries settings alone.
+        if self.world.size == 1 or self._norms is None:
+            return nullcontext()
+        return self._as_ranks(self._norms)
+
+    @contextmanager
+    def _as_ranks(self, norms: SyncBatchNorm) -> Iterator[None]:
+        with rank_rng(self.world), norms.together():
             yield
 
     def meet(self, world: World) -> None:
@@ -359,11 +398,8 @@ class Stepper:
             reduction: how gradients are added up.
         """
         self.world, self.samples = world, max(1.0, samples)
+        self._moves = None
         self.reduction = Beside(reduction, self.switch.device)
-        # Where an attempt may be taken again, what the model's forward changes is put back before.
-        self._moving = None
-        if self.micro_batch == "auto" and not is_batch_coupled(self.switch.model):
-            self._moving = Moving(self.switch.model)
 
     @property
     def _meets_in_compute(self) -> bool:
@@ -375,7 +411,9 @@ class Stepper:
         """The ranks that run the same code right now: all within a step, else this one alone."""
         return ONE if self._norms is None else self._norms.world
 
-    def _strategy(self) -> Ddp:
+    def _strategy(self) -> Alone | Ddp:
+        if self.world.size == 1:
+            return self._alone
         turn = self.turn
         if turn.ddp is None or not turn.ddp.is_of(turn.update.parameters):
             if turn.ddp is not None:
@@ -401,49 +439,6 @@ class Stepper:
         if self._norms is not None:
             self._norms.close()
             self._norms = None
-
-    def _in_pieces_that_fit(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
-        if self.micro_batch != "auto":
-            try:
-                return self._in_pieces(compute, batches)
-            except (RuntimeError, MemoryError) as error:
-                self._shrink(error, batches, step)
-        while True:
-            try:
-                with untouched(self.switch.model, only_on_error=True):
-                    return self._in_pieces(compute, batches)
-            except (RuntimeError, MemoryError) as error:
-                self._shrink(error, batches, step)
-
-    def _in_pieces(self, compute: Compute, batches: Sequence[Batch]) -> _Found:
-        """Sums of the pieces' losses and gradients, divided once at the end by the whole weight."""
-        samples = float(sum(batch.size for batch in batches))
-        total: torch.Tensor | float = 0.0
-        weight: torch.Tensor | float = 0.0
-        forward = backward = 0
-        for batch in placed(batches):
-            pieces = pieces_for(batch.size, self.micro_batch) * self.pieces
-            for piece in split(batch, pieces):
-                if self.dropout is not None:
-                    self.dropout.at(piece.start, piece.size)
-                start = clock()
-                with self.switch.autocast():
-                    part, part_weight = _sum(compute(piece), piece.size)
-                # Divided by the sample count already, so that fp16's loss scale keeps its range.
-                scaled = part / samples
-                middle = clock()
-                if self.scaler is not None:
-                    scaled = self.scaler.scale(scaled)
-                scaled.backward()  # type: ignore[no-untyped-call]
-                total = total + part.detach()
-                weight = weight + part_weight
-                forward += middle - start
-                backward += clock() - middle
-        start = clock()
-        self._divide(samples, weight)
-        assert torch.is_tensor(total)
-        loss = total / _not_zero(weight, total.dtype)
-        return loss, weight, forward, backward + clock() - start, 0
 
     def _divide(self, samples: float, weight: torch.Tensor | float) -> None:
         """Gradients were divided by the sample count; make that the loss's own weight."""
