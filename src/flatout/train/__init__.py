@@ -1,0 +1,1 @@
+"""Training: one step, Loop, Trainer and its verbs, and what `auto` decides."""
