@@ -50,7 +50,8 @@ def check_last_batch(
         DataError: with what to do.
     """
     size = source.batch_size
-    ones = [number for number, batch in enumerate(first, 1) if batch.size == 1]
+    # Of several ranks each has a part; synchronized statistics are those of the whole batch.
+    ones = [number for number, batch in enumerate(first, 1) if (batch.whole or batch.size) == 1]
     is_known = size not in (None, 1) and last_batch_of(source) == 1
     if not (is_known or ones) or not is_batch_coupled(model):
         return
