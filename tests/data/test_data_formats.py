@@ -106,7 +106,11 @@ def test_one_bad_line_does_not_hide_the_format(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "begin", [b"", b"\0" * 40, b"some words\nand more\n", b"\xff\xfe\x01", b"\n\n", os.urandom(7)]
+    "begin",
+    [
+        *(b"", b"\0" * 40, b"some words\nand more\n", b"\xff\xfe\x01", b"\n\n"),
+        b"\xafD\xd1,\x1e\x0eh",  # bytes at random, with a comma among them
+    ],
 )
 def test_what_is_no_format_is_none(begin):
     assert format_of(begin) is None

@@ -152,11 +152,15 @@ def format_of(begin: bytes) -> str | None:
     return _text_format(begin)
 
 
+# No text has these; tabs, line ends and form feeds it may have.
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f]")
+
+
 def _text_format(begin: bytes) -> str | None:
     whole = begin if len(begin) < _LOOKED_AT else begin[: begin.rfind(b"\n") + 1]
     lines = [line.rstrip(b"\r") for line in whole.split(b"\n")]
     lines = [line for line in lines if line.strip()][:_LINES]
-    if not lines or b"\0" in whole:
+    if not lines or _CONTROL.search(whole):
         return None
     if all(map(_CRITEO.fullmatch, lines)):
         return "criteo"
