@@ -26,7 +26,8 @@ several restarts of each, in turn. Ratios are medians with a bootstrap interval 
 is the same job against itself: what noise makes of 1, or of 0.
 
 `--json` keeps a run in a file, and this page is made from those files. A peer that is not installed
-is reported as absent.
+is reported as absent. Where no commit is recorded, the commit that first reported the figures is
+named, and the command may lack options that the title or the remarks tell.
 
 ```text
 pip install -c constraints.txt '.[bench]'
