@@ -31,7 +31,7 @@ from killed.saves import MERGED, PIECES
 from killed.series import Kind, Outcome
 from killed.tables import CACHES, CONVERTS
 from killed.workers import WORKERS
-from results import Key, Results, finish, positive
+from results import Key, Results, add_json_argument, finish, positive
 
 KINDS = {
     kind.name: kind for kind in (FITS, RANKS, AGENTS, WORKERS, MERGED, PIECES, CACHES, CONVERTS)
@@ -145,9 +145,7 @@ def main() -> int:
     parser.add_argument(
         "--keep", action="store_true", help="keep folders in which there was a find"
     )
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write JSON there; without FILE, here"
-    )
+    add_json_argument(parser)
     arguments = parser.parse_args()
     arguments.check = True
     torch.set_num_threads(1)  # no thread of torch's may be left behind by a fork

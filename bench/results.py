@@ -1,12 +1,22 @@
-"""What a bench ends with: a table, a line for each key, and the same as JSON."""
+"""What a bench ends with: a table, a line for each key, and the same as JSON.
+
+    python bench/trainer.py --json bench/results/trainer.json
+
+The JSON also holds the command, the date, the commit and the hardware. `docs/measurements.py` makes
+a page of such files.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -113,10 +123,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, restarts: int) -> None:
     parser.add_argument(
         "--restarts", type=positive, default=restarts, metavar="N", help=f"default {restarts}"
     )
+    add_json_argument(parser)
+    parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write JSON there; without FILE, here"
     )
-    parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
 
 
 def positive(text: str) -> int:
@@ -149,18 +163,56 @@ def finish(results: Results, arguments: argparse.Namespace) -> int:
 
 
 def write_json(results: Results, where: str) -> None:
-    text = json.dumps(
-        {
-            "keys": {key.name: key.value for key in results.keys},
-            "details": {key.name: key.as_dict() for key in results.keys},
-            **results.data,
-            "machine": fingerprint().as_dict(),
-        }
-    )
+    text = json.dumps(as_data(results), indent=1)
     if where == "-":
         sys.stdout.write(text + "\n")
     else:
         Path(where).write_text(text + "\n")
+
+
+def as_data(results: Results) -> dict[str, Any]:
+    """All that the JSON holds: the run, its tables as words, keys, and the bench's own data."""
+    machine = fingerprint()
+    return {
+        "command": command_words(sys.argv),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "hardware": machine.words,
+        "machine": machine.as_dict(),
+        "tables": [
+            {
+                "title": results.title,
+                "headers": list(results.headers),
+                "lines": [list(line) for line in results.lines],
+            }
+        ],
+        "remarks": list(results.remarks),
+        "keys": {key.name: key.value for key in results.keys},
+        "details": {key.name: key.as_dict() for key in results.keys},
+        **results.data,
+    }
+
+
+def command_words(argv: Sequence[str]) -> str:
+    """The command, without the place of its JSON and without the folders of this machine."""
+    words = []
+    for before, word in pairwise(argv):
+        is_its_file = before == "--json" and not word.startswith("--")
+        if not (is_its_file or word.startswith("--json")):
+            words.append("DIR" if Path(word).is_absolute() else word)
+    return shlex.join(["python", f"bench/{Path(argv[0]).name}", *words])
+
+
+def commit() -> str | None:
+    """The commit that was measured, `-dirty` behind it where files differ; None outside of git."""
+    described = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            described, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def lines_of(

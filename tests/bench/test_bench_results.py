@@ -1,14 +1,18 @@
 import argparse
 import json
+import re
+import sys
 
 import pytest
 
-from flatout.measure import Interval
+from flatout.measure import Interval, fingerprint
 from restarts import Peer, Row
 from results import (
     Key,
     Results,
     add_arguments,
+    command_words,
+    commit,
     finish,
     interval_words,
     lines_of,
@@ -126,6 +130,33 @@ def test_json_goes_to_a_file_and_the_table_to_stdout(results, tmp_path, capsys):
     finish(results, parse("--json", str(file)))
     assert json.loads(file.read_text())["keys"]["good"] == 1.0
     assert "A bench" in capsys.readouterr().out
+
+
+def test_json_names_the_run_and_holds_its_table(results, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/some/where/bench/trainer.py", "--json", "--restarts", "2"])
+    finish(results, parse("--json"))
+    found = json.loads(capsys.readouterr().out)
+    assert found["command"] == "python bench/trainer.py --restarts 2"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
+    assert found["commit"] == commit()
+    assert found["hardware"] == fingerprint().words
+    (table,) = found["tables"]
+    assert table["title"] == "A bench"
+    assert table["headers"] == results.headers
+    assert table["lines"] == results.lines
+    assert found["remarks"] == ["ours, restart 1: [bf16]"]
+
+
+def test_a_command_is_told_without_this_machines_folders():
+    words = ["bench/a.py", "--data", "/some/where", "--json", "/else/where.json", "--only", "x y"]
+    assert command_words(words) == "python bench/a.py --data DIR --only 'x y'"
+    assert command_words(["a.py", "--json=b.json", "--check"]) == "python bench/a.py --check"
+
+
+def test_the_commit_is_none_outside_of_git(monkeypatch, tmp_path):
+    assert commit() is None or re.fullmatch(r"[0-9a-f]{12,}(-dirty)?", commit())
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    assert commit() is None
 
 
 def test_only_check_makes_a_missed_key_an_error(results):

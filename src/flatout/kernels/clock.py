@@ -1,4 +1,9 @@
-"""The clock of a training loop, and the hooks that look at it: in C, or Python twins."""
+"""The clock of a training loop, and the hooks that look at it: in C, or Python twins.
+
+The clock always runs for one of the lanes and keeps the durations of the latest steps. Hooks read
+it several times in each step. The hooks in C (`_clock_hooks.h`) have no fallback here: behind each
+of them stands the hook in Python that it takes the place of.
+"""
 
 from __future__ import annotations
 

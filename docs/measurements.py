@@ -1,0 +1,268 @@
+"""Renders the measurements from the JSON files that the benches write.
+
+python docs/measurements.py > docs/measurements.md
+python docs/measurements.py --check      # exit 1 when docs/measurements.md is out of date
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).with_name("measurements.md")
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
+
+HEAD = """\
+# Measurements
+
+<!-- Made by docs/measurements.py from bench/results/. -->
+
+Each figure comes from a program that you can run yourself. Peers run in processes of their own,
+several restarts of each, in turn. Ratios are medians with a bootstrap interval over restarts. A/A
+is the same job against itself: what noise makes of 1, or of 0.
+
+`--json` keeps a run in a file, and this page is made from those files. A peer that is not installed
+is reported as absent. Where no commit is recorded, the commit that first reported the figures is
+named, and the command may lack options that the title or the remarks tell.
+
+```text
+pip install -c constraints.txt '.[bench]'
+python bench/trainer.py --json bench/results/trainer.json
+python docs/measurements.py > docs/measurements.md
+```
+
+## What falls short
+
+- Nothing has been measured on a GPU. The tests marked `gpu` are written and have not been run.
+{missed}
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One bench on the page.
+
+    Args:
+        name: of its file in bench/results, without the ending.
+        heading: of its part of the page.
+        compares: sentences that say what is compared.
+    """
+
+    name: str
+    heading: str
+    compares: str
+
+
+SECTIONS = (
+    Section(
+        "trainer",
+        "Overhead of a step",
+        "A step of a tiny model, with next to no arithmetic: what the training loop itself costs.",
+    ),
+    Section(
+        "overhead",
+        "What a fit costs beyond its steps",
+        "One epoch over 80,000 rows of 25 columns in batches of 1,024 (an MLP of 32, one thread, "
+        "no cache), by `Trainer.fit` and by a plain loop over the same tensors, in turn in one "
+        "process. Then the seconds that a fit of 20 such epochs spends measuring.",
+    ),
+    Section(
+        "convnet",
+        "A small ConvNet",
+        "conv32, pool, conv64, pool, conv64, dense64, dense10 on images of 28x28 in memory. One "
+        "epoch of warm-up, then three that are timed.",
+    ),
+    Section(
+        "keras",
+        "The same ConvNet as a Keras model",
+        "`model.fit(...)` of Keras on each backend, and `flatout.Trainer(model).fit(...)` on "
+        "Keras' torch backend.",
+    ),
+    Section(
+        "large_batches",
+        "Larger batches",
+        "What the [learning-rate rules](large_batches.md) do where there are few samples: accuracy "
+        "of an MLP (784-128-128-10 with BatchNorm). The rate of SGD is the best of four with batch "
+        "64, those of LARS and LAMB with 512, all on another seed.",
+    ),
+    Section(
+        "startup",
+        "Start-up",
+        "Whole processes, from start to end. Neither loads torch.",
+    ),
+    Section(
+        "input",
+        "The input pipeline",
+        "From files in the page cache to shuffled batches of tensors; each peer in its best form, "
+        "on one CPU and on two with as many threads or processes. LibSVM, TFRecord and Criteo rows "
+        "have 39 fields, in batches of 4,096. JPEGs of 512x496 become 224x224, in batches of 32. "
+        "Data in memory are images of 28x28, in batches of 512.",
+    ),
+    Section(
+        "input_verifying",
+        "Checksums when rows are read",
+        "The first pass over a row cache with and without comparing each block with its checksum.",
+    ),
+    Section(
+        "starved",
+        "A Dataset that is slower than the model",
+        "Fits with each `input.workers`, and with `auto`, trials included.",
+    ),
+    Section(
+        "parallel",
+        "Several ranks",
+        "Flatout beside a handwritten DistributedDataParallel loop: the time of a step on one "
+        "node, and the time to a training loss on two.",
+    ),
+    Section(
+        "doctor_look",
+        "The doctor's first look",
+        "Scripts with a known pitfall, and a clean twin of each, watched for six seconds without "
+        "trials.",
+    ),
+    Section(
+        "doctor",
+        "The doctor's trials",
+        "The same scripts with trials of 120 s. What the trials promise for all cures together is "
+        "measured again by whole runs with and without them.",
+    ),
+    Section(
+        "observing",
+        "What the doctor's hooks cost",
+        "A raw loop with the hooks in their places and out of them, in one process.",
+    ),
+    Section(
+        "doctor_peers",
+        "The doctor and its peers",
+        "Scripts with a known pitfall, shown to four tools. One rule for all: words that are "
+        "looked for in what each tool says first.",
+    ),
+    Section(
+        "fuzz",
+        "Fuzzing the parsers",
+        "Random input for the parsers in C.",
+    ),
+    Section(
+        "kills",
+        "Random kills",
+        "Each series works in a folder of its own, is killed some times, goes on each time, and is "
+        "then left to end.",
+    ),
+)
+
+
+def page() -> str:
+    """Return the whole page as Markdown.
+
+    Raises:
+        SystemExit: a file of results has no section here, or a section no file.
+    """
+    names, files = {s.name for s in SECTIONS}, {file.stem for file in RESULTS.glob("*.json")}
+    if names != files:
+        raise SystemExit(
+            f"bench/results and SECTIONS in {Path(__file__).name} differ: {sorted(names ^ files)}"
+        )
+    runs = {name: json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in names}
+    missed = [line for s in SECTIONS for line in missed_lines(s, runs[s.name])]
+    head = HEAD.format(missed="\n".join(missed))
+    return "\n".join([head, *(section_text(s, runs[s.name]) for s in SECTIONS)])
+
+
+def missed_lines(section: Section, run: Mapping[str, Any]) -> list[str]:
+    """Return a line for each key of a bench that is not met."""
+    return [
+        f"- {section.heading}: `{name}` is {found_text(key)}, wanted {wanted_text(key)}."
+        for name, key in run["details"].items()
+        if key["met"] is False
+    ]
+
+
+def section_text(section: Section, run: Mapping[str, Any]) -> str:
+    """Return one bench's part: what is compared, on what, its tables, keys and remarks."""
+    parts = [f"## {section.heading}", section.compares, run_text(run)]
+    parts += [f"**{table['title']}**\n\n{table_text(table)}" for table in run["tables"]]
+    if run["details"]:
+        parts.append(keys_text(run["details"]))
+    if run["remarks"]:
+        parts.append("\n".join(f"- {remark}" for remark in run["remarks"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def run_text(run: Mapping[str, Any]) -> str:
+    """Return the command of a run, its hardware, date and commit, each named where not recorded."""
+    commit = f"`{run['commit']}`" if run["commit"] else "not recorded"
+    if "reported_in" in run:
+        commit += f" (reported in `{run['reported_in']}`)"
+    date = run["date"] or "not recorded"
+    return (
+        f"Hardware: {run['hardware']}. Date: {date}. Commit: {commit}. Command: `{run['command']}`."
+    )
+
+
+def table_text(table: Mapping[str, Any]) -> str:
+    """Return a table as Markdown, without the columns in which no line holds anything."""
+    used = [
+        place
+        for place, header in enumerate(table["headers"])
+        if header or any(line[place] for line in table["lines"])
+    ]
+    rows = [[row[place] for place in used] for row in (table["headers"], *table["lines"])]
+    return "\n".join([row_text(rows[0]), "|---" * len(used) + "|", *map(row_text, rows[1:])])
+
+
+def keys_text(details: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what the bench is judged by, what was wanted of it, and whether that was met."""
+    met = {True: "yes", False: "**no**", None: ""}
+    rows = [
+        row_text([f"`{name}`", found_text(key), wanted_text(key), met[key["met"]], key["note"]])
+        for name, key in details.items()
+    ]
+    return "\n".join(["| key | measured | wanted | met | |", "|---|---|---|---|---|", *rows])
+
+
+def wanted_text(key: Mapping[str, Any]) -> str:
+    """Return a key's bound, or nothing where it has none."""
+    if key["at_least"] is not None:
+        return f"at least {number(key['at_least'])}"
+    return "" if key["at_most"] is None else f"at most {number(key['at_most'])}"
+
+
+def found_text(key: Mapping[str, Any]) -> str:
+    """Return a key's number, with its interval where it has one."""
+    if key["value"] is None:
+        return "not measured"
+    if key["low"] is None:
+        return number(key["value"])
+    return f"{number(key['value'])} [{number(key['low'])}, {number(key['high'])}]"
+
+
+def number(value: float) -> str:
+    """Return a number with four digits."""
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def row_text(cells: Sequence[str]) -> str:
+    """Return cells as a line of a Markdown table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def main() -> int:
+    """Print the page, or compare it with the file."""
+    if "--check" not in sys.argv[1:]:
+        sys.stdout.write(page())
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():
+        return 0
+    print(
+        "docs/measurements.md is out of date: python docs/measurements.py > docs/measurements.md",
+        file=sys.stderr,
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
