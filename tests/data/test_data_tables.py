@@ -380,3 +380,13 @@ def test_what_inspect_found_is_what_convert_writes(tmp_path):
     assert flatout.data.rows(tmp_path / "b.rows").schema.options["categories"]["city"] == CITIES
     with pytest.raises(DataError, match="csv has no option 'delimeter'"):
         inspect(path, delimeter=";")
+
+
+def test_where_no_text_is_utf8_the_encoding_is_named(tmp_path):
+    rows = "".join(f"Zürich{i % 3},{i},{i % 2}\n" for i in range(200))
+    (tmp_path / "a.csv").write_bytes(b"town,n,y\n" + rows.encode("latin-1"))
+    with pytest.raises(DataError, match=r"found the byte 0xfc .*encoding="):
+        flatout.data.csv(tmp_path / "a.csv", target="y")
+    with pytest.raises(DataError, match="encoding= if its texts"):
+        flatout.data.csv(tmp_path / "a.csv", target="y", on_error="skip")
+    assert flatout.data.csv(tmp_path / "a.csv", target="y", encoding="latin-1").samples == 200

@@ -77,7 +77,11 @@ def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: 
     learned = {name: sorted(found[name].values) for name in found if name not in refused}
     for name, values in learned.items():
         if not values:
-            raise DataError(f"column {name!r}: expected categories, found missing values alone")
+            raise DataError(
+                f"column {name!r}: expected categories, found missing values alone",
+                do="leave it out with unused=, or name the file's encoding= if its texts are there "
+                "and not in UTF-8",
+            )
     return replace(
         wanted,
         categories={**fixed, **learned},
@@ -90,7 +94,7 @@ def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: 
 def _no_categories(found: Texts, share: float) -> str:
     """Why texts are no categories, or ""."""
     values, rows = found
-    if not rows:
+    if not values:  # none could be read: what is no text in its encoding is told with its line
         return ""
     alike = [text for text in values if _NUMBERISH.fullmatch(text)]
     if len(alike) >= _MOSTLY * len(values):
