@@ -152,8 +152,8 @@ def format_of(begin: bytes) -> str | None:
     return _text_format(begin)
 
 
-# No text has these; tabs, line ends and form feeds it may have.
-_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f]")
+# No text has these; tabs, line ends, form feeds and DOS' end of file (Ctrl-Z) it may have.
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x19\x1b-\x1f]")
 
 
 def _text_format(begin: bytes) -> str | None:
