@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flatout.recipe import FIELDS, PLAIN, SECTIONS, ModelFacts, Parity, Recipe, dumps, of_change
-from flatout.recipe.parity import LEARNS
+from flatout.recipe import SECTIONS, SETTINGS, ModelFacts, Parity, Recipe, dumps, of_change
 from flatout.recipe.refusal import allowed, spelled
 
 PAGE = Path(__file__).with_name("recipe.md")
@@ -19,7 +18,7 @@ HEAD = """\
 # Recipe reference
 
 <!-- Made from the code by docs/recipe_reference.py. The descriptions are in
-     src/flatout/recipe/sections.py. -->
+     src/flatout/recipe/settings/. -->
 
 A Recipe holds every setting that decides how fast a job runs. A field that says `auto` is decided
 by measuring your model on your machine, or by the rule in its description. The rest is yours to
@@ -76,7 +75,7 @@ def page() -> str:
     parts = [HEAD.format(example=example, parities="\n".join(rows))]
     for title, section in SECTIONS.items():
         parts.append(f"## [{title}]\n\n{first_sentence(section.__doc__)}\n")
-        parts += [field_text(f) for f in FIELDS if f.startswith(f"{title}.")]
+        parts += [field_text(f) for f in SETTINGS if f.startswith(f"{title}.")]
     return "\n".join(parts)
 
 
@@ -94,8 +93,9 @@ def field_text(field: str) -> str:
         f"- takes: {allowed(section, name)}",
         f"- default: {words(Recipe().get(field))}",
     ]
-    if field in PLAIN and PLAIN[field] != Recipe().get(field):
-        lines.append(f"- plain PyTorch: {words(PLAIN[field])}")
+    plain = SETTINGS[field].plain
+    if plain != Recipe().get(field):
+        lines.append(f"- plain PyTorch: {words(plain)}")
     lines.append(f"- when changed: {parity_words(field)}\n")
     return "\n".join(lines)
 
@@ -112,8 +112,8 @@ def parity_words(field: str) -> str:
     for case, facts, simpler in CASES:
         if judged(field, facts) is not judged(field, simpler):
             parts.append(f"{judged(field, facts).words} {case}")
-    if field in LEARNS:
-        parts.append(f"{Parity.LEARNING.words} to or from {words(LEARNS[field])}")
+    if SETTINGS[field].learns is not None:
+        parts.append(f"{Parity.LEARNING.words} to or from {words(SETTINGS[field].learns)}")
     return "; ".join(parts)
 
 

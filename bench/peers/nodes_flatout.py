@@ -8,8 +8,8 @@ import nodes_job
 import torch
 
 import flatout
+from flatout.recipe import PLAIN
 from flatout.recipe.overrides import apply
-from flatout.recipe.sections import PLAIN
 
 
 class Until(flatout.Callback):

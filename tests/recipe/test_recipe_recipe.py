@@ -182,7 +182,8 @@ def test_summary_names_only_what_differs_from_plain_pytorch():
     )
     changed["process.threads"] = Choice(value=2, reason="measured", parity=Parity.TOLERANT)
     assert Recipe().resolve(changed, {}).summary() == (
-        "bf16 · channels_last · rewrites · fused optimizer · 2 threads · allocator keep"
+        "bf16 · channels_last · rewrites · fused optimizer · memory kept by the allocator"
+        " · 2 threads"
     )
 
 
@@ -244,7 +245,7 @@ def test_what_was_proven_for_a_script_names_nothing_else():
     assert proven.request().named() == {"input.workers": 2, "script.zero_grad": "set_to_none"}
     assert proven.anew().named() == {"script.zero_grad": "set_to_none"}
     assert [row.field for row in proven.changes()] == ["input.workers", "script.zero_grad"]
-    assert proven.summary() == "workers=2 · gradients to None"
+    assert proven.summary() == "workers=2 · gradients set to None"
     assert loads(dumps(proven)) == proven
     with pytest.raises(RecipeError, match=r"choices has no entry for input\.workers"):
         ResolvedRecipe(**fields, choices={}, machine={}, proven_for="a.py")

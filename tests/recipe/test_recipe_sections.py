@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 from recipe_strategies import REQUESTED, TAKES_AUTO
 
 from flatout.errors import RecipeError
-from flatout.recipe import FIELDS, PLAIN, SECTIONS, Compute, Memory, Process, Recipe, Save, World
+from flatout.recipe import (
+    FIELDS,
+    PLAIN,
+    SECTIONS,
+    Compute,
+    Memory,
+    Process,
+    Recipe,
+    Save,
+    World,
+    phrase,
+)
 from flatout.recipe.refusal import allowed
 from flatout.recipe.sections import split
 
@@ -190,3 +201,21 @@ def test_import_is_light():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("compute.precision", "fp32", "fp32"),
+        ("compute.rewrites", "on", "rewrites"),
+        ("compute.rewrites", "off", "compute.rewrites=off"),
+        ("memory.allocator", "default", "memory.allocator=default"),
+        ("process.threads", 1, "1 thread"),
+        ("process.threads", 4, "4 threads"),
+        ("save.asynchronous", False, "waits for each checkpoint"),
+        ("save.asynchronous", True, "save.asynchronous=true"),
+        ("script.log_every", 50, "a log line every 50 steps"),
+    ],
+)
+def test_a_setting_in_words(field, value, words):
+    assert phrase(field, value) == words

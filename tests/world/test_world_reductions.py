@@ -8,7 +8,7 @@ import torch
 from world_ranks import run
 
 from flatout.errors import WorldError
-from flatout.recipe.sections import World as Asked
+from flatout.recipe import World as Asked
 from flatout.strategies.reductions import Flat, check_reduction
 from flatout.strategies.reductions.power_sgd import PowerSgd
 from flatout.world import ALONE, Group, World
@@ -53,7 +53,7 @@ JOB = '''
     from torch import nn
 
     import flatout
-    from flatout.recipe.sections import World as Asked
+    from flatout.recipe import World as Asked
     from flatout.strategies.reductions import Beside, Flat, reduction_of
     from flatout.world import World, join
     from test_world_reductions import (

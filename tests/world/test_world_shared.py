@@ -80,7 +80,7 @@ JOB = """
     import torch
     from torch import nn
     import flatout
-    from flatout.recipe.sections import World as Asked
+    from flatout.recipe import World as Asked
     from flatout.strategies.reductions import Shared, meeting, reduction_of
     from flatout.world import join
 
@@ -191,7 +191,7 @@ def test_three_ranks_keep_the_librarys_order_where_bits_count(tmp_path):
         import sys
         from pathlib import Path
         import torch
-        from flatout.recipe.sections import World as Asked
+        from flatout.recipe import World as Asked
         from flatout.strategies.reductions import reduction_of
         from flatout.world import join
         world, cpu = join(), torch.device("cpu")

@@ -1,21 +1,18 @@
 """The Recipe: every setting that decides how fast a job runs, asked for and resolved."""
 
 from flatout.recipe.overrides import apply, effective, from_file, from_set
-from flatout.recipe.parity import ModelFacts, Parity, of_change
+from flatout.recipe.parity import ModelFacts, Parity
 from flatout.recipe.recipe import ASKED, Change, Choice, Recipe, ResolvedRecipe
 from flatout.recipe.sections import (
     FIELDS,
     PLAIN,
     SECTIONS,
-    Compute,
-    Input,
-    Memory,
-    Process,
-    Save,
-    Script,
-    Value,
-    World,
+    SETTINGS,
+    of_change,
+    phrase,
 )
+from flatout.recipe.setting import Value
+from flatout.recipe.settings import Compute, Input, Memory, Process, Save, Script, World
 from flatout.recipe.toml import dump, dumps, load, loads
 
 __all__ = [
@@ -23,6 +20,7 @@ __all__ = [
     "FIELDS",
     "PLAIN",
     "SECTIONS",
+    "SETTINGS",
     "Change",
     "Choice",
     "Compute",
@@ -46,4 +44,5 @@ __all__ = [
     "load",
     "loads",
     "of_change",
+    "phrase",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 from flatout.errors import RecipeError
 from flatout.recipe.recipe import Recipe, ResolvedRecipe, of_fields
 from flatout.recipe.refusal import FieldError
-from flatout.recipe.sections import Value
+from flatout.recipe.setting import Value
 from flatout.recipe.toml import load
 
 FILE_VARIABLE = "FLATOUT_RECIPE"

@@ -12,22 +12,19 @@ from pydantic import (
     model_validator,
 )
 
-from flatout.recipe.parity import ModelFacts, Parity, of_change
+from flatout.recipe.parity import ModelFacts, Parity
 from flatout.recipe.refusal import FieldError, PlainData, spelled
 from flatout.recipe.sections import (
     FIELDS,
     PLAIN,
     SECTIONS,
-    Compute,
-    Input,
-    Memory,
-    Process,
-    Save,
-    Script,
-    Value,
-    World,
+    of_change,
+    phrase,
     split,
+    value_words,
 )
+from flatout.recipe.setting import Value
+from flatout.recipe.settings import Compute, Input, Memory, Process, Save, Script, World
 
 ASKED = "asked for"
 DEFAULT = "default"
@@ -293,7 +290,7 @@ class ResolvedRecipe(_Sections):
         for field in self.resolved():
             choice = self.choices[field]
             if self._differs(field):
-                value = _value_words(choice.value)
+                value = value_words(choice.value)
                 rows.append(
                     Change(field, value, choice.reason, choice.parity.words, choice.ratio_words)
                 )
@@ -301,7 +298,8 @@ class ResolvedRecipe(_Sections):
 
     def summary(self) -> str:
         """Return what differs from plain PyTorch in one line: `bf16 · channels_last · rewrites`."""
-        phrases = [_phrase(field, self.get(field)) for field in _PHRASES if self._differs(field)]
+        fields = dict.fromkeys(("world.device", *FIELDS))  # where it runs comes first
+        phrases = [phrase(field, self.get(field)) for field in fields if self._differs(field)]
         return " · ".join(phrases) or "as plain PyTorch"
 
     def _differs(self, field: str) -> bool:
@@ -326,57 +324,3 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(one, f"{name}.{index}")
     else:
         yield name, value
-
-
-def _value_words(value: Value) -> str:
-    return value if isinstance(value, str) else "off" if value is None else spelled(value)
-
-
-def _phrase(field: str, value: Value) -> str:
-    phrase = _PHRASES[field].format(_value_words(value))
-    return phrase.removesuffix("s") if value == 1 else phrase
-
-
-# In reading order: where it runs, arithmetic, processor, memory, input, saving, the script.
-_PHRASES = {
-    "world.device": "{}",
-    "compute.precision": "{}",
-    "compute.memory_format": "{}",
-    "compute.rewrites": "rewrites",
-    "compute.fused_optimizer": "fused optimizer",
-    "compute.compile": "compiled",
-    "compute.matmul_precision": "matmul {}",
-    "compute.deterministic": "deterministic",
-    "compute.dropout": "dropout {}",
-    "process.threads": "{} threads",
-    "process.interop_threads": "{} interop threads",
-    "process.affinity": "CPUs {}",
-    "process.flush_denormals": "denormals flushed",
-    "memory.micro_batch": "micro-batch {}",
-    "memory.activation_checkpointing": "activation checkpointing",
-    "memory.allocator": "allocator {}",
-    "input.workers": "workers={}",
-    "input.pin_memory": "pinned memory",
-    "world.placement": "{} placement",
-    "world.reduction": "{} reduction",
-    "world.compression": "gradients as {}",
-    "world.powersgd_rank": "PowerSGD of rank {}",
-    "world.timeout": "{} s for a collective",
-    "world.patience": "{} s until missing ranks are named",
-    "save.every": "checkpoint every {} steps",
-    "save.keep_last": "last {} checkpoints",
-    "save.asynchronous": "waits for each checkpoint",
-    "save.pieces": "checkpoints in pieces",
-    "script.persistent_workers": "workers stay",
-    "script.cache": "samples in {}",
-    "script.features": "features of frozen layers in {}",
-    "script.zero_grad": "gradients to None",
-    "script.garbage": "garbage collection {}",
-    "script.empty_cache": "memory kept on the device",
-    "script.host_syncs": "numbers read later",
-    "script.log_every": "a log line every {} steps",
-    "script.evaluation": "evaluation without a graph",
-    "script.cudnn_benchmark": "cuDNN benchmark",
-    "script.gradient_sync": "gradients added up once a step",
-    "script.unused_parameters": "no search for unused parameters",
-}

@@ -15,7 +15,8 @@ from typing import Any
 from flatout.errors import RecipeError
 from flatout.recipe.recipe import Choice, Recipe, ResolvedRecipe
 from flatout.recipe.refusal import FieldError, bad_value
-from flatout.recipe.sections import Value, split
+from flatout.recipe.sections import split
+from flatout.recipe.setting import Value
 
 _LONG_KEY = re.compile(r"""(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
 _REQUESTED = "# A Recipe for Flatout. What is not named here is measured, or keeps its default.\n\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flatout.devices.threads import affinity, set_affinity, set_threads
-from flatout.recipe.sections import Process
+from flatout.recipe import Process
 from flatout.world.world import World
 
 

@@ -11,7 +11,7 @@ from flatout.doctor.edits.proposals import with_recipe
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
 from flatout.observe import Observation
-from flatout.recipe import ModelFacts, Parity, of_change
+from flatout.recipe import ModelFacts, Parity, of_change, phrase
 
 # Once in each epoch: their trials are measured in whole epochs.
 IN_EPOCHS = ("script.persistent_workers", "script.cache", "script.evaluation")
@@ -23,25 +23,6 @@ FILLED_BY_AN_EPOCH = ("script.cache", "script.features")
 BETWEEN_STEPS = ("script.evaluation", "save.asynchronous")
 _COMPILE = "compute.compile"
 _MOST_VALUES = 4
-
-_WORDS: dict[str, str] = {
-    "compute.fused_optimizer": "fused optimizer",
-    "compute.compile": "torch.compile",
-    "compute.rewrites": "activation behind pooling",
-    "memory.allocator": "memory kept by the allocator",
-    "input.pin_memory": "pinned memory",
-    "script.persistent_workers": "workers that stay",
-    "script.cache": "samples cached in memory",
-    "script.features": "features of frozen layers kept",
-    "script.zero_grad": "gradients dropped, not zeroed",
-    "script.garbage": "garbage collection scheduled",
-    "script.empty_cache": "no empty_cache",
-    "script.host_syncs": "numbers read when they are used",
-    "script.evaluation": "evaluation without gradients",
-    "script.cudnn_benchmark": "cuDNN benchmark",
-    "script.gradient_sync": "gradients summed once per step",
-    "script.unused_parameters": "no search for unused parameters",
-}
 
 
 @dataclass(frozen=True)
@@ -250,15 +231,7 @@ def _field_words(name: str, value: Any, seen: Observation) -> str:
     before = {"input.workers": _workers(seen), "process.threads": seen.threads}.get(name)
     if before is not None:
         return f"{name.partition('.')[2]} {before} to {value}"
-    if name == "script.log_every":
-        return f"a log line every {value} steps"
-    if name == "world.device":
-        return f"on {value}"
-    if name in _WORDS and value not in ("off", "default"):
-        return _WORDS[name]
-    if name in ("compute.precision", "compute.memory_format"):
-        return str(value)
-    return f"{name}={value}"
+    return phrase(name, value)
 
 
 def _edit_words(names: Sequence[str], edits: Sequence[Edit]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from flatout.errors import WorldError
-from flatout.recipe.sections import World as Asked
+from flatout.recipe import World as Asked
 from flatout.strategies.reductions.all_reduce import AllReduce
 from flatout.strategies.reductions.halves import Halves
 from flatout.strategies.reductions.hierarchical import Hierarchical

@@ -1,0 +1,84 @@
+"""A setting: one field of the Recipe, declared with all that is known of it.
+
+    precision: Literal["auto", "fp32", "bf16"] = setting(
+        "auto", "The number format.", plain="fp32", parity=Parity.TOLERANT, words="{}"
+    )
+
+The Recipe, `auto`, the cures, the doctor and the reference go through these declarations, which
+stand in `settings/`, a file for each section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from flatout.recipe.parity import ModelFacts, Parity
+from flatout.recipe.refusal import PlainData
+
+Value = str | int | bool | None | tuple[int, ...]
+"""What a field of a Recipe can hold."""
+
+
+class Section(PlainData):
+    """Base of the sections: no value is converted in silence, so `"4"` is no number."""
+
+    model_config = ConfigDict(strict=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a field, beside its type, default and description.
+
+    Args:
+        plain: what a plain PyTorch script does; "auto" where that depends on the machine.
+        parity: what a change of it does to the result, or what decides that by the model.
+        words: how it is said where it is not plain, with {} for the value.
+        learns: the value that changes what is learned, where others do not.
+    """
+
+    plain: Value
+    parity: Parity | Callable[[ModelFacts], Parity]
+    words: str
+    learns: Value = None
+
+
+def setting(default: Value, description: str, **facts: Any) -> Any:
+    """Declare a field of a section: what is not named is decided by `default`.
+
+    Args:
+        default: "auto" where measuring may decide it.
+        description: for the reference.
+        facts: of the Setting; the plain value is the default where it is not given.
+    """
+    field: Any = Field(default=default, description=description)
+    field.metadata.append(Setting(**{"plain": default, **facts}))
+    return field
+
+
+def switch_word(value: Any) -> Any:
+    """`on` for true and `off` for false."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _truth(value: Any) -> Any:
+    return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _off_is_none(value: Any) -> Any:
+    return None if isinstance(value, str) and value == "off" else value
+
+
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(switch_word)]
+OnOff = Annotated[Literal["on", "off"], BeforeValidator(switch_word)]
+Flag = Annotated[bool, BeforeValidator(_truth)]
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Steps = Annotated[
+    Positive | None,
+    BeforeValidator(_off_is_none),
+    Field(json_schema_extra={"allowed": "off or a whole number above 0"}),
+]

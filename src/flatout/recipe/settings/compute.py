@@ -1,0 +1,79 @@
+"""`compute`: how the arithmetic of a step runs."""
+
+from typing import ClassVar, Literal
+
+from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
+from flatout.recipe.setting import Flag, Section, Switch, setting
+
+
+def _memory_format(facts: ModelFacts) -> Parity:
+    # Other kernels round otherwise, and torch fills a random mask in the order of memory.
+    return redrawn_if(facts.draws_from_a_stream and facts.draws_by_layout, Parity.TOLERANT)
+
+
+class Compute(Section):
+    """How the arithmetic of a step runs."""
+
+    title: ClassVar[str] = "compute"
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
+        "auto",
+        "The number format of the heavy operators under autocast. Weights and the optimizer stay "
+        "in fp32. fp16 scales the loss and skips a step whose gradients overflow.",
+        plain="fp32",
+        parity=Parity.TOLERANT,
+        words="{}",
+    )
+    memory_format: Literal["auto", "contiguous", "channels_last"] = setting(
+        "auto",
+        "The layout of image tensors: NCHW, or NHWC with the same shape.",
+        plain="contiguous",
+        parity=_memory_format,
+        words="{}",
+    )
+    rewrites: Switch = setting(
+        "auto",
+        "Rewrites of the model's graph that give equal values, such as a ReLU moved behind "
+        "max-pooling.",
+        plain="off",
+        # Keras' layers get their bias inside of the operator, which rounds otherwise.
+        parity=lambda facts: Parity.TOLERANT if facts.rewrites_round else Parity.EXACT,
+        words="rewrites",
+    )
+    fused_optimizer: Switch = setting(
+        "auto",
+        "One pass over each parameter for the optimizer's whole update.",
+        plain="off",
+        parity=Parity.TOLERANT,
+        words="fused optimizer",
+    )
+    compile: Switch = setting(
+        "auto",
+        "torch.compile, for runs long enough to repay the compilation.",
+        plain="off",
+        # Inductor draws its random numbers from streams of its own.
+        parity=lambda facts: redrawn_if(facts.draws_random, Parity.TOLERANT),
+        words="torch.compile",
+    )
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = setting(
+        "auto",
+        "How precisely fp32 matrix products are computed (torch.set_float32_matmul_precision).",
+        plain="highest",
+        parity=Parity.TOLERANT,
+        words="matmul {}",
+    )
+    dropout: Literal["torch", "by_sample"] = setting(
+        "torch",
+        "What decides which elements dropout drops. `torch`: torch's own stream of random "
+        "numbers, one on each rank. `by_sample`: seed, step, layer and sample alone, so that they "
+        "are the same on any number of ranks, in any micro-batches and memory format, and after a "
+        "resume; not with `compile`.",
+        parity=lambda facts: redrawn_if(facts.draws_random, Parity.EXACT),
+        words="dropout {}",
+    )
+    deterministic: Flag = setting(
+        False,
+        "Only operators that give the same bits on every run.",
+        parity=Parity.TOLERANT,
+        words="deterministic",
+    )

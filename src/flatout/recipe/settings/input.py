@@ -1,0 +1,32 @@
+"""`input`: how batches are made ready."""
+
+from typing import ClassVar, Literal
+
+from flatout.recipe.parity import Parity, redrawn_if
+from flatout.recipe.setting import NotNegative, Section, Switch, setting
+
+
+class Input(Section):
+    """How batches are made ready."""
+
+    title: ClassVar[str] = "input"
+
+    workers: Literal["auto", "thread"] | NotNegative = setting(
+        "auto",
+        "Who makes the batches of a torch Dataset: 0 the process itself when they are asked for, "
+        "`thread` a thread of it ahead of need, a number so many worker processes. `auto` begins "
+        "with 0 and, where batches are waited for, keeps what is measured faster on the job's own "
+        "steps. Generators, Keras' PyDatasets and DataLoaders without workers can be read ahead "
+        "by a thread.",
+        plain=0,
+        # The order is a function of seed, epoch and counter; only draws made in the workers move.
+        parity=lambda facts: redrawn_if(facts.draws_random_in_input, Parity.EXACT),
+        words="workers={}",
+    )
+    pin_memory: Switch = setting(
+        "auto",
+        "Page-locked batches, which a GPU copies while it computes. `auto` is `on` where one does.",
+        plain="off",
+        parity=Parity.EXACT,
+        words="pinned memory",
+    )

@@ -1,0 +1,45 @@
+"""`memory`: how a step's memory is used."""
+
+from typing import ClassVar, Literal
+
+from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
+from flatout.recipe.setting import OnOff, Positive, Section, setting
+
+
+def _micro_batch(facts: ModelFacts) -> Parity:
+    # BatchNorm would take its statistics over fewer samples.
+    if facts.batch_coupled:
+        return Parity.LEARNING
+    return redrawn_if(facts.draws_from_a_stream, Parity.TOLERANT)
+
+
+class Memory(Section):
+    """How a step's memory is used."""
+
+    title: ClassVar[str] = "memory"
+
+    micro_batch: Literal["auto", "whole"] | Positive = setting(
+        "auto",
+        "How many samples go through the model at once. A batch is computed in parts of this size "
+        "and updates the weights once; the global batch stays the same. `auto` is `whole`, and "
+        "parts where memory does not suffice.",
+        plain="whole",
+        parity=_micro_batch,
+        words="micro-batch {}",
+    )
+    activation_checkpointing: OnOff = setting(
+        "off",
+        "Compute activations again in the backward pass rather than keep them: less memory, more "
+        "time.",
+        # The second forward has the random state and the buffers of the first, and updates neither.
+        parity=Parity.EXACT,
+        words="activation checkpointing",
+    )
+    allocator: Literal["auto", "default", "keep"] = setting(
+        "auto",
+        "`keep` tells the C allocator not to hand memory back to the system after each step, "
+        "which saves page faults.",
+        plain="default",
+        parity=Parity.EXACT,
+        words="memory kept by the allocator",
+    )

@@ -1,0 +1,62 @@
+"""`process`: how the process uses the processor."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from flatout.recipe.parity import Parity
+from flatout.recipe.setting import NotNegative, Positive, Section, setting, switch_word
+
+
+def _one_is_a_list(value: Any) -> Any:
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _as_a_set(cpus: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(cpus)))
+
+
+CpuList = Annotated[
+    tuple[NotNegative, ...],
+    # TOML has lists and the operating system gives sets; the CPU numbers inside stay strict.
+    Field(strict=False, min_length=1, json_schema_extra={"allowed": "a list of CPU numbers"}),
+    BeforeValidator(_one_is_a_list),
+    AfterValidator(_as_a_set),
+]
+Denormals = Annotated[Literal["default", "on", "off"], BeforeValidator(switch_word)]
+
+
+class Process(Section):
+    """How the process uses the processor."""
+
+    title: ClassVar[str] = "process"
+
+    threads: Literal["auto"] | Positive = setting(
+        "auto",
+        "Threads inside one operator (torch.set_num_threads).",
+        parity=Parity.TOLERANT,
+        words="{} threads",
+    )
+    interop_threads: Literal["default"] | Positive = setting(
+        "default",
+        "Threads that run operators side by side (torch.set_num_interop_threads). `default` "
+        "leaves torch's own number.",
+        # No operator of a step is divided among these threads, so no sum changes its order.
+        parity=Parity.EXACT,
+        words="{} interop threads",
+    )
+    affinity: Literal["per_rank", "off"] | CpuList = setting(
+        "per_rank",
+        "The CPUs that the process is bound to. `per_rank` gives each of several ranks on a "
+        "node CPUs of its own, and leaves one rank alone as it is; `off` takes back what was "
+        "bound.",
+        parity=Parity.EXACT,
+        words="CPUs {}",
+    )
+    flush_denormals: Denormals = setting(
+        "default",
+        "Treat numbers too small for full precision as zero; CPUs are slow on them. `default` "
+        "leaves it as the process has it: torch begins with `off`.",
+        parity=Parity.TOLERANT,
+        words="denormals flushed",
+    )

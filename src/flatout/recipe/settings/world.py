@@ -1,0 +1,75 @@
+"""`world`: where the job runs."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from flatout.recipe.parity import Parity, redrawn_if
+from flatout.recipe.setting import Positive, Section, setting
+
+CudaDevice = Annotated[
+    str, Field(pattern=r"^cuda:(0|[1-9][0-9]*)$", json_schema_extra={"allowed": "cuda:N"})
+]
+
+
+class World(Section):
+    """Where the job runs."""
+
+    title: ClassVar[str] = "world"
+
+    device: Literal["auto", "cpu", "cuda"] | CudaDevice = setting(
+        "auto",
+        "The device that computes. `auto` is a GPU that can be used, else `cpu`.",
+        plain="cpu",
+        # Each kind of device has its own random streams.
+        parity=lambda facts: redrawn_if(facts.draws_from_a_stream, Parity.TOLERANT),
+        words="{}",
+    )
+    placement: Literal["soft", "strict"] = setting(
+        "soft",
+        "When a device cannot be used: `soft` falls back and says so, `strict` stops.",
+        parity=Parity.EXACT,
+        words="{} placement",
+    )
+    reduction: Literal["auto", "all_reduce", "shared", "ring", "to_one", "hierarchical"] = setting(
+        "auto",
+        "How several ranks add up their gradients: `all_reduce` as gloo or NCCL does it; `shared` "
+        "in memory that the ranks of one node share, which is what `auto` takes where all ranks "
+        "compute on one node's CPUs; `ring` passes pieces around; `to_one` sends all to the first "
+        "rank and back; `hierarchical` adds up within each node first, then between nodes.",
+        plain="all_reduce",
+        # The same numbers added up in another order.
+        parity=Parity.TOLERANT,
+        words="{} reduction",
+    )
+    compression: Literal["off", "fp16", "bf16", "powersgd"] = setting(
+        "off",
+        "What several ranks send in place of whole gradients. `bf16` and `fp16` take half the "
+        "bytes of fp32, round each gradient once before the sum and once after it, and add up in "
+        "fp32. `powersgd` sends matrices of low rank and makes up for the error in the next "
+        "steps: far fewer bytes, but another optimization.",
+        # Half precision rounds each gradient, as it does in compute.precision.
+        parity=Parity.TOLERANT,
+        learns="powersgd",
+        words="gradients as {}",
+    )
+    powersgd_rank: Positive = setting(
+        4,
+        'The rank of the matrices that `compression = "powersgd"` sends: a higher one sends more '
+        "and errs less.",
+        parity=Parity.LEARNING,
+        words="PowerSGD of rank {}",
+    )
+    timeout: Positive = setting(
+        600,
+        "Seconds that ranks wait for one another in a collective before they end.",
+        parity=Parity.EXACT,
+        words="{} s for a collective",
+    )
+    patience: Positive = setting(
+        30,
+        "Seconds that a rank waits for others in a collective before it says which one is missing "
+        "and what that one does.",
+        parity=Parity.EXACT,
+        words="{} s until missing ranks are named",
+    )
