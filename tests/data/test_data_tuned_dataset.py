@@ -11,7 +11,7 @@ import torch
 from test_data_dataset import Broken, Squares, same
 from torch.utils.data import Dataset
 
-from flatout.data.plan import plan_batches
+from flatout.data.execution.batch_sampler import batches_of
 from flatout.data.randomness import random_state, same_state
 from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.tuned_dataset import TunedDatasetSource
@@ -42,7 +42,7 @@ class Slow(Squares):
 
 
 def plan(samples=SAMPLES):
-    return plan_batches(samples, batch_size=BATCH, shuffle=True, seed=3, drop_last=False)
+    return batches_of(samples, batch_size=BATCH, shuffle=True, seed=3, drop_last=False)
 
 
 def tuned(dataset, workers="auto", **options):

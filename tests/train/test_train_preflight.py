@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from train_jobs import CLASSES, FEATURES, data, figures, network, same, same_state, trainer
 
 import flatout
-from flatout.data.plan import last_batch
+from flatout.data.execution.batch_sampler import last_batch
 from flatout.data.source import as_source, last_batch_of
 from flatout.errors import CheckpointError, DataError, ModelError
 from flatout.train import fit as fit_room

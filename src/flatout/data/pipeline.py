@@ -14,7 +14,7 @@ import torch
 from flatout.console import say_as_is
 from flatout.data.batch import Batch
 from flatout.data.classes import Renumbered, classes_of, listed, texts_of
-from flatout.data.execution.batch_sampler import padding_share
+from flatout.data.execution.batch_sampler import last_batch, padding_share
 from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.digests import digest_of, function_digest
 from flatout.data.execution.prefetch import prefetch
@@ -25,7 +25,6 @@ from flatout.data.explanation import Explanation
 from flatout.data.form import Leaf
 from flatout.data.normalization import Normalization
 from flatout.data.origins import Chunks, Rows, Stream, is_rows, is_stream
-from flatout.data.plan import last_batch
 from flatout.data.planner import Built, Mixture, Options, build, check
 from flatout.data.schema import Schema
 from flatout.data.sources.arrays import Arrays

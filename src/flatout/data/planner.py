@@ -24,7 +24,7 @@ from flatout.data.block import Numbers
 from flatout.data.execution import batch_sampler as cuts
 from flatout.data.execution import selection
 from flatout.data.execution.array_samples import ArraySamples
-from flatout.data.execution.batch_sampler import BatchSampler
+from flatout.data.execution.batch_sampler import DEFAULT_BATCH_SIZE, BatchSampler
 from flatout.data.execution.cache import Cached
 from flatout.data.execution.parallel import Tuner
 from flatout.data.execution.program import Maker, Program
@@ -32,7 +32,6 @@ from flatout.data.execution.samples import Costs, Decoded, Fetched, Joined, Mapp
 from flatout.data.execution.varying import constant_part
 from flatout.data.order import order as drawn_order
 from flatout.data.origins import Chunks, Rows, is_chunks, is_rows
-from flatout.data.plan import DEFAULT_BATCH_SIZE
 from flatout.data.randomness import random_state, same_state, set_random_state
 from flatout.data.sources.arrays import Arrays, ArraySource
 from flatout.data.sources.torch_dataset import DatasetRows

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout.data.batch import Batch
+from flatout.data.execution.batch_sampler import DEFAULT_BATCH_SIZE, last_batch
 from flatout.data.execution.worker_tuner import Kept, Workers
 from flatout.data.pipeline import Pipeline
-from flatout.data.plan import DEFAULT_BATCH_SIZE, last_batch
 from flatout.data.sources.arrays import Arrays, array_source
 from flatout.data.sources.dataset import dataset, from_loader
 from flatout.data.sources.iterable import iterable

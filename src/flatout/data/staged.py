@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from flatout.data.execution.batch_sampler import Last
+from flatout.data.execution.batch_sampler import Last, check_batch_size, whole_number
 from flatout.data.normalization import Normalization
-from flatout.data.plan import check_batch_size
 from flatout.data.stages import (
     Batch,
     Cache,
@@ -123,7 +122,7 @@ class Staged:
         Behind `batch` each pass ends with its own last batch, which may be smaller; before it, a
         batch may hold the end of one pass and the beginning of the next.
         """
-        return self._with(Repeat(_at_least_one("repeat: times", times)))
+        return self._with(Repeat(whole_number("repeat: times", times, 1)))
 
     def split(
         self,
@@ -166,7 +165,7 @@ class Staged:
             depth: batches on their way at once; 2 is double buffering.
         """
         _check_device(device)
-        return self._with(Prefetch(device, _at_least_one("prefetch: depth", depth)))
+        return self._with(Prefetch(device, whole_number("prefetch: depth", depth, 1)))
 
     def shard(
         self,
@@ -214,13 +213,7 @@ class Staged:
 
 
 def _steps(steps: int | None) -> int | None:
-    return None if steps is None else _at_least_one("shard: steps", steps)
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise DataError(f"{name}: expected an int of at least 1, found {value!r}")
-    return value
+    return None if steps is None else whole_number("shard: steps", steps, 1)
 
 
 def _check_device(device: str) -> None:

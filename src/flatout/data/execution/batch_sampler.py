@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from flatout.data.block import Numbers
 from flatout.data.order import order
-from flatout.data.plan import check_start
+from flatout.devices.threads import check_count
+from flatout.errors import DataError
 
 Last = Literal["keep", "drop", "pad"]
+# What a user who names no batch size gets, as in Keras.
+DEFAULT_BATCH_SIZE = 32
 # The row numbers of an epoch, in their order.
 Order: TypeAlias = Callable[[int], Numbers]
 
@@ -32,6 +36,7 @@ class BatchSampler:
         even_steps: where `samples` are this rank's own rows: over how many steps they are spread,
             so that all ranks, whose rows may be more or fewer, make equally many.
         shuffle: whether rows come otherwise than 0, 1, 2, ...
+        seed: of the orders.
         passes: equal parts of the epoch that each end with a last batch of their own.
     """
 
@@ -43,6 +48,7 @@ class BatchSampler:
     world_size: int = 1
     even_steps: int | None = None
     shuffle: bool = True
+    seed: int = 0
     passes: int = 1
 
     @property
@@ -105,8 +111,8 @@ class BatchSampler:
         return max(0, full - (stop - start))
 
     def describe(self) -> str:
-        """In words."""
-        return "shuffled" if self.shuffle else "in the given order"
+        """In words, such as "shuffled by seed 0"."""
+        return f"shuffled by seed {self.seed}" if self.shuffle else "in the given order"
 
     def first(self, step: int) -> int:
         """Where in the order batch `step` begins; refuses a step that the epoch does not have."""
@@ -120,6 +126,82 @@ class BatchSampler:
         """Where in the order the global batches begin, those that `last` drops too."""
         turns = np.arange(self.passes) * self._pass_rows
         return (turns[:, None] + np.arange(0, self._pass_rows, self.batch_size)).ravel()
+
+
+def batches_of(
+    samples: int,
+    *,
+    batch_size: int | None,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+    clip_batch: bool = False,
+) -> BatchSampler:
+    """Batches of all of `samples` samples.
+
+    Args:
+        samples: samples in the data.
+        batch_size: None means 32, or all samples where there are fewer.
+        shuffle: whether each epoch has a new order.
+        seed: of the orders.
+        drop_last: whether a smaller last batch is left out.
+        clip_batch: whether a batch larger than the data becomes the data, as evaluation wants it.
+
+    Raises:
+        DataError: there are no samples, or the batch size is no positive int or exceeds them.
+    """
+    if samples < 1:
+        raise DataError("the data is empty: expected at least 1 sample, found 0")
+    if batch_size is None:
+        batch_size = min(DEFAULT_BATCH_SIZE, samples)
+    if check_batch_size(batch_size) > samples:
+        if not clip_batch:
+            raise DataError(
+                f"the batch is larger than the data: batch_size is {batch_size:,}, "
+                f"but there are {samples:,} samples",
+                do=f"lower batch_size to at most {samples:,}",
+            )
+        batch_size = samples
+    own = partial(order, samples, seed, shuffle=shuffle)
+    last: Last = "drop" if drop_last else "keep"
+    return BatchSampler(samples, batch_size, own, last, shuffle=shuffle, seed=seed)
+
+
+def last_batch(samples: int, batch_size: int, drop_last: bool) -> int:
+    """Samples in the last of the batches that so many samples are cut into."""
+    return batch_size if drop_last else samples % batch_size or batch_size
+
+
+def check_batch_size(batch_size: int) -> int:
+    """Refuse what is no positive int."""
+    return whole_number("batch_size", batch_size, 1)
+
+
+def check_workers(workers: int) -> int:
+    """Refuse what is no int from 0, and more processes than any job here can use."""
+    check_count("input.workers", whole_number("workers", workers, 0))
+    return workers
+
+
+def check_steps(steps: int) -> int:
+    """Refuse what is no positive int."""
+    return whole_number("steps", steps, 1)
+
+
+def whole_number(name: str, value: int, least: int) -> int:
+    """Refuse what is no int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise DataError(f"{name}: expected an int of at least {least}, found {value!r}")
+    return value
+
+
+def check_start(start_step: int, steps: int | None) -> None:
+    """Refuse a first step before an epoch's begin or past its end."""
+    if start_step < 0 or (steps is not None and start_step > steps):
+        raise DataError(
+            f"an epoch has no step {start_step:,} to start from: it has "
+            f"{'an unknown number of' if steps is None else format(steps, ',')} steps"
+        )
 
 
 def in_order(numbers: Numbers) -> Order:

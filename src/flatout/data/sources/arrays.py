@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flatout.data.batch import Batch, Tensors, map_tensors, named_tensors, rows
+from flatout.data.execution.batch_sampler import BatchSampler, batches_of
 from flatout.data.execution.digests import content_digest, digest_of
-from flatout.data.plan import Plan, plan_batches
 from flatout.data.staged import Staged
 from flatout.data.stages import Stage
 from flatout.data.tensors import as_tensor, as_tensors, count_rows
@@ -20,7 +20,6 @@ from flatout.errors import DataError
 from flatout.kernels import gather_rows
 
 if TYPE_CHECKING:
-    from flatout.data.execution.batch_sampler import BatchSampler
     from flatout.data.pipeline import Pipeline
 
 # torch gathers no rows of these dtypes, but of their signed twins.
@@ -146,9 +145,7 @@ class ArraySource:
     seekable = True
     counted = True
 
-    def __init__(
-        self, data: Arrays, plan: Plan | BatchSampler, *, pin_memory: bool = False
-    ) -> None:
+    def __init__(self, data: Arrays, plan: BatchSampler, *, pin_memory: bool = False) -> None:
         self.data = data
         self.plan = plan
         self.batch_size: int | None = plan.batch_size
@@ -276,7 +273,7 @@ def array_source(
         clip_batch: a batch larger than the data becomes the data instead of an error.
 
     Raises:
-        DataError: what `Arrays` and `plan_batches` refuse.
+        DataError: what `Arrays` and `batches_of` refuse.
     """
     if isinstance(inputs, Arrays):
         if any(value is not None for value in (targets, weight, scale, shift)):
@@ -284,7 +281,7 @@ def array_source(
         data = inputs
     else:
         data = Arrays(inputs, targets, weight, scale=scale, shift=shift)
-    plan = plan_batches(
+    plan = batches_of(
         data.samples,
         batch_size=batch_size,
         shuffle=shuffle,

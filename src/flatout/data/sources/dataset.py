@@ -8,10 +8,15 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from flatout.data.execution.batch_sampler import (
+    DEFAULT_BATCH_SIZE,
+    batches_of,
+    check_batch_size,
+    check_workers,
+)
 from flatout.data.execution.read_ahead import EpochReader
 from flatout.data.execution.worker_tuner import Workers
 from flatout.data.order import batch_seed
-from flatout.data.plan import DEFAULT_BATCH_SIZE, check_batch_size, check_workers, plan_batches
 from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.iterable import IterableSource, length_of, name_digest
 from flatout.data.sources.tuned_dataset import TunedDatasetSource
@@ -57,7 +62,7 @@ def dataset(
             f"{type(samples).__name__}: expected a Dataset with __getitem__ and __len__",
             do="define both, or make it a torch.utils.data.IterableDataset",
         )
-    plan = plan_batches(
+    plan = batches_of(
         len(samples),
         batch_size=batch_size,
         shuffle=shuffle,

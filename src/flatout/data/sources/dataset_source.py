@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from flatout.data.batch import Batch
+from flatout.data.execution.batch_sampler import BatchSampler, check_workers
 from flatout.data.order import batch_seed
-from flatout.data.plan import Plan, check_workers
 from flatout.data.sources.dataset_fetch import Draw, Draws, Fetch
 from flatout.data.sources.iterable import name_digest
 from flatout.data.sources.worker_errors import named_faults
@@ -40,7 +40,7 @@ class DatasetSource:
     def __init__(
         self,
         dataset: Any,
-        plan: Plan,
+        plan: BatchSampler,
         *,
         workers: int = 0,
         pin_memory: bool = False,

@@ -12,11 +12,11 @@ import torch
 
 from flatout.console import first_line
 from flatout.data.batch import Batch
+from flatout.data.execution.batch_sampler import check_start, check_steps
 from flatout.data.execution.code import code_digest
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.read_ahead import EpochReader, read_ahead
 from flatout.data.execution.worker_tuner import Workers
-from flatout.data.plan import check_start, check_steps
 from flatout.data.randomness import random_state, set_random_state
 from flatout.data.tensors import as_batch, is_array
 from flatout.errors import DataError

@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader
 
 from flatout.console import first_line
 from flatout.data.batch import Batch, named_tensors
+from flatout.data.execution.batch_sampler import BatchSampler
 from flatout.data.execution.reach import bound_to_training, own_generator, shared_by_fork
 from flatout.data.execution.read_ahead import read_ahead
 from flatout.data.execution.worker_tuner import Workers, WorkerTuner
 from flatout.data.order import batch_seed
-from flatout.data.plan import Plan
 from flatout.data.sources.dataset_fetch import Draw
 from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.whole_batches import WholeBatches, same_batch
@@ -56,7 +56,7 @@ class TunedDatasetSource(DatasetSource):
     def __init__(
         self,
         dataset: Any,
-        plan: Plan,
+        plan: BatchSampler,
         *,
         workers: Literal["auto", "thread"] = "auto",
         pin_memory: bool = False,

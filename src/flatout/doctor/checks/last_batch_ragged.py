@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.data.plan import last_batch
+from flatout.data.execution.batch_sampler import last_batch
 from flatout.doctor.checks.check import Check, NoSignal
 from flatout.doctor.checks.signals import at, has_batch_norm, models, training_loaders
 from flatout.doctor.finding import Finding
