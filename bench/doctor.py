@@ -81,17 +81,14 @@ class Answer:
         return any(proof["trial"] for proof in proofs)
 
     @property
-    def prescribed(self) -> dict[str, int | None]:
-        """What is prescribed: the finding's name, and the number of its pitfall."""
+    def prescribed(self) -> list[str]:
+        """The findings whose cures are prescribed, by name."""
         if self.prescription is None:
-            return {}
+            return []
         proofs = [one for one in self.prescription["proofs"] if one["outcome"] == "prescribed"]
         together = self.prescription["together"]
-        numbers = {finding["name"]: finding.get("number") for finding in self.findings}
-        names = [
-            name for one in (*proofs, *([together] if together else ())) for name in one["names"]
-        ]
-        return {name: numbers.get(name) for name in names}
+        cures = (*proofs, *([together] if together else ()))
+        return list(dict.fromkeys(name for cure in cures for name in cure["names"]))
 
     @property
     def together(self) -> Mapping[str, Any] | None:
@@ -161,7 +158,7 @@ class Seen:
             one
             for answer in self.twin
             for one in answer.findings
-            if one["kind"] == "danger" and one.get("number") not in self.pitfall.also
+            if one["kind"] == "danger" and one["name"] not in self.pitfall.also
         ]
 
     @property
@@ -171,15 +168,15 @@ class Seen:
         return [
             name
             for answer in answers
-            for name, number in answer.prescribed.items()
-            if number not in self.pitfall.also
+            for name in answer.prescribed
+            if name not in self.pitfall.also
         ]
 
     def _naming(self, answer: Answer) -> list[Mapping[str, Any]]:
         return [
             one
             for one in answer.findings
-            if one.get("number") in self.pitfall.numbers
+            if one["name"] in self.pitfall.checks
             and (one["kind"] == "danger" or not self.pitfall.danger)
         ]
 
@@ -367,17 +364,15 @@ def _words_of_trial(seen: Seen) -> list[str]:
 
 def line_of(seen: Seen) -> list[str]:
     pitfall = seen.pitfall
-    numbers = ", ".join(map(str, pitfall.numbers))
     kind = "danger" if pitfall.danger else "slow" if pitfall.prescribe else "costs no time"
     added = [a.added_us_per_step for a in (*seen.script, *seen.twin) if a.added_us_per_step]
     cost = f"{median(added):.1f}" if added else ""
-    return [pitfall.name, numbers, kind, cost, words_of(seen)]
+    return [pitfall.name, kind, cost, words_of(seen)]
 
 
 def as_data(seen: Seen) -> dict[str, Any]:
     return {
         "name": seen.pitfall.name,
-        "numbers": seen.pitfall.numbers,
         "reason": seen.reason,
         "named": seen.is_named if seen.script else None,
         "located": seen.is_located if seen.script else None,
@@ -440,7 +435,7 @@ def main() -> int:
     results = Results(
         title=f"The doctor on {len(pitfalls)} scripts and their clean twins; {asked.restarts} of "
         f"each, watched for {asked.seconds:g} s, {trials}",
-        headers=["", "pitfall", "kind", "us added a step", ""],
+        headers=["", "kind", "us added a step", ""],
         lines=[line_of(seen) for seen in rows],
         remarks=[],
         keys=keys_of(rows),

@@ -22,15 +22,15 @@ class Pitfall:
     """A row of the index, which says what the fields are."""
 
     name: str
-    numbers: tuple[int, ...]
     what: str
     parity: str
+    checks: tuple[str, ...]
     ranks: int = 1
     danger: bool = False
     prescribe: bool = True
     name_anyway: bool = False
     needs: tuple[str, ...] = ()
-    also: tuple[int, ...] = ()
+    also: tuple[str, ...] = ()
 
     @property
     def script(self) -> Path:
@@ -54,7 +54,8 @@ class Pitfall:
 def read_index() -> list[Pitfall]:
     with (CORPUS / "index.toml").open("rb") as file:
         rows = tomllib.load(file)["pitfall"]
-    return [Pitfall(**{key: _frozen(value) for key, value in row.items()}) for row in rows]
+    given = [{"checks": [row["name"]], **row} for row in rows]
+    return [Pitfall(**{key: _frozen(value) for key, value in row.items()}) for row in given]
 
 
 def _frozen(value: Any) -> Any:

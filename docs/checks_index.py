@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from flatout.doctor.checks import CHECKS, RANK_CHECKS
-from flatout.doctor.edits.proposals import WRITTEN
 
 PAGE = Path(__file__).with_name("checks") / "index.md"
+KINDS = ("danger", "slow", "note")
 
 HEAD = """\
 # Checks
@@ -36,14 +36,14 @@ A cure by Recipe takes hold in the [script as it is](../cures.md). Where the las
 """
 
 TABLE = """\
-| check | what it finds | kind | pitfall | cure by Recipe | result of the cure | `--diff` |
-|---|---|---|---|---|---|---|
+| check | what it finds | kind | cure by Recipe | result of the cure | `--diff` |
+|---|---|---|---|---|---|
 """
 
 FOOT = """
-The pitfall's number is the one in `bench/corpus/index.toml`, where most of them have a script that
-shows them and a twin that does not. Factors of CPU time on these pages come from such pairs: one
-thread, on a busy machine with AMX, so they are rough.
+Most of them have a script in `bench/corpus` that shows them, and a clean one beside it. Factors of
+CPU time on these pages come from such pairs: one thread, on a busy machine with AMX, so they are
+rough.
 
 ## The code on these pages
 
@@ -78,16 +78,23 @@ tested, as is that the others run.
 
 def page() -> str:
     """Return the whole list as Markdown."""
-    rows = [row(check.name) for check in (*CHECKS, *RANK_CHECKS)]
+    diffs = {check.name: check.edit is not None for check in (*CHECKS, *RANK_CHECKS)}
+    rows = sorted((row(name, diff) for name, diff in diffs.items()), key=place)
     return HEAD + TABLE + "".join(rows) + FOOT
 
 
-def row(name: str) -> str:
+def place(line: str) -> tuple[int, str]:
+    """Return where a line stands: dangers first, notes last, then by name."""
+    return KINDS.index(line.split(" | ")[2]), line
+
+
+def row(name: str, diff: bool) -> str:
     """Return a check's line: the first sentence of its page, and the page's row of facts."""
     _, text, table, *_ = PAGE.with_name(f"{name}.md").read_text(encoding="utf-8").split("\n\n")
     sentence = text.replace("\n", " ").partition(". ")[0].removesuffix(".")
-    diff = "yes |" if name in WRITTEN else "|"
-    return f"| [{name}]({name}.md) | {sentence} {table.splitlines()[2]} {diff}\n"
+    return (
+        f"| [{name}]({name}.md) | {sentence} {table.splitlines()[2]} {'yes |' if diff else '|'}\n"
+    )
 
 
 def main() -> int:

@@ -10,9 +10,11 @@ from contextlib import redirect_stdout
 
 import pytest
 
+from flatout.doctor.checks import CHECKS, RANK_CHECKS
 from pitfalls import CORPUS, MARK, NEEDS, PARITIES, Pitfall, absence, read_index
 
 PITFALLS = read_index()
+NAMES = {check.name for check in (*CHECKS, *RANK_CHECKS)}
 each = pytest.mark.parametrize("pitfall", PITFALLS, ids=lambda pitfall: pitfall.name)
 
 
@@ -25,9 +27,9 @@ def test_each_script_has_one_row_and_each_row_a_script():
 
 @each
 def test_a_row_says_what_it_can(pitfall):
-    assert pitfall.numbers
-    assert all(0 < number <= 60 for number in (*pitfall.numbers, *pitfall.also))
-    assert not set(pitfall.numbers) & set(pitfall.also)
+    assert pitfall.checks
+    assert {*pitfall.checks, *pitfall.also} <= NAMES
+    assert not set(pitfall.checks) & set(pitfall.also)
     assert pitfall.parity in PARITIES
     assert pitfall.ranks in (1, 2)
     assert set(pitfall.needs) <= NEEDS.keys()
@@ -61,7 +63,7 @@ def test_marks_stand_on_lines_of_code(pitfall):
 
 def test_what_the_machine_lacks_is_named(monkeypatch):
     monkeypatch.setitem(NEEDS, "keras", lambda: False)
-    row = Pitfall("a", (1,), "what", "rounding", needs=("sklearn", "keras"))
+    row = Pitfall("a", "what", "rounding", ("a",), needs=("sklearn", "keras"))
     assert absence(row) == "this machine lacks keras"
 
 

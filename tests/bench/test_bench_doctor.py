@@ -24,7 +24,7 @@ FREE = PITFALLS["item_each_step"]
 def finding(pitfall, **changes):
     where = f"{pitfall.script}:{min(pitfall.marked)}"
     kind = "danger" if pitfall.danger else "slow"
-    found = {"name": "x", "kind": kind, "number": pitfall.numbers[0], "where": where}
+    found = {"name": pitfall.checks[0], "kind": kind, "where": where}
     return {**found, **changes}
 
 
@@ -42,9 +42,9 @@ def prescription(*names, ratio=2.0, left_alone=()):
     return json.loads(json.dumps(found.as_dict()))
 
 
-def tried(pitfall, *numbers, **given):
-    """An answer that prescribes a cure for each of these numbers."""
-    found = [finding(pitfall, name=f"n{number}", number=number) for number in numbers]
+def tried(pitfall, *names, **given):
+    """An answer that prescribes a cure for each of these findings."""
+    found = [finding(pitfall, name=name) for name in names]
     return Answer(found, prescription=prescription(*(one["name"] for one in found), **given))
 
 
@@ -94,10 +94,10 @@ def test_without_a_trial_prescriptions_are_not_measured():
 
 def test_what_is_prescribed_for_a_twin_is_wrong_unless_the_twin_has_it():
     row = seen(PITFALLS["channels_first"])
-    row.twin = [tried(SLOW, 18, 47)]
-    assert row.prescribed_wrongly == ["n47"]
+    row.twin = [tried(SLOW, "fp32_slow", "optimizer_unfused")]
+    assert row.prescribed_wrongly == ["optimizer_unfused"]
     assert keys(row)["false_prescriptions"].value == 1
-    assert "wrongly prescribed: n47" in words_of(row)
+    assert "wrongly prescribed: optimizer_unfused" in words_of(row)
 
 
 def test_what_was_tried_and_left_alone_is_not_prescribed():
@@ -110,18 +110,18 @@ def test_what_was_tried_and_left_alone_is_not_prescribed():
 
 def test_what_costs_nothing_must_not_be_prescribed():
     row = seen(FREE)
-    row.script = [tried(FREE, FREE.numbers[0], 33)]
-    assert row.prescribed_wrongly == ["n14", "n33"]
+    row.script = [tried(FREE, *FREE.checks, "threads_too_many")]
+    assert row.prescribed_wrongly == ["item_each_step", "threads_too_many"]
     assert keys(row)["recall"].value is None
     slow = seen(SLOW)
-    slow.script = [tried(SLOW, SLOW.numbers[0], 33)]
+    slow.script = [tried(SLOW, *SLOW.checks, "threads_too_many")]
     assert slow.prescribed_wrongly == []
 
 
 def test_what_was_promised_is_held_against_what_whole_runs_say():
     rows = [seen(SLOW), seen(SLOW), seen(DANGER)]
     for row, again in zip(rows, (1.9, 2.2, None), strict=True):
-        row.script = [tried(SLOW, 2, ratio=2.0)]
+        row.script = [tried(SLOW, "workers_zero", ratio=2.0)]
         row.remeasured = Remeasured(again, reason="" if again else "exit code 1: no")
     assert rows[0].trial_error == pytest.approx(2 / 1.9 - 1)
     error = keys(*rows)["trial_error"]
@@ -134,7 +134,7 @@ def test_what_was_promised_is_held_against_what_whole_runs_say():
 
 def test_what_is_promised_of_the_whole_run_counts_where_it_is_known():
     row = seen(SLOW)
-    row.script = [tried(SLOW, 2, ratio=2.0)]
+    row.script = [tried(SLOW, "workers_zero", ratio=2.0)]
     assert row.predicted == 2.0
     row.script[0].prescription.update(step_before_s=0.9, step_after_s=0.5)
     assert row.predicted == pytest.approx(1.8)
@@ -161,7 +161,7 @@ def test_what_costs_no_time_may_have_to_be_named_all_the_same():
 def test_a_danger_in_a_twin_is_false():
     row = seen(SLOW, [finding(SLOW)], [finding(DANGER)])
     assert keys(row)["false_dangers"].met is False
-    assert "false danger: x" in words_of(row)
+    assert "false danger: eval_missing" in words_of(row)
 
 
 def test_a_doctor_that_does_not_answer_meets_nothing():
@@ -201,7 +201,7 @@ def test_a_doctor_that_says_nothing_is_ended(monkeypatch):
 
 
 def test_only_what_was_asked_for_is_run():
-    rows = ask_all([SLOW, Pitfall("a", (1,), "b", "c")], Asked(), only=["other"])
+    rows = ask_all([SLOW, Pitfall("a", "b", "c", ("a",))], Asked(), only=["other"])
     assert {row.reason for row in rows} == {"left out by --only"}
 
 
@@ -210,7 +210,7 @@ def test_what_was_answered_is_kept_and_not_asked_again(monkeypatch, tmp_path):
 
     def answer(script, ranks, asked):
         shown.append((script.parent.name, script.stem))
-        return tried(SLOW, SLOW.numbers[0])
+        return tried(SLOW, *SLOW.checks)
 
     monkeypatch.setattr(doctor, "ask", answer)
     rows, asked = [SLOW, DANGER, FREE], Asked(remeasure=0)

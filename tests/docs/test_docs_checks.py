@@ -28,7 +28,7 @@ def code_of(page):
 
 
 def facts(page):
-    """What the row below the page's first sentences says: kind, pitfalls, fields, result."""
+    """What the row below the page's first sentences says: kind, fields, result."""
     (row,) = re.findall(r"^\|(?! kind|---)(.*)\|$", page.read_text(), re.MULTILINE)
     return [cell.strip() for cell in row.split("|")]
 
@@ -61,7 +61,7 @@ def test_what_a_page_sets_is_what_its_row_says(name):
     settings = re.findall(r"--set (\S+)", PAGES[name].read_text(encoding="utf-8"))
     apply(Recipe(), settings)  # refuses what is no field, or no value of it
     named = {field for field, _, _ in (setting.partition("=") for setting in settings)}
-    assert named == set(re.findall(r"`([^`]+)`", facts(PAGES[name])[2]))
+    assert named == set(re.findall(r"`([^`]+)`", facts(PAGES[name])[1]))
     # What a Recipe says where a Trainer or Loop trains, a page has to say so.
     assert named <= {*CURES} or "flatout.Trainer" in PAGES[name].read_text(encoding="utf-8")
 
@@ -99,7 +99,7 @@ def test_the_code_of_every_page_runs_and_keeps_the_bits_where_it_says_so(tmp_pat
     same = [
         name
         for name, page in PAGES.items()
-        if facts(page)[3].startswith("bit-identical") and AS_IT_IS in code_of(page)
+        if facts(page)[2].startswith("bit-identical") and AS_IT_IS in code_of(page)
     ]
     assert len(same) > 10
     untrained = weights["nothing"]

@@ -5,9 +5,9 @@ from textwrap import dedent
 
 import pytest
 
-from flatout.doctor.edits import propose
 from flatout.doctor.edits.source import Source
 from flatout.doctor.finding import Finding
+from flatout.doctor.proposals import propose
 from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
 
 ADAM = "torch.optim.adam.Adam"
@@ -40,7 +40,7 @@ def edited(tmp_path, name, code, recipe=None, **seen):
         "models": [Model("Net", site)],
     } | seen
     where = "" if name == "retained_graph" and step != line else str(site)
-    finding = Finding(name, "slow", "what", "do", where=where, recipe=recipe or {})
+    finding = Finding("slow", "what", "do", name=name, where=where, recipe=recipe or {})
     edits = propose(finding, Observation(**observed))
     if not edits:
         return None
@@ -820,12 +820,12 @@ def test_a_line_that_is_no_longer_the_one_that_was_seen_stays(tmp_path):
     for code, count in (("opt.zero_grad(set_to_none=False)", 1), ("a.zero_grad()", 0), ("", 1)):
         site = Site(str(path), 1, code)
         seen = Observation(["train.py"], calls=[Call("zero_grad", site)])
-        finding = Finding("zero_grad_zeros", "slow", "", "", where=str(site))
+        finding = Finding("slow", "", "", name="zero_grad_zeros", where=str(site))
         assert len(propose(finding, seen)) == count
 
 
 def test_a_finding_without_a_place_or_file_has_no_edit(tmp_path):
     seen = Observation(["train.py"])
     for where in ("", "gone.py:3", f"{tmp_path}:1", "nonsense"):
-        assert propose(Finding("zero_grad_zeros", "slow", "", "", where=where), seen) == ()
-    assert propose(Finding("starvation", "slow", "", "", where="x.py:1"), seen) == ()
+        assert propose(Finding("slow", "", "", name="zero_grad_zeros", where=where), seen) == ()
+    assert propose(Finding("slow", "", "", name="starvation", where="x.py:1"), seen) == ()

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.devices.inventory import inventory
-from flatout.doctor.edits import install, propose
+from flatout.doctor.edits import install
 from flatout.doctor.edits.source import Source
 from flatout.doctor.finding import Finding
+from flatout.doctor.proposals import propose
 from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
 from flatout.observe.run_script import run
 
@@ -86,7 +87,7 @@ def observed(path, name, line, places=None):
         models=[Model("Net", site)],
     )
     recipe = {"input.workers": 1, "process.threads": 1}
-    return Finding(name, "slow", "module.", "do", where=str(site), recipe=recipe), seen
+    return Finding("slow", "module.", "do", name=name, where=str(site), recipe=recipe), seen
 
 
 def edits_in(path):

@@ -76,7 +76,7 @@ def written(tmp_path: Path, code: str) -> Path:
 
 
 def slow(name: str, **others) -> Finding:
-    return Finding(name, "slow", "", "", **others)
+    return Finding("slow", "", "", name=name, **others)
 
 
 def verdict(*findings: Finding, **others) -> Verdict:

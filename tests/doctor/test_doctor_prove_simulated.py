@@ -98,7 +98,7 @@ class Machine:
 def proven(
     machine: Machine, *fields: str, what=("train.py",), edits=(), lanes_ms=None
 ) -> Prescription:
-    findings = [Finding(f, "slow", "", "", recipe={f: VALUES[f]}, edits=edits) for f in fields]
+    findings = [Finding("slow", "", "", name=f, recipe={f: VALUES[f]}, edits=edits) for f in fields]
     rank = Observation(command=["train.py"], steps=9, ended="stopped", optimizers=[Optimizer("A")])
     rank.lanes_ms = dict(lanes_ms or {})
     verdict = Verdict([rank], {}, None, findings, [], [])

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flatout.doctor.edits.proposals import with_edits
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
+from flatout.doctor.proposals import with_edits
 from flatout.doctor.proving.bench import Bench, why_left
 from flatout.doctor.proving.cure import Cure, cures_of, together
 from flatout.doctor.proving.losses import compare
@@ -45,7 +45,7 @@ def verdict(*findings: Finding, **others) -> Verdict:
 
 
 def slow(name: str, **others) -> Finding:
-    return Finding(name, "slow", "", "", **others)
+    return Finding("slow", "", "", name=name, **others)
 
 
 # -- which cures ---------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_cures_come_in_the_order_of_their_findings_compiling_last():
             slow("fp32_slow", recipe={"compute.precision": "bf16"}, parity="rounding"),
             slow("log_each_step", edits=(edit,)),
             slow("starvation"),
-            Finding("eval_missing", "danger", "", "", edits=(edit,)),
+            Finding("danger", "", "", name="eval_missing", edits=(edit,)),
         ),
         Parity.TOLERANT,
     )

@@ -7,7 +7,7 @@ from flatout.doctor.search import is_searched, widened
 from flatout.observe import Loader, Model, Observation, Optimizer
 from flatout.recipe import Parity, Recipe
 
-FOUND = Finding("workers_zero", "slow", "w", "d", recipe={"input.workers": 3})
+FOUND = Finding("slow", "w", "d", name="workers_zero", recipe={"input.workers": 3})
 
 
 def seen(**other):

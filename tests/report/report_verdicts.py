@@ -37,7 +37,7 @@ def observation(rank: int = 0, **other: Any) -> dict[str, Any]:
 
 def finding(name: str = "item", kind: str = "slow", **other: Any) -> dict[str, Any]:
     known: dict[str, Any] = {"what": f"{name} was found", "do": f"mend {name}"}
-    return Finding(name, kind, **{**known, **other}).as_dict()  # type: ignore[arg-type]
+    return Finding(kind, name=name, **{**known, **other}).as_dict()  # type: ignore[arg-type]
 
 
 def verdict(**other: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def verdict(**other: Any) -> dict[str, Any]:
         "environment": {"torch": "2.13.0", "CPUs": "2 of 64", "versions": {"numpy": "2.4"}},
         "observations": [observation(0), observation(1, lanes_ms={**LANES, "input": 20.0})],
         "findings": [
-            finding("train mode", "danger", where="train.py:120", number=50),
+            finding("train mode", "danger", where="train.py:120"),
             finding("item", "slow", where="train.py:88", cost_ms=4.0, parity="bit-identical"),
             finding(
                 "workers", "slow", cost_ms=38.0, recipe={"input.workers": 6}, proven=(2.2, 2.3, 2.4)

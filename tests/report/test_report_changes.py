@@ -31,7 +31,7 @@ def finding(path, name, line, after="z = 0", kind="slow", parity="bit-identical"
     edits = (Edit(str(path), line, before, after),)
     where = f"{path}:{line}"
     return Finding(
-        name, kind, "what", "do", where=where, cost_ms=cost_ms, parity=parity, edits=edits
+        kind, "what", "do", name=name, where=where, cost_ms=cost_ms, parity=parity, edits=edits
     )
 
 
@@ -104,7 +104,7 @@ def test_the_value_that_trials_found_is_the_one_that_is_written(path):
     site = Site(str(path), 2)
     seen = Observation(["train.py"], loaders=[Loader("torch.DataLoader", site)])
     edits = (Edit(str(path), 1, "loader = DataLoader(data)", "loader = DataLoader(data, 4)"),)
-    slow = Finding("workers_zero", "slow", "what", "do", where=str(site), edits=edits)
+    slow = Finding("slow", "what", "do", name="workers_zero", where=str(site), edits=edits)
     proof = Proof(("workers_zero",), "", {"input.workers": 2}, edits, "prescribed")
     found = changes.changes_of(verdict(slow, seen=seen), Prescription([proof]))
     assert "num_workers=2, persistent_workers=True" in found.edits[0].after

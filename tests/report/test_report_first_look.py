@@ -108,7 +108,7 @@ def test_what_was_taken_out_is_one_line():
 
 
 def test_a_cost_that_is_no_bound_is_shown_as_more_than_that():
-    found = Finding("a", "slow", "w", "d", cost_ms=3.0, side_effects=True)
+    found = Finding("slow", "w", "d", name="a", cost_ms=3.0, side_effects=True)
     text = shown(Verdict([observation()], {}, None, [found], [], []))
     assert "\n> 3 ms     w" in text
 
@@ -122,7 +122,7 @@ def test_each_rank_has_its_line():
 
 
 def test_what_takes_hold_at_the_start_of_any_script_is_a_command():
-    found = Finding("a", "slow", "w", "d", recipe={"process.threads": 2, "input.workers": 4})
+    found = Finding("slow", "w", "d", name="a", recipe={"process.threads": 2, "input.workers": 4})
     text = shown(Verdict([observation()], {}, None, [found], [], []), ("train.py",))
     assert "next  flatout run --set process.threads=2 train.py\n" in text
     assert "input.workers" not in text

@@ -31,7 +31,9 @@ from flatout.report import recipe_file
 from flatout.report.page import page, sentence
 from flatout.report.proven import ProvenReport, runs_by
 
-DANGER = Finding("eval_missing", "danger", "validates without eval()", "do", where="train.py:120")
+DANGER = Finding(
+    "danger", "validates without eval()", "do", name="eval_missing", where="train.py:120"
+)
 
 
 def shown(given, dangers=(DANGER,), width=80, recipe="flatout.toml"):
@@ -178,7 +180,7 @@ def test_a_page_shows_the_trials_of_a_prescription():
     known = plain_verdict()
     for name in ("trials", "floor", "before_s", "after_s"):
         del known[name]
-    known["findings"].append(Finding("item_each_step", "slow", "w", "d").as_dict())
+    known["findings"].append(Finding("slow", "w", "d", name="item_each_step").as_dict())
     data = json.loads(json.dumps({**known, "prescription": prescription().as_dict()}))
     text = " ".join(page(data).split())
     for said in (

@@ -37,12 +37,12 @@ class Finding:
     """One thing that holds jobs back, or endangers them.
 
     Attributes:
-        name: short, the same in every run, such as "threads".
         kind: "danger" where a job may fail or learn something wrong, "slow" where it costs time,
             "note" for what is only good to know.
         what: what was found, with its numbers.
         do: what to do about it.
-        number: of the pitfall in the list of those known, or None.
+        name: of the check, the same in every run, such as "threads"; the check of a script gets it
+            where it registers.
         where: file:line of the user's code.
         cost_ms: the most per step that the cure can give back; None where that is not known.
         side_effects: the cost slows other parts of the step down too, so that a cure can give back
@@ -53,11 +53,10 @@ class Finding:
         proven: the measured ratio of time with its interval, [low, mid, high]; None before a trial.
     """
 
-    name: str
     kind: Kind
     what: str
     do: str
-    number: int | None = None
+    name: str = ""
     where: str = ""
     cost_ms: float | None = None
     side_effects: bool = False

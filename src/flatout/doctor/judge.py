@@ -10,9 +10,9 @@ from flatout.devices.inventory import Inventory
 from flatout.devices.words import rows
 from flatout.doctor.checks import CHECKS, RANK_CHECKS, NoSignal
 from flatout.doctor.critical import Critical, critical
-from flatout.doctor.edits.proposals import with_edits
 from flatout.doctor.finding import Finding, docs_page
 from flatout.doctor.here import on_this_machine
+from flatout.doctor.proposals import with_edits
 from flatout.doctor.taken_out import bounded
 from flatout.measure import available_bytes
 from flatout.observe import Observation
@@ -41,8 +41,8 @@ class Verdict:
         observations: of each rank, in order, with what is known of the machine filled in.
         environment: name to words: the machine, Python, torch.
         critical: what the steps wait for most; None where no step was seen.
-        findings: dangers first, then by the most that each can return, notes last. Nothing in it is
-            proven.
+        findings: dangers first, notes last, each by the most that it can return, then by name.
+            Nothing in it is proven.
         passed: checks that found nothing.
         unknown: checks without their signal, each with the reason.
     """
@@ -178,9 +178,9 @@ def _merged(same: list[tuple[int, Finding]], ranks: int) -> Finding:
     return replace(dearest, what=f"{dearest.what} (only {on})")
 
 
-def _place(finding: Finding) -> tuple[int, float]:
+def _place(finding: Finding) -> tuple[int, float, str]:
     # What has no known bound stands behind what has one.
-    return _KINDS.index(finding.kind), -(finding.cost_ms or 0.0)
+    return _KINDS.index(finding.kind), -(finding.cost_ms or 0.0), finding.name
 
 
 def _environment(seen: Observation, machine: Inventory) -> dict[str, str]:

@@ -78,17 +78,20 @@ def _torch(facts: Facts) -> Finding | None:
     version = facts.machine.torch.version
     if version is None:
         return Finding(
-            "torch", "danger", "torch is not installed", "pip install torch, as pytorch.org says"
+            "danger",
+            "torch is not installed",
+            "pip install torch, as pytorch.org says",
+            name="torch",
         )
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers >= _OLDEST_TORCH:
         return None
     oldest = ".".join(map(str, _OLDEST_TORCH))
     return Finding(
-        "torch",
         "danger",
         f"torch is {version}, Flatout needs {oldest} or newer",
         f"pip install 'torch>={oldest}'",
+        name="torch",
     )
 
 
@@ -97,11 +100,11 @@ def _gpu_without_cuda(facts: Facts) -> Finding | None:
     if not gpus or build.version is None or build.cuda is not None:
         return None
     return Finding(
-        "gpu unused",
         "slow",
         f"there is {counted(len(gpus), 'GPU')} ({gpus[0].name}), but torch {build.version} "
         "was built without CUDA: jobs run on the CPU",
         "install a build of torch with CUDA, as pytorch.org says",
+        name="gpu unused",
     )
 
 
@@ -112,11 +115,11 @@ def _driver(facts: Facts) -> Finding | None:
     assert nvml.cuda is not None
     offered = ".".join(map(str, nvml.cuda))
     return Finding(
-        "driver",
         "danger",
         f"the driver {nvml.driver} offers CUDA {offered}, torch was built for {build.cuda}: torch "
         "will see no GPU",
         "update the driver, or install torch for an older CUDA",
+        name="driver",
     )
 
 
@@ -126,10 +129,10 @@ def _hidden_gpus(facts: Facts) -> Finding | None:
         return None
     value = facts.environ["CUDA_VISIBLE_DEVICES"]
     return Finding(
-        "gpu hidden",
         "slow",
         f"CUDA_VISIBLE_DEVICES={value!r} hides {counted(len(gpus), 'GPU')}",
         "unset it, unless the job shall run on the CPU",
+        name="gpu hidden",
     )
 
 
@@ -142,10 +145,10 @@ def _busy_gpus(facts: Facts) -> Finding | None:
     used = f"{(gpu.memory_used or 0) / 2**30:.1f} GiB"
     who = ", ".join(str(process.pid) for process in gpu.processes)
     return Finding(
-        "gpu busy",
         "note",
         f"GPU {gpu.nvml_index} ({gpu.name}) is in use: {used} by process {who}",
         "measurements made beside other jobs are rough",
+        name="gpu busy",
     )
 
 
@@ -158,18 +161,18 @@ def _threads(facts: Facts) -> Finding | None:
         limit = f"the cgroup's quota is {cpus.quota:g} CPUs" if cpus.quota else "fewer CPUs"
         cause = f"{why} asks for them" if why else limit
         return Finding(
-            "threads",
             "slow",
             f"torch would start {threads} threads for each operator on {usable} usable CPUs "
             f"({cause}): they wait for each other",
             f"set OMP_NUM_THREADS={usable}, or flatout run --set process.threads={usable}",
+            name="threads",
         )
     if why and threads < usable // 2:
         return Finding(
-            "threads",
             "slow",
             f"{why} lets torch use {threads} of {usable} usable CPUs",
             "unset it; torchrun sets it to 1 by itself, flatout run --devices does not",
+            name="threads",
         )
     return None
 
@@ -180,10 +183,10 @@ def _inert_kmp(facts: Facts) -> Finding | None:
     if not names or "libiomp5" in preloaded or facts.machine.torch.version is None:
         return None
     return Finding(
-        "KMP",
         "note",
         f"{kmp_words(names)}; torch's wheels bring GNU's, so nothing happens",
         KMP_DO,
+        name="KMP",
     )
 
 
@@ -192,10 +195,10 @@ def _shm(facts: Facts) -> Finding | None:
     if shm is None or not shm.too_small_for_workers:
         return None
     return Finding(
-        "shm",
         "danger",
         f"{shm_words(shm.free)}: they die with a bus error when it is full",
         SHM_DO,
+        name="shm",
     )
 
 
@@ -205,10 +208,10 @@ def _memory(facts: Facts) -> Finding | None:
     if memory.available >= _SMALL_MEMORY * total:
         return None
     return Finding(
-        "memory",
         "danger",
         f"{memory.available / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are free",
         "end what takes it, or expect jobs to be killed",
+        name="memory",
     )
 
 
@@ -223,10 +226,10 @@ def _governor(facts: Facts) -> Finding | None:
     if governor != "powersave" or "pstate" in driver:
         return None
     return Finding(
-        "clock",
         "slow",
         f"the CPU's frequency governor is powersave ({driver}): it stays at its lowest clock",
         "cpupower frequency-set -g performance",
+        name="clock",
     )
 
 
@@ -239,28 +242,28 @@ def _busy_machine(facts: Facts) -> Finding | None:
     if load < 0.5 * present:
         return None
     return Finding(
-        "busy",
         "note",
         f"other work keeps {load:.1f} of {present} CPUs busy",
         "measurements made beside other jobs are rough",
+        name="busy",
     )
 
 
 def _kernels(facts: Facts) -> Finding | None:
     if facts.environ.get("FLATOUT_KERNELS") == "numpy":
         return Finding(
-            "kernels",
             "slow",
             "FLATOUT_KERNELS=numpy: numpy does the work of Flatout's C extensions",
             "unset it",
+            name="kernels",
         )
     if find_spec("flatout.kernels._gather") is not None:
         return None
     return Finding(
-        "kernels",
         "slow",
         "Flatout's C extensions are absent: numpy does their work, more slowly",
         "install a C compiler, then pip install --force-reinstall --no-deps --no-cache-dir flatout",
+        name="kernels",
     )
 
 
@@ -270,26 +273,26 @@ def _keras(facts: Facts) -> Finding | None:
     problem = keras_import.problem()
     if problem is None or problem.do is None:
         return None
-    return Finding("keras", "note", f"{problem.what} ({problem.where})", problem.do)
+    return Finding("note", f"{problem.what} ({problem.where})", problem.do, name="keras")
 
 
 def _disk(facts: Facts) -> Finding | None:
     folder = next(parent for parent in (facts.cache, *facts.cache.parents) if parent.exists())
     if not os.access(folder, os.W_OK):
         return Finding(
-            "cache",
             "slow",
             f"{facts.cache} cannot be written: what was measured is measured again in each run",
             "set FLATOUT_CACHE to a folder that can be written",
+            name="cache",
         )
     free = shutil.disk_usage(folder).free
     if free >= _SMALL_DISK:
         return None
     return Finding(
-        "disk",
         "danger",
         f"{free / 2**30:.1f} GiB are free on the disk of {facts.cache}",
         "make room, or set FLATOUT_CACHE to another disk",
+        name="disk",
     )
 
 

@@ -5,27 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flatout.doctor.checks import CHECKS
 from flatout.doctor.checks.signals import is_worth, ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Ablation, Observation
 
-_FINDINGS = {
-    "input": (
-        "decode_each_epoch",
-        "map_per_sample",
-        "small_files",
-        "starvation",
-        "text_parse",
-        "workers_too_many",
-        "workers_zero",
-    ),
-    "item": ("item_each_step",),
-    "sync": ("no_sync_missing",),
-    "evaluation": ("evaluate_with_grad",),
-}
-"""The findings whose cures work on one lane alone, by that lane."""
-
-_LANE_OF = {name: lane for lane, names in _FINDINGS.items() for name in names}
+_LANE_OF = {check.name: check.lane for check in CHECKS}
 
 _WITHOUT = {
     ("input",): "waiting for input",

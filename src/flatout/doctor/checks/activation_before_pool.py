@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import check
 from flatout.doctor.checks.signals import at, is_worth, lane, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 
+@check()
 def look(seen: Observation) -> list[Finding]:
     """Which pairs could change places."""
     swappable = [model for model in models(seen) if model.pool_after]
@@ -23,17 +24,12 @@ def _found(model: Model, cost: float) -> Finding:
     activation, pooling = model.pool_after[0]
     more = f" and {len(model.pool_after) - 1} more" if len(model.pool_after) > 1 else ""
     return Finding(
-        name="activation_before_pool",
         kind="slow",
         what=f"{activation} runs before {pooling}{more}: after it there are fewer values, and the "
         "result is the same",
         do="pool first, then activate",
-        number=46,
         where=at(model.pool_site or model.site),
         cost_ms=cost,
         parity="bit-identical",
         recipe={"compute.rewrites": "on"},
     )
-
-
-CHECK = Check("activation_before_pool", (46,), look)

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, kind_of, ms
+from flatout.doctor.edits import tensors
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=tensors.index_select)
+def look(seen: Observation) -> Findings:
     """Which lines index a batch in most steps."""
-    found = []
     for call in calls(seen, "index"):
         cost = cost_ms(seen, call)
         if not is_each_step(seen, call):
             continue
         takes = "" if cost is None else f" in {ms(cost)}"
-        found.append(
-            Finding(
-                name="advanced_indexing",
-                kind=kind_of(seen, cost),
-                what=f"advanced indexing picks each batch{takes}; index_select does the same on "
-                "all cores",
-                do="torch.index_select(data, 0, rows), or flatout.data.arrays(...) for the whole "
-                "pipeline",
-                number=48,
-                where=str(call.site),
-                cost_ms=cost,
-                parity="bit-identical",
-            )
+        yield Finding(
+            kind=kind_of(seen, cost),
+            what=f"advanced indexing picks each batch{takes}; index_select does the same on "
+            "all cores",
+            do="torch.index_select(data, 0, rows), or flatout.data.arrays(...) for the whole "
+            "pipeline",
+            where=str(call.site),
+            cost_ms=cost,
+            parity="bit-identical",
         )
-    return found
-
-
-CHECK = Check("advanced_indexing", (48,), look)

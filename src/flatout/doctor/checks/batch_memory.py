@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from flatout.console import rounded
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import NoSignal, check
 from flatout.doctor.checks.signals import at, is_gpu
 from flatout.doctor.finding import Finding, Kind
 from flatout.observe import Observation
@@ -28,6 +28,7 @@ _SMALLER = (
 )
 
 
+@check()
 def look(seen: Observation) -> list[Finding]:
     """Whether memory ran out; on a GPU, how much more would fit."""
     if seen.ended == "failed" and _OUT.search(seen.error):
@@ -71,9 +72,7 @@ def _on_gpu(seen: Observation) -> list[Finding]:
 
 
 def _found(kind: Kind, what: str, do: str, where: str, parity: str = "rounding") -> Finding:
-    return Finding(
-        name="batch_memory", kind=kind, what=what, do=do, number=55, where=where, parity=parity
-    )
+    return Finding(kind=kind, what=what, do=do, where=where, parity=parity)
 
 
 def _site(seen: Observation) -> str:
@@ -86,6 +85,3 @@ def _line(seen: Observation) -> str:
     """The innermost line of the error that is no installed package's."""
     own = [f"{file}:{line}" for file, line in _PLACE.findall(seen.error) if is_users(file)]
     return own[-1] if own else _site(seen)
-
-
-CHECK = Check("batch_memory", (55,), look)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 from statistics import median
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import NoSignal, check
 from flatout.doctor.checks.signals import (
     SLOW_RATE,
     arithmetic_rate,
@@ -39,6 +39,7 @@ _AS_LONG = 0.9
 """A step of the smaller batch over one of the whole, from which on both take as long."""
 
 
+@check()
 def look(seen: Observation) -> list[Finding]:
     """Whether the step's time depends on its samples: by the last batches, else by its FLOP."""
     whole = step_ms(seen)
@@ -96,15 +97,10 @@ def _site(seen: Observation) -> Site | None:
 
 def _found(what: str, site: Site | None) -> Finding:
     return Finding(
-        name="batch_too_small",
         kind="note",
         what=what,
         do="a batch 2 and 4 times as large takes about as long, with a learning rate for it; "
         "look at the validation figures after the same number of samples",
-        number=20,
         where=at(site),
         parity="changes learning",
     )
-
-
-CHECK = Check("batch_too_small", (20,), look)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.doctor.checks.check import NoSignal, RankCheck
+from flatout.doctor.checks.check import Findings, NoSignal, rank_check
 from flatout.doctor.checks.signals import at, models, samples_per_call
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Site
@@ -13,7 +13,8 @@ _UNEVEN = 1.1
 """The largest part over the smallest from which on it is told."""
 
 
-def look(seen: Sequence[Observation]) -> list[Finding]:
+@rank_check()
+def look(seen: Sequence[Observation]) -> Findings:
     """Whether the parts of a batch that devices get, or ranks, are of different sizes."""
     first = seen[0]
     wrapped = [model for model in models(first) if model.wrapper == "DataParallel"]
@@ -37,27 +38,20 @@ def look(seen: Sequence[Observation]) -> list[Finding]:
     return _found(known, first.models[0].site, "ranks")
 
 
-def _found(parts: list[int], site: Site | None, who: str) -> list[Finding]:
+def _found(parts: list[int], site: Site | None, who: str) -> Findings:
     least, most = min(parts), max(parts)
     if not parts or most < _UNEVEN * least or most == least:
-        return []
+        return
     if least:
         idle = f"those with fewer wait, and a sample there weighs {most / least:.2g} times as much"
     else:
         idle = f"{parts.count(0)} of them get nothing"
     skew = idle if who == "ranks" or not least else "those with fewer wait"
-    return [
-        Finding(
-            name="batch_uneven",
-            kind="note",
-            what=f"the {who} get {', '.join(map(str, parts))} samples of a batch: {skew}",
-            do=f"a batch that is a multiple of {len(parts)}; else weigh each loss by its share "
-            "of the samples",
-            number=22,
-            where=at(site),
-            parity="changes learning",
-        )
-    ]
-
-
-CHECK = RankCheck("batch_uneven", (22,), look)
+    yield Finding(
+        kind="note",
+        what=f"the {who} get {', '.join(map(str, parts))} samples of a batch: {skew}",
+        do=f"a batch that is a multiple of {len(parts)}; else weigh each loss by its share "
+        "of the samples",
+        where=at(site),
+        parity="changes learning",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import (
     at,
     batches_per_step,
@@ -20,7 +20,8 @@ _LAYERWISE = (32_768, 39)
 """With LARS or LAMB (You et al. 2017, 2020)."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether a step has more samples, and an epoch fewer steps, than anybody reports."""
     step_ms(seen)
     at_once = samples_per_call(seen)
@@ -29,24 +30,20 @@ def look(seen: Observation) -> list[Finding]:
     batch = round(at_once * batches_per_step(seen) * seen.world_size)
     tried, steps_tried = _LAYERWISE if _is_layerwise(seen) else _SGD
     if batch <= tried:
-        return []
+        return
     loader = max(training_loaders(seen), key=lambda loader: loader.batches)
     steps = _steps_per_epoch(loader, batch, seen.world_size)
     if steps >= steps_tried:
-        return []
-    return [
-        Finding(
-            name="batch_very_large",
-            kind="note",
-            what=f"a step has {batch:,} samples, an epoch {max(1, round(steps)):,} steps: beyond "
-            f"what was tried ({tried:,} samples, {steps_tried} steps an epoch)",
-            do="compare the validation figures with those of a smaller batch; else LARS or LAMB "
-            "(flatout.optim.Lars, Lamb), and warm-up over the first epochs",
-            number=56,
-            where=at(loader.site),
-            parity="changes learning",
-        )
-    ]
+        return
+    yield Finding(
+        kind="note",
+        what=f"a step has {batch:,} samples, an epoch {max(1, round(steps)):,} steps: beyond "
+        f"what was tried ({tried:,} samples, {steps_tried} steps an epoch)",
+        do="compare the validation figures with those of a smaller batch; else LARS or LAMB "
+        "(flatout.optim.Lars, Lamb), and warm-up over the first epochs",
+        where=at(loader.site),
+        parity="changes learning",
+    )
 
 
 def _is_layerwise(seen: Observation) -> bool:
@@ -59,6 +56,3 @@ def _steps_per_epoch(loader: Loader, batch: int, ranks: int) -> float:
         raise NoSignal("how many samples an epoch has was not seen")
     copies = 1 if loader.is_distributed else ranks  # else each rank goes through all of them
     return loader.length * copies / batch
-
-
-CHECK = Check("batch_very_large", (56,), look)

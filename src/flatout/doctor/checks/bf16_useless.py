@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import SLOW_RATE, arithmetic_rate, at, is_gpu, lane, models, ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether a model under autocast takes its time for anything but arithmetic."""
     cast = [model for model in models(seen) if model.autocast and not model.has_convolutions]
     if is_gpu(seen) or not cast:
-        return []
-    found = []
+        return
     for model in cast:
         rate = arithmetic_rate(seen, model)
         if rate is None:
@@ -21,22 +21,14 @@ def look(seen: Observation) -> list[Finding]:
         if rate >= SLOW_RATE:
             continue
         compute = lane(seen, "forward", "backward")
-        found.append(
-            Finding(
-                name="bf16_useless",
-                kind="slow",
-                what=f"autocast casts to {model.autocast}, but the {ms(compute)} of forward and "
-                f"backward are not arithmetic: {model.elements:,} weights make {rate / 1e9:.1g} "
-                "GFLOP/s of it",
-                do="leave autocast away for a model this small, and measure",
-                number=19,
-                where=at(model.site),
-                cost_ms=compute,
-                parity="rounding",
-                recipe={"compute.precision": "fp32"},
-            )
+        yield Finding(
+            kind="slow",
+            what=f"autocast casts to {model.autocast}, but the {ms(compute)} of forward and "
+            f"backward are not arithmetic: {model.elements:,} weights make {rate / 1e9:.1g} "
+            "GFLOP/s of it",
+            do="leave autocast away for a model this small, and measure",
+            where=at(model.site),
+            cost_ms=compute,
+            parity="rounding",
+            recipe={"compute.precision": "fp32"},
         )
-    return found
-
-
-CHECK = Check("bf16_useless", (19,), look)

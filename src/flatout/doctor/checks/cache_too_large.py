@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from statistics import correlation, linear_regression
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import NoSignal, check
 from flatout.doctor.checks.signals import at, batches_per_step, training_loaders
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
@@ -29,6 +29,7 @@ _KEPT = 0.7
 factor: small samples that stay between large tensors that go leave holes in the heap."""
 
 
+@check()
 def look(seen: Observation) -> list[Finding]:
     """Whether memory grows by each sample that is read, and where that leads."""
     loaders = [loader for loader in training_loaders(seen) if not loader.is_iterable]
@@ -88,17 +89,12 @@ def _found(loader: Loader, seen: Observation, each: float, whole: float) -> Find
     workers = f" in each of {copies} workers" if copies > 1 else ""
     swapped = f"; {seen.swapped_mb:,.0f} MB lie in swap" if (seen.swapped_mb or 0) >= 1 else ""
     return Finding(
-        name="cache_too_large",
         kind="danger",
         what=f"memory grows by {each * 2**10:,.0f} KB with each sample read, as if it were kept: "
         f"all {loader.length:,}{workers} will take {whole / 2**10:,.1f} GB, "
         f"{(seen.available_mb or 0) / 2**10:,.1f} GB are free{swapped}",
         do="keep a part only, or write the samples once to a file and map it (numpy.load with "
         "mmap_mode='r'): then all workers share what fits",
-        number=6,
         where=at(loader.dataset_site or loader.site),
         parity="bit-identical",
     )
-
-
-CHECK = Check("cache_too_large", (6,), look)

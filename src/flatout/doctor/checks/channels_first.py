@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import at, is_worth, lane, models, ms
+from flatout.doctor.edits.models import channels_last
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=channels_last)
+def look(seen: Observation) -> Findings:
     """Which models with two-dimensional convolutions are not in channels_last."""
     convolutional = [model for model in models(seen) if _convolves_images(model)]
     if not convolutional:
-        return []
+        return
     cost = lane(seen, "forward", "backward")
     if not is_worth(seen, cost):
-        return []
-    return [
-        Finding(
-            name="channels_first",
-            kind="slow",
-            what=f"{model.kind.rpartition('.')[2]} has convolutions and is not in channels_last; "
-            f"forward and backward take {ms(cost)}",
-            do="model.to(memory_format=torch.channels_last), and the batches too; pays most "
-            "together with bf16",
-            number=43,
-            where=at(model.site),
-            cost_ms=cost,
-            parity="redrawn" if any("Dropout" in layer for layer in model.layers) else "rounding",
-            recipe={"compute.memory_format": "channels_last"},
-        )
-        for model in convolutional
-        if not model.is_channels_last
-    ]
+        return
+    for model in convolutional:
+        if not model.is_channels_last:
+            yield Finding(
+                kind="slow",
+                what=f"{model.kind.rpartition('.')[2]} has convolutions and is not in "
+                f"channels_last; forward and backward take {ms(cost)}",
+                do="model.to(memory_format=torch.channels_last), and the batches too; pays most "
+                "together with bf16",
+                where=at(model.site),
+                cost_ms=cost,
+                parity="redrawn"
+                if any("Dropout" in layer for layer in model.layers)
+                else "rounding",
+                recipe={"compute.memory_format": "channels_last"},
+            )
 
 
 def _convolves_images(model: Model) -> bool:
@@ -41,6 +41,3 @@ def _convolves_images(model: Model) -> bool:
     return model.has_convolutions and (
         not named or any("Conv2" in layer or "Conv3" in layer for layer in model.layers)
     )
-
-
-CHECK = Check("channels_first", (43,), look)

@@ -1,40 +1,71 @@
-"""What a check is."""
+"""What a check is, and how it registers itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from flatout.doctor.finding import Finding
+from flatout.doctor.edits.place import Place
+from flatout.doctor.finding import Edit, Finding
 from flatout.observe import Observation
+
+Seen = TypeVar("Seen", Observation, Sequence[Observation])
+Findings: TypeAlias = Iterable[Finding]
+Write: TypeAlias = Callable[[Place], list[Edit]]
 
 
 class NoSignal(Exception):
     """What a check needs was not seen, and why."""
 
 
-class Check(NamedTuple):
+class Check(NamedTuple, Generic[Seen]):
     """One pitfall.
 
     Attributes:
-        name: of the check, of its corpus script and of its section in the docs.
-        numbers: of the pitfalls in the list of those known.
-        look: gives what it finds in one rank; raises NoSignal.
+        name: of the check's file, of its page, and of its script in the corpus.
+        look: gives what it finds in one rank, or in the ranks of one machine, in order; raises
+            NoSignal.
+        edit: writes its cure as changes of the user's code, where that can be done.
+        lane: the only lane that its cures change; "" for any other.
     """
 
     name: str
-    numbers: tuple[int, ...]
-    look: Callable[[Observation], list[Finding]]
+    look: Callable[[Seen], list[Finding]]
+    edit: Write | None
+    lane: str
 
 
-class RankCheck(NamedTuple):
-    """One pitfall that shows only where several ranks stand beside one another.
+CHECKS: list[Check[Observation]] = []
+RANK_CHECKS: list[Check[Sequence[Observation]]] = []
+"""Those that need to see all ranks of a machine, one rank included."""
 
-    Attributes:
-        name, numbers: as of a Check.
-        look: gives what it finds in the ranks of one machine, in order; raises NoSignal.
-    """
 
-    name: str
-    numbers: tuple[int, ...]
-    look: Callable[[Sequence[Observation]], list[Finding]]
+def check(
+    *, edit: Write | None = None, lane: str = ""
+) -> Callable[[Callable[[Observation], Findings]], Callable[[Observation], list[Finding]]]:
+    """Registers a function of an Observation as the check that its file is named after."""
+    return partial(_register, CHECKS, edit, lane)
+
+
+def rank_check(
+    *, edit: Write | None = None
+) -> Callable[
+    [Callable[[Sequence[Observation]], Findings]], Callable[[Sequence[Observation]], list[Finding]]
+]:
+    """Registers a function of the Observations of all ranks."""
+    return partial(_register, RANK_CHECKS, edit, "")
+
+
+def _register(
+    checks: list[Check[Seen]], edit: Write | None, lane: str, look: Callable[[Seen], Findings]
+) -> Callable[[Seen], list[Finding]]:
+    name = look.__module__.rpartition(".")[2]
+
+    @wraps(look)
+    def named(seen: Seen) -> list[Finding]:
+        return [replace(finding, name=name) for finding in look(seen)]
+
+    checks.append(Check(name, named, edit, lane))
+    return named

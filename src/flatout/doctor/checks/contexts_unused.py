@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 from flatout.console import counted
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether there are contexts on GPUs where torch has never held a byte."""
     if seen.gpu_memory_mb is None:
         raise NoSignal("torch computes on no GPU here")
     empty = [gpu for gpu, held in seen.gpu_memory_mb.items() if not held]
     if not empty:
-        return []
+        return
     counts = [call.site for call in seen.calls if call.kind == "device_count"]
-    return [
-        Finding(
-            name="contexts_unused",
-            kind="note",
-            what=f"the process has a context on {counted(len(empty), 'GPU')} where it computes "
-            "nothing: each takes some hundred MiB there and time at the start, and workers that "
-            "are forked from it cannot use CUDA",
-            do="count devices by NVML (flatout devices; PYTORCH_NVML_BASED_CUDA_CHECK=1), and "
-            "torch.cuda.set_device before anything else; or show each rank its own GPU by "
-            "CUDA_VISIBLE_DEVICES",
-            number=32,
-            where=str(counts[0]) if counts else "",
-            parity="bit-identical",
-        )
-    ]
-
-
-CHECK = Check("contexts_unused", (32,), look)
+    yield Finding(
+        kind="note",
+        what=f"the process has a context on {counted(len(empty), 'GPU')} where it computes "
+        "nothing: each takes some hundred MiB there and time at the start, and workers that "
+        "are forked from it cannot use CUDA",
+        do="count devices by NVML (flatout devices; PYTORCH_NVML_BASED_CUDA_CHECK=1), and "
+        "torch.cuda.set_device before anything else; or show each rank its own GPU by "
+        "CUDA_VISIBLE_DEVICES",
+        where=str(counts[0]) if counts else "",
+        parity="bit-identical",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, is_gpu, is_worth, lane, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
@@ -11,32 +11,29 @@ _OF_ONE_SHAPE = 0.95
 """Share of the batches that one shape has where only the last of an epoch is another."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether convolutions on a GPU always get the same shape, and nothing was measured for it."""
     convolutional = [model for model in models(seen) if model.has_convolutions]
     if not is_gpu(seen) or not convolutional:
-        return []
+        return
     if seen.cudnn_benchmark is None:
         raise NoSignal("torch.backends.cudnn.benchmark was not seen")
     cost = lane(seen, "forward", "backward")
     if seen.cudnn_benchmark or not is_worth(seen, cost):
-        return []
-    return [
-        Finding(
-            name="cudnn_benchmark",
-            kind="slow",
-            what="all batches have one shape, but cuDNN chooses the convolutions' algorithms "
-            "unmeasured",
-            do="torch.backends.cudnn.benchmark = True",
-            number=37,
-            where=at(model.site),
-            cost_ms=cost,
-            parity="rounding",
-            recipe={"script.cudnn_benchmark": "on"},
-        )
-        for model in convolutional
-        if _share_of_one(model) >= _OF_ONE_SHAPE
-    ]
+        return
+    for model in convolutional:
+        if _share_of_one(model) >= _OF_ONE_SHAPE:
+            yield Finding(
+                kind="slow",
+                what="all batches have one shape, but cuDNN chooses the convolutions' algorithms "
+                "unmeasured",
+                do="torch.backends.cudnn.benchmark = True",
+                where=at(model.site),
+                cost_ms=cost,
+                parity="rounding",
+                recipe={"script.cudnn_benchmark": "on"},
+            )
 
 
 def _share_of_one(model: Model) -> float:
@@ -44,6 +41,3 @@ def _share_of_one(model: Model) -> float:
     if not counts:
         raise NoSignal("the shapes of the batches were not seen")
     return max(counts) / max(1, sum(counts))
-
-
-CHECK = Check("cudnn_benchmark", (37,), look)

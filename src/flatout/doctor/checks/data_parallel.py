@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import at, calls, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Which models are wrapped in it."""
     made = [call.site for call in calls(seen, "data_parallel")]
-    return [
-        Finding(
-            name="data_parallel",
-            kind="slow",
-            what="nn.DataParallel copies the model to each GPU in each step and gathers all "
-            "outputs on the first, from one Python process",
-            do="DistributedDataParallel with a process for each GPU, at the same global batch",
-            number=24,
-            where=at(made[0] if made else model.site),
-            parity="rounding",
-        )
-        for model in models(seen)
-        if model.wrapper == "DataParallel"
-    ]
-
-
-CHECK = Check("data_parallel", (24,), look)
+    for model in models(seen):
+        if model.wrapper == "DataParallel":
+            yield Finding(
+                kind="slow",
+                what="nn.DataParallel copies the model to each GPU in each step and gathers all "
+                "outputs on the first, from one Python process",
+                do="DistributedDataParallel with a process for each GPU, at the same global batch",
+                where=at(made[0] if made else model.site),
+                parity="rounding",
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import (
     HUNGRY,
     at,
@@ -22,9 +22,9 @@ _MUCH = 0.2
 """Share of the loader's time from which on decoding is worth a cache."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(lane="input")
+def look(seen: Observation) -> Findings:
     """Whether decoding costs, and what it gives fits."""
-    found = []
     for loader in training_loaders(seen):
         if share(seen, lane(seen, "input")) < HUNGRY:
             continue
@@ -38,24 +38,18 @@ def look(seen: Observation) -> list[Finding]:
         if seen.available_mb is None:
             raise NoSignal("how much memory is free was not seen")
         if fits_in_memory(seen, size):
-            found.append(_found(loader, cost, size, seen.available_mb))
-    return found
+            yield _found(loader, cost, size, seen.available_mb)
 
 
 def _found(loader: Loader, cost: float, size: float, free: float) -> Finding:
     return Finding(
-        name="decode_each_epoch",
         kind="slow",
         what=f"decoding takes {ms(loader.lanes_ms['decode'])} a batch, in each epoch again; all "
         f"{loader.length:,} samples take {size:,.0f} MB decoded, {free:,.0f} MB are free",
         do="keep what was decoded, before anything random: in the dataset, or with "
         "flatout.data.images(...).cache()",
-        number=5,
         where=at(hot(loader)),
         cost_ms=cost,
         parity="bit-identical",
         recipe={} if loader.is_iterable else {"script.cache": "memory"},
     )
-
-
-CHECK = Check("decode_each_epoch", (5,), look)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, is_gpu, is_worth, lane, models, ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation, Optimizer
@@ -13,6 +13,7 @@ _MANY = 0.01
 """Share of a tensor's numbers: an operator takes a hundred times as long for each of them."""
 
 
+@check()
 def look(seen: Observation) -> list[Finding]:
     """Whether a tensor that is computed with has many, on a CPU that does not flush them."""
     if is_gpu(seen):
@@ -30,27 +31,20 @@ def look(seen: Observation) -> list[Finding]:
 
 def _found(
     seen: Observation, owners: Sequence[Model] | Sequence[Optimizer], of: str, lanes: Sequence[str]
-) -> list[Finding]:
+) -> Findings:
     cost = lane(seen, *lanes)
     took = "forward, backward and optimizer take" if len(lanes) > 1 else "its steps take"
     if not is_worth(seen, cost):
-        return []
-    return [
-        Finding(
-            name="denormals",
-            kind="slow",
-            what=f"up to {owner.subnormal_share:.0%} of the numbers in a tensor of {of} are "
-            f"subnormal (below 1.2e-38); {took} {ms(cost)}",
-            do="torch.set_flush_denormal(True) at the start, before anything is computed",
-            number=35,
-            where=at(owner.site),
-            cost_ms=cost,
-            parity="rounding",
-            recipe={"process.flush_denormals": "on"},
-        )
-        for owner in owners
-        if (owner.subnormal_share or 0.0) >= _MANY
-    ]
-
-
-CHECK = Check("denormals", (35,), look)
+        return
+    for owner in owners:
+        if (owner.subnormal_share or 0.0) >= _MANY:
+            yield Finding(
+                kind="slow",
+                what=f"up to {owner.subnormal_share:.0%} of the numbers in a tensor of {of} are "
+                f"subnormal (below 1.2e-38); {took} {ms(cost)}",
+                do="torch.set_flush_denormal(True) at the start, before anything is computed",
+                where=at(owner.site),
+                cost_ms=cost,
+                parity="rounding",
+                recipe={"process.flush_denormals": "on"},
+            )

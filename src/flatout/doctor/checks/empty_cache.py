@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, is_gpu, kind_of, lane, ms
+from flatout.doctor.edits import removed
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=removed.empty_cache)
+def look(seen: Observation) -> Findings:
     """Which lines give the cached memory back in most steps. Without a GPU that does nothing."""
-    found = []
     for call in calls(seen, "empty_cache"):
         own = cost_ms(seen, call)
         if not is_each_step(seen, call):
@@ -18,21 +19,13 @@ def look(seen: Observation) -> list[Finding]:
         # Memory that was given back is asked for again in forward and backward.
         cost = (own or 0.0) + (lane(seen, "forward", "backward") if is_gpu(seen) else 0.0)
         takes = "" if own is None else f" ({ms(own)})"
-        found.append(
-            Finding(
-                name="empty_cache",
-                kind=kind_of(seen, cost),
-                what=f"empty_cache() in each step{takes}: the next step asks the driver for the "
-                "same memory again",
-                do="delete the call; it makes no memory free that torch could not use itself",
-                number=16,
-                where=str(call.site),
-                cost_ms=cost,
-                parity="bit-identical",
-                recipe={"script.empty_cache": "skip"},
-            )
+        yield Finding(
+            kind=kind_of(seen, cost),
+            what=f"empty_cache() in each step{takes}: the next step asks the driver for the "
+            "same memory again",
+            do="delete the call; it makes no memory free that torch could not use itself",
+            where=str(call.site),
+            cost_ms=cost,
+            parity="bit-identical",
+            recipe={"script.empty_cache": "skip"},
         )
-    return found
-
-
-CHECK = Check("empty_cache", (16,), look)

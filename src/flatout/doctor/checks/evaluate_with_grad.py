@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import check
 from flatout.doctor.checks.signals import models, ms
+from flatout.doctor.edits import evaluation
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 
+@check(edit=evaluation.no_grad, lane="evaluation")
 def look(seen: Observation) -> list[Finding]:
     """Where a model is evaluated with gradients enabled."""
     evaluation = seen.lanes_ms.get("evaluation")
@@ -17,17 +19,12 @@ def look(seen: Observation) -> list[Finding]:
 def _found(model: Model, evaluation: float | None) -> Finding:
     takes = "" if not evaluation else f"; evaluation takes {ms(evaluation)} per training step"
     return Finding(
-        name="evaluate_with_grad",
         kind="slow",
         what="evaluation runs with gradients enabled: it keeps every activation for a backward "
         f"that never comes{takes}",
         do="with torch.inference_mode(): around the evaluation",
-        number=40,
         where=str(model.evaluated_with_grad),
         cost_ms=evaluation,
         parity="bit-identical",
         recipe={"script.evaluation": "no_grad"},
     )
-
-
-CHECK = Check("evaluate_with_grad", (40,), look)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import (
     SLOW_RATE,
     arithmetic_rate,
@@ -14,6 +14,7 @@ from flatout.doctor.checks.signals import (
     ms,
     whole_ms,
 )
+from flatout.doctor.edits.models import autocast
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
@@ -24,38 +25,35 @@ _CORE_RATE = 50e9
 """FLOP per second that a core with such units reaches at least in fp32, in large products."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=autocast)
+def look(seen: Observation) -> Findings:
     """Whether a model without autocast computes in fp32 where bf16 units stand idle."""
     trained = models(seen)
     if any("16" in dtype for optimizer in seen.optimizers for dtype in optimizer.dtypes):
-        return []
+        return
     if seen.bf16_units is None:
         raise NoSignal("whether the device has units for bf16 was not seen")
     units = [name for name in _FASTER if name in seen.bf16_units]
     if not units:
-        return []
+        return
     compute = lane(seen, "forward", "backward")
     cost = _arithmetic(seen, trained) * compute * (1 - 1 / max(_FASTER[name] for name in units))
     if not is_worth(seen, cost):
-        return []
-    return [
-        Finding(
-            name="fp32_slow",
-            kind="slow",
-            what=f"forward and backward take {ms(compute)} of {ms(whole_ms(seen))} in fp32; this "
-            f"{'GPU' if is_gpu(seen) else 'CPU'} has units for bf16"
-            + ("" if is_gpu(seen) else f" ({seen.bf16_units})"),
-            do=f'with torch.autocast("{seen.device.partition(":")[0]}", torch.bfloat16): around '
-            "forward and loss; often only together with channels_last",
-            number=18,
-            where=at(model.site),
-            cost_ms=cost,
-            parity="rounding",
-            recipe={"compute.precision": "bf16"},
-        )
-        for model in trained
-        if not model.autocast and _computes(seen, model)
-    ]
+        return
+    for model in trained:
+        if not model.autocast and _computes(seen, model):
+            yield Finding(
+                kind="slow",
+                what=f"forward and backward take {ms(compute)} of {ms(whole_ms(seen))} in fp32; "
+                f"this {'GPU' if is_gpu(seen) else 'CPU'} has units for bf16"
+                + ("" if is_gpu(seen) else f" ({seen.bf16_units})"),
+                do=f'with torch.autocast("{seen.device.partition(":")[0]}", torch.bfloat16): '
+                "around forward and loss; often only together with channels_last",
+                where=at(model.site),
+                cost_ms=cost,
+                parity="rounding",
+                recipe={"compute.precision": "bf16"},
+            )
 
 
 def _arithmetic(seen: Observation, trained: list[Model]) -> float:
@@ -74,6 +72,3 @@ def _computes(seen: Observation, model: Model) -> bool:
     """Whether arithmetic can be what takes the time."""
     rate = _rate(seen, model)
     return rate is None or rate >= SLOW_RATE
-
-
-CHECK = Check("fp32_slow", (18,), look)

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, is_worth, lane, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether frozen leading layers take a good part of forward."""
     trained = models(seen)
     if all(model.frozen_share is None for model in trained):
         raise NoSignal("the time of frozen layers was not seen")
     forward = lane(seen, "forward")
-    return [
-        Finding(
-            name="frozen_recomputed",
-            kind="slow",
-            what=f"{model.frozen_share:.0%} of forward is in leading layers that are not trained: "
-            "they give the same for the same sample in each epoch",
-            do="compute their outputs once and train on them; not where samples are augmented at "
-            "random or dropout is active before their end",
-            number=36,
-            where=at(model.site),
-            cost_ms=model.frozen_share * forward,
-            parity="rounding",
-            recipe={"script.features": "memory"},
-        )
-        for model in trained
-        if model.frozen_share and is_worth(seen, model.frozen_share * forward)
-    ]
-
-
-CHECK = Check("frozen_recomputed", (36,), look)
+    for model in trained:
+        if model.frozen_share and is_worth(seen, model.frozen_share * forward):
+            yield Finding(
+                kind="slow",
+                what=f"{model.frozen_share:.0%} of forward is in leading layers that are not "
+                "trained: they give the same for the same sample in each epoch",
+                do="compute their outputs once and train on them; not where samples are augmented "
+                "at random or dropout is active before their end",
+                where=at(model.site),
+                cost_ms=model.frozen_share * forward,
+                parity="rounding",
+                recipe={"script.features": "memory"},
+            )

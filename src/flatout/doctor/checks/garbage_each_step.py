@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import check
 from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, is_worth, lane, ms
+from flatout.doctor.edits import removed
 from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
 
@@ -11,6 +12,7 @@ _SEVERAL = 3
 """Steps with collections, at least: a late import asks for many in one, and never again."""
 
 
+@check(edit=removed.collect)
 def look(seen: Observation) -> list[Finding]:
     """Whether collections take time, asked for by the script in each step or by themselves."""
     asked = [call for call in calls(seen, "gc") if is_each_step(seen, call) and _is_full(call)]
@@ -43,11 +45,9 @@ def _takes(cost: float | None) -> str:
 
 def _found(what: str, do: str, where: str, cost: float | None) -> Finding:
     return Finding(
-        name="garbage_each_step",
         kind="slow",
         what=what,
         do=do,
-        number=42,
         where=where,
         cost_ms=cost,
         # A collection walks over all objects, which empties the caches for the step after it.
@@ -55,6 +55,3 @@ def _found(what: str, do: str, where: str, cost: float | None) -> Finding:
         parity="bit-identical",
         recipe={"script.garbage": "scheduled"},
     )
-
-
-CHECK = Check("garbage_each_step", (42,), look)

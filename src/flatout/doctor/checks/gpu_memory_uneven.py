@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from flatout.doctor.checks.check import NoSignal, RankCheck
+from flatout.doctor.checks.check import Findings, NoSignal, rank_check
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
@@ -16,7 +16,8 @@ _LEAST_MB = 512
 """What it must hold beyond them."""
 
 
-def look(seen: Sequence[Observation]) -> list[Finding]:
+@rank_check()
+def look(seen: Sequence[Observation]) -> Findings:
     """Whether the peaks of all ranks, added up by GPU, differ much."""
     held: dict[str, dict[int, float]] = {}
     for rank in seen:
@@ -31,22 +32,18 @@ def look(seen: Sequence[Observation]) -> list[Finding]:
     fullest = max(sums, key=lambda gpu: sums[gpu])
     usual = median(mb for gpu, mb in sums.items() if gpu != fullest)
     if sums[fullest] < max(_MUCH_MORE * usual, usual + _LEAST_MB):
-        return []
+        return
     ranks = held[fullest]
     by = f" by ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
     calls = [call.site for rank in seen for call in rank.calls if call.kind == "data_parallel"]
-    return [
-        Finding(
-            name="gpu_memory_uneven",
-            kind="note",
-            what=f"GPU {fullest} holds up to {sums[fullest]:,.0f} MiB{by}, the others "
-            f"{usual:,.0f} MiB: it decides how large a batch can be",
-            do=_do(len(ranks) > 1),
-            number=53,
-            where=str(calls[0]) if calls else "",
-            parity="rounding",
-        )
-    ]
+    yield Finding(
+        kind="note",
+        what=f"GPU {fullest} holds up to {sums[fullest]:,.0f} MiB{by}, the others "
+        f"{usual:,.0f} MiB: it decides how large a batch can be",
+        do=_do(len(ranks) > 1),
+        where=str(calls[0]) if calls else "",
+        parity="rounding",
+    )
 
 
 def _do(is_shared: bool) -> str:
@@ -59,6 +56,3 @@ def _do(is_shared: bool) -> str:
         "gather no outputs or losses of all on one device; share out the layers by their memory; "
         "DistributedDataParallel in place of DataParallel"
     )
-
-
-CHECK = RankCheck("gpu_memory_uneven", (53,), look)

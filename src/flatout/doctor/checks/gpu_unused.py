@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, is_gpu, step_ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether the model trains on the CPU beside a GPU that torch could use."""
     if seen.gpus is None:
         raise NoSignal("which GPUs there are was not seen")
     step_ms(seen)
     if is_gpu(seen) or not seen.gpus:
-        return []
-    return [
-        Finding(
-            name="gpu_unused",
-            kind="slow",
-            what=f"the model computes on {seen.device}, while {seen.gpus[0]} does nothing for it",
-            do='model.to("cuda"), and each batch too',
-            number=49,
-            where=at(seen.models[0].site) if seen.models else "",
-            parity="redrawn",
-            recipe={"world.device": "cuda"},
-        )
-    ]
-
-
-CHECK = Check("gpu_unused", (49,), look)
+        return
+    yield Finding(
+        kind="slow",
+        what=f"the model computes on {seen.device}, while {seen.gpus[0]} does nothing for it",
+        do='model.to("cuda"), and each batch too',
+        where=at(seen.models[0].site) if seen.models else "",
+        parity="redrawn",
+        recipe={"world.device": "cuda"},
+    )

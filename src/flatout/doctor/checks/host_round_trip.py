@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import check
 from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, is_gpu, kind_of, ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
 
 
+@check()
 def look(seen: Observation) -> list[Finding]:
     """Which lines bring back, in most steps, what came to the host in the same step."""
     found = [call for call in calls(seen, "round_trip") if is_each_step(seen, call)]
@@ -17,17 +18,12 @@ def look(seen: Observation) -> list[Finding]:
 def _found(seen: Observation, call: Call, cost: float | None) -> Finding:
     way = "" if cost is None else f"; the way back alone takes {ms(cost)}"
     return Finding(
-        name="host_round_trip",
         kind=kind_of(seen, cost),
         what="a tensor is copied from the GPU to the host and back in each step, and the host "
         f"waits for the GPU meanwhile{way}",
         do="keep it on the GPU: leave .cpu() and .to(device) away, and do what lies between them "
         "with torch",
-        number=52,
         where=str(call.site),
         cost_ms=cost,
         parity="bit-identical",
     )
-
-
-CHECK = Check("host_round_trip", (52,), look)

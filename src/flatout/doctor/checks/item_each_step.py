@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import check
 from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, is_gpu, kind_of, ms
+from flatout.doctor.edits import tensors
 from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
 
 _KINDS = ("item", "tolist", "cpu", "numpy")
 
 
+@check(edit=tensors.read_later, lane="item")
 def look(seen: Observation) -> list[Finding]:
     """Which lines wait for the device in most steps."""
     return [
@@ -24,17 +26,12 @@ def _found(seen: Observation, call: Call, cost: float | None) -> Finding:
     times = f"{often:.0f} times" if often >= 1.5 else "once"
     waits = f" and waits {ms(cost)}" if cost is not None else ""
     return Finding(
-        name="item_each_step",
         kind=kind_of(seen, cost),
         what=f".{call.kind}() is called {times} in each step{waits}: the host stands still until "
         "the device has come so far",
         do="keep sums as tensors on the device, and read them every N steps",
-        number=14,
         where=str(call.site),
         cost_ms=cost,
         parity="bit-identical",
         recipe={"script.host_syncs": "deferred"} if is_gpu(seen) else {},
     )
-
-
-CHECK = Check("item_each_step", (14,), look)

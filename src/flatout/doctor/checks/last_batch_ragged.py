@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from flatout.data.execution.batch_sampler import last_batch
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, has_batch_norm, models, training_loaders
+from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=arguments.drop_last)
+def look(seen: Observation) -> Findings:
     """Whether a batch of one sample meets BatchNorm in training."""
     if not has_batch_norm(models(seen)):
-        return []
-    return [
-        Finding(
-            name="last_batch_ragged",
-            kind="danger",
-            what=f"{loader.length:,} samples in batches of {loader.batch_size} leave a last batch "
-            "of one: BatchNorm takes its statistics from a single sample, or fails",
-            do="DataLoader(..., drop_last=True), or a batch size that leaves more",
-            number=21,
-            where=at(loader.site),
-            parity="changes learning",
-        )
-        for loader in training_loaders(seen)
-        if _last(loader, seen.world_size) == 1
-    ]
+        return
+    for loader in training_loaders(seen):
+        if _last(loader, seen.world_size) == 1:
+            yield Finding(
+                kind="danger",
+                what=f"{loader.length:,} samples in batches of {loader.batch_size} leave a last "
+                "batch of one: BatchNorm takes its statistics from a single sample, or fails",
+                do="DataLoader(..., drop_last=True), or a batch size that leaves more",
+                where=at(loader.site),
+                parity="changes learning",
+            )
 
 
 def _last(loader: Loader, ranks: int) -> int:
@@ -35,6 +33,3 @@ def _last(loader: Loader, ranks: int) -> int:
         raise NoSignal("how many samples there are, or how many in a batch, was not seen")
     samples = -(-loader.length // ranks) if loader.is_distributed else loader.length
     return last_batch(samples, loader.batch_size, bool(loader.drop_last))
-
-
-CHECK = Check("last_batch_ragged", (21,), look)

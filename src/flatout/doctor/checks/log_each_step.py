@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, kind_of, ms
+from flatout.doctor.edits import loops
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _EVERY_STEPS = 50
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=loops.tell_less)
+def look(seen: Observation) -> Findings:
     """Which lines print or log in most steps."""
-    found = []
     for call in calls(seen, "print", "log"):
         if not is_each_step(seen, call):
             continue
@@ -23,20 +24,12 @@ def look(seen: Observation) -> list[Finding]:
         # No Recipe reaches what the script itself writes into a file.
         is_own = call.detail.get("fsync", False) and not call.detail.get("logged", False)
         takes = "" if cost is None else f", which takes {ms(cost)}"
-        found.append(
-            Finding(
-                name="log_each_step",
-                kind=kind,
-                what=f"each step {'prints' if call.kind == 'print' else 'logs'}{takes}",
-                do=f"do it every N steps: if step % {_EVERY_STEPS} == 0",
-                number=15,
-                where=str(call.site),
-                cost_ms=most,
-                parity="bit-identical",
-                recipe={} if is_own else {"script.log_every": _EVERY_STEPS},
-            )
+        yield Finding(
+            kind=kind,
+            what=f"each step {'prints' if call.kind == 'print' else 'logs'}{takes}",
+            do=f"do it every N steps: if step % {_EVERY_STEPS} == 0",
+            where=str(call.site),
+            cost_ms=most,
+            parity="bit-identical",
+            recipe={} if is_own else {"script.log_every": _EVERY_STEPS},
         )
-    return found
-
-
-CHECK = Check("log_each_step", (15,), look)

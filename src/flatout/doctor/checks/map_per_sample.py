@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import (
     HUNGRY,
     at,
@@ -22,17 +22,16 @@ _MUCH = 0.3
 """Share of the loader's time from which on the transform is what to mend first."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(lane="input")
+def look(seen: Observation) -> Findings:
     """Whether transforms take much of a loader's time, and the step waits for it."""
-    found = []
     for loader in training_loaders(seen):
         if loader.gives_batches or share(seen, lane(seen, "input")) < HUNGRY:
             continue
         cost = loader_ms(seen, loader, "transform")
         if _share(loader) >= _MUCH and share(seen, cost) >= HUNGRY:
             is_kept = not loader.is_iterable and fits_in_memory(seen, cached_mb(loader))
-            found.append(_found(loader, cost, is_kept=is_kept))
-    return found
+            yield _found(loader, cost, is_kept=is_kept)
 
 
 def _share(loader: Loader) -> float:
@@ -45,18 +44,13 @@ def _share(loader: Loader) -> float:
 def _found(loader: Loader, cost: float, *, is_kept: bool) -> Finding:
     each = loader.lanes_ms["transform"] / (loader.batch_size or 1)
     return Finding(
-        name="map_per_sample",
         kind="slow",
         what=f"transforms in Python take {_share(loader):.0%} of the loader's time: "
         f"{ms(loader.lanes_ms['transform'])} a batch, {ms(each)} a sample",
         do="transform whole batches: in __getitems__, in collate_fn, or on the device after the "
         "copy; or keep the samples, where nothing in them is random",
-        number=4,
         where=at(hot(loader)),
         cost_ms=cost,
         parity="rounding",
         recipe={"script.cache": "memory"} if is_kept else {},
     )
-
-
-CHECK = Check("map_per_sample", (4,), look)

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, is_gpu, is_worth, lane, ms, training_loaders
+from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=arguments.pin)
+def look(seen: Observation) -> Findings:
     """Whether copies to a GPU wait because the loader does not pin. On a CPU nothing travels."""
     if not is_gpu(seen):
-        return []
+        return
     loaders = training_loaders(seen)
     if all(loader.pin_memory is None for loader in loaders):
         raise NoSignal("whether the loader pins its memory was not seen")
     copy = lane(seen, "copy")
     if not is_worth(seen, copy):
-        return []
-    return [
-        Finding(
-            name="memory_not_pinned",
-            kind="slow",
-            what=f"the copy to the GPU takes {ms(copy)} per step, from memory that is not pinned",
-            do='DataLoader(..., pin_memory=True) and batch.to("cuda", non_blocking=True)',
-            number=12,
-            where=at(loader.site),
-            cost_ms=copy,
-            parity="bit-identical",
-            recipe={"input.pin_memory": "on"},
-        )
-        for loader in loaders
-        if loader.pin_memory is False
-    ]
-
-
-CHECK = Check("memory_not_pinned", (12,), look)
+        return
+    for loader in loaders:
+        if loader.pin_memory is False:
+            yield Finding(
+                kind="slow",
+                what=f"the copy to the GPU takes {ms(copy)} per step, from memory that is not "
+                "pinned",
+                do='DataLoader(..., pin_memory=True) and batch.to("cuda", non_blocking=True)',
+                where=at(loader.site),
+                cost_ms=copy,
+                parity="bit-identical",
+                recipe={"input.pin_memory": "on"},
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import is_gpu, is_worth, ms, step_ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
@@ -12,28 +12,22 @@ _FAULT_MS = 1e-3
 since this is a bound."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether page faults take time on a CPU."""
     if is_gpu(seen):
-        return []
+        return
     if seen.page_faults is None:
         raise NoSignal("page faults were not counted")
     cost = min(step_ms(seen), seen.page_faults * _FAULT_MS)
     if not is_worth(seen, cost):
-        return []
-    return [
-        Finding(
-            name="memory_returned",
-            kind="slow",
-            what=f"{seen.page_faults:,.0f} page faults in each step, about {ms(cost)}: the "
-            "allocator gives its memory back and asks for it again",
-            do="let glibc keep it: flatout run --set memory.allocator=keep script.py",
-            number=44,
-            cost_ms=cost,
-            parity="bit-identical",
-            recipe={"memory.allocator": "keep"},
-        )
-    ]
-
-
-CHECK = Check("memory_returned", (44,), look)
+        return
+    yield Finding(
+        kind="slow",
+        what=f"{seen.page_faults:,.0f} page faults in each step, about {ms(cost)}: the "
+        "allocator gives its memory back and asks for it again",
+        do="let glibc keep it: flatout run --set memory.allocator=keep script.py",
+        cost_ms=cost,
+        parity="bit-identical",
+        recipe={"memory.allocator": "keep"},
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, ms, share
+from flatout.doctor.edits import metrics
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
@@ -11,27 +12,19 @@ _MUCH = 0.05
 """Share of a step that a metric may take: what is read in each step has some price."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=metrics.after_loop)
+def look(seen: Observation) -> Findings:
     """Which metrics take more of a step than they should."""
-    found = []
     for call in calls(seen, "metric"):
         cost = cost_ms(seen, call)
         if cost is None or not is_each_step(seen, call) or share(seen, cost) < _MUCH:
             continue
         name = call.detail.get("name") or call.detail.get("kind") or "a metric"
-        found.append(
-            Finding(
-                name="metric_slow",
-                kind="slow",
-                what=f"{name} takes {ms(cost)} of each step ({share(seen, cost):.0%})",
-                do="keep the predictions, and compute it at the end of the epoch",
-                number=58,
-                where=str(call.site),
-                cost_ms=cost,
-                parity="bit-identical",
-            )
+        yield Finding(
+            kind="slow",
+            what=f"{name} takes {ms(cost)} of each step ({share(seen, cost):.0%})",
+            do="keep the predictions, and compute it at the end of the epoch",
+            where=str(call.site),
+            cost_ms=cost,
+            parity="bit-identical",
         )
-    return found
-
-
-CHECK = Check("metric_slow", (58,), look)

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import at, batches_per_step, calls, is_worth, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(lane="sync")
+def look(seen: Observation) -> Findings:
     """Whether several backward passes go into a step under DDP, without no_sync."""
     backwards = batches_per_step(seen)
     wrapped = [m for m in models(seen) if m.wrapper == "DistributedDataParallel"]
     if not wrapped or backwards < 2 or calls(seen, "no_sync"):
-        return []
+        return
     sync = seen.lanes_ms.get("sync")
     accumulating = [found for found in seen.optimizers if found.backwards == backwards]
     cost = None if sync is None else sync * (1 - 1 / backwards)
     if not is_worth(seen, cost):
-        return []
-    return [
-        Finding(
-            name="no_sync_missing",
-            kind="slow",
-            what=f"{backwards:g} backward passes go into a step, and each of them adds the "
-            "gradients up over all ranks; once would do",
-            do="with model.no_sync(): around forward and backward of all micro-steps but the last",
-            number=31,
-            where=at(accumulating[0].backward_site or wrapped[0].site),
-            cost_ms=cost,
-            parity="rounding",
-            recipe={"script.gradient_sync": "last_backward"},
-        )
-    ]
-
-
-CHECK = Check("no_sync_missing", (31,), look)
+        return
+    yield Finding(
+        kind="slow",
+        what=f"{backwards:g} backward passes go into a step, and each of them adds the "
+        "gradients up over all ranks; once would do",
+        do="with model.no_sync(): around forward and backward of all micro-steps but the last",
+        where=at(accumulating[0].backward_site or wrapped[0].site),
+        cost_ms=cost,
+        parity="rounding",
+        recipe={"script.gradient_sync": "last_backward"},
+    )

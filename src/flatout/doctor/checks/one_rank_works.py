@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from flatout.doctor.checks.check import NoSignal, RankCheck
-from flatout.doctor.checks.signals import HUNGRY, at, calls, cost_ms, lane, ms
+from flatout.doctor.checks.check import Findings, rank_check
+from flatout.doctor.checks.signals import HUNGRY, at, calls, cost_ms, has_peers, lane, ms
 from flatout.doctor.finding import Finding
 from flatout.measure.timeline import LANES
 from flatout.observe import Observation
@@ -21,12 +21,11 @@ _STALLED = 0.5
 """Share of the one rank's work that the others must be seen to wait for."""
 
 
-def look(seen: Sequence[Observation]) -> list[Finding]:
+@rank_check()
+def look(seen: Sequence[Observation]) -> Findings:
     """Whether one rank spends far more on that, and the steps of the others last as long."""
-    if seen[0].world_size < 2:
-        return []
-    if len(seen) < 2:
-        raise NoSignal(f"only rank {seen[0].rank} of {seen[0].world_size} was seen")
+    if not has_peers(seen):
+        return
     by_rank = [{work: _excess(rank, seen, work) for work in _WORK} for rank in seen]
     alone = max(range(len(seen)), key=lambda place: sum(by_rank[place].values()))
     excess, busy = by_rank[alone], seen[alone]
@@ -34,21 +33,17 @@ def look(seen: Sequence[Observation]) -> list[Finding]:
     others = fmean(_whole(rank) for rank in seen if rank is not busy)
     waited = cost - max(0.0, _whole(busy) - others)
     if cost < HUNGRY * _whole(busy) or waited < _STALLED * cost:
-        return []
+        return
     most = max(excess, key=lambda name: excess[name])
-    return [
-        Finding(
-            name="one_rank_works",
-            kind="slow",
-            what=f"rank {busy.rank} spends {ms(excess[most])} per step more than the others "
-            f"{_WORK[most]}, and they wait for it",
-            do=_do(most),
-            number=28,
-            where=_where(most, busy),
-            cost_ms=min(cost, waited),
-            parity="bit-identical",
-        )
-    ]
+    yield Finding(
+        kind="slow",
+        what=f"rank {busy.rank} spends {ms(excess[most])} per step more than the others "
+        f"{_WORK[most]}, and they wait for it",
+        do=_do(most),
+        where=_where(most, busy),
+        cost_ms=min(cost, waited),
+        parity="bit-identical",
+    )
 
 
 def _excess(rank: Observation, seen: Sequence[Observation], work: str) -> float:
@@ -84,6 +79,3 @@ def _where(work: str, rank: Observation) -> str:
         return at(rank.evaluation_site)
     dearest = calls(rank, *(("save",) if work == "saving" else _LOGS))
     return str(dearest[0].site) if dearest else ""
-
-
-CHECK = RankCheck("one_rank_works", (28,), look)

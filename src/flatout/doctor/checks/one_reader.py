@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import (
     HUNGRY,
     at,
@@ -25,9 +25,9 @@ _READERS = 4
 """Parts to begin with: disks and decompression seldom scale much further."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether the step waits for a single reader of a single file."""
-    found = []
     for loader in training_loaders(seen):
         if share(seen, lane(seen, "input")) < HUNGRY or (loader.num_workers or 0) > 1:
             continue
@@ -42,24 +42,18 @@ def look(seen: Observation) -> list[Finding]:
         gives_back = cost * (1 - 1 / parts)
         # While the model waits, its own CPU is free.
         if len(loader.open_files) == 1 and share(seen, gives_back) >= HUNGRY:
-            found.append(_found(loader, parts, gives_back))
-    return found
+            yield _found(loader, parts, gives_back)
 
 
 def _found(loader: Loader, parts: int, gives_back: float) -> Finding:
     ((path, size),) = loader.open_files or [("", 0)]
     return Finding(
-        name="one_reader",
         kind="slow",
         what=f"one process reads one file, {Path(path).name} of {size / 2**20:,.0f} MB: "
         f"{ms(loader.lanes_ms['read'])} a batch, for which the model waits",
         do=f"split it into {parts} files or ranges, one for each of {parts} workers: every "
         f"{parts}th batch in each keeps the order",
-        number=10,
         where=at(hot(loader)),
         cost_ms=gives_back,
         parity="bit-identical",
     )
-
-
-CHECK = Check("one_reader", (10,), look)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.finding import Finding
 from flatout.doctor.machine import KMP_DO, kmp_words, of_intel
 from flatout.observe import Observation
@@ -11,30 +11,23 @@ _READ_BY = ("libiomp5", "libomp")
 """Intel's, and LLVM's, which is the same code."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether KMP_* variables are set that no library of the process reads."""
     if seen.openmp is None:
         raise NoSignal("which OpenMP library the process has was not seen")
     names = of_intel(seen.openmp_settings)
     if not names or any(library.startswith(_READ_BY) for library in seen.openmp):
-        return []
+        return
     if not seen.openmp:
         raise NoSignal("the process has loaded no OpenMP library")
     set_here = [
         call.site for call in seen.calls if call.kind == "setenv" and call.detail["name"] in names
     ]
-    return [
-        Finding(
-            name="openmp_settings_inert",
-            kind="note",
-            what=f"{kmp_words(names)}, and this process has {', '.join(seen.openmp)}: nothing "
-            "happens",
-            do=f"{KMP_DO}; before torch is imported",
-            number=34,
-            where=str(set_here[0]) if set_here else "",
-            parity="rounding",
-        )
-    ]
-
-
-CHECK = Check("openmp_settings_inert", (34,), look)
+    yield Finding(
+        kind="note",
+        what=f"{kmp_words(names)}, and this process has {', '.join(seen.openmp)}: nothing happens",
+        do=f"{KMP_DO}; before torch is imported",
+        where=str(set_here[0]) if set_here else "",
+        parity="rounding",
+    )

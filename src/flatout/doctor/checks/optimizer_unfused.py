@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import at, kind_of, lane, ms
+from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Optimizer
 
@@ -11,32 +12,26 @@ _FUSES = ("SGD", "Adam", "AdamW", "Adagrad")
 """Those of torch.optim that take fused=True."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=arguments.fuse)
+def look(seen: Observation) -> Findings:
     """Which of them step unfused."""
     unfused = [optimizer for optimizer in seen.optimizers if _could_fuse(optimizer)]
     if not unfused:
-        return []
+        return
     cost = lane(seen, "optimizer")
-    return [
-        Finding(
-            name="optimizer_unfused",
+    for optimizer in unfused:
+        yield Finding(
             kind=kind_of(seen, cost),
             what=f"{optimizer.kind.rpartition('.')[2]} steps {optimizer.parameters} tensors one "
             f"operator after the other; its lane takes {ms(cost)}",
             do=f"torch.optim.{optimizer.kind.rpartition('.')[2]}(..., fused=True)",
-            number=47,
             where=at(optimizer.site),
             cost_ms=cost,
             parity="rounding",
             recipe={"compute.fused_optimizer": "on"},
         )
-        for optimizer in unfused
-    ]
 
 
 def _could_fuse(optimizer: Optimizer) -> bool:
     package, _, name = optimizer.kind.rpartition(".")
     return package.startswith("torch.optim") and name in _FUSES and not optimizer.fused
-
-
-CHECK = Check("optimizer_unfused", (47,), look)

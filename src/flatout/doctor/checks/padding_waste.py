@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, is_worth, lane, models, ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
@@ -11,36 +11,30 @@ _MUCH = 0.3
 """Share of the places that may be padding: batches of like lengths have some too."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether much of what a model computes on is padding."""
     trained = models(seen)
     if not any(model.inputs for model in trained):
         raise NoSignal("the inputs of the model were not seen")
-    found = []
     for model in trained:
         if model.padding_share is None or model.padding_share < _MUCH:
             continue
         cost = model.padding_share * lane(seen, "forward", "backward")
         if is_worth(seen, cost):
-            found.append(_found(seen, model, model.padding_share, cost))
-    return found
+            yield _found(seen, model, model.padding_share, cost)
 
 
 def _found(seen: Observation, model: Model, padding: float, cost: float) -> Finding:
     loaders = [loader.site for loader in seen.loaders if loader.in_training]
     to = "the longest of each batch" if model.lengths > 1 else "one length for all"
     return Finding(
-        name="padding_waste",
         kind="slow",
         what=f"{padding:.0%} of the places in the model's inputs are padding, to {to}; forward and "
         f"backward spend up to {ms(cost)} on it",
         do="make batches of sequences of like lengths (a batch_sampler that sorts within large "
         "shuffled groups), each padded to its own longest; the order of the samples changes",
-        number=60,
         where=at(loaders[0] if loaders else model.site),
         cost_ms=cost,
         parity="changes learning",
     )
-
-
-CHECK = Check("padding_waste", (60,), look)

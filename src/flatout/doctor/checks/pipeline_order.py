@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, training_loaders
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether whole batches are shuffled, or workers compute what they drop: by the chain."""
-    found = []
     for loader in training_loaders(seen):
         if not loader.is_iterable:
             continue  # its sampler draws the order
         if loader.stages is None:
             raise NoSignal("the stages behind the loader's dataset are out of sight")
         if _shuffles_batches(loader.stages):
-            found.append(_shuffled_late(loader))
+            yield _shuffled_late(loader)
         if _computes_for_nobody(loader):
-            found.append(_shared_out_late(loader))
-    return found
+            yield _shared_out_late(loader)
 
 
 def _shuffles_batches(stages: list[str]) -> bool:
@@ -48,12 +47,10 @@ def _computes_for_nobody(loader: Loader) -> bool:
 
 def _shuffled_late(loader: Loader) -> Finding:
     return Finding(
-        name="pipeline_order",
         kind="danger",
         what="batches are shuffled, not samples: each batch has the same neighbors from the "
         "source in every epoch",
         do="shuffle() before batch()",
-        number=7,
         where=at(loader.site),
         parity="changes learning",
     )
@@ -61,15 +58,10 @@ def _shuffled_late(loader: Loader) -> Finding:
 
 def _shared_out_late(loader: Loader) -> Finding:
     return Finding(
-        name="pipeline_order",
         kind="slow",
         what=f"each of {loader.num_workers} workers maps all samples, and drops those of the "
         "others afterwards",
         do="sharding_filter() before map()",
-        number=7,
         where=at(loader.site),
         parity="bit-identical",
     )
-
-
-CHECK = Check("pipeline_order", (7,), look)

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import NoSignal, check
 from flatout.doctor.checks.signals import at, calls, step_ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation, Optimizer
@@ -21,6 +21,7 @@ _RISES = 1.05
 """A later rate over that of the first step, from which on it is warm-up."""
 
 
+@check()
 def look(seen: Observation) -> list[Finding]:
     """Whether the line that makes the optimizer multiplies, and the rate is whole from the start.
 
@@ -98,16 +99,11 @@ def _found(seen: Observation, optimizer: Optimizer, call: Call) -> Finding:
     rule = f"; the linear rule was found for SGD, not for {name}" if is_adaptive else ""
     root = "multiply by the square root, and " if is_adaptive else ""
     return Finding(
-        name="rate_scaled",
         kind="note",
         what=f"the learning rate is multiplied by {seen.world_size} ranks, and is "
         f"{optimizer.rates[0][1]:g} from the first step on{rule}",
         do=f"{root}raise it from the single rank's over the first epochs "
         "(torch.optim.lr_scheduler.LinearLR); compare the first epochs' losses",
-        number=23,
         where=at(call.site),
         parity="changes learning",
     )
-
-
-CHECK = Check("rate_scaled", (23,), look)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.doctor.checks.check import NoSignal, RankCheck
-from flatout.doctor.checks.signals import at, models
+from flatout.doctor.checks.check import NoSignal, rank_check
+from flatout.doctor.checks.signals import at, has_peers, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 
+@rank_check()
 def look(seen: Sequence[Observation]) -> list[Finding]:
     """Whether two ranks made their first step with equal gradients and unequal weights.
 
     Ranks with gradients of their own may be several jobs, or average their weights: no replicas.
     """
-    if seen[0].world_size < 2:
+    if not has_peers(seen):
         return []
-    if len(seen) < 2:
-        raise NoSignal(f"only rank {seen[0].rank} of {seen[0].world_size} was seen")
     alike = list(zip(*[models(rank) for rank in seen], strict=False))
     if all(model.first_weights is None for of_ranks in alike for model in of_ranks):
         raise NoSignal("the first weights and gradients of the ranks were not seen")
@@ -36,16 +35,11 @@ def _differ(of_ranks: Sequence[Model]) -> bool:
 def _found(of_ranks: Sequence[Model]) -> Finding:
     weights = {model.first_weights for model in of_ranks}
     return Finding(
-        name="replicas_differ",
         kind="danger",
         what=f"{len(of_ranks)} ranks share their gradients but began with {len(weights)} different "
         "sets of weights, and keep them apart: no rank's model is the one that was trained",
         do="DistributedDataParallel, which copies rank 0's weights to all; or "
         "torch.distributed.broadcast of each parameter and buffer before the first step",
-        number=54,
         where=at(of_ranks[0].site),
         parity="changes learning",
     )
-
-
-CHECK = RankCheck("replicas_differ", (54,), look)

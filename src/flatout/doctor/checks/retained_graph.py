@@ -5,8 +5,9 @@ from __future__ import annotations
 from statistics import fmean, linear_regression, median
 
 from flatout.console import rounded
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import ms
+from flatout.doctor.edits import tensors
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
@@ -26,7 +27,8 @@ _NODES = 0.5
 """Nodes by which the graphs have to grow with each step: even a small one has several."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=tensors.detach)
+def look(seen: Observation) -> Findings:
     """Whether memory rises in a line until the end."""
     first = int(_WARM * len(seen.memory_mb))
     steps, memory = seen.memory_at[first:], seen.memory_mb[first:]
@@ -35,29 +37,25 @@ def look(seen: Observation) -> list[Finding]:
     slope, start = linear_regression(steps, memory)
     grown = slope * (steps[-1] - steps[0])
     if grown < _LEAST_MB or _straightness(steps, memory, slope, start) < _STRAIGHT:
-        return []
+        return
     if len(seen.graph_nodes) < 2:
         raise NoSignal("memory grows, but what holds it was not looked at")
     (before, nodes_before), (after, nodes) = seen.graph_nodes[0], seen.graph_nodes[-1]
     if nodes - nodes_before < _NODES * (after - before):
-        return []  # something else grows
+        return  # something else grows
     slower = _slower(seen.step_ms)
     longer = f", and steps take {ms(slower)} longer at the end" if slower else ""
-    return [
-        Finding(
-            name="retained_graph",
-            kind="slow",
-            what=f"memory grows by {rounded(slope, 2)} MB with each step, {grown:,.0f} MB in "
-            f"{steps[-1] - steps[0]} steps{longer}: something keeps the graphs of past steps, "
-            f"{nodes:,} nodes after {after} steps",
-            do="add up numbers, not tensors with a graph: total += loss.detach(); look for lists "
-            "of losses or outputs, and for retain_graph=True",
-            number=13,
-            where=_where(seen),
-            cost_ms=slower,
-            parity="bit-identical",
-        )
-    ]
+    yield Finding(
+        kind="slow",
+        what=f"memory grows by {rounded(slope, 2)} MB with each step, {grown:,.0f} MB in "
+        f"{steps[-1] - steps[0]} steps{longer}: something keeps the graphs of past steps, "
+        f"{nodes:,} nodes after {after} steps",
+        do="add up numbers, not tensors with a graph: total += loss.detach(); look for lists "
+        "of losses or outputs, and for retain_graph=True",
+        where=_where(seen),
+        cost_ms=slower,
+        parity="bit-identical",
+    )
 
 
 def _straightness(steps: list[int], memory: list[float], slope: float, start: float) -> float:
@@ -80,6 +78,3 @@ def _where(seen: Observation) -> str:
         return str(seen.graph_site)
     retained = [c for c in seen.calls if c.kind == "backward" and c.detail.get("retain_graph")]
     return str(retained[0].site) if retained else ""
-
-
-CHECK = Check("retained_graph", (13,), look)

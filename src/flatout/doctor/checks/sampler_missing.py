@@ -4,38 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.doctor.checks.check import NoSignal, RankCheck
-from flatout.doctor.checks.signals import at, training_loaders
+from flatout.doctor.checks.check import Findings, NoSignal, rank_check
+from flatout.doctor.checks.signals import at, has_peers, training_loaders
+from flatout.doctor.edits import loops
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Sequence[Observation]) -> list[Finding]:
+@rank_check(edit=loops.share_samples)
+def look(seen: Sequence[Observation]) -> Findings:
     """Whether the indices of the first batches are equal on two ranks."""
-    if seen[0].world_size < 2:
-        return []
-    if len(seen) < 2:
-        raise NoSignal(f"only rank {seen[0].rank} of {seen[0].world_size} was seen")
+    if not has_peers(seen):
+        return
     loaders = [training_loaders(rank)[0] for rank in seen]
     first = [loader.hashes[0] if loader.hashes else None for loader in loaders]
     if None in first:
         raise NoSignal("which samples the ranks take was out of sight")
     twins = [rank.rank for rank, drawn in zip(seen, first, strict=True) if first.count(drawn) > 1]
     if not twins:
-        return []
-    return [
-        Finding(
-            name="sampler_missing",
-            kind="danger",
-            what=f"ranks {', '.join(map(str, twins))} take the same samples in the same order: "
-            "they compute the same gradient, at the price of one rank's work each",
-            do="DataLoader(..., sampler=DistributedSampler(dataset)), and call its set_epoch in "
-            "each epoch",
-            number=25,
-            where=at(loaders[0].site),
-            parity="changes learning",
-        )
-    ]
-
-
-CHECK = RankCheck("sampler_missing", (25,), look)
+        return
+    yield Finding(
+        kind="danger",
+        what=f"ranks {', '.join(map(str, twins))} take the same samples in the same order: "
+        "they compute the same gradient, at the price of one rank's work each",
+        do="DataLoader(..., sampler=DistributedSampler(dataset)), and call its set_epoch in "
+        "each epoch",
+        where=at(loaders[0].site),
+        parity="changes learning",
+    )

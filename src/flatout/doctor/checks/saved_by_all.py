@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.doctor.checks.check import NoSignal, RankCheck
+from flatout.doctor.checks.check import NoSignal, rank_check
+from flatout.doctor.checks.signals import has_peers
 from flatout.doctor.finding import Finding, Kind
 from flatout.observe import Observation
 
 
+@rank_check()
 def look(seen: Sequence[Observation]) -> list[Finding]:
     """Whether two ranks saved to one file in the same step, or equal tensors to files of their own.
 
     Shards are told apart by their files and by what is in them.
     """
-    if seen[0].world_size < 2:
+    if not has_peers(seen):
         return []
-    if len(seen) < 2:
-        raise NoSignal(f"only rank {seen[0].rank} of {seen[0].world_size} was seen")
     files = {
         rank.rank: [saved for saved in rank.saved if saved.get("path") and saved.get("keys")]
         for rank in seen
@@ -62,15 +62,10 @@ def _found(seen: Sequence[Observation], ranks: Sequence[int], kind: Kind, what: 
     last = next(rank for rank in seen if rank.rank == ranks[-1])
     saves = [call.site for call in last.calls if call.kind == "save"]
     return Finding(
-        name="saved_by_all",
         kind=kind,
         what=what,
         do="if dist.get_rank() == 0: around the save alone; what all ranks take part in, such as "
         "gathering shards into a state dict, stays outside of it",
-        number=27,
         where=str(saves[0]) if saves else "",
         parity="bit-identical",
     )
-
-
-CHECK = RankCheck("saved_by_all", (27,), look)

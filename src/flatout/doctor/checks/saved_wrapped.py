@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import models
+from flatout.doctor.edits.models import save_bare
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel")
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=save_bare)
+def look(seen: Observation) -> Findings:
     """Which saved names have the prefix of a wrapper that the model has."""
     trained = models(seen)
     names = [str(name) for saved in seen.saved for name in saved.get("keys", ())]
-    found = []
     for prefix, attribute in _prefixes(trained):
         wrapped = [n for n in names if n.startswith(prefix) or f".{prefix}" in n]
         if wrapped:
-            found.append(_found(seen, wrapped[0], prefix, attribute))
-    return found
+            yield _found(seen, wrapped[0], prefix, attribute)
 
 
 def _prefixes(trained: Sequence[Model]) -> list[tuple[str, str]]:
@@ -37,15 +37,10 @@ def _prefixes(trained: Sequence[Model]) -> list[tuple[str, str]]:
 def _found(seen: Observation, name: str, prefix: str, attribute: str) -> Finding:
     saves = [call.site for call in seen.calls if call.kind == "save"]
     return Finding(
-        name="saved_wrapped",
         kind="note",
         what=f"weights are saved under names such as {name}: {prefix} is the wrapper's, and the "
         "bare model does not load them",
         do=f"save {attribute}.state_dict(); flatout export takes the prefix off files that have it",
-        number=39,
         where=str(saves[0]) if saves else "",
         parity="bit-identical",
     )
-
-
-CHECK = Check("saved_wrapped", (39,), look)

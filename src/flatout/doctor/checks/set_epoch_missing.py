@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, training_loaders
+from flatout.doctor.edits import loops
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=loops.set_epoch)
+def look(seen: Observation) -> Findings:
     """Whether a loader that shuffles gives all epochs the same indices."""
-    found = []
     for loader in training_loaders(seen):
         if not loader.shuffles:
             continue
@@ -19,8 +20,7 @@ def look(seen: Observation) -> list[Finding]:
         if len(loader.hashes) < 2:
             raise NoSignal("fewer than two epochs were seen")
         if len(set(loader.hashes)) == 1:
-            found.append(_found(loader))
-    return found
+            yield _found(loader)
 
 
 def _found(loader: Loader) -> Finding:
@@ -30,15 +30,10 @@ def _found(loader: Loader) -> Finding:
         else "seed the generator once, before the first epoch, not in each"
     )
     return Finding(
-        name="set_epoch_missing",
         kind="danger",
         what=f"{len(loader.hashes or ())} epochs went through the samples in the same order, "
         "though they are shuffled",
         do=cure,
-        number=26,
         where=at(loader.site),
         parity="changes learning",
     )
-
-
-CHECK = Check("set_epoch_missing", (26,), look)

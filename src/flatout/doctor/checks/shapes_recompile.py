@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, is_worth, models, ms, step_ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
@@ -12,15 +12,16 @@ _MANY = 3
 makes one graph more, which then holds for all."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether graphs are still made after the first steps, by a model whose inputs vary."""
     step_ms(seen)
     if len(seen.compiles) < 2:
-        return []
+        return
     (first, graphs, seconds), (last, all_graphs, all_seconds) = seen.compiles[0], seen.compiles[-1]
     more = all_graphs - graphs
     if more < _MANY:
-        return []
+        return
     trained = models(seen)
     if not any(model.inputs for model in trained):
         raise NoSignal("the shapes of what is compiled were not seen")
@@ -28,23 +29,16 @@ def look(seen: Observation) -> list[Finding]:
     compiled = [model for model in trained if model.is_compiled] or trained
     varied: Model = max(compiled, key=lambda model: len(model.inputs))
     if len(varied.inputs) < _MANY:
-        return []
+        return
     cost = 1e3 * (all_seconds - seconds) / (last - first)
-    return [
-        Finding(
-            name="shapes_recompile",
-            kind="slow" if is_worth(seen, cost) else "note",
-            what=f"torch.compile made {more} more graphs after step {first}, {ms(cost)} per step, "
-            f"for inputs of {len(varied.inputs)} shapes; after a few (recompile_limit) it gives "
-            "up, and runs what is new uncompiled",
-            do="pad or crop to a few sizes, or group samples of like sizes; or "
-            "torch.compile(model, dynamic=True)",
-            number=38,
-            where=at(varied.site),
-            cost_ms=cost,
-            parity="rounding",
-        )
-    ]
-
-
-CHECK = Check("shapes_recompile", (38,), look)
+    yield Finding(
+        kind="slow" if is_worth(seen, cost) else "note",
+        what=f"torch.compile made {more} more graphs after step {first}, {ms(cost)} per step, "
+        f"for inputs of {len(varied.inputs)} shapes; after a few (recompile_limit) it gives "
+        "up, and runs what is new uncompiled",
+        do="pad or crop to a few sizes, or group samples of like sizes; or "
+        "torch.compile(model, dynamic=True)",
+        where=at(varied.site),
+        cost_ms=cost,
+        parity="rounding",
+    )

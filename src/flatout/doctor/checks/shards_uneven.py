@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from flatout.doctor.checks.check import NoSignal, RankCheck
-from flatout.doctor.checks.signals import at
+from flatout.doctor.checks.check import Findings, NoSignal, rank_check
+from flatout.doctor.checks.signals import at, has_peers
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
@@ -17,31 +17,26 @@ _MUCH = 8 * 2**20
 """Bytes beyond the mean that are worth a word: Adam reads and writes twelve times as many."""
 
 
-def look(seen: Sequence[Observation]) -> list[Finding]:
+@rank_check()
+def look(seen: Sequence[Observation]) -> Findings:
     """Whether the optimizers of the ranks step unequal amounts: replicas all step the same."""
-    if seen[0].world_size < 2:
-        return []
-    if len(seen) < 2:
-        raise NoSignal(f"only rank {seen[0].rank} of {seen[0].world_size} was seen")
+    if not has_peers(seen):
+        return
     sizes = [_bytes(rank) for rank in seen]
     mean = fmean(sizes)
     if max(sizes) < max(_UNEVEN * mean, mean + _MUCH):
-        return []
+        return
     fullest = seen[sizes.index(max(sizes))]
-    return [
-        Finding(
-            name="shards_uneven",
-            kind="note",
-            what=f"rank {fullest.rank} steps {max(sizes) / 2**20:,.1f} MiB of parameters, the "
-            f"ranks {mean / 2**20:,.1f} MiB in the mean: the others wait while it updates them, "
-            "and its memory is full first",
-            do="share out by bytes: the largest parameter first, each to the rank that has least; "
-            "split tables that are larger than a rank's part",
-            number=29,
-            where=at(fullest.optimizers[0].site),
-            parity="rounding",
-        )
-    ]
+    yield Finding(
+        kind="note",
+        what=f"rank {fullest.rank} steps {max(sizes) / 2**20:,.1f} MiB of parameters, the "
+        f"ranks {mean / 2**20:,.1f} MiB in the mean: the others wait while it updates them, "
+        "and its memory is full first",
+        do="share out by bytes: the largest parameter first, each to the rank that has least; "
+        "split tables that are larger than a rank's part",
+        where=at(fullest.optimizers[0].site),
+        parity="rounding",
+    )
 
 
 def _bytes(rank: Observation) -> int:
@@ -49,6 +44,3 @@ def _bytes(rank: Observation) -> int:
     if not known or None in known:
         raise NoSignal(f"what rank {rank.rank} holds of the parameters was not seen")
     return sum(size or 0 for size in known)
-
-
-CHECK = RankCheck("shards_uneven", (29,), look)

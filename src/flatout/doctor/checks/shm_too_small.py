@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import NoSignal, check
 from flatout.doctor.checks.signals import at
 from flatout.doctor.finding import Finding
 from flatout.doctor.machine import SHM_DO, shm_words
@@ -13,6 +13,7 @@ from flatout.observe import Loader, Observation
 _MIB = 2**20
 
 
+@check()
 def look(seen: Observation) -> list[Finding]:
     """Which loaders may have more on its way than there is room for."""
     # Only workers that are processes of torch's have a prefetch factor.
@@ -38,16 +39,11 @@ def _on_its_way(loader: Loader) -> int:
 
 def _found(loader: Loader, needed: int, free: float) -> Finding:
     return Finding(
-        name="shm_too_small",
         kind="danger",
         what=f"{shm_words(free)}, and {loader.num_workers} workers that prefetch "
         f"{loader.prefetch_factor} batches of {(loader.batch_bytes or 0) / _MIB:,.1f} MiB each "
         f"need up to {needed / _MIB:,.0f} MiB: they die with a bus error when it is full",
         do=f"{SHM_DO}; fewer workers, or a smaller prefetch_factor, need less",
-        number=59,
         where=at(loader.site),
         parity="bit-identical",
     )
-
-
-CHECK = Check("shm_too_small", (59,), look)

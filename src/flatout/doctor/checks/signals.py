@@ -201,6 +201,13 @@ def layers_of_two_modes(model: Model) -> str:
     return f"{' and '.join(kinds) or 'it'} compute{'' if len(kinds) == 2 else 's'}"
 
 
+def has_peers(seen: Sequence[Observation]) -> bool:
+    """Whether the job has several ranks; NoSignal where only one of them was seen."""
+    if len(seen) < 2 <= seen[0].world_size:
+        raise NoSignal(f"only rank {seen[0].rank} of {seen[0].world_size} was seen")
+    return seen[0].world_size > 1
+
+
 def threads_and_cpus(seen: Sequence[Observation]) -> tuple[list[int], int]:
     """torch's threads in each rank, and the CPUs that all of them share."""
     threads = [rank.threads for rank in seen if rank.threads is not None]

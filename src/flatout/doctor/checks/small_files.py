@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import (
     HUNGRY,
     at,
@@ -22,9 +22,9 @@ _ONE_EACH = 0.5
 """Opened files per sample from which on samples lie in files of their own, or nearly so."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(lane="input")
+def look(seen: Observation) -> Findings:
     """Whether opening and reading costs, a file for each sample."""
-    found = []
     for loader in training_loaders(seen):
         if loader.opens_per_sample is None:
             raise NoSignal("which files the loader opens was not seen")
@@ -34,22 +34,14 @@ def look(seen: Observation) -> list[Finding]:
         if share(seen, cost) < HUNGRY:
             continue
         is_kept = not loader.is_iterable and fits_in_memory(seen, cached_mb(loader))
-        found.append(
-            Finding(
-                name="small_files",
-                kind="slow",
-                what=f"{loader.opens_per_sample:.1f} files are opened for each sample; reading "
-                f"takes {ms(loader.lanes_ms['read'])} a batch",
-                do="pack them once: flatout data convert FOLDER packed.tfrecord"
-                + (", or keep the samples in memory: they fit" if is_kept else ""),
-                number=8,
-                where=at(hot(loader)),
-                cost_ms=cost,
-                parity="bit-identical",
-                recipe={"script.cache": "memory"} if is_kept else {},
-            )
+        yield Finding(
+            kind="slow",
+            what=f"{loader.opens_per_sample:.1f} files are opened for each sample; reading "
+            f"takes {ms(loader.lanes_ms['read'])} a batch",
+            do="pack them once: flatout data convert FOLDER packed.tfrecord"
+            + (", or keep the samples in memory: they fit" if is_kept else ""),
+            where=at(hot(loader)),
+            cost_ms=cost,
+            parity="bit-identical",
+            recipe={"script.cache": "memory"} if is_kept else {},
         )
-    return found
-
-
-CHECK = Check("small_files", (8,), look)

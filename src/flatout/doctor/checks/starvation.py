@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import HUNGRY, at, hot, is_gpu, lane, ms, share, whole_ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
@@ -11,31 +11,28 @@ _FIRST_WORKERS = 4
 """To begin with, where there are none: each costs memory and a copy of the dataset."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(lane="input")
+def look(seen: Observation) -> Findings:
     """Whether input takes more of a step than handing over a ready batch."""
     wait = lane(seen, "input")
     if share(seen, wait) < HUNGRY:
-        return []
+        return
     loader = max(
         (loader for loader in seen.loaders if loader.in_training),
         key=lambda loader: loader.batches,
         default=None,
     )
     workers = 0 if loader is None else _more_workers(seen, loader)
-    return [
-        Finding(
-            name="starvation",
-            kind="slow",
-            what=f"the {'GPU' if is_gpu(seen) else 'model'} waits for input: {ms(wait)} of a step "
-            f"of {ms(whole_ms(seen))} ({share(seen, wait):.0%})",
-            do="make the line named here cheaper, share it among workers, or cache what it gives",
-            number=1,
-            where="" if loader is None else at(hot(loader)),
-            cost_ms=wait,
-            parity="redrawn" if workers else "bit-identical",
-            recipe={"input.workers": workers} if workers else {},
-        )
-    ]
+    yield Finding(
+        kind="slow",
+        what=f"the {'GPU' if is_gpu(seen) else 'model'} waits for input: {ms(wait)} of a step "
+        f"of {ms(whole_ms(seen))} ({share(seen, wait):.0%})",
+        do="make the line named here cheaper, share it among workers, or cache what it gives",
+        where="" if loader is None else at(hot(loader)),
+        cost_ms=wait,
+        parity="redrawn" if workers else "bit-identical",
+        recipe={"input.workers": workers} if workers else {},
+    )
 
 
 def _more_workers(seen: Observation, loader: Loader) -> int:
@@ -48,6 +45,3 @@ def _more_workers(seen: Observation, loader: Loader) -> int:
         free = int(seen.usable_cpus * (1 - seen.runnable)) + now
     wanted = min(max(1, free), 2 * now if now else _FIRST_WORKERS)
     return wanted if wanted > now and seen.usable_cpus > 1 else 0
-
-
-CHECK = Check("starvation", (1,), look)

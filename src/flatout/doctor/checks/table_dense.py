@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, is_worth, lane, models, ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
@@ -12,10 +12,11 @@ _TOUCHED = 0.1
 several times as much for each row that they do touch."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check()
+def look(seen: Observation) -> Findings:
     """Whether gradients of embeddings are nearly all zeros."""
     if not any("Embedding" in layer for model in models(seen) for layer in model.layers):
-        return []
+        return
     if all(optimizer.sparse_share is None for optimizer in seen.optimizers):
         raise NoSignal("which rows of the embeddings have gradients was not seen")
     sparse = [
@@ -24,26 +25,19 @@ def look(seen: Observation) -> list[Finding]:
         if optimizer.sparse_share is not None and optimizer.sparse_share < _TOUCHED
     ]
     if not sparse:
-        return []
+        return
     cost = lane(seen, "backward", "optimizer")
     if not is_worth(seen, cost):
-        return []
-    return [
-        Finding(
-            name="table_dense",
+        return
+    for optimizer in sparse:
+        yield Finding(
             kind="slow",
             what=f"a batch touches {optimizer.sparse_share:.1%} of the embeddings, and "
             f"{optimizer.kind.rpartition('.')[2]} updates all of them; backward and optimizer take "
             f"{ms(cost)}",
             do="nn.Embedding(..., sparse=True) with SparseAdam or SGD: rows that are not touched "
             "stay as they are, which dense Adam's momentum does not do",
-            number=45,
             where=at(optimizer.site),
             cost_ms=cost * (1 - (optimizer.sparse_share or 0.0)),
             parity="changes learning",
         )
-        for optimizer in sparse
-    ]
-
-
-CHECK = Check("table_dense", (45,), look)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import HUNGRY, lane, ms, share, training_loaders
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation, Site
@@ -19,9 +19,9 @@ _MUCH = 0.3
 """Share of the loader's time from which on parsing is what to mend first."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(lane="input")
+def look(seen: Observation) -> Findings:
     """Whether lines that parse text take much of a loader's time, and the step waits for it."""
-    found = []
     for loader in training_loaders(seen):
         wait = lane(seen, "input")
         if share(seen, wait) < HUNGRY:
@@ -30,25 +30,19 @@ def look(seen: Observation) -> list[Finding]:
             raise NoSignal("which lines take the loader's time was not seen")
         parsing = [(site, part) for site, part in loader.hot if _PARSES.search(site.code)]
         if sum(part for _, part in parsing) >= _MUCH:
-            found.append(_found(loader, parsing, wait))
-    return found
+            yield _found(loader, parsing, wait)
 
 
 def _found(loader: Loader, parsing: list[tuple[Site, float]], wait: float) -> Finding:
     part = min(1.0, sum(part for _, part in parsing))
     return Finding(
-        name="text_parse",
         kind="slow",
         what=f"text is parsed in Python, in each epoch again: {part:.0%} of the loader's time, "
         f"{ms(part * wait)} per step",
         do="parse it once, into arrays: flatout data convert, numpy.save, or a Parquet file",
-        number=9,
         where=str(parsing[0][0]),
         cost_ms=part * wait,
         parity="bit-identical",
         # The samples of an iterable dataset are kept in the process that trains only.
         recipe={} if loader.is_iterable and loader.num_workers else {"script.cache": "memory"},
     )
-
-
-CHECK = Check("text_parse", (9,), look)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.doctor.checks.check import RankCheck
+from flatout.doctor.checks.check import Findings, rank_check
 from flatout.doctor.checks.signals import is_gpu, threads_and_cpus
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
@@ -14,26 +14,19 @@ _IDLE = 0.5
 and two threads of one core share its units."""
 
 
-def look(seen: Sequence[Observation]) -> list[Finding]:
+@rank_check()
+def look(seen: Sequence[Observation]) -> Findings:
     """Whether a job on the CPU uses less than half of it. A GPU's rank only calls kernels."""
     threads, cpus = threads_and_cpus(seen)
     if is_gpu(seen[0]) or sum(threads) >= _IDLE * cpus:
-        return []
+        return
     wanted = max(1, cpus // len(seen))
     in_all = f"{len(seen)} ranks x {max(threads)}" if len(seen) > 1 else f"{threads[0]}"
     why = "; torchrun sets OMP_NUM_THREADS=1 by itself" if max(threads) == 1 else ""
-    return [
-        Finding(
-            name="threads_too_few",
-            kind="slow",
-            what=f"{in_all} threads on {cpus} usable CPUs leave most of them idle{why}",
-            do=f"OMP_NUM_THREADS={wanted}; flatout run --devices auto finds how many ranks are "
-            "fastest",
-            number=33,
-            parity="rounding",
-            recipe={"process.threads": wanted},
-        )
-    ]
-
-
-CHECK = RankCheck("threads_too_few", (33, 57), look)
+    yield Finding(
+        kind="slow",
+        what=f"{in_all} threads on {cpus} usable CPUs leave most of them idle{why}",
+        do=f"OMP_NUM_THREADS={wanted}; flatout run --devices auto finds how many ranks are fastest",
+        parity="rounding",
+        recipe={"process.threads": wanted},
+    )

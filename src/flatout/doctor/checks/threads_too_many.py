@@ -4,38 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.doctor.checks.check import RankCheck
+from flatout.doctor.checks.check import Findings, rank_check
 from flatout.doctor.checks.signals import threads_and_cpus
+from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Sequence[Observation]) -> list[Finding]:
+@rank_check(edit=arguments.threads)
+def look(seen: Sequence[Observation]) -> Findings:
     """Whether torch's threads of all ranks fit the CPUs of this machine."""
     threads, cpus = threads_and_cpus(seen)
     if sum(threads) <= cpus or max(threads) == 1:
-        return []
+        return
     wanted = max(1, cpus // len(seen))
     in_all = f"{len(seen)} ranks x {max(threads)}" if len(seen) > 1 else f"{threads[0]}"
-    return [
-        Finding(
-            name="threads_too_many",
-            kind="slow",
-            what=f"{in_all} threads on {cpus} usable CPUs: they wait for one another",
-            do=f"OMP_NUM_THREADS={wanted}; flatout run --devices auto finds how many ranks are "
-            "fastest",
-            number=33,
-            where=_where(seen),
-            parity="rounding",
-            recipe={"process.threads": wanted},
-        )
-    ]
+    yield Finding(
+        kind="slow",
+        what=f"{in_all} threads on {cpus} usable CPUs: they wait for one another",
+        do=f"OMP_NUM_THREADS={wanted}; flatout run --devices auto finds how many ranks are fastest",
+        where=_where(seen),
+        parity="rounding",
+        recipe={"process.threads": wanted},
+    )
 
 
 def _where(seen: Sequence[Observation]) -> str:
     """Where the script asks for them, if it does."""
     asked = [call.site for rank in seen for call in rank.calls if call.kind == "threads"]
     return str(asked[-1]) if asked else ""
-
-
-CHECK = RankCheck("threads_too_many", (33, 57), look)

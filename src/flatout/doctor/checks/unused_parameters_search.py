@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, calls, models
+from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=arguments.no_search)
+def look(seen: Observation) -> Findings:
     """Whether DDP searches the graph in each step for what is not there."""
-    found = []
     made = [call.site for call in calls(seen, "ddp")]
     for model in models(seen):
         if not model.wrapper_options.get("find_unused_parameters"):
@@ -19,20 +20,12 @@ def look(seen: Observation) -> list[Finding]:
             raise NoSignal("which parameters had gradients was not seen")
         if model.unused_parameters:
             continue
-        found.append(
-            Finding(
-                name="unused_parameters_search",
-                kind="slow",
-                what="find_unused_parameters=True walks the graph of each step, and found every "
-                f"parameter used in all {seen.steps} steps",
-                do="leave it away; if some steps do skip parameters, they fail at once and say so",
-                number=30,
-                where=at(made[0] if made else model.site),
-                parity="bit-identical",
-                recipe={"script.unused_parameters": "no_search"},
-            )
+        yield Finding(
+            kind="slow",
+            what="find_unused_parameters=True walks the graph of each step, and found every "
+            f"parameter used in all {seen.steps} steps",
+            do="leave it away; if some steps do skip parameters, they fail at once and say so",
+            where=at(made[0] if made else model.site),
+            parity="bit-identical",
+            recipe={"script.unused_parameters": "no_search"},
         )
-    return found
-
-
-CHECK = Check("unused_parameters_search", (30,), look)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, training_loaders
+from flatout.doctor.edits import workers
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=workers.seed_each)
+def look(seen: Observation) -> Findings:
     """Whether two workers of a loader began in the same random state."""
-    found = []
     for loader in training_loaders(seen):
         if (loader.num_workers or 0) < 2:
             continue
@@ -18,8 +19,7 @@ def look(seen: Observation) -> list[Finding]:
         if states is None:
             raise NoSignal("the random state of the workers was not seen")
         if len(set(states)) < len(states):
-            found.append(_found(loader, states))
-    return found
+            yield _found(loader, states)
 
 
 def _found(loader: Loader, states: list[int]) -> Finding:
@@ -33,16 +33,11 @@ def _found(loader: Loader, states: list[int]) -> Finding:
     generator = f" of {loader.worker_draws}" if loader.worker_draws else ""
     different = len(set(states))
     return Finding(
-        name="worker_seeds_equal",
         kind="danger",
         what=f"{len(states)} loader workers drew from {different} random "
         f"state{'s' if different > 1 else ''}{generator}: different samples get the same "
         "augmentation",
         do=cure,
-        number=41,
         where=at(loader.site or loader.dataset_site),
         parity="changes learning",
     )
-
-
-CHECK = Check("worker_seeds_equal", (41,), look)

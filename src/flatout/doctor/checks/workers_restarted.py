@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, is_worth, ms, parity_of_workers, training_loaders
+from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
@@ -14,9 +15,9 @@ _STARTING_MS = 20.0
 """No worker starts faster than this, so a shorter wait is no start."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=arguments.stay)
+def look(seen: Observation) -> Findings:
     """Whether the first batch of later epochs comes late, and workers do not persist."""
-    found = []
     for loader in training_loaders(seen):
         if not loader.num_workers or loader.persistent_workers is not False:
             continue
@@ -27,23 +28,17 @@ def look(seen: Observation) -> list[Finding]:
         cost = max(0.0, sum(late)) / max(1, seen.steps)
         slow = sorted(loader.first_ms[1:])[len(late) // 2]
         if slow >= max(_STARTING_MS, _LATE * loader.wait_ms) and is_worth(seen, cost):
-            found.append(_found(loader, slow, cost))
-    return found
+            yield _found(loader, slow, cost)
 
 
 def _found(loader: Loader, slow: float, cost: float) -> Finding:
     return Finding(
-        name="workers_restarted",
         kind="slow",
         what=f"{loader.num_workers} workers start anew in each epoch: its first batch takes "
         f"{ms(slow)}, the others {ms(loader.wait_ms or 0.0)}",
         do="DataLoader(..., persistent_workers=True); random augmentation is drawn anew",
-        number=11,
         where=at(loader.site),
         cost_ms=cost,
         parity=parity_of_workers(loader),
         recipe={"script.persistent_workers": "on"},
     )
-
-
-CHECK = Check("workers_restarted", (11,), look)

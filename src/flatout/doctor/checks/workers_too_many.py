@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, training_loaders
+from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
@@ -11,31 +12,25 @@ _CROWDED = 1.25
 """What can run, per CPU, from which on something waits for a CPU most of the time."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=arguments.workers, lane="input")
+def look(seen: Observation) -> Findings:
     """Whether there are more workers than CPUs, and more to run than there is room for."""
     crowds = [loader for loader in training_loaders(seen) if (loader.num_workers or 0) > 1]
     if not crowds:
-        return []
+        return
     cpus = seen.usable_cpus
     if cpus is None or seen.runnable is None:
         raise NoSignal("how many processes wait for a CPU was not seen")
     if seen.runnable < _CROWDED:
-        return []
-    return [
-        Finding(
-            name="workers_too_many",
-            kind="slow",
-            what=f"{loader.num_workers} workers on {cpus} usable CPUs: {seen.runnable:.1f} "
-            "processes and threads want each CPU",
-            do=f"num_workers={max(1, cpus // 2)}, or fewer",
-            number=3,
-            where=at(loader.site),
-            parity="redrawn",
-            recipe={} if loader.is_iterable else {"input.workers": max(1, cpus // 2)},
-        )
-        for loader in crowds
-        if (loader.num_workers or 0) > cpus
-    ]
-
-
-CHECK = Check("workers_too_many", (3,), look)
+        return
+    for loader in crowds:
+        if (loader.num_workers or 0) > cpus:
+            yield Finding(
+                kind="slow",
+                what=f"{loader.num_workers} workers on {cpus} usable CPUs: {seen.runnable:.1f} "
+                "processes and threads want each CPU",
+                do=f"num_workers={max(1, cpus // 2)}, or fewer",
+                where=at(loader.site),
+                parity="redrawn",
+                recipe={} if loader.is_iterable else {"input.workers": max(1, cpus // 2)},
+            )

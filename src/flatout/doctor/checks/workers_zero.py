@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check, NoSignal
+from flatout.doctor.checks.check import NoSignal, check
 from flatout.doctor.checks.signals import HUNGRY, at, is_gpu, lane, ms, share, training_loaders
+from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
@@ -11,6 +12,7 @@ _MANY = 4
 """Workers to begin with where CPUs suffice: each costs memory and a copy of the dataset."""
 
 
+@check(edit=arguments.workers, lane="input")
 def look(seen: Observation) -> list[Finding]:
     """Whether a loader without workers keeps the step waiting."""
     alone = [loader for loader in training_loaders(seen) if loader.num_workers == 0]
@@ -37,17 +39,12 @@ def _found(loader: Loader, wait: float, hidden: float, cpus: int) -> Finding:
     if loader.dataset.startswith("keras."):
         do = f"give the PyDataset workers={max(2, workers)} when it is made; with 1 there are none"
     return Finding(
-        name="workers_zero",
         kind="slow",
         what=f"num_workers=0: each batch is loaded between two steps, {ms(wait)} per step, while "
         f"{cpus - 1} other CPU{'s' if cpus > 2 else ''} could do it beside them",
         do=do,
-        number=2,
         where=at(loader.site),
         cost_ms=hidden,
         parity="redrawn",
         recipe={} if loader.is_iterable else {"input.workers": workers},
     )
-
-
-CHECK = Check("workers_zero", (2,), look)

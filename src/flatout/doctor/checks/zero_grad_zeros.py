@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Check
+from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import calls, cost_ms, kind_of, ms
+from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
@@ -13,31 +14,23 @@ zeros once; backward then reads the zeros and the new gradient and writes their 
 only hand the new gradient over."""
 
 
-def look(seen: Observation) -> list[Finding]:
+@check(edit=arguments.forget_gradients)
+def look(seen: Observation) -> Findings:
     """Which lines ask for zeros."""
-    found = []
     for call in calls(seen, "zero_grad"):
         own = cost_ms(seen, call)
         cost = None if own is None else _PASSES * own
         if call.detail.get("set_to_none") is not False:
             continue
         takes = "" if own is None else f" in {ms(own)}"
-        found.append(
-            Finding(
-                name="zero_grad_zeros",
-                kind=kind_of(seen, cost),
-                what=f"zero_grad(set_to_none=False) writes zeros into all gradients{takes}, and "
-                "backward adds to them",
-                do="zero_grad(), which forgets them; see first that no code reads the zeros of "
-                "parameters without a gradient",
-                number=17,
-                where=str(call.site),
-                cost_ms=cost,
-                parity="bit-identical",
-                recipe={"script.zero_grad": "set_to_none"},
-            )
+        yield Finding(
+            kind=kind_of(seen, cost),
+            what=f"zero_grad(set_to_none=False) writes zeros into all gradients{takes}, and "
+            "backward adds to them",
+            do="zero_grad(), which forgets them; see first that no code reads the zeros of "
+            "parameters without a gradient",
+            where=str(call.site),
+            cost_ms=cost,
+            parity="bit-identical",
+            recipe={"script.zero_grad": "set_to_none"},
         )
-    return found
-
-
-CHECK = Check("zero_grad_zeros", (17,), look)

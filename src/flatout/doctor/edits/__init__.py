@@ -1,9 +1,8 @@
-"""Cures as changes of the user's own code: proposed, run in memory, shown and written."""
+"""Cures as changes of the user's own code: run in memory, shown and written."""
 
 from flatout.doctor.edits.memory import install
 from flatout.doctor.edits.patch import diff
-from flatout.doctor.edits.proposals import propose
 from flatout.doctor.edits.stored import dump, load
 from flatout.doctor.edits.written import Fixed, fix
 
-__all__ = ["Fixed", "diff", "dump", "fix", "install", "load", "propose"]
+__all__ = ["Fixed", "diff", "dump", "fix", "install", "load"]

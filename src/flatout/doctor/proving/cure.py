@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flatout.doctor.edits.proposals import with_recipe
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
+from flatout.doctor.proposals import with_recipe
 from flatout.observe import Observation
 from flatout.recipe import ModelFacts, Parity, of_change, phrase
 
