@@ -7,7 +7,8 @@ import pytest
 
 from flatout.devices.inventory import inventory
 from flatout.doctor.critical import critical
-from flatout.doctor.judge import judge
+from flatout.doctor.finding import Finding
+from flatout.doctor.judge import _is_tuned, judge
 from flatout.observe import Ablation, Call, Loader, Model, Observation, Optimizer, Site
 
 
@@ -190,3 +191,23 @@ def test_the_machine_fills_in_only_what_was_not_seen(machine):
     (filled,) = judge([seen], machine).observations
     assert (filled.gpus, filled.machine_cpus, filled.bf16_units) == (["L4"], 2, "")
     assert filled.available_mb > 0
+
+
+def test_a_job_of_flatout_is_not_told_what_it_measures_itself():
+    values = {
+        "compute.compile": "on",
+        "compute.fused_optimizer": "on",
+        "compute.matmul_precision": "high",
+        "compute.memory_format": "channels_last",
+        "compute.precision": "bf16",
+        "compute.rewrites": "on",
+        "memory.allocator": "keep",
+        "process.threads": 2,
+    }
+    rest = {"input.workers": 2, "input.pin_memory": "on", "script.garbage": "scheduled"}
+    told = {
+        field
+        for field, value in (values | rest).items()
+        if not _is_tuned(Finding("x", "slow", "", "", recipe={field: value}))
+    }
+    assert told == {*rest}

@@ -12,6 +12,7 @@ from flatout.recipe import (
     FIELDS,
     PLAIN,
     SECTIONS,
+    SETTINGS,
     Compute,
     Memory,
     Process,
@@ -219,3 +220,22 @@ def test_import_is_light():
 )
 def test_a_setting_in_words(field, value, words):
     assert phrase(field, value) == words
+
+
+def test_what_trials_are_told_of_settings():
+    def those(fact):
+        return {field for field, one in SETTINGS.items() if getattr(one, fact)}
+
+    assert those("of_input") == {
+        "input.workers",
+        "input.pin_memory",
+        "script.persistent_workers",
+        "script.cache",
+    }
+    assert those("in_epochs") == {
+        "script.persistent_workers",
+        "script.cache",
+        "script.evaluation",
+    }
+    assert those("fills") == {"script.cache", "script.features"}
+    assert those("between_steps") == {"script.evaluation", "save.asynchronous"}

@@ -16,20 +16,14 @@ from flatout.doctor.proposals import with_edits
 from flatout.doctor.taken_out import bounded
 from flatout.measure import available_bytes
 from flatout.observe import Observation
+from flatout.recipe import SETTINGS, Recipe
 
 _KINDS = ("danger", "slow", "note")
-_TUNED = frozenset(
-    (
-        "compute.compile",
-        "compute.fused_optimizer",
-        "compute.matmul_precision",
-        "compute.memory_format",
-        "compute.precision",
-        "compute.rewrites",
-        "memory.allocator",
-        "process.threads",
-    )
-)
+_TUNED = {
+    field
+    for field, setting in SETTINGS.items()
+    if setting.trial and not setting.of_input and Recipe().get(field) == "auto"
+}
 """Fields that Flatout's own jobs decide by measuring, where the user has left them open."""
 
 

@@ -3,22 +3,21 @@
     prove(widened(verdict), what, budget_s=600)
 
 looks for the best Recipe over all of them and what the checks found: each setting alone, then
-beside those that win, then all together, measured anew.
+beside those that win, then all together, measured again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from flatout.doctor.finding import Finding
 from flatout.doctor.judge import Verdict
 from flatout.observe import Observation
+from flatout.recipe import SETTINGS
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-
-
 _MARK = "search "
 
 
@@ -38,89 +37,47 @@ def widened(verdict: Verdict) -> Verdict:
             do="see what a trial says",
             recipe={field: value},
         )
-        for field, value in _settings(verdict.observations[0])
+        for field, value in _settings(Job(verdict.observations[0]))
         if field not in known
     ]
     return replace(verdict, findings=[*verdict.findings, *more])
 
 
-def _settings(seen: Observation) -> Iterator[tuple[str, Any]]:
-    """Fields of a Recipe with a value that this script does not have yet, and could take."""
-    for field, value, could_matter in _POSSIBLE:
-        if could_matter(seen):
-            yield field, value(seen)
+def _settings(job: Job) -> Iterator[tuple[str, Any]]:
+    """Fields of a Recipe with a value that this script does not have yet, and could take.
+
+    The input comes first: waiting for it costs the most.
+    """
+    for field in sorted(SETTINGS, key=lambda field: not SETTINGS[field].of_input):
+        trial = SETTINGS[field].trial
+        if trial is not None and trial.fits(job):
+            yield field, trial.value(job) if callable(trial.value) else trial.value
 
 
-def _cpus(seen: Observation) -> int:
-    return seen.usable_cpus or 1
+class Job:
+    """A script as settings ask about it, by what was observed."""
 
+    has_tf32_units = False  # not observed
 
-def _is_on_cpu(seen: Observation) -> bool:
-    return seen.device.startswith("cpu")
-
-
-def _workers(seen: Observation) -> int | None:
-    """Of the loader that is trained on; None where there is none."""
-    found = [one.num_workers for one in seen.loaders if one.in_training]
-    return found[0] if found else None
-
-
-def _more_workers(seen: Observation) -> int:
-    return max(1, _cpus(seen) // 2) if not _workers(seen) else _cpus(seen)
-
-
-def _could_use_bf16(seen: Observation) -> bool:
-    is_fp32 = not any(model.autocast for model in seen.models)
-    return is_fp32 and bool(seen.bf16_units) and _is_all_fp32(seen)
-
-
-def _is_all_fp32(seen: Observation) -> bool:
-    return all("32" in dtype for one in seen.optimizers for dtype in one.dtypes)
-
-
-def _has_convolutions(seen: Observation) -> bool:
-    return any(one.has_convolutions and not one.is_channels_last for one in seen.models)
-
-
-def _could_fuse(seen: Observation) -> bool:
-    return any(not one.fused and one.kind.split(".")[-1] in _FUSED for one in seen.optimizers)
-
-
-def _restarts_workers(seen: Observation) -> bool:
-    return any(one.num_workers and not one.persistent_workers for one in seen.loaders)
-
-
-_POSSIBLE: tuple[
-    tuple[str, Callable[[Observation], Any], Callable[[Observation], bool]],
-    ...,
-] = (
-    ("input.workers", _more_workers, lambda seen: _workers(seen) is not None),
-    ("compute.precision", lambda seen: "bf16", _could_use_bf16),
-    ("compute.memory_format", lambda seen: "channels_last", _has_convolutions),
-    ("memory.allocator", lambda seen: "keep", _is_on_cpu),
-    (
-        "process.threads",
-        lambda seen: _cpus(seen) if seen.threads != _cpus(seen) else max(1, _cpus(seen) // 2),
-        lambda seen: _is_on_cpu(seen) and seen.threads is not None and _cpus(seen) > 1,
-    ),
-    ("compute.fused_optimizer", lambda seen: "on", _could_fuse),
-    ("compute.rewrites", lambda seen: "on", lambda seen: any(m.pool_after for m in seen.models)),
-    (
-        "input.pin_memory",
-        lambda seen: "on",
-        lambda seen: seen.device.startswith("cuda") and any(not x.pin_memory for x in seen.loaders),
-    ),
-    ("script.persistent_workers", lambda seen: "on", _restarts_workers),
-    ("script.garbage", lambda seen: "scheduled", lambda seen: True),
-    (
-        "script.cudnn_benchmark",
-        lambda seen: "on",
-        lambda seen: seen.device.startswith("cuda") and _has_convolutions(seen),
-    ),
-    (
-        "compute.compile",
-        lambda seen: "on",
-        lambda seen: seen.framework == "torch" and not any(m.is_compiled for m in seen.models),
-    ),
-)
-"""A field, the value to try, and whether it could matter; in the order in which they are tried."""
+    def __init__(self, seen: Observation) -> None:
+        convolutions = [model for model in seen.models if model.has_convolutions]
+        self.cpus = seen.usable_cpus or 1
+        self.threads = seen.threads
+        self.workers = seen.workers
+        self.is_on_cpu = self.returns_memory = seen.device.startswith("cpu")
+        self.has_gpu = seen.device.startswith("cuda")
+        self.has_convolutions = any(not model.is_channels_last for model in convolutions)
+        self.has_rewrites = any(model.pool_after for model in seen.models)
+        self.can_compile = seen.framework == "torch" and not any(m.is_compiled for m in seen.models)
+        self.can_fuse = any(
+            not one.fused and one.kind.split(".")[-1] in _FUSED for one in seen.optimizers
+        )
+        self.could_use_bf16 = (
+            bool(seen.bf16_units)
+            and not any(model.autocast for model in seen.models)
+            and all("32" in dtype for one in seen.optimizers for dtype in one.dtypes)
+        )
+        self.pins_memory = all(loader.pin_memory for loader in seen.loaders)
+        self.restarts_workers = any(
+            loader.num_workers and not loader.persistent_workers for loader in seen.loaders
+        )

@@ -358,6 +358,11 @@ class Observation:
     ablations: dict[str, Ablation] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def workers(self) -> int | None:
+        """Of the loader that is trained on; None where there is none."""
+        return next((one.num_workers for one in self.loaders if one.in_training), None)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self)

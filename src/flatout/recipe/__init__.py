@@ -11,7 +11,7 @@ from flatout.recipe.sections import (
     of_change,
     phrase,
 )
-from flatout.recipe.setting import Value
+from flatout.recipe.setting import Setting, Value
 from flatout.recipe.settings import Compute, Input, Memory, Process, Save, Script, World
 from flatout.recipe.toml import dump, dumps, load, loads
 
@@ -33,6 +33,7 @@ __all__ = [
     "ResolvedRecipe",
     "Save",
     "Script",
+    "Setting",
     "Value",
     "World",
     "apply",

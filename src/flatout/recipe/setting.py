@@ -30,6 +30,21 @@ class Section(PlainData):
 
 
 @dataclass(frozen=True)
+class Trial:
+    """How a trial finds out whether another value is faster.
+
+    Args:
+        value: to try, or what tells it of the job at hand.
+        fits: whether it could matter for the job: one of doctor/search.py.
+        others: numbers to try beside it, by the CPUs there are.
+    """
+
+    value: Value | Callable[[Any], Value]
+    fits: Callable[[Any], bool]
+    others: Callable[[int], list[int]] | None = None
+
+
+@dataclass(frozen=True)
 class Setting:
     """What is known of a field, beside its type, default and description.
 
@@ -38,12 +53,24 @@ class Setting:
         parity: what a change of it does to the result, or what decides that by the model.
         words: how it is said where it is not plain, with {} for the value.
         learns: the value that changes what is learned, where others do not.
+        trial: of another value than the plain one.
+        written: what a script has, by its Observation; None where that was not seen.
+        of_input: it concerns the input alone, and may redraw only what that draws.
+        in_epochs: it takes hold once in an epoch, so trials are measured in whole epochs.
+        fills: it pays from the second epoch on.
+        between_steps: what it saves lies between steps.
     """
 
     plain: Value
     parity: Parity | Callable[[ModelFacts], Parity]
     words: str
     learns: Value = None
+    trial: Trial | None = None
+    written: Callable[[Any], Value] = lambda seen: None
+    of_input: bool = False
+    in_epochs: bool = False
+    fills: bool = False
+    between_steps: bool = False
 
 
 def setting(default: Value, description: str, **facts: Any) -> Any:

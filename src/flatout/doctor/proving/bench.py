@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.doctor.judge import Verdict
-from flatout.doctor.proving.cure import BETWEEN_STEPS, FILLED_BY_AN_EPOCH, IN_EPOCHS, Cure
+from flatout.doctor.proving.cure import Cure
 from flatout.doctor.proving.jobs import job
 from flatout.doctor.proving.whole_run import epoch_steps, evaluated_every, steps_at_all
 from flatout.doctor.trials.arm import Showed
@@ -112,7 +112,7 @@ class Bench:
         Raises:
             FlatoutError: it cannot be started here.
         """
-        fills = bool(cure.fields & set(FILLED_BY_AN_EPOCH))
+        fills = any(setting.fills for setting in cure.settings)
         terms = Schedule(
             max_pairs=max_pairs,
             min_pairs=min_pairs,
@@ -121,7 +121,7 @@ class Bench:
             precision=precision,
             pace_s=pace_s,
             epoch_steps=self._round,
-            in_epochs=bool(cure.fields & set(IN_EPOCHS)) and self._round is not None,
+            in_epochs=any(one.in_epochs for one in cure.settings) and self._round is not None,
             settles=fills and self.epoch_steps is None,
             counts_between=counts_between(cure),
             lives=lives,
@@ -158,4 +158,4 @@ def why_left(cure: Cure, b: Showed) -> str:
 
 def counts_between(cure: Cure) -> bool:
     """Whether what it saves lies between steps, so that this is measured too."""
-    return bool(cure.fields & set(BETWEEN_STEPS))
+    return any(setting.between_steps for setting in cure.settings)

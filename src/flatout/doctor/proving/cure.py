@@ -11,16 +11,8 @@ from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
 from flatout.doctor.proposals import with_recipe
 from flatout.observe import Observation
-from flatout.recipe import ModelFacts, Parity, of_change, phrase
+from flatout.recipe import SETTINGS, ModelFacts, Parity, Setting, of_change, phrase
 
-# Once in each epoch: their trials are measured in whole epochs.
-IN_EPOCHS = ("script.persistent_workers", "script.cache", "script.evaluation")
-# What they may draw anew is what the input draws.
-OF_INPUT = ("input.workers", "script.cache", "script.persistent_workers")
-# They pay from the second epoch on.
-FILLED_BY_AN_EPOCH = ("script.cache", "script.features")
-# What they save lies between steps.
-BETWEEN_STEPS = ("script.evaluation", "save.asynchronous")
 _COMPILE = "compute.compile"
 _MOST_VALUES = 4
 
@@ -53,6 +45,11 @@ class Cure:
     def fields(self) -> frozenset[str]:
         """Of the Recipe."""
         return frozenset(self.recipe)
+
+    @property
+    def settings(self) -> list[Setting]:
+        """What is known of these fields."""
+        return [SETTINGS[field] for field in self.recipe]
 
     @property
     def by_edits(self) -> Cure:
@@ -140,10 +137,10 @@ def _parity(finding: Finding, seen: Observation) -> Parity:
 
 def _same_input(recipe: Mapping[str, Any], parity: Parity, seen: Observation) -> Parity:
     """What a Recipe may change beyond the input; all that it may, where it is none of the input."""
-    if not recipe.keys() & set(OF_INPUT):
+    rest = {name: value for name, value in recipe.items() if not SETTINGS[name].of_input}
+    if len(rest) == len(recipe):
         return parity
     facts = _facts(seen)
-    rest = {name: value for name, value in recipe.items() if name not in OF_INPUT}
     return max((of_change(n, None, v, facts) for n, v in rest.items()), default=Parity.EXACT)
 
 
@@ -161,15 +158,11 @@ def _facts(seen: Observation) -> ModelFacts:
 def _with_values(cure: Cure, verdict: Verdict) -> Cure:
     """A number of workers or threads is a guess: others are tried beside it."""
     seen = verdict.observations[0]
-    cpus = seen.usable_cpus or 1
-    if set(cure.recipe) == {"input.workers"}:
-        field_, before = "input.workers", _workers(seen)
-        values = [2**k for k in range(cpus.bit_length()) if 2**k <= cpus] + [cpus]
-    elif set(cure.recipe) == {"process.threads"}:
-        field_, before = "process.threads", seen.threads
-        values = [1, max(1, cpus // 2), cpus]
-    else:
+    field_, *more = cure.recipe or [""]
+    trial = SETTINGS[field_].trial if field_ and not more else None
+    if trial is None or trial.others is None:
         return cure
+    before, values = SETTINGS[field_].written(seen), trial.others(seen.usable_cpus or 1)
     tried = [cure.recipe[field_], *(other.recipe[field_] for other in cure.others)]
     values = [v for v in dict.fromkeys([*tried, *values]) if v != before][:_MOST_VALUES]
     tries: list[Cure] = []
@@ -219,16 +212,12 @@ def _changed(cure: Cure, change: Mapping[str, Any], verdict: Verdict) -> Cure:
     )
 
 
-def _workers(seen: Observation) -> int | None:
-    return next((one.num_workers for one in seen.loaders if one.in_training), None)
-
-
 def _recipe_words(recipe: Mapping[str, Any], seen: Observation) -> str:
     return ", ".join(_field_words(name, value, seen) for name, value in recipe.items())
 
 
 def _field_words(name: str, value: Any, seen: Observation) -> str:
-    before = {"input.workers": _workers(seen), "process.threads": seen.threads}.get(name)
+    before = SETTINGS[name].written(seen)
     if before is not None:
         return f"{name.partition('.')[2]} {before} to {value}"
     return phrase(name, value)

@@ -3,7 +3,7 @@
 from typing import ClassVar, Literal
 
 from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
-from flatout.recipe.setting import Flag, Section, Switch, setting
+from flatout.recipe.setting import Flag, Section, Switch, Trial, setting
 
 
 def _memory_format(facts: ModelFacts) -> Parity:
@@ -23,6 +23,7 @@ class Compute(Section):
         plain="fp32",
         parity=Parity.TOLERANT,
         words="{}",
+        trial=Trial("bf16", lambda job: job.could_use_bf16),
     )
     memory_format: Literal["auto", "contiguous", "channels_last"] = setting(
         "auto",
@@ -30,6 +31,7 @@ class Compute(Section):
         plain="contiguous",
         parity=_memory_format,
         words="{}",
+        trial=Trial("channels_last", lambda job: job.has_convolutions),
     )
     rewrites: Switch = setting(
         "auto",
@@ -39,6 +41,7 @@ class Compute(Section):
         # Keras' layers get their bias inside of the operator, which rounds otherwise.
         parity=lambda facts: Parity.TOLERANT if facts.rewrites_round else Parity.EXACT,
         words="rewrites",
+        trial=Trial("on", lambda job: job.has_rewrites),
     )
     fused_optimizer: Switch = setting(
         "auto",
@@ -46,6 +49,7 @@ class Compute(Section):
         plain="off",
         parity=Parity.TOLERANT,
         words="fused optimizer",
+        trial=Trial("on", lambda job: job.can_fuse),
     )
     compile: Switch = setting(
         "auto",
@@ -54,6 +58,7 @@ class Compute(Section):
         # Inductor draws its random numbers from streams of its own.
         parity=lambda facts: redrawn_if(facts.draws_random, Parity.TOLERANT),
         words="torch.compile",
+        trial=Trial("on", lambda job: job.can_compile),
     )
     matmul_precision: Literal["auto", "highest", "high", "medium"] = setting(
         "auto",
@@ -61,6 +66,7 @@ class Compute(Section):
         plain="highest",
         parity=Parity.TOLERANT,
         words="matmul {}",
+        trial=Trial("high", lambda job: job.has_tf32_units),
     )
     dropout: Literal["torch", "by_sample"] = setting(
         "torch",

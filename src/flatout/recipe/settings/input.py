@@ -3,7 +3,7 @@
 from typing import ClassVar, Literal
 
 from flatout.recipe.parity import Parity, redrawn_if
-from flatout.recipe.setting import NotNegative, Section, Switch, setting
+from flatout.recipe.setting import NotNegative, Section, Switch, Trial, setting
 
 
 class Input(Section):
@@ -22,6 +22,13 @@ class Input(Section):
         # The order is a function of seed, epoch and counter; only draws made in the workers move.
         parity=lambda facts: redrawn_if(facts.draws_random_in_input, Parity.EXACT),
         words="workers={}",
+        trial=Trial(
+            lambda job: job.cpus if job.workers else max(1, job.cpus // 2),
+            lambda job: job.workers is not None,
+            others=lambda cpus: [*(2**k for k in range(cpus.bit_length())), cpus],
+        ),
+        written=lambda seen: seen.workers,
+        of_input=True,
     )
     pin_memory: Switch = setting(
         "auto",
@@ -29,4 +36,6 @@ class Input(Section):
         plain="off",
         parity=Parity.EXACT,
         words="pinned memory",
+        trial=Trial("on", lambda job: job.has_gpu and not job.pins_memory),
+        of_input=True,
     )

@@ -3,7 +3,7 @@
 from typing import ClassVar, Literal
 
 from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
-from flatout.recipe.setting import OnOff, Positive, Section, setting
+from flatout.recipe.setting import OnOff, Positive, Section, Trial, setting
 
 
 def _micro_batch(facts: ModelFacts) -> Parity:
@@ -42,4 +42,5 @@ class Memory(Section):
         plain="default",
         parity=Parity.EXACT,
         words="memory kept by the allocator",
+        trial=Trial("keep", lambda job: job.returns_memory),
     )

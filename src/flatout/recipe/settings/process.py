@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from flatout.recipe.parity import Parity
-from flatout.recipe.setting import NotNegative, Positive, Section, setting, switch_word
+from flatout.recipe.setting import NotNegative, Positive, Section, Trial, setting, switch_word
 
 
 def _one_is_a_list(value: Any) -> Any:
@@ -36,6 +36,12 @@ class Process(Section):
         "Threads inside one operator (torch.set_num_threads).",
         parity=Parity.TOLERANT,
         words="{} threads",
+        trial=Trial(
+            lambda job: job.cpus if job.threads != job.cpus else max(1, job.cpus // 2),
+            lambda job: job.is_on_cpu and job.threads is not None and job.cpus > 1,
+            others=lambda cpus: [1, max(1, cpus // 2), cpus],
+        ),
+        written=lambda seen: seen.threads,
     )
     interop_threads: Literal["default"] | Positive = setting(
         "default",

@@ -28,6 +28,7 @@ class Save(Section):
         "Write while training goes on; off waits for each checkpoint.",
         parity=Parity.EXACT,
         words="waits for each checkpoint",
+        between_steps=True,
     )
     pieces: Literal["merged", "per_rank"] = setting(
         "merged",

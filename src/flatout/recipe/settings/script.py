@@ -3,7 +3,7 @@
 from typing import ClassVar, Literal
 
 from flatout.recipe.parity import Parity, redrawn_if
-from flatout.recipe.setting import Section, Steps, setting
+from flatout.recipe.setting import Section, Steps, Trial, setting
 
 
 class Script(Section):
@@ -17,6 +17,9 @@ class Script(Section):
         # Workers that stay go on with their random streams; new ones begin with fresh seeds.
         parity=lambda facts: redrawn_if(facts.draws_random_in_input, Parity.EXACT),
         words="workers that stay",
+        trial=Trial("on", lambda job: job.restarts_workers),
+        of_input=True,
+        in_epochs=True,
     )
     cache: Literal["as_written", "memory"] = setting(
         "as_written",
@@ -25,6 +28,9 @@ class Script(Section):
         # Only samples that are the same each time are kept.
         parity=Parity.EXACT,
         words="samples cached in memory",
+        of_input=True,
+        in_epochs=True,
+        fills=True,
     )
     features: Literal["as_written", "memory"] = setting(
         "as_written",
@@ -33,6 +39,7 @@ class Script(Section):
         # A sample's features are those of the batch in which it came first.
         parity=Parity.TOLERANT,
         words="features of frozen layers kept",
+        fills=True,
     )
     zero_grad: Literal["as_written", "set_to_none"] = setting(
         "as_written",
@@ -46,6 +53,7 @@ class Script(Section):
         "epochs or to where memory grows.",
         parity=Parity.EXACT,
         words="garbage collection scheduled",
+        trial=Trial("scheduled", lambda job: True),
     )
     empty_cache: Literal["as_written", "skip"] = setting(
         "as_written",
@@ -72,6 +80,8 @@ class Script(Section):
         "`no_grad` evaluates without the graph that only a backward pass needs.",
         parity=Parity.EXACT,
         words="evaluation without gradients",
+        in_epochs=True,
+        between_steps=True,
     )
     cudnn_benchmark: Literal["as_written", "on"] = setting(
         "as_written",
@@ -79,6 +89,7 @@ class Script(Section):
         # Other kernels round otherwise.
         parity=Parity.TOLERANT,
         words="cuDNN benchmark",
+        trial=Trial("on", lambda job: job.has_gpu and job.has_convolutions),
     )
     gradient_sync: Literal["as_written", "last_backward"] = setting(
         "as_written",
