@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from functools import wraps
 from threading import get_ident
 from time import monotonic, sleep
 from typing import Any
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import Steps
+from flatout.hooks import wrap
 
 SYNC, SEARCH = "script.gradient_sync", "script.unused_parameters"
 # Steps as written, in which the script shows what it does.
@@ -28,17 +28,16 @@ class Search:
         self._torch = torch
         self._steps = steps
         self._watched: dict[Any, _Used] = {}
-        owner = torch.nn.parallel.DistributedDataParallel
-        original = owner.__init__
+        wrap(torch.nn.parallel.DistributedDataParallel, "__init__", "cures", self._met)
+        steps.before.append(self._look)
 
-        @wraps(original)
+    def _met(self, original: Any) -> Any:
         def init(module: Any, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
             if is_on() and module.find_unused_parameters:
                 self._meet(module)
 
-        owner.__init__ = init
-        steps.before.append(self._look)
+        return init
 
     def _meet(self, module: Any) -> None:
         is_own = module.static_graph or module.gradient_as_bucket_view
@@ -122,28 +121,24 @@ class Accumulation:
         self._torch = torch
         self._steps = steps
         self._seen: dict[Any, _Micro] = {}
-        self._hook_forward(torch.nn.parallel.DistributedDataParallel)
-        self._hook_backward()
+        wrap(torch.nn.parallel.DistributedDataParallel, "forward", "cures", self._before_forward)
+        wrap(torch.autograd, "backward", "cures", self._noted)
         self._hook_readers()
         steps.before.append(lambda optimizer: self._flush())
         steps.after.append(self._after_step)
 
-    def _hook_forward(self, owner: Any) -> None:
-        original, thread = owner.forward, self._steps.thread
-        is_compiling, is_grad_enabled = (
-            self._torch.compiler.is_compiling,
-            self._torch.is_grad_enabled,
-        )
+    def _before_forward(self, original: Any) -> Any:
+        torch, thread = self._torch, self._steps.thread
+        is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
-        @wraps(original)
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if not is_compiling() and get_ident() == thread and is_on() and is_grad_enabled():
-                self._before_forward(module)
+                self._begin(module)
             return original(module, *args, **kwargs)
 
-        owner.forward = forward
+        return forward
 
-    def _before_forward(self, module: Any) -> None:
+    def _begin(self, module: Any) -> None:
         micro = self._seen.setdefault(module, _Micro())
         if micro.is_left or not module.training:
             return
@@ -155,29 +150,26 @@ class Accumulation:
         micro.is_local = micro.events.count("F") < micro.count
         module.require_backward_grad_sync = not micro.is_local
 
-    def _hook_backward(self) -> None:
-        original, thread = self._torch.autograd.backward, self._steps.thread
+    def _noted(self, original: Any) -> Any:
+        thread = self._steps.thread
 
-        @wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             if get_ident() == thread:
                 for micro in self._seen.values():
                     micro.events += "B"
 
-        self._torch.autograd.backward = backward
+        return backward
 
     def _hook_readers(self) -> None:
         """What reads gradients of a step that came too soon sees those of all ranks."""
         utils = self._torch.nn.utils
         for module in (utils, sys.modules["torch.nn.utils.clip_grad"]):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
-                setattr(module, name, self._flushed(getattr(module, name)))
-        scaler = self._torch.amp.GradScaler
-        scaler.unscale_ = self._flushed(scaler.unscale_)
+                wrap(module, name, "cures", self._flushed)
+        wrap(self._torch.amp.GradScaler, "unscale_", "cures", self._flushed)
 
     def _flushed(self, original: Any) -> Any:
-        @wraps(original)
         def read(*args: Any, **kwargs: Any) -> Any:
             self._flush()
             return original(*args, **kwargs)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call, Cure
 from flatout.cures.steps import Steps
 from flatout.errors import ModelError
+from flatout.hooks import wrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,19 +26,20 @@ def without_graph(torch: Any, steps: Steps) -> Cure:
     keep their graph; if a backward pass comes by there, the script stays as written.
     """
     evaluated: dict[str, int] = {}
-    original = torch.autograd.backward
 
-    @wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        try:
-            original(*args, **kwargs)
-        except RuntimeError as error:
-            recent = [name for name, step in evaluated.items() if step == steps.count]
-            if not recent or "does not require grad" not in str(error):
-                raise
-            raise _refused(recent[0]) from error
+    def around(original: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> None:
+            try:
+                original(*args, **kwargs)
+            except RuntimeError as error:
+                recent = [name for name, step in evaluated.items() if step == steps.count]
+                if not recent or "does not require grad" not in str(error):
+                    raise
+                raise _refused(recent[0]) from error
 
-    torch.autograd.backward = backward
+        return backward
+
+    wrap(torch.autograd, "backward", "cures", around)
 
     def cure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
         return _Evaluated(torch, steps, type(module).__name__, call, evaluated)

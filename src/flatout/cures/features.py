@@ -14,8 +14,8 @@ from weakref import ref
 
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call
+from flatout.hooks.compiling import is_anything_compiled
 from flatout.measure.meters import available_bytes
-from flatout.observe.compiling import is_anything_compiled
 from flatout.observe.inside import acts_in_training, frozen_parts
 from flatout.world.place import place
 

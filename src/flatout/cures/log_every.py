@@ -14,7 +14,7 @@ from typing import Any
 from flatout.console import counted, say
 from flatout.cures.record import is_on, took
 from flatout.cures.steps import Steps, caller
-from flatout.observe.importing import when_imported
+from flatout.hooks.importing import when_imported
 from flatout.observe.sites import is_users
 
 FIELD = "script.log_every"

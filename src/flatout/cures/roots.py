@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from inspect import unwrap
 from threading import get_ident
 from typing import Any
 from weakref import ref
 
 from flatout.cures.record import is_on
 from flatout.cures.steps import Steps
-from flatout.observe.compiling import is_anything_compiled
+from flatout.hooks.modules import SEARCH_STEPS, ModuleCalls
 from flatout.observe.model_facts import unwrapped
 
 Call = Callable[..., Any]
@@ -18,9 +18,6 @@ Call = Callable[..., Any]
 
 Cure = Callable[[Any, tuple[Any, ...], dict[str, Any], Call], Call]
 """What a cure makes of a module's call, given the arguments of the first one."""
-
-# After so many steps only the classes of the outermost modules are watched, as observing does.
-_SEARCH_STEPS = 3
 
 
 class Roots:
@@ -42,31 +39,30 @@ class Roots:
         self._inside = False
         self._calls: dict[int, tuple[ref[Any], Call]] = {}
         self._others: dict[int, tuple[ref[Any], int]] = {}
-        self._original = torch.nn.Module.__call__
-        self._everywhere = self._watched(self._original)
-        self._narrowed: set[type] = set()
+        self._module_calls = ModuleCalls(torch, "cures", self._watched)
+        self._module_calls.search()
         self._until = -1
         self._searched = -1
         steps.after.append(self._after_step)
-        torch.nn.Module.__call__ = self._everywhere
 
     def _watched(self, original: Call) -> Call:
         is_compiling, thread = self._torch.compiler.is_compiling, self._steps.thread
 
-        @wraps(original)
         def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or self._inside or get_ident() != thread or not is_on():
                 return original(module, *args, **kwargs)
             self._inside = True
             try:
-                cured = self._call_of(module, args, kwargs)
+                cured = self._call_of(original, module, args, kwargs)
                 return (cured or original)(module, *args, **kwargs)
             finally:
                 self._inside = False
 
         return call
 
-    def _call_of(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def _call_of(
+        self, original: Call, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | None:
         found = self._calls.get(id(module))
         if found is not None and found[0]() is module:
             return found[1]
@@ -77,32 +73,21 @@ class Roots:
         if not self._steps.owns(module.parameters()):
             self._others[id(module)] = (ref(module), generation)
             return None
-        call: Call = self._original
+        call = original
         for cure in self._cures:
             call = cure(module, args, kwargs, call)
         self._calls[id(module)] = (ref(module), call)
         return call
 
     def _after_step(self) -> None:
-        """Watching every class costs a third of a microsecond for each submodule and call."""
         if self._searched != self._steps.generation:
             self._searched = self._steps.generation
-            self._until = self._steps.count + _SEARCH_STEPS
-            if self._torch.nn.Module.__call__ is self._original:
-                self._torch.nn.Module.__call__ = self._everywhere
+            self._until = self._steps.count + SEARCH_STEPS
+            self._module_calls.search()
         elif self._steps.count == self._until:
-            self._narrow()
-
-    def _narrow(self) -> None:
-        if is_anything_compiled():
-            return  # something is compiled, and would be compiled anew
-        if self._torch.nn.Module.__call__ is not self._everywhere:
-            return  # somebody else hooks there
-        modules = [seen() for seen, _ in self._calls.values()]
-        classes = {type(m) for module in modules for m in unwrapped(module)} - self._narrowed
-        if any(owner.__call__ is not self._everywhere for owner in classes):
-            return  # one has a call of its own, which ends in the one that is watched now
-        self._torch.nn.Module.__call__ = self._original
-        for owner in classes:
-            owner.__call__ = self._watched(self._original)
-        self._narrowed |= classes
+            modules = [seen() for seen, _ in self._calls.values()]
+            classes = {type(m) for module in modules for m in unwrapped(module)}
+            plain = unwrap(self._torch.nn.Module.__call__)
+            # One with a call of its own ends in the one that is wrapped now.
+            if all(unwrap(owner.__call__) is plain for owner in classes):
+                self._module_calls.narrow(classes)

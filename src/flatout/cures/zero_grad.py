@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from functools import wraps
 from threading import get_ident
 from typing import Any
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import Steps
+from flatout.hooks import wrap
 
 FIELD = "script.zero_grad"
 
@@ -29,7 +29,6 @@ def drop_gradients(torch: Any, steps: Steps) -> None:
         dropped.clear()
 
     def cured(original: Any) -> Any:
-        @wraps(original)
         def zero_grad(self: Any, set_to_none: bool = True) -> None:
             if set_to_none or get_ident() != steps.thread or not is_on():
                 original(self, set_to_none)
@@ -45,17 +44,19 @@ def drop_gradients(torch: Any, steps: Steps) -> None:
 
         return zero_grad
 
+    is_compiling = torch.compiler.is_compiling
+
+    def then_fill(original: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if dropped and not is_compiling() and get_ident() == steps.thread:
+                fill()
+
+        return backward
+
     for owner in (sys.modules["torch.optim.optimizer"].Optimizer, torch.nn.Module):
-        owner.zero_grad = cured(owner.zero_grad)
-    backward, is_compiling = torch.autograd.backward, torch.compiler.is_compiling
-
-    @wraps(backward)
-    def backward_then_fill(*args: Any, **kwargs: Any) -> None:
-        backward(*args, **kwargs)
-        if dropped and not is_compiling() and get_ident() == steps.thread:
-            fill()
-
-    torch.autograd.backward = backward_then_fill
+        wrap(owner, "zero_grad", "cures", cured)
+    wrap(torch.autograd, "backward", "cures", then_fill)
     steps.before.append(fill)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
+from flatout.hooks import wrap
 from flatout.observe.lanes import AFTER, BACKWARD, OPTIMIZER
 from flatout.observe.optimizers import Steps
 from flatout.observe.sites import here
@@ -13,11 +14,15 @@ from flatout.observe.watch import Watch
 
 def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
     """Hooks into torch.autograd.backward, which Tensor.backward calls."""
+    is_traced = torch.compiler.is_dynamo_compiling
+    hook = wrap(torch.autograd, "backward", "observe", _timed, watch, steps, is_traced)
+    watch.quick.hooks.append(hook)
+
+
+def _timed(original: Any, watch: Watch, steps: Steps, is_traced: Callable[[], bool]) -> Any:
     lanes, enter, calls = watch.lanes, watch.lanes.enter, watch.calls
     leave = lanes.leave_backward
-    original, is_traced = torch.autograd.backward, torch.compiler.is_dynamo_compiling
 
-    @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         # Asked first: nothing of ours is traced.
         if is_traced() or lanes.current == BACKWARD or (before := enter(BACKWARD)) < 0:
@@ -36,5 +41,4 @@ def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
         if kwargs.get("retain_graph") or (len(args) > 1 and args[1]):
             calls.note("backward", lanes.last - began, detail={"retain_graph": True})
 
-    torch.autograd.backward = backward
-    watch.quick.stand_for_backward(torch.autograd, original, backward)
+    return watch.quick.backward(original, backward)

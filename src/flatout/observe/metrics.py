@@ -8,7 +8,7 @@ from time import perf_counter_ns
 from types import FunctionType
 from typing import Any
 
-from flatout.observe.importing import when_imported
+from flatout.hooks.importing import when_imported
 from flatout.observe.watch import Watch
 
 # What sklearn.metrics has beside metrics.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 from weakref import ref
 
+from flatout.hooks.modules import SEARCH_STEPS, ModuleCalls
 from flatout.kernels.clock import Called
-from flatout.observe.compiling import is_anything_compiled
 from flatout.observe.inside import Inside
 from flatout.observe.lanes import AFTER, FORWARD, HOST
 from flatout.observe.model_facts import describe, unwrapped
@@ -27,9 +25,6 @@ from flatout.observe.watch import Watch
 _SHAPES, _FIRST_CALLS, _EVERY, _SHARE = 64, 256, 32, 16
 # A model that is called no oftener may be a part of another one that is being built.
 _BUILDING = 2
-# After so many steps only the classes of the outermost modules are watched.
-_SEARCH_STEPS = 3
-
 # Lanes that a call of a model ends.
 _BEFORE_FORWARD = frozenset((HOST, AFTER))
 
@@ -111,10 +106,7 @@ def changes_in_training(facts: Model) -> bool:
 
 
 class Models:
-    """Watches calls of modules: all of them at first, then those of the outermost ones' classes.
-
-    Watching every class costs a third of a microsecond for each submodule and call.
-    """
+    """Watches calls of modules: all of them at first, then those of the outermost ones' classes."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -122,9 +114,7 @@ class Models:
         self._numbers = Numbers(torch, watch)
         Inside(torch, watch)
         self._known: dict[int, SeenModel] = {}
-        self._original = torch.nn.Module.__call__
-        self._everywhere = self.watched(self._original)
-        self._narrowed: set[type] = set()
+        self._calls = ModuleCalls(torch, "observe", self._watched, watch.quick.hooks.append)
         watch.on_renewal.append(self._known.clear)
 
     def search(self) -> None:
@@ -132,20 +122,16 @@ class Models:
         if self.search not in self._watch.on_new_optimizer:
             self._watch.on_new_optimizer.append(self.search)
             self._watch.with_gradients.append(self.look_at_gradients)
-        self._torch.nn.Module.__call__ = self._everywhere
+        self._calls.search()
         steps = self._watch.lanes.steps
         self._watch.at(steps + 1, lambda: self.describe(whole=False))
-        self._watch.at(steps + _SEARCH_STEPS, self._narrow)
+        self._watch.at(steps + SEARCH_STEPS, self._narrow)
 
     def _narrow(self) -> None:
-        if is_anything_compiled():
-            return  # something is compiled, and would be compiled anew
-        self._torch.nn.Module.__call__ = self._original
         classes = {type(m) for seen in self._known.values() for m in unwrapped(seen.ref())}
-        for owner in classes - self._narrowed - {self._torch.nn.Module}:
-            self.watch_class(owner)
-        self._narrowed |= classes
-        watched = tuple(self._narrowed)
+        if not self._calls.narrow(classes):
+            return
+        watched = tuple(self._calls.classes)
         for seen in self._known.values():
             module = seen.ref()
             if module is not None:
@@ -153,18 +139,14 @@ class Models:
 
     def watch_class(self, owner: Any) -> None:
         """Notices the models of this class."""
-        original = owner.__call__
-        owner.__call__ = hook = self.watched(original)
-        is_grad_enabled = self._torch.is_grad_enabled
-        self._watch.quick.stand_for_call(owner, original, hook, self._known, is_grad_enabled)
+        self._calls.watch(owner)
 
-    def watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, original: Any) -> Any:
         """A `__call__` that notices the outermost modules."""
         lanes, enter_model, known = self._watch.lanes, self._watch.lanes.enter_model, self._known
         is_traced = self._torch.compiler.is_dynamo_compiling
         is_grad_enabled = self._torch.is_grad_enabled
 
-        @wraps(original)
         def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             if is_traced() or (current := enter_model()) < 0:
                 return original(module, *args, **kwargs)
@@ -185,7 +167,7 @@ class Models:
             finally:
                 lanes.is_inside = False
 
-        return call
+        return self._watch.quick.call(original, call, known, is_grad_enabled)
 
     def _meet(self, module: Any) -> SeenModel:
         seen = self._known[id(module)] = SeenModel(module)

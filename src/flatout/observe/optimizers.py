@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from flatout.observe.compiling import is_anything_compiled
+from flatout.hooks.compiling import is_anything_compiled
 from flatout.observe.lanes import HOST, OPTIMIZER
 from flatout.observe.model_facts import local
 from flatout.observe.observation import Optimizer, Site

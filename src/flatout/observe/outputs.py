@@ -10,7 +10,7 @@ from functools import wraps
 from threading import get_ident
 from typing import Any
 
-from flatout.observe.importing import when_imported
+from flatout.hooks.importing import when_imported
 from flatout.observe.lanes import GC, HOST, SAVING
 from flatout.observe.model_facts import local
 from flatout.observe.openmp import OPENMP

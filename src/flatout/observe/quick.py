@@ -9,13 +9,12 @@ back in their places before anything is traced.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, update_wrapper, wraps
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from flatout.hooks import Hook, is_anything_compiled, when_imported, wrap
 from flatout.kernels.clock import Clock, available
-from flatout.observe.compiling import is_anything_compiled
-from flatout.observe.importing import when_imported
 
 if TYPE_CHECKING:
     from flatout.kernels._clock import BackwardHook, ForwardHook, StepHook
@@ -33,12 +32,14 @@ class Quick:
 
     Attributes:
         is_on: whether they stand there now.
+        hooks: to be made again whenever that has changed.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.is_on = False
         self._clock = clock
         self._is_possible = available()
+        self.hooks: list[Hook] = []
         self._puts: list[Callable[[bool], None]] = []
         self._backward: list[BackwardHook] = []
         self._forward: list[ForwardHook] = []
@@ -48,21 +49,19 @@ class Quick:
 
     def begin(self) -> None:
         """Puts them into their places, in the thread that steps, unless something is compiled."""
-        self.is_on = self._is_possible and not is_anything_compiled()
-        self._put()
+        self._put(self._is_possible and not is_anything_compiled())
 
     def renew(self) -> None:
         """Takes them away until they begin anew, and counts from there."""
-        self.is_on = False
-        self._put()
+        self._put(False)
         hooks: list[Any] = [*self._backward, *self._forward, *self._steps]
         for hook in hooks:
             hook.renew()
 
     def end(self) -> None:
         """Takes them away for good."""
-        self._is_possible = self.is_on = False
-        self._put()
+        self._is_possible = False
+        self._put(False)
 
     @property
     def backwards(self) -> int:
@@ -79,40 +78,37 @@ class Quick:
         """Steps of optimizers likewise."""
         return sum(hook.ran for hook in self._steps)
 
-    def stand_for_backward(self, owner: Any, original: Any, otherwise: Any) -> None:
-        """For `owner.backward`, which is the hook in Python now."""
-        if self._is_possible:
-            from flatout.kernels._clock import BackwardHook
+    def backward(self, original: Any, otherwise: Any) -> Any:
+        """The hook for backward passes: the one in C, or `otherwise`, the one in Python."""
+        if not self.is_on:
+            return otherwise
+        from flatout.kernels._clock import BackwardHook
 
-            hook = BackwardHook(self._clock, original, otherwise)
-            update_wrapper(hook, original)
-            self._backward.append(hook)
-            self._add(_in_attribute(owner, "backward", otherwise, hook))
+        self._backward.append(BackwardHook(self._clock, original, otherwise))
+        return self._backward[-1]
 
-    def stand_for_call(
+    def call(
         self,
-        owner: type,
         original: Any,
         otherwise: Any,
         known: dict[int, Any],
         is_grad_enabled: Callable[[], bool],
-    ) -> None:
-        """For `owner.__call__`, which is the hook in Python now.
+    ) -> Any:
+        """The hook for the calls of models: the one in C, or `otherwise`, the one in Python.
 
         Args:
-            owner: a class of models.
-            original: its method.
-            otherwise: the hook.
+            original: the method that is called.
+            otherwise: the hook around it.
             known: a Called by the id of its model.
             is_grad_enabled: torch's.
         """
-        if self._is_possible:
-            from flatout.kernels._clock import ForwardHook
+        if not self.is_on:
+            return otherwise
+        from flatout.kernels._clock import ForwardHook
 
-            hook = ForwardHook(self._clock, original, otherwise, known, is_grad_enabled)
-            update_wrapper(hook, original)
-            self._forward.append(hook)
-            self._add(_in_attribute(owner, "__call__", otherwise, hook))
+        hook = ForwardHook(self._clock, original, otherwise, known, is_grad_enabled)
+        self._forward.append(hook)
+        return hook
 
     def stand_for_steps(
         self, handles: tuple[Any, Any], begins: Any, ends: Any, attend: Callable[[], None]
@@ -132,17 +128,19 @@ class Quick:
         for handle, otherwise, quick in zip(
             handles, (begins, ends), (hook.begin, hook.end), strict=True
         ):
-            self._add(_in_dict(handle.hooks_dict_ref(), handle.id, otherwise, quick))
+            put = _in_dict(handle.hooks_dict_ref(), handle.id, otherwise, quick)
+            self._puts.append(put)
+            put(self.is_on)
         self._steps.append(hook)
         return hook
 
-    def _add(self, put: Callable[[bool], None]) -> None:
-        self._puts.append(put)
-        put(self.is_on)
-
-    def _put(self) -> None:
-        for put in self._puts:
-            put(self.is_on)
+    def _put(self, is_on: bool) -> None:
+        if is_on != self.is_on:
+            self.is_on = is_on
+            for put in self._puts:
+                put(is_on)
+            for hook in self.hooks:
+                hook.remake()
 
 
 @cache
@@ -153,36 +151,24 @@ def _watch_tracing() -> None:
         for quick in list(_alive):
             quick.end()
 
-    def hook_into(module: Any) -> None:
-        if not hasattr(module, "OutputGraph"):
-            end_all()  # a torch of which nothing is known
-            return
-        owner = module.OutputGraph
-        original = owner.__init__
-
-        @wraps(original)
+    def first_end_all(original: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             end_all()
             original(self, *args, **kwargs)
 
-        owner.__init__ = init
+        return init
+
+    def hook_into(module: Any) -> None:
+        if not hasattr(module, "OutputGraph"):
+            end_all()  # a torch of which nothing is known
+            return
+        wrap(module.OutputGraph, "__init__", "observe", first_end_all)
 
     when_imported(_TRACER, hook_into)
 
 
-def _in_attribute(owner: Any, name: str, otherwise: Any, quick: Any) -> Callable[[bool], None]:
-    """Puts one hook into the place of the other, if it still has that place."""
-
-    def put(is_quick: bool) -> None:
-        old, new = (otherwise, quick) if is_quick else (quick, otherwise)
-        if vars(owner).get(name) is old:
-            setattr(owner, name, new)
-
-    return put
-
-
 def _in_dict(hooks: Any, key: Any, otherwise: Any, quick: Any) -> Callable[[bool], None]:
-    """The same in a dict, which may be iterated over: it keeps its keys."""
+    """Puts one hook into the place of the other, in a dict that may be iterated over."""
 
     def put(is_quick: bool) -> None:
         old, new = (otherwise, quick) if is_quick else (quick, otherwise)

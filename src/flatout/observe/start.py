@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.console import say
+from flatout.hooks.compiling import skip_our_frames
+from flatout.hooks.importing import when_imported
 from flatout.observe.ablation import Ablations
 from flatout.observe.backward import watch_backward
 from flatout.observe.compiles import Compiles
-from flatout.observe.compiling import skip_our_frames
 from flatout.observe.cost import added_us_per_step
 from flatout.observe.device_memory import DeviceMemory
 from flatout.observe.exit_hooks import watch_exits
 from flatout.observe.graphs import Graphs
-from flatout.observe.importing import when_imported
 from flatout.observe.keras import watch_keras
 from flatout.observe.loaders import watch_loaders
 from flatout.observe.meters import Meters

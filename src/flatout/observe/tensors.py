@@ -10,7 +10,7 @@ from time import perf_counter_ns
 from types import FrameType
 from typing import Any
 
-from flatout.observe.compiling import is_anything_compiled
+from flatout.hooks.compiling import is_anything_compiled
 from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMIZER
 from flatout.observe.round_trips import RoundTrips
 from flatout.observe.watch import Watch

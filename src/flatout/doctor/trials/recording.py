@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Callable
-from functools import wraps
 from threading import get_ident
 from typing import Any
 
 import numpy as np
 
 from flatout.doctor.trials.step_sync import at_step
+from flatout.hooks import Hook, wrap
 from flatout.observe.lanes import EVALUATION, SAVING, Lanes
 from flatout.observe.watch import Watch
 
@@ -62,8 +62,8 @@ class Stepping(Watch):
             lanes.skip()  # nor was waiting for the other arm
             if wants_next:
                 more = 1
-            elif self.record.let_go():
-                self.quick.begin()  # as far as the record stood in its way
+            elif self.record.hook is not None:
+                self.record.hook.remove()
         lanes.due = min(lanes.due, lanes.steps + more)
 
     def told(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Record:
         self._lanes = lanes
         self._steps = 0
         self._loss: Any = None
-        self._let_go: Callable[[], bool] = lambda: False
+        self.hook: Hook | None = None
         self._losses: list[Any] = []
         self._batches: dict[int, list[int]] = {}
         self._contents: dict[int, list[int | None]] = {}
@@ -93,11 +93,6 @@ class Record:
             self._steps += 1
         return self._steps < _MOST
 
-    def let_go(self) -> bool:
-        """No more losses are wanted; returns whether anything stood in their way until now."""
-        let_go, self._let_go = self._let_go, lambda: False
-        return let_go()
-
     def taken(self) -> dict[str, Any]:
         """Reads the values from the device: to be called where a block has ended."""
         losses = [float("nan") if loss is None else float(loss) for loss in self._losses]
@@ -108,49 +103,36 @@ class Record:
     def watch_losses(self, torch: Any) -> None:
         """Hooks into torch.autograd.backward, which Tensor.backward calls."""
         lanes, is_compiling = self._lanes, torch.compiler.is_compiling
-        original, kind = torch.autograd.backward, torch.Tensor
+        kind = torch.Tensor
 
-        @wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            is_first = self._loss is None and self._steps < _MOST
-            if is_first and not is_compiling() and get_ident() == lanes.thread:
-                loss = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
-                if isinstance(loss, kind) and loss.numel() == 1:
-                    self._loss = loss.detach()
-            original(tensors, *args, **kwargs)
+        def around(original: Any) -> Any:
+            def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+                is_first = self._loss is None and self._steps < _MOST
+                if is_first and not is_compiling() and get_ident() == lanes.thread:
+                    loss = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
+                    if isinstance(loss, kind) and loss.numel() == 1:
+                        self._loss = loss.detach()
+                original(tensors, *args, **kwargs)
 
-        def let_go() -> bool:
-            is_ours = torch.autograd.backward is backward
-            if is_ours:  # nobody has wrapped it since
-                torch.autograd.backward = original
-            return is_ours
+            return backward
 
-        torch.autograd.backward = backward
-        self._let_go = let_go
+        self.hook = wrap(torch.autograd, "backward", "recording", around)
 
     def watch_batches(self, module: Any) -> None:
-        """Hooks into torch.utils.data.dataloader, behind observe's own hooks."""
+        """Hooks into torch.utils.data.dataloader."""
         owner = module._BaseDataLoaderIter
-        original, original_next = owner._next_index, owner.__next__
+        wrap(owner, "_next_index", "recording", self._shown, self._batch)
+        wrap(owner, "__next__", "recording", self._shown, self._content)
 
-        @wraps(original)
-        def next_index(iterator: Any) -> Any:
-            index = original(iterator)
-            seen = getattr(iterator, "_flatout_seen", None)
-            if seen is not None and get_ident() == self._lanes.thread:
-                self._batch(seen.number, index)
-            return index
-
-        @wraps(original_next)
+    def _shown(self, original: Any, to: Callable[[int, Any], None]) -> Any:
         def take(iterator: Any) -> Any:
-            batch = original_next(iterator)
+            value = original(iterator)
             seen = getattr(iterator, "_flatout_seen", None)
             if seen is not None and get_ident() == self._lanes.thread:
-                self._content(seen.number, batch)
-            return batch
+                to(seen.number, value)
+            return value
 
-        owner._next_index = next_index
-        owner.__next__ = take
+        return take
 
     def _content(self, loader: int, batch: Any) -> None:
         count = self._read[loader] = self._read.get(loader, 0) + 1

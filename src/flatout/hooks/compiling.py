@@ -9,7 +9,13 @@ from types import CodeType, FunctionType
 from typing import Any
 
 # What runs in hooks, within the script's steps.
-_OURS = ("flatout.observe", "flatout.cures", "flatout.doctor.trials", "flatout.kernels.clock")
+_OURS = (
+    "flatout.cures",
+    "flatout.doctor.trials",
+    "flatout.hooks",
+    "flatout.kernels.clock",
+    "flatout.observe",
+)
 
 
 def skip_our_frames(eval_frame: Any) -> None:

@@ -1,0 +1,10 @@
+"""Wrappers around functions of torch, Python and other packages, for rooms that look or change.
+
+Torch is not imported for that.
+"""
+
+from flatout.hooks.compiling import is_anything_compiled, skip_our_frames
+from flatout.hooks.importing import when_imported
+from flatout.hooks.wrapping import ORDER, Hook, wrap
+
+__all__ = ["ORDER", "Hook", "is_anything_compiled", "skip_our_frames", "when_imported", "wrap"]

@@ -1,0 +1,101 @@
+"""All that is wrapped around a function, as one stack of wrappers in a given order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+from weakref import WeakSet
+
+ORDER = (
+    ("ablation", "leaves out what the others would time"),
+    ("recording", "keeps what the script hands over, in no lane's time"),
+    ("observe", "times what runs, with the work of the cures"),
+    ("cures", "change what runs"),
+)
+"""Who wraps around whom and why, the outermost first. Of one kind, the later ones are outside."""
+
+_RANKS = {kind: rank for rank, (kind, _) in enumerate(reversed(ORDER))}
+
+_stacks: WeakSet[_Stack] = WeakSet()
+
+
+class Hook:
+    """One wrapper in a stack."""
+
+    def __init__(self, stack: _Stack, rank: int, around: Callable[[Any], Any]) -> None:
+        self.stack = stack
+        self.rank = rank
+        self.around = around
+
+    def remove(self) -> bool:
+        """Takes the wrapper off; False where another package has wrapped the function since."""
+        if self not in self.stack.hooks or not self.stack.is_in_place():
+            return False
+        self.stack.hooks.remove(self)
+        self.stack.build()
+        return True
+
+    def remake(self) -> None:
+        """Makes the wrapper again, unless another package has wrapped the function since."""
+        if self in self.stack.hooks and self.stack.is_in_place():
+            self.stack.build()
+
+
+class _Stack:
+    """The wrappers of one attribute, the innermost first."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner = owner
+        self.name = name
+        self.hooks: list[Hook] = []
+        self._is_own = name in vars(owner)
+        self._plain = vars(owner).get(name)
+        self._outermost: Any = None
+        _stacks.add(self)
+
+    def is_in_place(self) -> bool:
+        return vars(self.owner).get(self.name) is self._outermost
+
+    def build(self) -> None:
+        call = self._plain if self._is_own else getattr(super(self.owner, self.owner), self.name)
+        for hook in self.hooks:
+            call = update_wrapper(hook.around(call), call)
+        if self.hooks or self._is_own:
+            setattr(self.owner, self.name, call)
+        else:
+            delattr(self.owner, self.name)
+        self._outermost = call
+        if self.hooks:
+            call._flatout_stack = self
+        for other in list(_stacks):
+            if other._inherits_from(self):
+                other.build()
+
+    def _inherits_from(self, other: _Stack) -> bool:
+        is_below = isinstance(self.owner, type) and other.owner in self.owner.__mro__[1:]
+        is_wrapped = self.hooks and self.name == other.name and not self._is_own
+        return bool(is_below and is_wrapped and self.is_in_place())
+
+
+def wrap(owner: Any, name: str, kind: str, around: Callable[..., Any], *args: Any) -> Hook:
+    """Puts a wrapper around `owner.name`, at the place of its kind in ORDER.
+
+    Args:
+        owner: a module or a class.
+        name: of a function or method there; one that a class inherits is wrapped for it alone.
+        kind: one of those in ORDER.
+        around: `around(inner, *args)` makes the wrapper of what is within it. It is called again
+            whenever that has changed.
+        *args: what `around` gets beside that.
+    """
+    stack: Any = getattr(vars(owner).get(name), "_flatout_stack", None)
+    # Another package's wrapper, or the same function elsewhere, may have a copy of the attribute.
+    is_here = stack is not None and stack.owner is owner and stack.name == name
+    if not is_here or not stack.is_in_place():
+        stack = _Stack(owner, name)
+    hook = Hook(stack, _RANKS[kind], lambda inner: around(inner, *args))
+    stack.hooks.append(hook)
+    stack.hooks.sort(key=lambda hook: hook.rank)
+    stack.build()
+    return hook

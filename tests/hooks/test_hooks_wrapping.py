@@ -1,0 +1,215 @@
+"""Wrappers stand in the order that is written down, whoever comes first, and leave no trace."""
+
+import sys
+from functools import wraps
+from itertools import permutations
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.cures import record
+from flatout.cures.ddp import Accumulation
+from flatout.cures.evaluation import without_graph
+from flatout.cures.steps import Steps as CuredSteps
+from flatout.cures.zero_grad import drop_gradients
+from flatout.doctor.trials.recording import Record
+from flatout.hooks import ORDER, wrap
+from flatout.hooks.modules import ModuleCalls
+from flatout.observe.backward import watch_backward
+from flatout.observe.optimizers import Steps
+from flatout.observe.watch import Watch
+
+KINDS = [kind for kind, _ in ORDER]
+
+
+def naming(inner, name, calls):
+    def call(*args):
+        calls.append(name)
+        return inner(*args)
+
+    return call
+
+
+class Plain:
+    def act(self):
+        return "acted"
+
+
+class Below(Plain):
+    pass
+
+
+def test_the_order_has_a_reason_for_each():
+    assert KINDS == ["ablation", "recording", "observe", "cures"]
+    assert all(reason for _, reason in ORDER)
+
+
+@pytest.mark.parametrize("comes", list(permutations(KINDS)))
+def test_it_is_that_of_the_tuple_whoever_comes_first(comes):
+    owner, calls = SimpleNamespace(act=lambda: "acted"), []
+    plain = owner.act
+    hooks = {kind: wrap(owner, "act", kind, naming, kind, calls) for kind in comes}
+    assert owner.act() == "acted"
+    assert calls == KINDS
+    for kind in comes:
+        assert hooks[kind].remove()
+        assert not hooks[kind].remove()
+        calls.clear()
+        owner.act()
+        assert calls == [other for other in KINDS if other not in comes[: comes.index(kind) + 1]]
+    assert owner.act is plain
+
+
+def test_of_one_kind_the_later_ones_are_outside():
+    owner, calls = SimpleNamespace(act=lambda: None), []
+    for name in "abc":
+        wrap(owner, "act", "cures", naming, name, calls)
+    owner.act()
+    assert calls == ["c", "b", "a"]
+
+
+def test_another_kind_is_refused():
+    with pytest.raises(KeyError):
+        wrap(SimpleNamespace(act=print), "act", "others", naming)
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from([Plain, Below]), st.sampled_from(KINDS), st.booleans()), max_size=12
+)
+
+
+@given(EVENTS)
+def test_a_class_and_those_below_it_are_wrapped_in_order_and_left_as_they_were(events):
+    calls, hooks = [], {}
+    plain = Plain.act
+    for owner, kind, is_on in events:
+        if is_on and (owner, kind) not in hooks:
+            name = (owner.__name__, kind)
+            hooks[owner, kind] = wrap(owner, "act", kind, naming, name, calls)
+        elif not is_on and (owner, kind) in hooks:
+            assert hooks.pop((owner, kind)).remove()
+        for seen in (Plain, Below):
+            calls.clear()
+            assert seen().act() == "acted"
+            owners = [Below, Plain] if seen is Below else [Plain]
+            assert calls == [
+                (owner.__name__, kind)
+                for owner in owners
+                for kind in KINDS
+                if (owner, kind) in hooks
+            ]
+    for hook in hooks.values():
+        assert hook.remove()
+    assert Plain.act is plain
+    assert "act" not in vars(Below)
+
+
+def test_another_packages_wrapper_stays_where_it_is():
+    owner, calls = SimpleNamespace(act=lambda: "acted"), []
+    inner = wrap(owner, "act", "observe", naming, "observe", calls)
+    theirs = owner.act = naming(owner.act, "theirs", calls)
+    assert not inner.remove()
+    inner.remake()
+    assert owner.act is theirs
+    outer = wrap(owner, "act", "cures", naming, "cures", calls)
+    owner.act()
+    assert calls == ["cures", "theirs", "observe"]
+    assert outer.remove()
+    assert owner.act is theirs
+
+
+def test_one_that_copies_attributes_is_told_apart():
+    owner = SimpleNamespace(act=lambda: "acted")
+    hook = wrap(owner, "act", "observe", lambda inner: lambda: inner())
+
+    @wraps(owner.act)
+    def theirs():
+        return "theirs"
+
+    owner.act = theirs
+    wrap(owner, "act", "cures", lambda inner: lambda: inner() + " and more")
+    assert owner.act() == "theirs and more"
+    assert not hook.remove()
+
+
+def _file_of(call):
+    """The part of the package that a wrapper is from."""
+    return call.__code__.co_filename.rpartition("flatout/")[2]
+
+
+@pytest.mark.parametrize("comes", list(permutations(("cures", "observe", "recording"))))
+def test_backward_is_wrapped_in_order_by_all_rooms(comes, monkeypatch):
+    plain = SimpleNamespace(backward=lambda *args, **kwargs: None)
+    optimizer_module = SimpleNamespace(Optimizer=type("Optimizer", (), {"zero_grad": print}))
+    monkeypatch.setitem(sys.modules, "torch.optim.optimizer", optimizer_module)
+    seam = SimpleNamespace(
+        **{name: getattr(torch, name) for name in ("compiler", "is_grad_enabled", "Tensor")},
+        autograd=plain,
+        nn=SimpleNamespace(Module=type("Module", (), {"zero_grad": print})),
+    )
+
+    def by_cures():
+        record.begin({})
+        steps = CuredSteps()
+        without_graph(seam, steps)
+        drop_gradients(seam, steps)
+        ours = object.__new__(Accumulation)
+        ours._steps, ours._seen = steps, {}
+        wrap(plain, "backward", "cures", ours._noted)
+
+    watch = Watch()
+    by = {
+        "cures": by_cures,
+        "observe": lambda: watch_backward(seam, watch, Steps(watch)),
+        "recording": lambda: Record(watch.lanes).watch_losses(seam),
+    }
+    for kind in comes:
+        by[kind]()
+    found, call = [], plain.backward
+    while hasattr(call, "__wrapped__"):
+        found.append(_file_of(call))
+        call = call.__wrapped__
+    assert found == [
+        "doctor/trials/recording.py",
+        "observe/backward.py",
+        "cures/ddp.py",
+        "cures/zero_grad.py",
+        "cures/evaluation.py",
+    ]
+
+
+def test_calls_of_modules_are_searched_and_narrowed_by_two_rooms(monkeypatch):
+    monkeypatch.setattr("flatout.hooks.modules.is_anything_compiled", lambda: False)
+    base = type("Module", (), {"__call__": lambda self: "called"})
+    plain = base.__call__
+    outer, inner = type("Outer", (base,), {}), type("Inner", (base,), {})
+    seam, calls = SimpleNamespace(nn=SimpleNamespace(Module=base)), []
+    rooms = {
+        kind: ModuleCalls(seam, kind, lambda call, kind=kind: naming(call, kind, calls))
+        for kind in ("cures", "observe")
+    }
+
+    def called(owner):
+        calls.clear()
+        assert owner()() == "called"
+        return list(calls)
+
+    for room in rooms.values():
+        room.search()
+    assert called(inner) == ["observe", "cures"]
+    assert rooms["observe"].narrow({outer})
+    assert (called(outer), called(inner)) == (["observe", "cures"], ["cures"])
+    assert rooms["cures"].narrow({outer})
+    assert (called(outer), called(inner)) == (["observe", "cures"], [])
+    assert base.__call__ is plain
+    rooms["observe"].search()
+    assert called(inner) == ["observe"]
+    assert rooms["observe"].narrow({outer, inner})
+    assert (called(outer), called(inner)) == (["observe", "cures"], ["observe"])
+    monkeypatch.setattr("flatout.hooks.modules.is_anything_compiled", lambda: True)
+    rooms["cures"].search()
+    assert not rooms["cures"].narrow({inner})
+    assert called(inner) == ["observe", "cures"]
