@@ -3,12 +3,12 @@
     python bench/doctor.py [--budget 120] [--restarts 1] [--seconds 20] [--only NAME ...]
         [--epochs N] [--remeasure 8] [--keep FOLDER] [--shard K/N] [--json [FILE]]
 
-Every script of `bench/corpus` is shown to the doctor, and so is its twin, which lacks the pitfall
-and nothing else. A script that shows several times must be named each time. With a budget the
-doctor proves cures: for a twin it must prescribe nothing, nor for a pitfall that costs nothing here
-(`prescribe = false`). What it promises for all cures together is then measured again, by whole runs
-(remeasure.py). `--budget 0` asks for the first look only. The scripts are short, and a trial must
-start one that ends again and again: `--epochs` makes each as long as what users try.
+Every script of `bench/corpus` is shown to the doctor, and so is the clean one, which lacks the
+pitfall and nothing else. A script that shows several times must be named each time. With a budget
+the doctor proves cures: for a clean script it must prescribe nothing, nor for a pitfall that costs
+nothing here (`prescribe = false`). What it promises for all cures together is then measured again,
+by whole runs (remeasure.py). `--budget 0` asks for the first look only. The scripts are short, and
+a trial must start one that ends again and again: `--epochs` makes each as long as what users try.
 
 All trials take hours: `--keep` leaves each row in a folder and takes it from there the next time,
 and `--shard` does a part of the rows. A last call with `--keep` alone sums up what all have kept.
@@ -99,7 +99,7 @@ class Answer:
 
 @dataclass
 class Seen:
-    """All answers to a script and to its twin, one a restart.
+    """All answers to a script and to the clean one, one a restart.
 
     Args:
         pitfall: whose they are.
@@ -109,7 +109,7 @@ class Seen:
     pitfall: Pitfall
     reason: str
     script: Sequence[Answer] = ()
-    twin: Sequence[Answer] = ()
+    clean: Sequence[Answer] = ()
     remeasured: Remeasured | None = None
 
     @property
@@ -133,7 +133,7 @@ class Seen:
     @property
     def is_answered(self) -> bool:
         """Whether there is an answer each time."""
-        return bool(self.script) and all(one.is_one for one in (*self.script, *self.twin))
+        return bool(self.script) and all(one.is_one for one in (*self.script, *self.clean))
 
     @property
     def is_named(self) -> bool:
@@ -149,22 +149,22 @@ class Seen:
         )
 
     @property
-    def is_named_in_twin(self) -> bool:
-        return any(map(self._naming, self.twin))
+    def is_named_in_clean(self) -> bool:
+        return any(map(self._naming, self.clean))
 
     @property
     def false_dangers(self) -> list[Mapping[str, Any]]:
         return [
             one
-            for answer in self.twin
+            for answer in self.clean
             for one in answer.findings
             if one["kind"] == "danger" and one["name"] not in self.pitfall.also
         ]
 
     @property
     def prescribed_wrongly(self) -> list[str]:
-        """What is prescribed for a clean twin, or for a script whose pitfall costs nothing."""
-        answers = [*self.twin, *(() if self.pitfall.prescribe else self.script)]
+        """What is prescribed for a clean script, or for a script whose pitfall costs nothing."""
+        answers = [*self.clean, *(() if self.pitfall.prescribe else self.script)]
         return [
             name
             for answer in answers
@@ -231,7 +231,7 @@ def ask_all(
     shard: tuple[int, int] = (1, 1),
     keep: Path | None = None,
 ) -> list[Seen]:
-    """Ask about each script and its twin, but for those that are kept already.
+    """Ask about each script and the clean one, but for those that are kept already.
 
     Args:
         pitfalls: the rows.
@@ -267,7 +267,9 @@ def ask_one(seen: Seen, asked: Asked) -> None:
         seen.remeasured = remeasure(
             pitfall.script, pitfall.ranks, together, seconds=asked.remeasure
         )
-    seen.twin = [ask(pitfall.twin, pitfall.ranks, asked) for _ in times]
+    with tempfile.TemporaryDirectory(prefix="flatout-bench-clean-") as folder:
+        clean = pitfall.write_clean(Path(folder))
+        seen.clean = [ask(clean, pitfall.ranks, asked) for _ in times]
 
 
 def take_kept(file: Path, seen: Seen, asked: Asked) -> bool:
@@ -278,7 +280,7 @@ def take_kept(file: Path, seen: Seen, asked: Asked) -> bool:
     if kept["asked"] != asdict(asked):
         return False
     seen.script = [Answer(**one) for one in kept["script"]]
-    seen.twin = [Answer(**one) for one in kept["twin"]]
+    seen.clean = [Answer(**one) for one in kept["clean"]]
     seen.remeasured = Remeasured(**kept["remeasured"]) if kept["remeasured"] else None
     return seen.is_answered
 
@@ -291,7 +293,7 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
     to_name = [seen for seen in ran if seen.pitfall.must_be_named]
     dangers = [seen for seen in ran if seen.pitfall.danger]
     named = [seen for seen in to_name if seen.is_named]
-    answers = [answer for seen in ran for answer in (*seen.script, *seen.twin)]
+    answers = [answer for seen in ran for answer in (*seen.script, *seen.clean)]
     wrong: float | str = sum(len(seen.prescribed_wrongly) for seen in ran)
     tried = sum(answer.is_tried for answer in answers)
     errors = [seen.trial_error for seen in ran if seen.trial_error is not None]
@@ -301,7 +303,7 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
         false_dangers = f"{silent} looks without an answer" if silent else "nothing was run"
     if silent or not tried:
         wrong = f"{silent} looks without an answer" if silent else "no trial was run"
-    raw = [answer for seen in ran if seen.pitfall.name == RAW_LOOP for answer in seen.twin]
+    raw = [answer for seen in ran if seen.pitfall.name == RAW_LOOP for answer in seen.clean]
     counted = [a.added_us_per_step for a in raw if a.added_us_per_step is not None]
     return [
         Key("recall", _share(seen.is_named for seen in to_name), at_least=0.95),
@@ -320,7 +322,7 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
             note=f"of {len(errors)} scripts",
         ),
         Key("located", _share(seen.is_located for seen in named), note="of those named"),
-        Key("named_in_twins", sum(seen.is_named_in_twin for seen in ran), note="unproven"),
+        Key("named_in_clean", sum(seen.is_named_in_clean for seen in ran), note="unproven"),
         Key("pitfalls", len(ran), note=f"{len(rows) - len(ran)} not run"),
     ]
 
@@ -341,12 +343,12 @@ def words_of(seen: Seen) -> str:
         words.append("named" if seen.is_located else "named, at another line")
     else:
         words.append("left alone")
-    if seen.is_named_in_twin:
-        words.append("named in the twin too")
+    if seen.is_named_in_clean:
+        words.append("named in the clean script too")
     words += sorted({f"false danger: {one['name']}" for one in seen.false_dangers})
     words += sorted({f"wrongly prescribed: {name}" for name in seen.prescribed_wrongly})
     words += _words_of_trial(seen)
-    words += sorted({a.reason for a in (*seen.script, *seen.twin) if a.reason})
+    words += sorted({a.reason for a in (*seen.script, *seen.clean) if a.reason})
     return "; ".join(words)
 
 
@@ -365,7 +367,7 @@ def _words_of_trial(seen: Seen) -> list[str]:
 def line_of(seen: Seen) -> list[str]:
     pitfall = seen.pitfall
     kind = "danger" if pitfall.danger else "slow" if pitfall.prescribe else "costs no time"
-    added = [a.added_us_per_step for a in (*seen.script, *seen.twin) if a.added_us_per_step]
+    added = [a.added_us_per_step for a in (*seen.script, *seen.clean) if a.added_us_per_step]
     cost = f"{median(added):.1f}" if added else ""
     return [pitfall.name, kind, cost, words_of(seen)]
 
@@ -376,9 +378,9 @@ def as_data(seen: Seen) -> dict[str, Any]:
         "reason": seen.reason,
         "named": seen.is_named if seen.script else None,
         "located": seen.is_located if seen.script else None,
-        "named_in_twin": seen.is_named_in_twin if seen.twin else None,
+        "named_in_clean": seen.is_named_in_clean if seen.clean else None,
         "script": [asdict(answer) for answer in seen.script],
-        "twin": [asdict(answer) for answer in seen.twin],
+        "clean": [asdict(answer) for answer in seen.clean],
         "predicted": seen.predicted,
         "remeasured": asdict(seen.remeasured) if seen.remeasured else None,
     }
@@ -433,8 +435,8 @@ def main() -> int:
     rows = ask_all(pitfalls, asked, only=arguments.only, shard=arguments.shard, keep=arguments.keep)
     trials = f"trials of {asked.budget:g} s" if asked.budget else "the first look only"
     results = Results(
-        title=f"The doctor on {len(pitfalls)} scripts and their clean twins; {asked.restarts} of "
-        f"each, watched for {asked.seconds:g} s, {trials}",
+        title=f"The doctor on {len(pitfalls)} scripts with and without their pitfall; "
+        f"{asked.restarts} of each, watched for {asked.seconds:g} s, {trials}",
         headers=["", "kind", "us added a step", ""],
         lines=[line_of(seen) for seen in rows],
         remarks=[],

@@ -36,9 +36,12 @@ class Pitfall:
     def script(self) -> Path:
         return CORPUS / "pitfall" / f"{self.name}.py"
 
-    @property
-    def twin(self) -> Path:
-        return CORPUS / "clean" / f"{self.name}.py"
+    def write_clean(self, folder: Path) -> Path:
+        """Write the script without the pitfall into a folder, under the same name."""
+        patch = CORPUS / "clean" / f"{self.name}.patch"
+        clean = folder / self.script.name
+        clean.write_text(patched(self.script.read_text(), patch.read_text()))
+        return clean
 
     @cached_property
     def marked(self) -> frozenset[int]:
@@ -60,6 +63,28 @@ def read_index() -> list[Pitfall]:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def patched(text: str, patch: str) -> str:
+    """Apply a unified diff of one file, with lines of context.
+
+    Raises:
+        ValueError: the text is not the one that the diff was made of.
+    """
+    before, after, at = text.splitlines(), [], 0
+    for line in patch.splitlines()[2:]:
+        kind, rest = line[:1] or " ", line[1:]
+        if kind == "@":
+            start = int(line.split()[1].split(",")[0].removeprefix("-")) - 1
+            after += before[at:start]
+            at = start
+        if kind in " -":
+            if before[at : at + 1] != [rest]:
+                raise ValueError(f"line {at + 1}: the patch expects {rest!r}")
+            at += 1
+        if kind in " +":
+            after.append(rest)
+    return "\n".join([*after, *before[at:], ""])
 
 
 def absence(pitfall: Pitfall) -> str:

@@ -41,9 +41,9 @@ TABLE = """\
 """
 
 FOOT = """
-Most of them have a script in `bench/corpus` that shows them, and a clean one beside it. Factors of
-CPU time on these pages come from such pairs: one thread, on a busy machine with AMX, so they are
-rough.
+Most of them have a script in `bench/corpus` that shows them, and a patch that makes it clean.
+Factors of CPU time on these pages come from such pairs: one thread, on a busy machine with AMX, so
+they are rough.
 
 ## The code on these pages
 

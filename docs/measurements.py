@@ -121,7 +121,7 @@ SECTIONS = (
     Section(
         "doctor_look",
         "The doctor's first look",
-        "Scripts with a known pitfall, and a clean twin of each, watched for six seconds without "
+        "Scripts with a known pitfall, and the same without it, watched for six seconds without "
         "trials.",
     ),
     Section(

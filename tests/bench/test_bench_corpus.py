@@ -1,4 +1,4 @@
-"""The corpus is whole: every row has a script that runs, and a twin that differs in little."""
+"""The corpus is whole: every row has a script that runs, and a clean one that differs in little."""
 
 import difflib
 import multiprocessing
@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 import pytest
 
 from flatout.doctor.checks import CHECKS, RANK_CHECKS
-from pitfalls import CORPUS, MARK, NEEDS, PARITIES, Pitfall, absence, read_index
+from pitfalls import CORPUS, MARK, NEEDS, PARITIES, Pitfall, absence, patched, read_index
 
 PITFALLS = read_index()
 NAMES = {check.name for check in (*CHECKS, *RANK_CHECKS)}
@@ -21,8 +21,8 @@ each = pytest.mark.parametrize("pitfall", PITFALLS, ids=lambda pitfall: pitfall.
 def test_each_script_has_one_row_and_each_row_a_script():
     names = [pitfall.name for pitfall in PITFALLS]
     assert len(names) == len(set(names))
-    for folder in ("pitfall", "clean"):
-        assert sorted(file.stem for file in (CORPUS / folder).glob("*.py")) == sorted(names)
+    for files in ("pitfall/*.py", "clean/*.patch"):
+        assert sorted(file.stem for file in CORPUS.glob(files)) == sorted(names)
 
 
 @each
@@ -37,8 +37,8 @@ def test_a_row_says_what_it_can(pitfall):
 
 
 @each
-def test_scripts_compile_and_know_nothing_of_flatout(pitfall):
-    for file in (pitfall.script, pitfall.twin):
+def test_scripts_compile_and_know_nothing_of_flatout(pitfall, tmp_path):
+    for file in (pitfall.script, pitfall.write_clean(tmp_path)):
         text = file.read_text()
         compile(text, str(file), "exec")
         assert "flatout" not in text.lower()
@@ -46,9 +46,9 @@ def test_scripts_compile_and_know_nothing_of_flatout(pitfall):
 
 
 @each
-def test_the_twin_differs_in_few_lines(pitfall):
+def test_the_clean_script_differs_in_few_lines(pitfall, tmp_path):
     bad = [line.replace(f"  {MARK}", "") for line in pitfall.script.read_text().splitlines()]
-    good = pitfall.twin.read_text().splitlines()
+    good = pitfall.write_clean(tmp_path).read_text().splitlines()
     assert MARK not in "\n".join(good)
     changes = [line for line in difflib.ndiff(bad, good) if line[0] in "+-" and line[2:].strip()]
     assert 0 < len(changes) <= 20
@@ -59,6 +59,19 @@ def test_marks_stand_on_lines_of_code(pitfall):
     assert pitfall.marked
     lines = pitfall.script.read_text().splitlines()
     assert all(lines[number - 1].split("#")[0].strip() for number in pitfall.marked)
+
+
+def test_a_patch_is_applied_line_by_line_and_only_to_its_own_text():
+    before, after = "a\nb\n\nc\nd\ne\nf\n", "b\n\nC\nd\ne\nE\nf\ng\n"
+    for context in (1, 3):
+        diff = difflib.unified_diff(
+            before.splitlines(), after.splitlines(), "pitfall", "clean", n=context, lineterm=""
+        )
+        patch = "\n".join(line.rstrip() for line in diff)  # as editors leave it
+        assert patched(before, patch) == after
+    for other in (before.replace("c", "x"), "a\nb\n"):
+        with pytest.raises(ValueError, match=r"line [34]: the patch expects"):
+            patched(other, patch)
 
 
 def test_what_the_machine_lacks_is_named(monkeypatch):
@@ -73,8 +86,10 @@ def test_what_the_machine_lacks_is_named(monkeypatch):
 def test_both_run(pitfall, tmp_path):
     if reason := absence(pitfall):
         pytest.skip(reason)
-    for script in (pitfall.script, pitfall.twin):
-        folder = tmp_path / script.parent.name
+    (tmp_path / "patched").mkdir()
+    clean = pitfall.write_clean(tmp_path / "patched")
+    for kind, script in (("pitfall", pitfall.script), ("clean", clean)):
+        folder = tmp_path / kind
         folder.mkdir()
         assert run(script, pitfall.ranks, folder) == [0] * pitfall.ranks
         assert (folder / "said-by-0").read_text()

@@ -48,8 +48,8 @@ def tried(pitfall, *names, **given):
     return Answer(found, prescription=prescription(*(one["name"] for one in found), **given))
 
 
-def seen(pitfall, script=(), twin=(), reason=""):
-    return Seen(pitfall, reason, [Answer([one]) for one in script], [Answer([o]) for o in twin])
+def seen(pitfall, script=(), clean=(), reason=""):
+    return Seen(pitfall, reason, [Answer([one]) for one in script], [Answer([o]) for o in clean])
 
 
 def keys(*rows):
@@ -89,12 +89,12 @@ def test_without_a_trial_prescriptions_are_not_measured():
     assert found["false_prescriptions"].met is False
     assert found["false_prescriptions"].value is None
     assert found["trial_error"].met is False
-    assert found["named_in_twins"].value == 1
+    assert found["named_in_clean"].value == 1
 
 
-def test_what_is_prescribed_for_a_twin_is_wrong_unless_the_twin_has_it():
+def test_what_is_prescribed_for_a_clean_script_is_wrong_unless_it_has_the_pitfall():
     row = seen(PITFALLS["channels_first"])
-    row.twin = [tried(SLOW, "fp32_slow", "optimizer_unfused")]
+    row.clean = [tried(SLOW, "fp32_slow", "optimizer_unfused")]
     assert row.prescribed_wrongly == ["optimizer_unfused"]
     assert keys(row)["false_prescriptions"].value == 1
     assert "wrongly prescribed: optimizer_unfused" in words_of(row)
@@ -102,7 +102,7 @@ def test_what_is_prescribed_for_a_twin_is_wrong_unless_the_twin_has_it():
 
 def test_what_was_tried_and_left_alone_is_not_prescribed():
     row = seen(SLOW)
-    row.twin = [Answer([finding(SLOW)], prescription=prescription(left_alone=["x"]))]
+    row.clean = [Answer([finding(SLOW)], prescription=prescription(left_alone=["x"]))]
     found = keys(row)
     assert found["false_prescriptions"].met
     assert found["false_prescriptions"].note == "1 of 1 looks tried"
@@ -158,7 +158,7 @@ def test_what_costs_no_time_may_have_to_be_named_all_the_same():
     assert words_of(Seen(row, "", [Answer()], [Answer()])) == "MISSED"
 
 
-def test_a_danger_in_a_twin_is_false():
+def test_a_danger_in_a_clean_script_is_false():
     row = seen(SLOW, [finding(SLOW)], [finding(DANGER)])
     assert keys(row)["false_dangers"].met is False
     assert "false danger: eval_missing" in words_of(row)
@@ -209,7 +209,7 @@ def test_what_was_answered_is_kept_and_not_asked_again(monkeypatch, tmp_path):
     shown = []
 
     def answer(script, ranks, asked):
-        shown.append((script.parent.name, script.stem))
+        shown.append((script, script.read_text()))
         return tried(SLOW, *SLOW.checks)
 
     monkeypatch.setattr(doctor, "ask", answer)
@@ -217,9 +217,11 @@ def test_what_was_answered_is_kept_and_not_asked_again(monkeypatch, tmp_path):
     parts = [ask_all(rows, asked, shard=(k, 2), keep=tmp_path) for k in (1, 2)]
     assert [row.reason for row in parts[0]] == ["", "left out by --shard", ""]
     assert [row.reason for row in parts[1]] == ["", "", ""]
-    assert sorted(shown) == sorted(
-        (kind, row.name) for row in rows for kind in ("clean", "pitfall")
-    )
+    assert [script for script, _ in shown][::2] == [SLOW.script, FREE.script, DANGER.script]
+    for place, row in enumerate((SLOW, FREE, DANGER)):
+        clean = row.write_clean(tmp_path)
+        assert shown[2 * place + 1][0].name == clean.name
+        assert shown[2 * place + 1][1] == clean.read_text() != row.script.read_text()
     shown.clear()
     again = ask_all(rows, asked, keep=tmp_path)
     assert not shown

@@ -1,4 +1,4 @@
-"""Each check finds its pitfall, nothing in the twin without it, and says where it cannot see."""
+"""Each check finds its pitfall, nothing in the job without it, and says where it cannot see."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -100,13 +100,13 @@ def gpu_job(**changes):
 
 @dataclass
 class Row:
-    """A pitfall, its twin, and the job of which it cannot be told; the first may be several ranks.
+    """A job with the pitfall, one without, and one of which it cannot be told.
 
-    `cost` is the bound in ms per step; `kind` the finding's.
+    Each may be several ranks. `cost` is the bound in ms per step; `kind` the finding's.
     """
 
     sick: object
-    twin: object
+    clean: object
     blind: object = None
     kind: str = "slow"
     cost: object = None
@@ -574,8 +574,8 @@ def test_the_pitfall_is_found_with_its_bound_and_its_cure(check, row):
 
 
 @pytest.mark.parametrize(("check", "row"), TABLE)
-def test_nothing_is_found_in_the_twin(check, row):
-    assert check.look(row.twin) == []
+def test_nothing_is_found_in_the_job_without_it(check, row):
+    assert check.look(row.clean) == []
 
 
 @pytest.mark.parametrize(("check", "row"), TABLE)

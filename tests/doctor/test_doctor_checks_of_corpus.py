@@ -1,4 +1,4 @@
-"""Scripts of the corpus as they are: the pitfall is named with its line, and not in the twin."""
+"""Scripts of the corpus: the pitfall is named with its line, and not in the clean script."""
 
 import json
 import os
@@ -13,10 +13,11 @@ from flatout.devices.inventory import inventory
 from flatout.devices.memory import Shm
 from flatout.doctor.judge import judge
 from flatout.observe import Observation
+from pitfalls import read_index
 
 pytestmark = pytest.mark.slow
 
-CORPUS = Path(__file__).parents[2] / "bench" / "corpus"
+PITFALLS = {pitfall.name: pitfall for pitfall in read_index()}
 TWO = (
     "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
     sys.executable,
@@ -52,16 +53,16 @@ def found_in(script, start, folder, machine=None):
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in NAMES]
 )
-def test_the_pitfall_is_named_with_its_line_and_the_twin_has_none(name, tmp_path):
-    script = CORPUS / "pitfall" / f"{name}.py"
+def test_the_pitfall_is_named_with_its_line_and_the_clean_script_has_none(name, tmp_path):
+    script = PITFALLS[name].script
     lines = script.read_text().splitlines()
     (found,) = [one for one in found_in(script, NAMES[name], tmp_path) if one.name == name]
     file, _, line = found.where.rpartition(":")
     assert Path(file).name == script.name
     assert lines[int(line) - 1].endswith("# <- here")
     (tmp_path / "clean").mkdir()
-    twin = found_in(CORPUS / "clean" / f"{name}.py", NAMES[name], tmp_path / "clean")
-    assert not {one.name for one in twin} & {*NAMES, "shm_too_small"}
+    clean = found_in(PITFALLS[name].write_clean(tmp_path), NAMES[name], tmp_path / "clean")
+    assert not {one.name for one in clean} & {*NAMES, "shm_too_small"}
 
 
 LOADER = """

@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,8 +18,9 @@ from flatout.doctor.finding import Finding
 from flatout.doctor.proposals import propose
 from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
 from flatout.observe.run_script import run
+from pitfalls import read_index
 
-CORPUS = Path(__file__).parents[2] / "bench" / "corpus"
+PITFALLS = {pitfall.name: pitfall for pitfall in read_index()}
 
 # Each line with what is wrong with it.
 SCRIPT = '''
@@ -199,17 +199,17 @@ WITH_EDITS = [
     "workers_zero",
     "zero_grad_zeros",
 ]
-AS_THE_TWIN = (
+AS_THE_CLEAN = (
     *("advanced_indexing", "evaluate_with_grad", "fp32_slow", "metric_slow"),
     "unused_parameters_search",
 )
 OF_RANKS = ("sampler_missing", "saved_wrapped", "set_epoch_missing", "unused_parameters_search")
-# The twin sets its batches in the other format too, or draws other random numbers.
+# The clean script sets its batches in the other format too, or draws other random numbers.
 OTHERWISE = ("channels_first", "worker_seeds_equal", "workers_restarted", "workers_zero")
 
 
 def edits_of(name):
-    path = CORPUS / "pitfall" / f"{name}.py"
+    path = PITFALLS[name].script
     lines = path.read_text().splitlines()
     marked = [number for number, line in enumerate(lines, 1) if line.endswith("# <- here")]
     # The line that the doctor names is one of them, or where the optimizer steps.
@@ -218,13 +218,13 @@ def edits_of(name):
 
 
 @pytest.mark.parametrize("name", WITH_EDITS)
-def test_each_pitfall_with_an_edit_has_one_that_is_python(name):
+def test_each_pitfall_with_an_edit_has_one_that_is_python(name, tmp_path):
     edits = edits_of(name)
-    path = CORPUS / "pitfall" / f"{name}.py"
-    clean = (CORPUS / "clean" / f"{name}.py").read_text()
+    path = PITFALLS[name].script
+    clean = PITFALLS[name].write_clean(tmp_path).read_text()
     after = Source.read(str(path)).with_edits(edits).text.replace("  # <- here", "")
     compile(after, str(path), "exec")
-    if name in AS_THE_TWIN:
+    if name in AS_THE_CLEAN:
         assert after == clean
     changed = [edit for edit in edits if edit.before != edit.after]
     assert changed == list(edits)
@@ -284,13 +284,13 @@ def _train(script, folder, edits, world):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_EDITS)
-def test_an_edited_pitfall_behaves_as_its_twin(name, tmp_path):
+def test_an_edited_pitfall_behaves_as_the_clean_script(name, tmp_path):
     if name == "fp32_slow" and not any("bf16" in one for one in inventory().cpus.instructions):
         pytest.skip("bf16 is emulated on this CPU, which takes minutes")
     ranks = 2 if name in OF_RANKS else 1
-    pitfall, twin = (CORPUS / kind / f"{name}.py" for kind in ("pitfall", "clean"))
-    edited = trained(pitfall, tmp_path / "edited", edits_of(name), ranks)
-    clean = trained(twin, tmp_path / "clean", ranks=ranks)
+    script = PITFALLS[name].write_clean(tmp_path)
+    edited = trained(PITFALLS[name].script, tmp_path / "edited", edits_of(name), ranks)
+    clean = trained(script, tmp_path / "clean", ranks=ranks)
     assert edited.keys() == clean.keys()
     if name not in OTHERWISE:
         assert edited == clean

@@ -20,12 +20,12 @@ def look(seen: Sequence[Observation]) -> Findings:
     first = [loader.hashes[0] if loader.hashes else None for loader in loaders]
     if None in first:
         raise NoSignal("which samples the ranks take was out of sight")
-    twins = [rank.rank for rank, drawn in zip(seen, first, strict=True) if first.count(drawn) > 1]
-    if not twins:
+    same = [rank.rank for rank, drawn in zip(seen, first, strict=True) if first.count(drawn) > 1]
+    if not same:
         return
     yield Finding(
         kind="danger",
-        what=f"ranks {', '.join(map(str, twins))} take the same samples in the same order: "
+        what=f"ranks {', '.join(map(str, same))} take the same samples in the same order: "
         "they compute the same gradient, at the price of one rank's work each",
         do="DataLoader(..., sampler=DistributedSampler(dataset)), and call its set_epoch in "
         "each epoch",
