@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flatout import unfinished
+from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.console import say_as_is
 from flatout.data.block import Block, Numbers, offsets_of
@@ -535,19 +535,13 @@ def _save(index: Index, path: Path) -> None:
         else:
             same[name] = twin
     rest = {"lengths": list(own), "same": same, "facts": index.facts, "notes": index.notes}
-    beside = path.with_name(unfinished.new_name())
     # A cache that cannot be written costs time at the next start, nothing else.
     with suppress(OSError):
         kind_folder("index")
-        try:
-            with open(beside, "wb", opener=private) as file:
-                arrays: dict[str, Any] = {f"length {name}": found for name, found in own.items()}
-                arrays.update(starts=index.starts, sizes=index.sizes, rest=json.dumps(rest))
-                np.savez(file, **arrays)
-            os.replace(beside, path)
-        finally:
-            with suppress(OSError):
-                beside.unlink()
+        with atomic_write(path, "wb", opener=private) as file:
+            arrays: dict[str, Any] = {f"length {name}": found for name, found in own.items()}
+            arrays.update(starts=index.starts, sizes=index.sizes, rest=json.dumps(rest))
+            np.savez(file, **arrays)
 
 
 def names_of(files: Sequence[File]) -> str:

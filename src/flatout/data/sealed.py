@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout import cache_folder, unfinished
+from flatout.atomic_file import atomic_write
 from flatout.data import checksums
 from flatout.data.checksums import Checksums, Verified, reader
 from flatout.errors import DataError
@@ -123,19 +123,10 @@ def write_seal(path: str, name: str, *, private: bool = False) -> Sealed:
     if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, sums.size):
         raise DataError("the file has changed while it was sealed", where=name, do="seal it again")
     words = {"version": _VERSION, "written_ns": after.st_mtime_ns, **sums.words()}
-    target = path + SUFFIX
-    folder = Path(target).parent
-    unfinished.remove_abandoned(folder)
-    beside = folder / unfinished.new_name()
-    try:
-        with open(beside, "w", opener=cache_folder.private if private else None) as file:
-            file.write(checksums.sealed(words))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
-    finally:
-        with suppress(OSError):
-            beside.unlink()
+    unfinished.remove_abandoned(Path(path).parent)
+    opener = cache_folder.private if private else None
+    with atomic_write(path + SUFFIX, durable=True, opener=opener) as file:
+        file.write(checksums.sealed(words))
     return Sealed(name, sums.size, name + SUFFIX)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from statistics import median
 from time import monotonic, perf_counter_ns
 from typing import Any
 
+from flatout.atomic_file import atomic_write
 from flatout.measure.meters import finish_device
 from flatout.observe.lanes import EVALUATION, SAVING
 from flatout.observe.observation import Ablation, Observation
@@ -135,9 +135,8 @@ class Ablations:
         for lane, one in zip(lanes, planned, strict=True):
             if one is None:
                 self.notes.append(f"ablations: steps are too long to try any without {lane}")
-        beside = self._plan.with_name(".ablations-")
-        beside.write_text(json.dumps([start, [asdict(one) for one in found]]), encoding="utf-8")
-        os.replace(beside, self._plan)
+        with atomic_write(self._plan) as file:
+            file.write(json.dumps([start, [asdict(one) for one in found]]))
         return start, found
 
     def _schedule(self, start: int, planned: Sequence[Planned]) -> None:

@@ -6,12 +6,12 @@ While it does, `flatout top` shows this process.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flatout.atomic_file import atomic_write
 from flatout.measure import live
 from flatout.observe.observation import Observation
 from flatout.world.place import Place
@@ -26,9 +26,8 @@ _LOOK_S, _LOOKS = 0.25, 8
 
 def write(path: Path, seen: Observation) -> None:
     """Replaces the file by what was seen: a reader finds the old one or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(seen, default=vars), encoding="utf-8")
-    os.replace(beside, path)
+    with atomic_write(path) as file:
+        file.write(json.dumps(seen, default=vars))
 
 
 class Writer:

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flatout.atomic_file import atomic_write
 from flatout.errors import RecipeError
 from flatout.recipe.recipe import Choice, Recipe, ResolvedRecipe
 from flatout.recipe.refusal import FieldError, bad_value
@@ -98,17 +99,9 @@ def dump(
         RecipeError: the file cannot be written; what was there before is still there.
     """
     data = ((f"# {comment}\n" if comment else "") + dumps(recipe)).encode()
-    target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        try:
-            with beside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
+        with atomic_write(os.path.realpath(path), "wb", durable=True) as file:
+            file.write(data)
     except OSError as error:
         raise RecipeError(f"cannot write the Recipe: {error.strerror}", where=str(path)) from error
 

@@ -43,6 +43,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
+from flatout.atomic_file import atomic_write
 from flatout.errors import FlatoutError
 from flatout.measure.fingerprint import plain, said
 from flatout.measure.trial import Interval
@@ -148,10 +149,9 @@ class Baseline:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; the file is whole or as it was before."""
-        beside = Path(f"{os.fspath(path)}.new")
         try:
-            beside.write_text(json.dumps(asdict(self)) + "\n")
-            os.replace(beside, path)
+            with atomic_write(path) as file:
+                file.write(json.dumps(asdict(self)) + "\n")
         except OSError as error:
             raise FlatoutError(
                 f"cannot write the baseline: {error.strerror}", where=str(path)

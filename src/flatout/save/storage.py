@@ -21,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from flatout import unfinished
+from flatout.atomic_file import flush_folder
 from flatout.errors import CheckpointError
 
 Chunk = bytes | memoryview
@@ -82,7 +83,7 @@ class Folder:
         try:
             with self._explained("write", name):
                 os.replace(self._path(draft), target)
-                _flush_folder(target.parent)
+                flush_folder(target.parent)
         except BaseException:
             self._remove_quietly(draft)
             raise
@@ -149,14 +150,14 @@ class Folder:
         """Give the folder `old` the name `new`, in one step; False if `new` is taken."""
         source, target = Path(self._path(old)), Path(self._path(new))
         with self._explained("rename", old):
-            _flush_folder(source)
+            flush_folder(source)
             try:
                 source.rename(target)
             except OSError as error:
                 if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                     return False
                 raise
-            _flush_folder(target.parent)
+            flush_folder(target.parent)
         return True
 
     def make_folder(self, name: str) -> bool:
@@ -268,19 +269,7 @@ def _make_folders(path: Path) -> None:
     missing = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for place in missing:
-        _flush_folder(place.parent)
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network and FUSE file systems know no fsync for folders.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-            raise
-    finally:
-        os.close(descriptor)
+        flush_folder(place.parent)
 
 
 def _free(path: str) -> int | None:

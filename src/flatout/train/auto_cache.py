@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 import flatout
-from flatout import unfinished
+from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.batch import Batch, named_tensors
 from flatout.measure import fingerprint
@@ -70,8 +69,6 @@ def read(name: str) -> tuple[ResolvedRecipe, datetime] | None:
 def write(name: str, resolved: ResolvedRecipe) -> None:
     """Keep a decision; a cache that cannot be written costs the next run a few seconds."""
     with suppress(OSError):
-        target = kind_folder("auto")
-        beside = target / unfinished.new_name()
-        with open(beside, "w", opener=private) as file:
+        path = kind_folder("auto") / f"{name}.toml"
+        with atomic_write(path, opener=private) as file:
             file.write(dumps(resolved))
-        os.replace(beside, target / f"{name}.toml")

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from flatout.atomic_file import atomic_write
 from flatout.console import counted, rounded
 from flatout.errors import FlatoutError
 from flatout.measure.timeline import Timeline
@@ -157,14 +157,11 @@ class History:
             FlatoutError: the file cannot be written.
         """
         path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps(json_safe(self.as_dict()), allow_nan=False) + "\n")
-            beside.replace(path)
+            with atomic_write(path) as file:
+                file.write(json.dumps(json_safe(self.as_dict()), allow_nan=False) + "\n")
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink()
             raise FlatoutError(
                 f"cannot save the history: {error.strerror}",
                 where=str(path),

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from flatout.atomic_file import atomic_write
 from flatout.world.place import RANK_TRIAL
 
 _WARM_S, _WARM_STEPS, _MEASURE_S = 1.0, 3, 4.0
@@ -65,7 +66,5 @@ class RankTrial:
     def _report(self) -> None:
         (start, before), (stop, after) = self._seen[0], self._seen[-1]
         rate = (after - before) / (stop - start) if after > before else 0.0
-        file = os.environ[RANK_TRIAL]
-        with open(f"{file}.new", "w") as out:
-            out.write(repr(rate))
-        os.replace(f"{file}.new", file)
+        with atomic_write(os.environ[RANK_TRIAL]) as file:
+            file.write(repr(rate))

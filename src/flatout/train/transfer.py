@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 import mmap
-import os
 import pickle
 import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.atomic_file import atomic_write
 from flatout.errors import DataError, FlatoutError
 from flatout.models import weights_of
 
@@ -118,9 +118,8 @@ def pack_result(folder: Path, trainer: Trainer, callbacks: list[Any]) -> None:
     }
     parts: dict[str, Any] = {name: _dumps(value, trainer) for name, value in found.items()}
     parts["callbacks"] = [_dumps_or_say(callback, trainer) for callback in callbacks]
-    beside = folder / "result.new"
-    beside.write_bytes(pickle.dumps(parts))
-    beside.rename(folder / "result")
+    with atomic_write(folder / "result", "wb") as file:
+        file.write(pickle.dumps(parts))
 
 
 def unpack_result(folder: Path, trainer: Trainer) -> dict[str, Any] | None:
@@ -142,9 +141,8 @@ def pack_error(folder: Path, rank: int, error: BaseException) -> None:
         pickled = cloudpickle.dumps(error)
     except Exception:
         pickled = b""
-    beside = folder / f"error-{rank}.new"
-    beside.write_bytes(pickle.dumps((text, pickled)))
-    os.replace(beside, folder / f"error-{rank}")
+    with atomic_write(folder / f"error-{rank}", "wb") as file:
+        file.write(pickle.dumps((text, pickled)))
 
 
 def _dumps_or_say(callback: Any, trainer: Trainer) -> bytes | None:

@@ -25,6 +25,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
+from flatout.atomic_file import atomic_write
 from flatout.data.block import Block
 from flatout.data.conversion.passes import Piece
 from flatout.data.schema import Schema
@@ -354,23 +355,14 @@ def _is_whole(folder: Path, shard: Shard) -> bool:
 @contextmanager
 def open_shard(place: Place, name: str) -> Iterator[Out]:
     """A shard to write: whole under its name when the block ends well, else absent."""
-    part = place.folder / f".{name}.part"
-    try:
-        with open(part, "wb") as file:
-            out = Out(file)
-            try:
-                yield out
-            except BaseException:
-                out.give_up()
-                raise
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, place.folder / name)
-        flush_folder(place.folder)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise
+    path = place.folder / name
+    with atomic_write(path, "wb", durable=True, draft=f".{name}.part") as file:
+        out = Out(file)
+        try:
+            yield out
+        except BaseException:
+            out.give_up()
+            raise
 
 
 def write_shards(
@@ -418,22 +410,8 @@ def write_shards(
 
 def write_whole(path: Path, text: str) -> None:
     """Write a small file: the old one, or the new one, whole."""
-    beside = path.with_name(f".{path.name}.part")
-    with open(beside, "w") as file:
+    with atomic_write(path, durable=True, draft=f".{path.name}.part") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    flush_folder(path.parent)
-
-
-def flush_folder(folder: Path) -> None:
-    """Make renames in it last through a power cut."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 @contextmanager

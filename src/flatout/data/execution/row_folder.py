@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout import cache_folder
+from flatout.atomic_file import atomic_write, flush_folder
 from flatout.data.block import Block, Numbers, Values
 from flatout.data.checksums import Checksums, Verified, sealed, unsealed
 from flatout.data.execution.buffers import Buffers
@@ -229,17 +230,14 @@ class Filling:
             "files": {name: Checksums.of(self.part / name).words() for name in names},
             **extra,
         }
-        beside = self.part / "meta.json.part"
-        with open(beside, "w", opener=self._opener) as file:
+        path, draft = self.part / "meta.json", "meta.json.part"
+        with atomic_write(path, durable=True, opener=self._opener, draft=draft) as file:
             file.write(sealed(meta))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self.part / "meta.json")
         if self.target.exists():  # another process was quicker
             shutil.rmtree(self.part)
             return self.target
         os.rename(self.part, self.target)
-        _sync_folder(self.target.parent)
+        flush_folder(self.target.parent)
         # Only now: whoever is killed before goes on with them.
         tidy(self.target)
         return self.target
@@ -457,14 +455,6 @@ def _state(path: Path) -> tuple[int, int]:
     except OSError:
         return -1, -1
     return found.st_size, found.st_mtime_ns
-
-
-def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _size(path: Path) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from flatout import unfinished
+from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.block import Numbers
 from flatout.data.decoder import Bytes
@@ -266,13 +265,11 @@ def _learned(
     with Pool(usable_cpus()) as pool:
         found = merged(pool.map(look, range(0, rows.rows, _LOOKED_AT)))
     kept = {name: [sorted(texts.values), texts.rows] for name, texts in found.items()}
-    beside = path.with_name(unfinished.new_name())
     # A cache that cannot be written costs time at the next start, nothing else.
     with suppress(OSError):
         kind_folder("index")
-        with open(beside, "w", encoding="utf-8", opener=private) as file:
+        with atomic_write(path, opener=private) as file:
             json.dump(kept, file)
-        os.replace(beside, path)
     return found
 
 

@@ -13,11 +13,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from flatout import unfinished
+from flatout.atomic_file import atomic_write
 from flatout.console import say_as_is
 from flatout.errors import DataError
 
@@ -116,35 +117,19 @@ def _home(name: str, url: str | None, files: dict[str, str] | None) -> _Home:
 
 def _fetch_one(url: str, place: Path, digest: str, say: Callable[[str], None]) -> None:
     # Others may fetch into the same folder at the same time.
-    beside = place.with_name(unfinished.new_name())
     unfinished.remove_abandoned(place.parent)
-    try:
-        found = _download(url, beside, say)
-        if found != digest:
+    with _writing(place), atomic_write(place, "wb", durable=True) as file:
+        md5 = hashlib.md5(usedforsecurity=False)
+        for piece in _pieces(url, say):
+            md5.update(piece)
+            file.write(piece)
+        if (found := md5.hexdigest()) != digest:
             raise DataError(
                 f"{place.name} is not the file that was published: expected MD5 {digest}, found "
                 f"{found}",
                 where=url,
                 do="try again; if it stays so, the place holds another file: pass url= of a mirror",
             )
-        with _writing(place):
-            os.replace(beside, place)
-            _flush_folder(place.parent)
-    finally:
-        with suppress(OSError):
-            beside.unlink()
-
-
-def _download(url: str, beside: Path, say: Callable[[str], None]) -> str:
-    """Write what lies at `url` into a file, flushed to the disk; returns its MD5."""
-    digest = hashlib.md5(usedforsecurity=False)
-    with _writing(beside), open(beside, "wb") as file:
-        for piece in _pieces(url, say):
-            digest.update(piece)
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
 
 
 def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
@@ -196,15 +181,6 @@ def _writing(path: Path) -> Iterator[None]:
             where=str(path),
             do="choose another folder, or make room",
         ) from error
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename last through a power cut."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _digest(path: Path) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from flatout.atomic_file import flush_folder
 from flatout.data.block import Block, take
 from flatout.data.conversion.passes import Piece
-from flatout.data.conversion.shards import Tell, differences, flush_folder
+from flatout.data.conversion.shards import Tell, differences
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.row_folder import Filling, RowFolder, read_meta, tidy
 from flatout.data.execution.row_store import Layout
