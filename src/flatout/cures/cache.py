@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from functools import wraps
 from time import monotonic
 from typing import Any
 from weakref import ref
@@ -19,6 +18,7 @@ from flatout.cures.record import is_on, leave, took
 from flatout.cures.sample_store import Form, Store, form_of
 from flatout.cures.stream import Stream
 from flatout.data.execution.unchanged import Attributes, parts_of
+from flatout.hooks import wrap
 from flatout.measure.meters import available_bytes
 from flatout.world.place import place
 
@@ -83,12 +83,9 @@ def _number(index: Any) -> int:
 def keep_samples(torch: Any) -> None:
     """Hooks into the iterators of DataLoaders, which hand their dataset on to their workers."""
     owner = sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter
-    original = owner.__init__
     known: dict[int, _Known] = {}
 
-    @wraps(original)
-    def init(iterator: Any, loader: Any) -> None:
-        original(iterator, loader)
+    def begin(iterator: Any, loader: Any) -> None:
         if not is_on():
             return
         dataset = loader.dataset
@@ -104,7 +101,14 @@ def keep_samples(torch: Any) -> None:
             iterator._dataset = Cached(dataset, store)
             took(FIELD, f"samples of {type(dataset).__name__} in memory")
 
-    owner.__init__ = init
+    def around(original: Any) -> Any:
+        def init(iterator: Any, loader: Any) -> None:
+            original(iterator, loader)
+            begin(iterator, loader)
+
+        return init
+
+    wrap(owner, "__init__", "cures", around)
 
 
 def _keep_stream(stream: Stream | None, iterator: Any, dataset: Any) -> None:

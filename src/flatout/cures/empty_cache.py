@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from threading import get_ident
 from typing import Any
 
 from flatout.cures.record import is_on, took
 from flatout.cures.steps import Steps, caller
+from flatout.hooks import wrap
 
 FIELD = "script.empty_cache"
 
@@ -15,11 +15,10 @@ FIELD = "script.empty_cache"
 def skip_empty_cache(torch: Any, steps: Steps) -> None:
     """Hooks into torch.cuda.empty_cache: a call that comes in each step does nothing."""
     for module in (torch.cuda, torch.cuda.memory):
-        module.empty_cache = _skipped(module.empty_cache, steps)
+        wrap(module, "empty_cache", "cures", _skipped, steps)
 
 
 def _skipped(original: Any, steps: Steps) -> Any:
-    @wraps(original)
     def empty_cache() -> None:
         if get_ident() == steps.thread and is_on() and steps.is_in_each(caller()):
             took(FIELD, "the device's memory is kept")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
-from functools import wraps
+from collections.abc import Callable
 from threading import get_ident
 from time import monotonic
 from typing import Any
 
 from flatout.cures.record import is_on, took
 from flatout.cures.steps import Steps, caller
+from flatout.hooks import wrap
 from flatout.measure.meters import resident_bytes
 
 FIELD = "script.garbage"
@@ -35,8 +36,9 @@ class Garbage:
         self._collected_at = 0
         self._is_frozen = False
         steps.after.append(self._after_step)
-        self._hook_collect()
-        self._hook_epochs(sys.modules["torch.utils.data.dataloader"].DataLoader)
+        wrap(gc, "collect", "cures", self._collected)
+        owner = sys.modules["torch.utils.data.dataloader"].DataLoader
+        wrap(owner, "__iter__", "cures", self._iterated)
 
     def _after_step(self) -> None:
         if self._steps.count == 1 and gc.isenabled():
@@ -63,26 +65,24 @@ class Garbage:
         self._resident = resident_bytes()
         self._due = monotonic() + _EVERY_S
 
-    def _hook_collect(self) -> None:
-        original, steps = self._collect, self._steps
+    def _collected(self, original: Callable[[int], int]) -> Callable[[int], int]:
+        steps = self._steps
 
-        @wraps(original)
         def collect(generation: int = 2) -> int:
             if get_ident() == steps.thread and is_on() and steps.is_in_each(caller()):
                 took(FIELD, "garbage is collected between epochs")
                 return 0
             return original(generation)
 
-        gc.collect = collect
+        return collect
 
-    def _hook_epochs(self, owner: Any) -> None:
-        original, steps = owner.__iter__, self._steps
+    def _iterated(self, original: Any) -> Any:
+        steps = self._steps
 
-        @wraps(original)
         def iterate(loader: Any) -> Any:
             is_new = steps.count > self._collected_at and not gc.isenabled()
             if is_new and get_ident() == steps.thread and is_on():
                 self._tidy()
             return original(loader)
 
-        owner.__iter__ = iterate
+        return iterate

@@ -7,13 +7,13 @@ moment; what is left out is the wait for all that the device still has to do.
 from __future__ import annotations
 
 import json
-from functools import wraps
 from threading import get_ident
 from typing import Any
 
 from flatout.cures.later import Later
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import Steps, caller
+from flatout.hooks import wrap
 from flatout.observe.sites import is_users
 
 FIELD = "script.host_syncs"
@@ -27,10 +27,13 @@ def defer(torch: Any, steps: Steps) -> None:
     if not torch.cuda.is_available():
         leave(FIELD, "there is no GPU to wait for")
         return
-    original = torch.Tensor.item
+    wrap(torch.Tensor, "item", "cures", _deferred, torch, steps)
+    wrap(json.JSONEncoder, "default", "cures", _as_number)
+
+
+def _deferred(original: Any, torch: Any, steps: Steps) -> Any:
     is_compiling = torch.compiler.is_compiling
 
-    @wraps(original)
     def item(tensor: Any) -> Any:
         if not tensor.is_cuda or is_compiling() or get_ident() != steps.thread or not is_on():
             return original(tensor)
@@ -42,8 +45,7 @@ def defer(torch: Any, steps: Steps) -> None:
         took(FIELD, "numbers from the GPU are fetched when they are used")
         return _later(torch, tensor, original)
 
-    torch.Tensor.item = item
-    _write_as_json()
+    return item
 
 
 def _later(torch: Any, tensor: Any, item: Any) -> Later:
@@ -63,11 +65,8 @@ def _later(torch: Any, tensor: Any, item: Any) -> Later:
     return Later(fetch, event.query, kind)
 
 
-def _write_as_json() -> None:
-    original = json.JSONEncoder.default
-
-    @wraps(original)
+def _as_number(original: Any) -> Any:
     def default(encoder: Any, value: Any) -> Any:
         return value.value if type(value) is Later else original(encoder, value)
 
-    json.JSONEncoder.default = default  # type: ignore[method-assign, assignment]
+    return default

@@ -75,7 +75,7 @@ def in_words(asked: dict[str, Any]) -> list[str]:
 def install(recipe: Recipe) -> list[str]:
     """Hooks the cures that this Recipe names into this process, before the script runs.
 
-    Torch is not imported for that. To be called once, and before anything else hooks into torch.
+    Torch is not imported for that. To be called once.
 
     Returns:
         What takes hold where its conditions do, in words.

@@ -8,7 +8,6 @@ import multiprocessing
 import pickle
 import sys
 from contextlib import suppress
-from functools import wraps
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,6 +15,7 @@ from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import caller
 from flatout.data.execution.unchanged import Attributes
 from flatout.devices.memory import read_shm
+from flatout.hooks import wrap
 from flatout.observe.sites import is_users
 
 WORKERS, PIN, PERSISTENT = "input.workers", "input.pin_memory", "script.persistent_workers"
@@ -36,16 +36,14 @@ class Loaders:
         self._torch = torch
         self._asked = asked
         self._staying: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        module = sys.modules["torch.utils.data.dataloader"]
-        self._hook_init(module.DataLoader)
-        self._hook_start(module.DataLoader)
-        self._hook_epochs(module)
+        owner = sys.modules["torch.utils.data.dataloader"].DataLoader
+        wrap(owner, "__init__", "cures", self._set_up)
+        wrap(owner, "_get_iterator", "cures", self._started)
+        wrap(owner, "__iter__", "cures", self._iterated)
 
-    def _hook_init(self, owner: Any) -> None:
-        original = owner.__init__
+    def _set_up(self, original: Any) -> Any:
         signature = inspect.signature(original)
 
-        @wraps(original)
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:
             if not is_on():
                 original(loader, *args, **kwargs)
@@ -64,7 +62,7 @@ class Loaders:
                 with suppress(TypeError):  # a list, say, which is known by nobody else
                     self._staying[id(loader.dataset)] = loader.dataset
 
-        owner.__init__ = init
+        return init
 
     def _is_remade(self, given: dict[str, Any]) -> bool:
         """Whether a framework makes a loader of its own from one whose workers stay by a cure."""
@@ -123,11 +121,10 @@ class Loaders:
         changes["pin_memory"] = True
         took(PIN, "pinned memory")
 
-    def _hook_start(self, owner: Any) -> None:
+    def _started(self, original: Any) -> Any:
         """Workers to which the dataset cannot be sent: the loader does without, as written."""
-        original, torch = owner._get_iterator, self._torch
+        torch = self._torch
 
-        @wraps(original)
         def start(loader: Any) -> Any:
             if not hasattr(loader, "_flatout_unchanged"):
                 return original(loader)
@@ -149,14 +146,12 @@ class Loaders:
             }
             return original(loader)
 
-        owner._get_iterator = start
+        return start
 
-    def _hook_epochs(self, module: Any) -> None:
+    def _iterated(self, original: Any) -> Any:
         """Workers that stay: the next epoch is as if they were new."""
-        owner, torch = module.DataLoader, self._torch
-        original = owner.__iter__
+        torch = self._torch
 
-        @wraps(original)
         def iterate(loader: Any) -> Any:
             before: Attributes | None = getattr(loader, "_flatout_unchanged", None)
             if before is not None and loader._iterator is not None:
@@ -171,7 +166,7 @@ class Loaders:
                     draw.random_(generator=loader.generator)
             return original(loader)
 
-        owner.__iter__ = iterate
+        return iterate
 
 
 def _without_workers(given: dict[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,13 @@ import builtins
 import logging
 import os
 import sys
-from functools import wraps
 from threading import get_ident
 from typing import Any
 
 from flatout.console import counted, say
 from flatout.cures.record import is_on, took
 from flatout.cures.steps import Steps, caller
-from flatout.hooks.importing import when_imported
+from flatout.hooks import when_imported, wrap
 from flatout.observe.sites import is_users
 
 FIELD = "script.log_every"
@@ -36,8 +35,8 @@ class Log:
         self._every = every
         self._process = os.getpid()
         self.left_out = 0
-        self._hook_print()
-        self._hook_logging()
+        wrap(builtins, "print", "cures", self._print)
+        wrap(logging.Logger, "_log", "cures", self._log)
         for name in ("torch.utils.tensorboard.writer", "tensorboardX.writer"):
             when_imported(name, self._hook_summaries)
         atexit.register(self._tell)
@@ -55,37 +54,30 @@ class Log:
         self.left_out += 1
         return True
 
-    def _hook_print(self) -> None:
-        original = builtins.print
-
-        @wraps(original)
+    def _print(self, original: Any) -> Any:
         def print_(*values: Any, **options: Any) -> None:
             file = options.get("file")
             if (file is None or file is sys.stdout) and self._is_left_out():
                 return
             original(*values, **options)
 
-        builtins.print = print_
+        return print_
 
-    def _hook_logging(self) -> None:
-        original = logging.Logger._log
-
-        @wraps(original)
+    def _log(self, original: Any) -> Any:
         def log(logger: Any, level: int, *args: Any, **kwargs: Any) -> None:
             if level >= logging.WARNING or not self._is_left_out():
                 # One frame more, for the file and line that a record names.
                 kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
                 original(logger, level, *args, **kwargs)
 
-        logging.Logger._log = log  # type: ignore[method-assign, assignment]
+        return log
 
     def _hook_summaries(self, module: Any) -> None:
         owner = module.SummaryWriter
         for name in [name for name in vars(owner) if name.startswith("add_")]:
-            setattr(owner, name, self._passing(getattr(owner, name)))
+            wrap(owner, name, "cures", self._passing)
 
     def _passing(self, original: Any) -> Any:
-        @wraps(original)
         def add(*args: Any, **kwargs: Any) -> Any:
             return None if self._is_left_out() else original(*args, **kwargs)
 

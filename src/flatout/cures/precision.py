@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.roots import Call
+from flatout.hooks import wrap
 
 FIELD = "compute.precision"
 
@@ -69,13 +69,14 @@ def in_fp32(output: Any) -> Any:
 
 def without_autocast(torch: Any) -> None:
     """Makes the autocasts that the script enters do nothing."""
-    original = torch.autocast.__init__
 
-    @wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if is_on() and self._enabled:
-            self._enabled = False
-            took(FIELD, "fp32 in place of autocast")
+    def around(original: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if is_on() and self._enabled:
+                self._enabled = False
+                took(FIELD, "fp32 in place of autocast")
 
-    torch.autocast.__init__ = init
+        return init
+
+    wrap(torch.autocast, "__init__", "cures", around)

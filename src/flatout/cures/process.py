@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import wraps
 from threading import get_ident
 from typing import Any
 
@@ -11,6 +10,7 @@ from flatout.cures.record import is_on, leave, took, words_of
 from flatout.cures.steps import Steps
 from flatout.devices import allocator
 from flatout.devices import process as settings
+from flatout.hooks import wrap
 from flatout.recipe import Recipe
 
 
@@ -25,9 +25,9 @@ def set_up(torch: Any, steps: Steps, recipe: Recipe, asked: dict[str, Any]) -> N
         else:
             took(field, words_of(field, value))
             if field == "process.threads":
-                _keep_threads(torch, steps, value)
+                wrap(torch, "set_num_threads", "cures", _keeping_threads, steps, value)
             elif field == "process.interop_threads":
-                _keep_interop_threads(torch)
+                wrap(torch, "set_num_interop_threads", "cures", _keeping_interop_threads)
     if "memory.allocator" in asked:
         _keep_memory()
     if "compute.matmul_precision" in asked:
@@ -41,33 +41,31 @@ def set_up(torch: Any, steps: Steps, recipe: Recipe, asked: dict[str, Any]) -> N
             leave("script.cudnn_benchmark", "there is no cuDNN here")
 
 
-def _keep_threads(torch: Any, steps: Steps, count: int) -> None:
+def _keeping_threads(original: Any, steps: Steps, count: int) -> Any:
     """A number that the script sets before its first step gives way to the Recipe's.
 
     Workers set their own, and so does the thread that pins memory; what a script sets while it
     trains belongs to a part of its step.
     """
-    original, process = torch.set_num_threads, os.getpid()
+    process = os.getpid()
 
-    @wraps(original)
     def set_num_threads(wanted: int) -> None:
         is_setting_up = not steps.count and get_ident() == steps.thread
         gives_way = is_setting_up and os.getpid() == process and is_on()
         original(count if gives_way else wanted)
 
-    torch.set_num_threads = set_num_threads
+    return set_num_threads
 
 
-def _keep_interop_threads(torch: Any) -> None:
+def _keeping_interop_threads(original: Any) -> Any:
     """They can be set once, so the script's own call would fail now: the Recipe's number stays."""
-    original, process = torch.set_num_interop_threads, os.getpid()
+    process = os.getpid()
 
-    @wraps(original)
     def set_num_interop_threads(wanted: int) -> None:
         if os.getpid() != process or not is_on():
             original(wanted)
 
-    torch.set_num_interop_threads = set_num_interop_threads
+    return set_num_interop_threads
 
 
 def _keep_memory() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable
-from functools import wraps
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
 
 from flatout.cures.record import is_on
+from flatout.hooks import wrap
 
 
 class Steps:
@@ -55,16 +55,16 @@ class Steps:
 
         module.register_optimizer_step_pre_hook(before)
         module.register_optimizer_step_post_hook(after)
-        original = module.Optimizer.add_param_group
+        wrap(module.Optimizer, "add_param_group", "cures", self._added)
 
-        @wraps(original)
+    def _added(self, original: Any) -> Any:
         def add_param_group(optimizer: Any, param_group: Any) -> Any:
             result = original(optimizer, param_group)
             self._optimizers[id(optimizer)] = ref(optimizer)
             self.generation += 1
             return result
 
-        module.Optimizer.add_param_group = add_param_group
+        return add_param_group
 
     def optimizers(self) -> list[Any]:
         """Those that were made and are still there."""
