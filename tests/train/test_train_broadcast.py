@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,3 +161,81 @@ def test_a_loss_within_a_loops_own_compute(loss):
 
 def test_tensors_of_other_rows_are_the_users_own_affair():
     of_loop(lambda output, batch: nn.functional.mse_loss(output[:4], batch.targets[:4]))
+
+
+def minus(output, batch):
+    return ((output - batch.targets) ** 2).mean()
+
+
+def unsqueezed(output, batch):
+    """What a module returns is an output, whatever it is made of."""
+    return (nn.Unflatten(0, (-1, 1))(output[:, 0]) - batch.targets).abs().mean()
+
+
+OWN = [minus, unsqueezed]
+
+
+@pytest.mark.parametrize("loss", OWN)
+def test_operators_within_a_loops_own_compute(loss):
+    with pytest.raises(ModelError, match=r"output \(8, 1\) and target \(8,\)"):
+        of_loop(loss)
+
+
+@pytest.mark.parametrize("loss", [ranking, squeezed, weighed])
+def test_what_a_loops_compute_means_stays_as_it_is(loss):
+    of_loop(lambda output, batch: loss(output, batch.targets))
+
+
+BATCH = Batch(X, Y, None, None, 66)
+
+
+def stepped(loss, model=None, batch=BATCH):
+    """Whether two steps of a Loop move weights; it knows neither data nor compute before."""
+    torch.manual_seed(0)
+    model = model or nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop = flatout.Loop(say=quiet)
+    loop.prepare(model, optimizer)
+    before = [p.clone() for p in model.parameters()]
+    for _ in range(2):
+        loop.step(lambda batch: loss(model(X), batch), batch)
+    loop.close()
+    return any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._inductor.compiler_bisector", raising=False)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("loss", OWN)
+def test_the_first_step_of_a_loop_looks_before_the_update(loss):
+    model = nn.Linear(4, 1)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ModelError, match=r"output \(66, 1\) and target \(66,\)"):
+        stepped(loss, model)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert stepped(lambda output, batch: loss(output, batch._replace(targets=Y[:, None])))
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_targets_among_the_inputs():
+    batch = Batch((X, Y), None, None, None, 66)
+    with pytest.raises(ModelError, match=r"output \(66, 1\) and target \(66,\)"):
+        stepped(lambda output, batch: (output - batch.inputs[1]).abs().mean(), batch=batch)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_later_steps_are_not_looked_at(monkeypatch):
+    seen = []
+
+    def loss(output, batch):
+        seen.append(len(torch.overrides._get_current_function_mode_stack()))
+        return minus(output[:, 0], batch)
+
+    stepped(loss)
+    assert seen == [1, 0]
+    monkeypatch.setitem(sys.modules, "torch._inductor.compiler_bisector", sys)
+    stepped(loss)
+    assert seen == [1, 0, 0, 0]  # a step of compiled functions runs compiled

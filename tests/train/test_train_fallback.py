@@ -47,6 +47,9 @@ def test_the_recipe_and_the_history_name_what_ran_and_why(tmp_path):
     assert kept["reasons"]["world.device"].startswith(f"instead of {MISSING}")
     assert said[0].startswith(f"running on cpu instead of {MISSING}, which cannot be used")
     assert said[0] in history.notes
+    decided = [line for line in said if line.startswith("auto: ")]
+    assert decided
+    assert not any(MISSING in line for line in decided)
     # Going on it asks again: the same falls back in the same way, and that is no difference.
     said.clear()
     again = trainer(run=tmp_path, say=said.append)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from train_jobs import quiet, trainer
 
@@ -126,3 +127,56 @@ def test_tables_of_keras():
     with pytest.raises(DataError, match=r"id 10 is not in 0\.\.9, .* table words") as caught:
         flatout.Trainer(model, say=quiet).fit(x, y, batch_size=16, shuffle=False, verbose=0)
     assert caught.value.where == "inputs, column 2, sample 60"
+
+
+class Reads(nn.Module):
+    """Reads two plain parameters, each by a column."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, 4))
+        self.inner = nn.Module()
+        self.inner.table = nn.Parameter(torch.randn(10, 4))
+        self.last = nn.Linear(8, 2)
+        self.read = read
+
+    def forward(self, pairs):
+        first, second = pairs[:, 0], pairs[:, 1]
+        return self.last(torch.cat([self.read(self.weight, first), self.inner.table[second]], 1))
+
+
+@pytest.mark.parametrize("sample", [5, 60], ids=["first batch", "later step"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda table, ids: F.embedding(ids, table),
+        lambda table, ids: F.embedding(weight=table, input=ids),
+        lambda table, ids: F.embedding_bag(ids[:, None], table),
+        lambda table, ids: table[ids],
+        lambda table, ids: table[ids, :],
+        lambda table, ids: torch.index_select(table, 0, ids),
+        lambda table, ids: table.index_select(dim=0, index=ids),
+    ],
+)
+def test_tables_that_functions_and_operators_read(read, sample):
+    pairs = rows()[0]
+    y = torch.arange(64) % 2
+    for column, name in ((0, "weight"), (1, "inner.table")):
+        bad = pairs.copy()
+        bad[sample, column] = 11
+        with pytest.raises(DataError, match="id 11 is not in 0") as caught:
+            trainer(Reads(read)).fit(bad, y, batch_size=16, shuffle=False, progress=False)
+        assert caught.value.what.endswith(f"0..9, the rows of the embedding table {name}")
+        assert caught.value.where == f"inputs, column {column}, sample {sample}"
+    # An operator counts negative numbers from the end.
+    pairs[sample, 1] = -1
+    trainer(Reads(read)).fit(pairs, y, batch_size=16, shuffle=False, progress=False)
+
+
+def test_a_table_that_is_computed_has_its_shape_for_a_name():
+    pairs = rows()[0]
+    pairs[5, 0] = 11
+    with pytest.raises(DataError, match=r"embedding table of shape \(10, 4\)"):
+        trainer(Reads(lambda table, ids: F.embedding(ids, 2 * table))).fit(
+            pairs, torch.arange(64) % 2, batch_size=16, progress=False
+        )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from flatout.data.batch import Batch
@@ -28,6 +29,7 @@ _ONE_SHAPE = (
     F.poisson_nll_loss,
     F.hinge_embedding_loss,
 )
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -44,63 +46,48 @@ def no_broadcast(name: str, output: object, batch: Batch) -> Iterator[None]:
     Raises:
         ModelError: it broadcasts them; with both shapes.
     """
-    with _uncompiled(), _Watch(name, output, batch):
+    with uncompiled(), _Watch(name, output, batch):
         yield
 
 
 @contextmanager
 def no_broadcast_within(batch: Batch) -> Iterator[None]:
-    """Within, torch's losses may not compare each row of one tensor with every row of the other.
+    """Within, what is made of parameters may not match rows with anything but rows of targets.
 
     Args:
         batch: that a function of the user's own computes, forward and loss.
 
     Raises:
-        ModelError: a loss of torch's would; with both shapes.
+        ModelError: a loss of torch's or an operator would; with both shapes.
     """
-    with _uncompiled(), _WatchLosses(batch):
+    with uncompiled(), _WatchCompute(batch):
         yield
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
+def watched(compute: Callable[[Batch], _T]) -> Callable[[Batch], _T]:
+    """The same function, which may not broadcast either, for a step.
+
+    It is itself where the process compiles anything: uncompiled, that would be rounded otherwise.
+
+    Raises:
+        ModelError: as of `no_broadcast_within`, when it is called.
+    """
+    if "torch._inductor.compiler_bisector" in sys.modules:  # torch.compile imports it
+        return compute
+
+    def within(batch: Batch) -> _T:
+        with no_broadcast_within(batch):
+            return compute(batch)
+
+    return within
+
+
+def uncompiled() -> AbstractContextManager[Any]:
     """A compiled function cannot be looked into. Without Dynamo loaded there is none."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-class _WatchLosses(TorchFunctionMode):
-    """Looks at what torch's losses of one shape are given."""
-
-    def __init__(self, batch: Batch) -> None:
-        super().__init__()
-        self._rows = batch.size
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _ONE_SHAPE:
-            given = _tensors((*args, *(kwargs or {}).values()))[:2]
-            if len(given) == 2 and self._would_broadcast(*given):
-                ours, theirs = (tuple(tensor.shape) for tensor in given)
-                raise ModelError(
-                    f"{func.__name__} would compare each output with every target: {ours} and "
-                    f"{theirs} differ in shape and broadcast",
-                    do=ONE_SHAPE,
-                )
-        return func(*args, **(kwargs or {}))
-
-    def _would_broadcast(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        if one.dim() == other.dim() or self._rows < 2:
-            return False
-        if any(not t.dim() or t.shape[0] != self._rows for t in (one, other)):
-            return False
-        try:
-            whole = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
-        except RuntimeError:
-            return False  # torch says it better
-        return whole not in (one.shape, other.shape)
 
 
 class _Watch(TorchFunctionMode):
@@ -172,9 +159,57 @@ class _Watch(TorchFunctionMode):
         return ModelError(
             f"{self._name} would compare each output with every target: output {ours} and target "
             f"{theirs} differ in shape and broadcast",
-            where=f"the model returns {whole}, the targets are {wanted}",
+            where=f"the model returns {whole}, the targets are {wanted}" if whole else None,
             do=f"{ONE_SHAPE}; where all with all is meant, say so by .expand() or a new dimension",
         )
+
+
+class _WatchCompute(_Watch):
+    """Knows no output: what is made of parameters is one, and what a module returns."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__("compute", (), batch)
+        if batch.targets is None:  # they may be among the inputs
+            self._of_target = {id(tensor): tensor for tensor in _tensors(batch.inputs)}
+
+    def __enter__(self) -> Any:
+        self._hook = register_module_forward_hook(lambda module, args, output: self._keep(output))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        self._hook.remove()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _keep(self, output: object) -> None:
+        rows = [tensor for tensor in _tensors(output) if self._has_rows(tensor)]
+        self._of_output |= {id(t): t for t in rows if id(t) not in self._of_target}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = _tensors((*args, *(kwargs or {}).values()))
+        if func in _ONE_SHAPE and len(given) > 1 and self._would_broadcast(*given[:2]):
+            ours, theirs = (tuple(tensor.shape) for tensor in given[:2])
+            raise ModelError(
+                f"{func.__name__} would compare each output with every target: {ours} and "
+                f"{theirs} differ in shape and broadcast",
+                do=ONE_SHAPE,
+            )
+        result = super().__torch_function__(func, types, args, kwargs)
+        if any(tensor.is_leaf and tensor.requires_grad for tensor in given):
+            for tensor in _tensors(result):
+                self._of_target.pop(id(tensor), None)
+            self._keep(result)
+        return result
+
+    def _would_broadcast(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        if one.dim() == other.dim() or not (self._has_rows(one) and self._has_rows(other)):
+            return False
+        try:
+            whole = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return False  # torch says it better
+        return whole not in (one.shape, other.shape)
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

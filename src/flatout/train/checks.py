@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -28,7 +28,12 @@ _SHAPES = "compare the shapes with what the model's first layer and the loss exp
 
 
 def check_first_batch(
-    model: nn.Module, compute: Compute, pieces: list[Batch], source: Source | None = None
+    model: nn.Module,
+    compute: Compute,
+    pieces: list[Batch],
+    source: Source | None = None,
+    *,
+    is_own: bool = False,
 ) -> None:
     """Run the forward and loss of one batch without a trace, and explain what does not fit.
 
@@ -37,16 +42,17 @@ def check_first_batch(
         compute: forward and loss.
         pieces: the batch, in the pieces that a step would take; on the model's device.
         source: where they come from, to name a sample's file and line.
+        is_own: whether compute is the user's own, and looks for no shapes that broadcast itself.
 
     Raises:
         DataError: naming shapes, dtypes and, for labels and ids, the sample.
-        ModelError: `compute` gives no loss.
+        ModelError: `compute` gives no loss, or broadcasts.
         RuntimeError, MemoryError: as memory ran out.
     """
     with untouched(model), torch.no_grad():
         for piece in pieces:
-            watched = ids_checked(model, piece, source)
-            with explained(model, piece), watched, no_broadcast_within(piece):
+            watched = no_broadcast_within(piece) if is_own else nullcontext()
+            with explained(model, piece), ids_checked(model, piece, source), watched:
                 value = compute(piece)
             _check_value(value)
 

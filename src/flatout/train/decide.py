@@ -80,7 +80,8 @@ def decide(
     estimated = 1
     if first and compute is not None:
         estimated = _estimate_pieces(loop, compute, first[0])
-        check = partial(check_first_batch, loop.model, compute, source=loop.source)
+        own = loop.told is None
+        check = partial(check_first_batch, loop.model, compute, source=loop.source, is_own=own)
         loop.stepper.look(first[0], check)
         _warn_of_trips(loop, compute, first[0])
     resolved = _with_device(loop, _resolved(loop, facts, compute, first, steps), facts)
@@ -126,9 +127,10 @@ def _resolved(
     if kept is not None:
         return loop.requested.resolve(*kept, facts)
     began = perf_counter()
-    resolved = auto.resolve(
-        loop.requested, loop.stepper, compute, first, facts, loop.allow, steps, loop.say
-    )
+    asked = loop.requested
+    if asked.world.device != "auto":  # what is said of it names the device that runs
+        asked = asked.replace({"world.device": str(loop.device)})
+    resolved = auto.resolve(asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say)
     loop.measuring_s = perf_counter() - began
     return resolved
 
@@ -136,7 +138,7 @@ def _resolved(
 def _with_device(loop: Loop, resolved: ResolvedRecipe, facts: ModelFacts) -> ResolvedRecipe:
     """Say in the Recipe on which device the job runs, where another one was asked for."""
     name = str(loop.device)
-    if resolved.world.device == name:
+    if resolved.world.device == name and loop.requested.world.device in ("auto", name):
         return resolved
     parity = of_change("world.device", PLAIN["world.device"], name, facts)
     choice = Choice(value=name, reason=loop.why_device, parity=parity)

@@ -46,6 +46,7 @@ from flatout.save.checkpoint import Checkpoints
 from flatout.strategies import check_replicas
 from flatout.strategies.reductions import check_reduction
 from flatout.train import guard
+from flatout.train.broadcast import watched
 from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.decide import decide, make_stepper, samples_of
 from flatout.train.inputs import Inputs
@@ -489,6 +490,7 @@ class Loop:
             NumbersError: where gradients were not finite; the weights are those before the step. Of
             several ranks the one whose part of the batch is the cause raises it.
             OutOfMemory: where no allowed micro-batch fits.
+            ModelError: in the first step, where output and targets differ in shape and broadcast.
             FlatoutError: `prepare` was not given this optimizer.
         """
         turn = self._turn_of(optimizer)
@@ -523,8 +525,11 @@ class Loop:
     def _step(self, compute: Compute, batches: tuple[Batch, ...], turn: Turn) -> None:
         start, fetch, copy, others = self._lanes or (clock(), 0, 0, 0)
         self._lanes = None
+        # A Trainer's loss is looked at where its outputs and targets are known.
+        looks = self.told is None and not turn.has_stepped
         try:
-            done = self.stepper(compute, batches, self.step_count + 1, turn)
+            run = watched(compute) if looks else compute
+            done = self.stepper(run, batches, self.step_count + 1, turn)
         except (IndexError, RuntimeError, ValueError) as error:
             found = one_sample(error, batches, self.step_count + 1)
             found = found or outside(error, self.model, batches, compute, self.source)
@@ -532,6 +537,7 @@ class Loop:
                 raise
             raise found from error
         stepped = clock()
+        turn.has_stepped = True
         self._guard.after_step(turn, compute, batches, self.source)
         self.step_count += 1
         self.step_in_epoch += 1

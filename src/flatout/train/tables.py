@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from flatout.data.batch import Batch, named_tensors
 from flatout.data.pipeline import Pipeline
@@ -15,13 +17,16 @@ from flatout.data.source import Source
 from flatout.errors import DataError, FlatoutError
 from flatout.models import own_names
 from flatout.models.keras_model import is_keras, modules_of
+from flatout.train.broadcast import uncompiled
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
 
 
 @contextmanager
 def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterator[None]:
-    """Within, each embedding table looks at its ids before it is read; waits for the device.
+    """Within, ids are looked at before an embedding table is read by them; waits for the device.
+
+    A table is a module, what F.embedding is given, or a parameter or buffer that is indexed.
 
     Args:
         model: of torch or Keras.
@@ -46,7 +51,8 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
 
         handles.append(table.register_forward_pre_hook(look, with_kwargs=True))
     try:
-        yield
+        with uncompiled(), _Look(model, batch, source):
+            yield
     except Exception:
         if found:  # Keras would wrap it into words of its own
             raise found[0] from None
@@ -67,7 +73,9 @@ def outside(
 
     Computes the batches once more, without a trace.
     """
-    if isinstance(error, FlatoutError) or is_out_of_memory(error) or not any(_tables(model)):
+    if isinstance(error, FlatoutError) or is_out_of_memory(error):
+        return None
+    if not any(_tables(model)) and "index" not in str(error).lower():
         return None
     for batch in batches:
         try:
@@ -78,6 +86,39 @@ def outside(
         except Exception:
             return None
     return None
+
+
+class _Look(TorchFunctionMode):
+    """Looks at the ids that functions and operators read tables by."""
+
+    def __init__(self, model: nn.Module, batch: Batch, source: Source | None) -> None:
+        super().__init__()
+        self._of = (batch, source)
+        held = dict((*model.named_parameters(), *model.named_buffers()))
+        own = own_names(model, list(held))
+        self._names = {id(tensor): own[name] for name, tensor in held.items()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.embedding, F.embedding_bag):
+            given = dict(zip(("input", "weight", "offsets"), args, strict=False)) | kwargs
+            table = given["weight"]
+            name = self._names.get(id(table), f"of shape {tuple(table.shape)}")
+            _check(name, len(table), [given["input"], given.get("offsets")], *self._of)
+        elif func in _READS and args and id(args[0]) in self._names:
+            ids = kwargs.get("index", args[-1])
+            ids = ids[0] if isinstance(ids, tuple) and ids else ids
+            dim = kwargs.get("dim", args[1] if len(args) > 2 else 0)
+            if torch.is_tensor(ids) and dim == 0 and ids.dtype in (torch.int32, torch.int64):
+                name, size = self._names[id(args[0])], len(args[0])
+                lowest = -size if func is torch.Tensor.__getitem__ else 0
+                _check(name, size, [ids], *self._of, lowest)
+        return func(*args, **kwargs)
+
+
+_READS = (torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select)
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
@@ -98,9 +139,16 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         yield own[name], module, module.num_embeddings
 
 
-def _check(name: str, size: int, given: list[Any], batch: Batch, source: Source | None) -> None:
+def _check(
+    name: str,
+    size: int,
+    given: list[Any],
+    batch: Batch,
+    source: Source | None,
+    lowest: int = 0,
+) -> None:
     ids = given[0].detach()
-    bad = (ids < 0) | (ids >= size)
+    bad = (ids < lowest) | (ids >= size)
     if not ids.numel() or not bool(bad.any()):
         return
     at = bad.nonzero()[0].tolist()

@@ -28,6 +28,7 @@ class Turn:
         tally: the losses of these steps.
         gathered: batches that wait for others, to make a step together.
         gathered_from: number in its epoch of the first of these.
+        has_stepped: whether one of these steps was made in this process.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Turn:
         self.tally = RunningMean()
         self.gathered: list[Batch] = []
         self.gathered_from = 0
+        self.has_stepped = False
 
     @property
     def number(self) -> int:
