@@ -3,9 +3,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.data.execution import batch_sampler as cuts
-from flatout.data.execution.batch_sampler import BatchSampler
+from flatout.data.execution.batch_sampler import BatchSampler, padding_share
+from flatout.data.mixture import mixed
+from flatout.data.stages.batch import by_length
+from flatout.data.stages.repeat import repeated
+from flatout.data.stages.shuffle import shuffled, shuffled_in_windows
 from flatout.errors import DataError
+
+
+def in_order(numbers):
+    return lambda epoch: numbers
 
 
 def numbers_of(cut, epoch=0):
@@ -17,7 +24,7 @@ def numbers_of(cut, epoch=0):
     st.integers(1, 200), st.integers(1, 40), st.sampled_from(["keep", "drop"]), st.integers(1, 5)
 )
 def test_ranks_share_each_global_batch(samples, size, last, world):
-    order = cuts.shuffled(np.arange(samples), 3)
+    order = shuffled(in_order(np.arange(samples)), 3)
     alone = numbers_of(BatchSampler(samples, size, order, last))
     ranks = [numbers_of(BatchSampler(samples, size, order, last, r, world)) for r in range(world)]
     for step, whole in enumerate(alone):
@@ -31,7 +38,7 @@ def test_ranks_share_each_global_batch(samples, size, last, world):
 
 @given(st.integers(1, 200), st.integers(1, 30))
 def test_padding_fills_the_last_batch(samples, size):
-    cut = BatchSampler(samples, size, cuts.in_order(np.arange(samples)), "pad")
+    cut = BatchSampler(samples, size, in_order(np.arange(samples)), "pad")
     for step in range(cut.steps):
         start, stop = cut.bounds(step)
         assert stop - start + cut.padding(step) == size
@@ -39,7 +46,7 @@ def test_padding_fills_the_last_batch(samples, size):
 
 @given(st.integers(0, 100), st.integers(1, 20))
 def test_own_rows_are_spread_over_the_steps_of_all(samples, steps):
-    cut = BatchSampler(samples, 8, cuts.in_order(np.arange(samples)), even_steps=steps)
+    cut = BatchSampler(samples, 8, in_order(np.arange(samples)), even_steps=steps)
     found = numbers_of(cut)
     assert len(found) == steps
     assert [n for part in found for n in part] == list(range(samples))
@@ -53,13 +60,13 @@ def test_own_rows_are_spread_over_the_steps_of_all(samples, steps):
     st.integers(1, 3),
 )
 def test_each_pass_is_cut_like_an_epoch(rows, size, passes, last, world):
-    one_order = cuts.shuffled(np.arange(rows), 3)
+    one_order = shuffled(in_order(np.arange(rows)), 3)
     for rank in range(world):
         one = BatchSampler(rows, size, one_order, last, rank, world)
         several = BatchSampler(
             passes * rows,
             size,
-            cuts.repeated(one_order, passes),
+            repeated(one_order, passes),
             last,
             rank,
             world,
@@ -73,48 +80,48 @@ def test_each_pass_is_cut_like_an_epoch(rows, size, passes, last, world):
 
 
 def test_own_rows_keep_the_borders_of_passes():
-    order = cuts.repeated(cuts.in_order(np.arange(5)), 2)
+    order = repeated(in_order(np.arange(5)), 2)
     cut = BatchSampler(10, 4, order, even_steps=4, passes=2)
     assert numbers_of(cut) == [[0, 1], [2, 3, 4]] * 2
 
 
 def test_a_step_that_is_not_there_is_refused():
     with pytest.raises(DataError, match="no step 3"):
-        BatchSampler(8, 4, cuts.in_order(np.arange(8))).first(3)
+        BatchSampler(8, 4, in_order(np.arange(8))).first(3)
 
 
 def test_passes_have_orders_of_their_own():
-    order = cuts.repeated(cuts.shuffled(np.arange(50), 1), 2)
+    order = repeated(shuffled(in_order(np.arange(50)), 1), 2)
     first, second = order(1)[:50], order(1)[50:]
     assert sorted(first) == sorted(second) == list(range(50))
     assert first.tolist() != second.tolist()
-    assert first.tolist() == cuts.shuffled(np.arange(50), 1)(2).tolist()
+    assert first.tolist() == shuffled(in_order(np.arange(50)), 1)(2).tolist()
 
 
 @given(st.integers(2, 300), st.integers(1, 20), st.integers(1, 5), st.integers(0, 3))
 def test_by_length_moves_rows_only_within_a_window(samples, size, window, epoch):
     lengths = np.random.default_rng(0).integers(0, 50, samples)
-    inner = cuts.shuffled(np.arange(samples), 1)
-    found = cuts.by_length(inner, lengths, size, window, 1)(epoch)
+    inner = shuffled(in_order(np.arange(samples)), 1)
+    found = by_length(inner, lengths, size, window, 1)(epoch)
     before = inner(epoch)
     for start in range(0, samples, size * window):
         part = slice(start, start + size * window)
         assert sorted(found[part]) == sorted(before[part])
-    starts = BatchSampler(len(before), size, cuts.in_order(before)).starts()
-    assert cuts.padding_share(found, lengths, starts) <= cuts.padding_share(before, lengths, starts)
+    starts = BatchSampler(len(before), size, in_order(before)).starts()
+    assert padding_share(found, lengths, starts) <= padding_share(before, lengths, starts)
 
 
 def test_padding_is_counted():
     lengths = np.array([1, 3, 2, 2])
     starts = np.array([0, 2])
-    assert cuts.padding_share(np.arange(4), lengths, starts) == pytest.approx(1 - 8 / 10)
-    assert cuts.padding_share(np.arange(4), np.zeros(4, np.int64), starts) == 0
+    assert padding_share(np.arange(4), lengths, starts) == pytest.approx(1 - 8 / 10)
+    assert padding_share(np.arange(4), np.zeros(4, np.int64), starts) == 0
 
 
 @given(st.integers(0, 5))
 def test_mixing_takes_exact_counts_and_goes_on_where_it_stopped(epoch):
     orders = [lambda e: np.arange(10) + 0 * e, lambda e: 100 + np.roll(np.arange(4), e)]
-    drawn = cuts.mixed(orders, [4, 4], [10, 4], seed=2)
+    drawn = mixed(orders, [4, 4], [10, 4], seed=2)
     found = drawn(epoch)
     assert sorted(found[found >= 100] - 100) == [0, 1, 2, 3]
     passes = np.concatenate([np.arange(10)] * 4)
@@ -122,9 +129,9 @@ def test_mixing_takes_exact_counts_and_goes_on_where_it_stopped(epoch):
 
 
 def test_windows_stay_together():
-    order = cuts.shuffled_in_windows(np.arange(95), 1, 10)(0)
+    order = shuffled_in_windows(in_order(np.arange(95)), 1, 10)(0)
     assert sorted(order) == list(range(95))
     assert order.tolist() != sorted(order)
-    assert order.tolist() != cuts.shuffled_in_windows(np.arange(95), 1, 10)(1).tolist()
+    assert order.tolist() != shuffled_in_windows(in_order(np.arange(95)), 1, 10)(1).tolist()
     jumps = np.flatnonzero(np.diff(order // 10))
     assert len(jumps) == 9  # each window is one run

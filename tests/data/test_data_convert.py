@@ -20,8 +20,9 @@ from flatout.data.conversion import passes
 from flatout.data.conversion.convert import convert
 from flatout.data.conversion.job import balanced
 from flatout.data.execution.buffers import Buffers
+from flatout.data.mixture import mix
 from flatout.data.order import order
-from flatout.data.pipeline import Pipeline, mix
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.rows import rows
 from flatout.errors import DataError

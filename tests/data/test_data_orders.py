@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from flatout.data.execution import orders
-from flatout.data.execution.batch_sampler import BatchSampler, in_order, shuffled
+from flatout.data.execution.batch_sampler import BatchSampler
 from flatout.data.execution.orders import Orders
+from flatout.data.stages.shuffle import shuffled
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def made(monkeypatch):
         asked.append(epoch)
         return plain(epoch)
 
-    plain = shuffled(np.arange(100), 5)
+    plain = shuffled(lambda epoch: np.arange(100), 5)
     return Orders(BatchSampler(100, 8, order)), asked, plain
 
 
@@ -62,7 +63,7 @@ def test_what_costs_nothing_or_too_much_is_not_made_ahead(monkeypatch, made):
     monkeypatch.setattr(orders, "usable_cpus", lambda: 1)
     ahead.prepare(1)
     numbers = np.arange(100)
-    given = Orders(BatchSampler(100, 8, in_order(numbers), shuffle=False))
+    given = Orders(BatchSampler(100, 8, lambda epoch: numbers, shuffle=False))
     given.prepare(1)
     assert asked == []
     assert given.of(1) is numbers

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout
-from flatout.data.pipeline import Pipeline, mix
+from flatout.data.mixture import mix
+from flatout.data.pipeline import Pipeline
 from flatout.errors import DataError
 
 

@@ -76,6 +76,12 @@ def test_windows_are_shuffled_alike_however_rows_come():
     assert found[0] != numbers(Pipeline(Flow()).shuffle(seed=1, window=10).batch(8), 0)
 
 
+def test_a_window_behind_batch_shuffles_rows_as_one_before_it():
+    behind = numbers(Pipeline(Flow()).batch(8).shuffle(seed=1, window=10), 1)
+    assert behind == numbers(Pipeline(Flow()).shuffle(seed=1, window=10).batch(8), 1)
+    assert behind != numbers(Pipeline(Flow()).batch(8), 1)
+
+
 def test_functions_filters_and_ends():
     made = Pipeline(Flow()).filter(lambda x, y: y != 2).map(lambda x, y: (x["x"] * 2, y))
     batches = list(made.batch(8, last="drop").map(lambda x, y: (x + 1, y)).batches(0))

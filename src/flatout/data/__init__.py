@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from flatout.data.conversion.convert import convert
     from flatout.data.files import unpack
     from flatout.data.inspection.inspect import inspect
-    from flatout.data.pipeline import Pipeline, mix
+    from flatout.data.mixture import mix
+    from flatout.data.pipeline import Pipeline
     from flatout.data.schema import Column, Schema
     from flatout.data.sealing import seal
     from flatout.data.source import Source, as_source
@@ -60,7 +61,7 @@ _HOMES = {
     "inspect": "flatout.data.inspection.inspect",
     "iterable": "flatout.data.sources.iterable",
     "libsvm": "flatout.data.sources.libsvm",
-    "mix": "flatout.data.pipeline",
+    "mix": "flatout.data.mixture",
     "npy": "flatout.data.sources.npy",
     "npz": "flatout.data.sources.npy",
     "parquet": "flatout.data.sources.parquet",

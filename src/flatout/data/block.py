@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -116,6 +116,26 @@ def join(blocks: Sequence[Block]) -> Block:
         name: _join_values([block.columns[name] for block in blocks]) for name in blocks[0].columns
     }
     return Block(columns, np.concatenate([block.numbers for block in blocks]))
+
+
+def cut(blocks: Iterator[Block], size: Callable[[int], int]) -> Iterator[Block]:
+    """The same rows in blocks of which block k has `size(k)`; the last may be smaller."""
+    waiting: list[Block] = []
+    count = at = 0
+    for block in blocks:
+        waiting.append(block)
+        count += len(block)
+        if count < size(at):
+            continue
+        whole, start = join(waiting), 0
+        while count - start >= size(at):
+            yield take(whole, np.arange(start, start + size(at)))
+            start += size(at)
+            at += 1
+        waiting = [take(whole, np.arange(start, count))] if start < count else []
+        count -= start
+    if count:
+        yield join(waiting)
 
 
 def _join_values(parts: Sequence[Any]) -> Values:

@@ -23,7 +23,7 @@ def classes_of(origin: Any) -> tuple[str, ...] | None:
     """Names of the classes by number; None where numbers are all that the data have of them."""
     schema = getattr(origin, "schema", None)
     if not isinstance(schema, Schema):
-        return None
+        return getattr(origin, "classes", None)
     # Texts of a table's target are names as well, where rows can be renumbered.
     names = schema.classes if is_rows(origin) else schema.options.get("classes")
     if not names or not schema.of_role("target"):
@@ -35,7 +35,7 @@ def texts_of(origin: Any) -> dict[str, str]:
     """Of columns of texts, a digest of which number is which; but for those of `classes_of`."""
     schema = getattr(origin, "schema", None)
     if not isinstance(schema, Schema):
-        return {}
+        return dict(getattr(origin, "texts", {}))
     known, open_ones = schema.options.get("categories", {}), schema.options.get("unknown", ())
     roles = ("input",) if is_rows(origin) else ("input", "target")
     names = [column.name for column in schema.columns if column.role in roles]

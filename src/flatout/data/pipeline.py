@@ -8,56 +8,45 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
 
 from flatout.console import say_as_is
 from flatout.data.batch import Batch
 from flatout.data.classes import Renumbered, classes_of, listed, texts_of
-from flatout.data.execution.batch_sampler import last_batch, padding_share
-from flatout.data.execution.buffers import Buffers
-from flatout.data.execution.digests import digest_of, function_digest
+from flatout.data.execution.batch_sampler import last_batch
 from flatout.data.execution.prefetch import prefetch
 from flatout.data.execution.program import Program
-from flatout.data.execution.samples import Costs, name_of
-from flatout.data.execution.stream_program import StreamProgram
 from flatout.data.explanation import Explanation
-from flatout.data.form import Leaf
 from flatout.data.normalization import Normalization
-from flatout.data.origins import Chunks, Rows, Stream, is_rows, is_stream
-from flatout.data.planner import Built, Mixture, Options, build, check
+from flatout.data.origins import is_rows, is_stream
+from flatout.data.planner import Built, BuiltStream, build, check
 from flatout.data.schema import Schema
-from flatout.data.sources.arrays import Arrays
-from flatout.data.sources.torch_dataset import DatasetRows
-from flatout.data.staged import Staged
 from flatout.data.stages import Batch as BatchStage
 from flatout.data.stages import (
-    Cache,
-    Filter,
     Map,
     Normalize,
+    Options,
     Prefetch,
     Shard,
     Shuffle,
     Split,
     Stage,
-    call,
+    Staged,
+    only,
     passes,
-    samples_times,
-    words,
 )
 from flatout.devices.threads import check_count
 from flatout.errors import DataError
 
 
-class Pipeline(Staged):
+class Pipeline(Staged["Pipeline"]):
     """A source of samples and the stages behind it. Every stage gives a new Pipeline.
 
     Nothing is read before it is needed. Hand it to `Trainer.fit`, or loop over `batches(epoch)`, or
     over the pipeline itself, epoch after epoch.
 
     Args:
-        origin: Rows, Chunks, a Stream, Arrays, or a Mixture of pipelines.
+        origin: Rows, Chunks or a Stream (origins.py), or what has `begin`, which gives samples.
         stages: in the order in which they were written.
         options: what it may use.
         say: gets a line for people.
@@ -65,7 +54,7 @@ class Pipeline(Staged):
 
     def __init__(
         self,
-        origin: Rows | Chunks | Stream | Arrays | DatasetRows | Mixture,
+        origin: Any,
         stages: Sequence[Stage] = (),
         options: Options | None = None,
         say: Callable[[str], None] = say_as_is,
@@ -133,17 +122,11 @@ class Pipeline(Staged):
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Names of the classes by number; None where numbers are all that the data have of them."""
-        if isinstance(self.origin, Mixture):
-            found: tuple[str, ...] | None = self.origin.parts[0].classes
-            return found
         return classes_of(self.origin)
 
     @property
     def texts(self) -> dict[str, str]:
         """Of columns of texts, a digest of which number is which."""
-        if isinstance(self.origin, Mixture):
-            found: dict[str, str] = self.origin.parts[0].texts
-            return found
         return texts_of(self.origin)
 
     def with_classes(self, names: Sequence[str]) -> Pipeline:
@@ -166,30 +149,26 @@ class Pipeline(Staged):
         return self._renumbered[names]
 
     def _renumber(self, names: tuple[str, ...]) -> Pipeline:
-        if any(isinstance(stage, Split) and stage.stratify for stage in self.stages):
+        if (split := only(self.stages, Split)) is not None and split.stratify:
             assert self.classes is not None
             raise DataError(
                 "split(stratify=True) shares out classes by number, and the model has others: "
                 f"{listed(self.classes)} here, {listed(names)} there",
                 do="give the source these numbers: schema=train.schema, or classes=[...]",
             )
-        origin: Any = self.origin
-        if isinstance(origin, Mixture):
-            parts = tuple(part.with_classes(names) for part in origin.parts)
-            origin = replace(origin, parts=parts)
-        else:
-            origin = Renumbered(origin, names)
+        with_classes = getattr(self.origin, "with_classes", None)
+        origin = Renumbered(self.origin, names) if with_classes is None else with_classes(names)
         return Pipeline(origin, self.stages, self._options, self._say)
 
     @property
     def in_batches(self) -> bool:
         """Whether `batch` has been written."""
-        return any(isinstance(stage, BatchStage) for stage in self.stages)
+        return only(self.stages, BatchStage) is not None
 
     @property
     def normalization(self) -> Normalization | None:
         """What `normalize` makes of its bytes; None where it was not written."""
-        stage = next((stage for stage in self.stages if isinstance(stage, Normalize)), None)
+        stage = only(self.stages, Normalize)
         return None if stage is None else stage.normalization
 
     @cached_property
@@ -200,34 +179,28 @@ class Pipeline(Staged):
         return self.with_stages([s for s in self.stages if not isinstance(s, Normalize)])
 
     @cached_property
-    def _built(self) -> Built:
-        assert not is_stream(self.origin)
+    def _built(self) -> Built | BuiltStream:
         if self.in_bytes is not self:
             return self.in_bytes._built
-        origin: Any = self.origin
-        return build(origin, self.stages, self._options, self._say)
+        return build(self.origin, self.stages, self._options, self._say)
 
-    @cached_property
+    @property
     def _program(self) -> Any:
         if not self.in_batches:
             raise DataError(
                 "the pipeline makes no batches", do="add .batch(size), or pass batch_size to fit"
             )
-        if self.in_bytes is not self:
-            return self.in_bytes._program
-        if is_stream(self.origin):
-            return StreamProgram(self.origin, self.stages, self._options.seed)
         return self._built.program
 
     @property
     def prefetches(self) -> Prefetch | None:
         """To which device batches are copied ahead of need."""
-        return next((stage for stage in self.stages if isinstance(stage, Prefetch)), None)
+        return only(self.stages, Prefetch)
 
     @property
     def sharded(self) -> Shard | None:
         """Which part it is of what all ranks have; None where it is all of it."""
-        return next((stage for stage in self.stages if isinstance(stage, Shard)), None)
+        return only(self.stages, Shard)
 
     @property
     def has_own_rows(self) -> bool:
@@ -243,7 +216,7 @@ class Pipeline(Staged):
         shard, size = self.sharded, self.batch_size
         if shard is None or not shard.presharded or shard.steps is not None or size is None:
             return self
-        if is_stream(self.origin):
+        if not self.seekable:
             return self  # own_pipes.py
         stages = [stage for stage in self.stages if stage is not shard]
         turns = passes(stages)
@@ -265,10 +238,7 @@ class Pipeline(Staged):
     @property
     def samples(self) -> int | None:
         """Samples of an epoch, over all ranks."""
-        if is_stream(self.origin):
-            filters = any(isinstance(stage, Filter) for stage in self.stages)
-            return None if filters else self.origin.rows
-        return self._built.cut.used
+        return self._built.used
 
     @property
     def rows_to_cut(self) -> int | None:
@@ -279,101 +249,60 @@ class Pipeline(Staged):
         """
         if self.sharded is not None and self.sharded.presharded:
             return None
-        if not is_stream(self.origin):
-            return self._built.everywhere
-        return None if self.samples is None else self.samples * samples_times(self.stages)
+        return self._built.rows_to_cut
 
     @property
     def steps(self) -> int | None:
         """Batches of an epoch."""
-        if not is_stream(self.origin):
-            return self._built.cut.steps
-        size, rows, shard = self.batch_size, self.samples, self.sharded
-        if shard is not None and shard.world_size > 1:
-            return shard.steps  # those of all ranks
-        if rows is None or size is None:
-            return None
-        turns, rows = passes(self.stages), rows * samples_times(self.stages)
-        drop = any(isinstance(s, BatchStage) and s.last == "drop" for s in self.stages)
-        return turns * (rows // size if drop else -(-rows // size))
+        return self._built.steps
 
     @property
     def batch_size(self) -> int | None:
         """Samples of a global batch."""
-        return next((stage.size for stage in self.stages if isinstance(stage, BatchStage)), None)
+        batch = only(self.stages, BatchStage)
+        return None if batch is None else batch.size
 
     @property
     def last_batch(self) -> int | None:
         """Rows of an epoch's, or of each pass's, last batch, with what fills it up; None where
         that is not known."""
-        size = self.batch_size
-        if size is None or (self.sharded is not None and self.sharded.has_own_rows):
+        batch = only(self.stages, BatchStage)
+        if batch is None or self.has_own_rows:
             return None
-        if any(isinstance(stage, BatchStage) and stage.last != "keep" for stage in self.stages):
-            return size
-        if is_stream(self.origin):
-            rows = self.rows_to_cut
-        else:
-            rows = self._built.cut.samples // self._built.cut.passes
-        return None if rows is None else last_batch(rows, size, drop_last=False)
+        if batch.last != "keep":
+            return batch.size
+        rows = self._built.last_rows
+        return None if rows is None else last_batch(rows, batch.size, drop_last=False)
 
     @cached_property
     def digest(self) -> str:
         """16 hex digits over the source, the samples chosen, and the functions."""
-        if is_stream(self.origin) and self.has_own_rows:  # the same on all ranks
-            return digest_of(self.origin.schema.dumps(), *(words(stage) for stage in self.stages))
-        if is_stream(self.origin):
-            return digest_of(self.origin.digest, *(words(stage) for stage in self.stages))
-        if self.has_own_rows:  # the same on all ranks, though each has other rows
-            assert self.sharded is not None
-            base = "" if self.sharded.presharded else self._built.samples.digest
-            return digest_of(base, self.sharded.by, str(self.steps))
-        chosen = self._built.numbers
-        whole = len(chosen) == self._built.samples.rows
-        return digest_of(self._built.samples.digest, "" if whole else chosen.tobytes().hex())
+        return self._built.digest(self.stages)
 
     @cached_property
     def stage_words(self) -> list[str]:
         """Stages that decide what a batch holds, with names of their functions, for a resume."""
-        inner = self.origin.parts if isinstance(self.origin, Mixture) else ()
-        found = [line for part in inner for line in getattr(part, "stage_words", [])]
-        for stage in self.stages:
-            if isinstance(stage, (Map, Filter)):
-                name, code = name_of(stage.function), function_digest(stage.function)
-                found.append(f"{words(stage)} {name} (code {code[:8]})")
-            elif not isinstance(stage, (Cache, Prefetch, Shard)):
-                fields = ", ".join(f"{name}={value}" for name, value in vars(stage).items())
-                found.append(f"{words(stage)} {fields}")
-        return found
+        words = [stage.resume_words() for stage in self.stages]
+        return [*getattr(self.origin, "stage_words", []), *(line for line in words if line)]
 
     def describe(self) -> str:
         """One line for people, such as "2 LibSVM files, 0.9 MB, 8,124 rows, shuffled by seed 1"."""
-        if isinstance(self.origin, Mixture):
-            what = " mixed with ".join(part.describe() for part in self.origin.parts)
-        else:
-            what = self.origin.describe()
-        parts = [what]
-        if not is_stream(self.origin) and len(self._built.numbers) < self._built.samples.rows:
-            parts.append(f"{len(self._built.numbers):,} chosen")
-        shuffle = next((stage for stage in self.stages if isinstance(stage, Shuffle)), None)
-        parts.append(
-            "in the given order" if shuffle is None else f"shuffled by seed {shuffle.seed}"
-        )
-        return ", ".join(parts)
+        shuffle, chosen = only(self.stages, Shuffle), self._built.chosen
+        parts = [self.origin.describe(), *([] if chosen is None else [f"{chosen:,} chosen"])]
+        order = "in the given order" if shuffle is None else f"shuffled by seed {shuffle.seed}"
+        return ", ".join([*parts, order])
 
     def where(self, number: int) -> str | None:
         """File and line, or whatever tells where a sample comes from; None of a stream."""
-        if is_stream(self.origin):
-            return None
-        found: str = self._built.samples.where(number)
-        return found
+        return self._built.where(number)
 
     def labels_range(self) -> tuple[int, int] | None:
         """Smallest and largest target, where they are integers and known beforehand."""
-        if any(isinstance(stage, Map) for stage in self.stages):
+        if only(self.stages, Map) is not None:
             return None
-        if isinstance(self.origin, Arrays):
-            return self.origin.labels_range()
+        if hasattr(self.origin, "labels_range"):
+            known: tuple[int, int] | None = self.origin.labels_range()
+            return known
         targets = self.origin.targets() if is_rows(self.origin) else None
         if targets is None or targets.dtype.kind not in "iu":
             return None
@@ -381,36 +310,7 @@ class Pipeline(Staged):
 
     def notes(self) -> list[str]:
         """What the user should know: rows skipped, stages moved, order of classes."""
-        notes: list[str] = getattr(self.origin, "notes", list)()
-        if is_stream(self.origin):
-            return list(notes)
-        notes = [*notes, *self._built.moved]
-        notes += [f"cache in {'memory' if c.where_kept == 'memory' else 'a folder'}: {c.reason}"
-                  for c in self._built.caches]  # fmt: skip
-        notes += getattr(self._built.program, "notes", [])
-        sorted_note = self._sorted_by_class()
-        return [*notes, sorted_note] if sorted_note else notes
-
-    def _sorted_by_class(self) -> str | None:
-        """Training on one class after the other forgets the first: said where nothing shuffles."""
-        if any(isinstance(stage, Shuffle) for stage in self.stages) or not is_rows(self.origin):
-            return None
-        targets = self.origin.targets()
-        if targets is None:
-            numbers = np.linspace(0, self.origin.rows - 1, min(256, self.origin.rows)).astype(
-                np.int64
-            )
-            targets = _targets_at(self._built, numbers)
-        if targets is None or targets.ndim != 1 or targets.dtype.kind not in "iu":
-            return None
-        changes = int((np.diff(targets) != 0).sum())
-        classes = len(np.unique(targets))
-        if classes < 2 or changes > classes - 1:
-            return None
-        return (
-            "the samples are sorted by class and nothing shuffles them: batches would hold one "
-            "class each; add .shuffle(seed)"
-        )
+        return [*getattr(self.origin, "notes", list)(), *self._built.notes()]
 
     # -- batches -----------------------------------------------------------------------------
 
@@ -429,7 +329,7 @@ class Pipeline(Staged):
         made: Iterator[Batch] = self._program.batches(epoch, start_step)
         if self.prefetches is not None:
             made = prefetch(made, torch.device(self.prefetches.device), self.prefetches.depth)
-        return made if is_stream(self.origin) or not self._built.caches else self._flushing(made)
+        return self._flushing(made) if self._built.caches else made
 
     def _flushing(self, made: Iterator[Batch]) -> Iterator[Batch]:
         try:
@@ -452,7 +352,7 @@ class Pipeline(Staged):
             return list(map(normalization.batch, self.in_bytes.peek(count)))
         made = self.batches(0)
         first = list(islice(made, count))
-        if is_stream(self.origin):  # what was read is gone from the pipe: epoch 0 begins with it
+        if not self.seekable:  # what was read is gone from the pipe: epoch 0 begins with it
             self._ahead = chain(first, made)
         return first
 
@@ -475,12 +375,12 @@ class Pipeline(Staged):
 
     def explanation(self) -> Explanation:
         """What was written, what runs and why that is the same, what each stage costs."""
-        written = [self._origin_name, *(words(stage) for stage in self.stages)]
-        program = self._program
-        runs = list(written) if is_stream(self.origin) else list(self._built.runs)
-        if self.normalization is not None and not is_stream(self.origin):
+        written = [self._origin_name, *(stage.name for stage in self.stages)]
+        program, runs = self._program, list(self._built.runs)
+        if self.normalization is not None:
             runs.append("normalize")
-        return Explanation.of(program, written, runs, self.notes(), self._padding())
+        padding = None if self.batch_size is None else self._built.padding(self._epoch)
+        return Explanation.of(program, written, runs, self.notes(), padding)
 
     @property
     def _origin_name(self) -> str:
@@ -488,109 +388,8 @@ class Pipeline(Staged):
         return (type(self.origin).__name__ if schema is None else str(schema.format)).lower()
 
     def __repr__(self) -> str:
-        return f"<Pipeline: {' → '.join([self._origin_name, *map(call, self.stages)])}>"
+        return f"<Pipeline: {' → '.join([self._origin_name, *map(str, self.stages)])}>"
 
     def explain(self) -> None:
         """Print the explanation."""
         print(self.explanation())
-
-    def _padding(self) -> float | None:
-        lengths = self.origin.lengths() if is_rows(self.origin) else None
-        size = self.batch_size
-        if lengths is None or size is None:
-            return None
-        cut = self._built.cut
-        return padding_share(cut.order(self._epoch), lengths, cut.starts())
-
-
-def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int = 0) -> Pipeline:
-    """Samples of several pipelines, which are not in batches yet, as one.
-
-    Args:
-        pipelines: with the same columns. Each keeps its own shuffle, split and functions.
-            Where they name classes, one has all names, and its numbers hold for the others.
-        weights: the share of each in an epoch, to be counted exactly, not drawn; the epoch is as
-            long as the source allows that runs out first, and the others go on in the next epoch
-            where they stopped. None takes all samples of all.
-        seed: of the sequence in which they take turns.
-
-    Raises:
-        DataError: there are fewer than two, one is a stream or in batches already, their classes
-            differ, they number the texts of a column differently, they are not normalized alike,
-            or the weights make no sense.
-    """
-    if len(pipelines) < 2:
-        raise DataError(f"mix wants at least two pipelines, found {len(pipelines)}")
-    pipelines = tuple(one if isinstance(one, Pipeline) else Pipeline(one) for one in pipelines)
-    for pipeline in pipelines:
-        if pipeline.in_batches or is_stream(pipeline.origin):
-            raise DataError(
-                "mix takes pipelines of numbered samples that are not in batches yet",
-                do="put batch behind mix; convert streams to files",
-            )
-    pipelines = _of_same_classes(pipelines)
-    _check_texts(pipelines)
-    shares = None
-    if weights is not None:
-        if len(weights) != len(pipelines) or any(not weight > 0 for weight in weights):
-            raise DataError(
-                f"mix wants a positive weight for each of {len(pipelines)} pipelines, "
-                f"found {list(weights)}"
-            )
-        shares = tuple(weight / sum(weights) for weight in weights)
-    normalization = _shared_normalization(pipelines)
-    mixed = Pipeline(Mixture(tuple(one.in_bytes for one in pipelines), shares, seed))
-    return mixed if normalization is None else mixed.with_stages([Normalize(normalization)])
-
-
-def _of_same_classes(pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
-    """The same pipelines, in which a class has one number."""
-    found = [pipeline.classes for pipeline in pipelines]
-    named = [names for names in found if names is not None]
-    if len(set(named)) < 2:
-        return pipelines
-    every = {name for names in named for name in names}
-    whole = next((names for names in named if set(names) == every), None)
-    if whole is None:
-        raise DataError(
-            f"mix: the sources number different classes: {' and '.join(map(listed, named[:2]))}",
-            do=f"give each of them classes={sorted(every)}",
-        )
-    return tuple(pipeline.with_classes(whole) for pipeline in pipelines)
-
-
-def _shared_normalization(pipelines: Sequence[Pipeline]) -> Normalization | None:
-    """What all are normalized by, which then runs last, behind mix."""
-    first, *others = (pipeline.normalization for pipeline in pipelines)
-    if any(other != first for other in others):
-        words = ["not normalized" if one is None else one.words() for one in (first, *others)]
-        raise DataError(
-            f"mix: the sources are not normalized alike: {'; '.join(dict.fromkeys(words))}",
-            do="put normalize behind mix, where it holds for all",
-        )
-    return first
-
-
-def _check_texts(pipelines: Sequence[Pipeline]) -> None:
-    """Refuse columns in which one number means different texts."""
-    known: dict[str, str] = {}
-    for pipeline in pipelines:
-        for name, texts in pipeline.texts.items():
-            if known.setdefault(name, texts) != texts:
-                raise DataError(
-                    f"mix: the sources number the texts of column {name!r} differently",
-                    where=pipeline.describe(),
-                    do="read all files as one source, or give each the schema of the first: "
-                    "schema=first.schema",
-                )
-
-
-def _targets_at(built: Built, numbers: Any) -> Any:
-    samples: Any = built.samples
-    while hasattr(samples, "inner"):
-        samples = samples.inner
-    target = samples.form.targets
-    if not isinstance(target, Leaf):
-        return None
-    values = samples.make(numbers, Buffers(), 0, Costs()).columns[target.column]
-    return values if isinstance(values, np.ndarray) else None

@@ -14,10 +14,10 @@ from flatout.data.batch import Batch, named_tensors
 from flatout.data.classes import listed
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.samples import takes_rng
+from flatout.data.mixture import Mixture
 from flatout.data.normalization import Normalization, holds_bytes
 from flatout.data.origins import is_stream
 from flatout.data.pipeline import Pipeline
-from flatout.data.planner import Mixture
 from flatout.data.schema import Schema, as_schema
 from flatout.data.source import Source
 from flatout.data.stages import Map

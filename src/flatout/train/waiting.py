@@ -12,7 +12,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.iterable import IterableSource
 from flatout.data.sources.tuned_dataset import TunedDatasetSource
-from flatout.data.stages import Batch, Cache, Map
+from flatout.data.stages import Batch, Cache, Map, only
 
 # From this share of waiting for batches on, and of this many seconds, the user is told.
 _TOLD, _TOLD_S = 0.1, 1.0
@@ -50,7 +50,7 @@ def _of_pipeline(source: Pipeline, found: Explanation, epochs: int) -> tuple[str
     if slowest in {f"map {name_of(stage.function)}" for stage in before if isinstance(stage, Map)}:
         advice = "it runs once a sample: one that takes whole batches can stand behind batch()"
         return advice, slowest
-    cached = any(isinstance(stage, Cache) for stage in source.stages)
+    cached = only(source.stages, Cache) is not None
     is_read = slowest and not slowest.startswith(("map ", "filter ", "batch", "shuffle"))
     if is_read and epochs > 1 and not cached and source.counted:
         return "cache() keeps what is read, from the second epoch on", slowest

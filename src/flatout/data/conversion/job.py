@@ -14,15 +14,16 @@ from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.conversion.passes import Piece, made
 from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.samples import Costs, Samples
-from flatout.data.execution.selection import labels_of
 from flatout.data.form import Form, Leaf
+from flatout.data.mixture import Mixture
 from flatout.data.order import batch_seed
 from flatout.data.origins import is_rows
 from flatout.data.pipeline import Pipeline
-from flatout.data.planner import Mixture, Options, build
+from flatout.data.planner import build_rows
 from flatout.data.randomness import seeded
 from flatout.data.schema import Column, Schema
-from flatout.data.stages import Batch, Cache, Normalize, Shard, Shuffle
+from flatout.data.stages import Cache, Options, Shuffle, only
+from flatout.data.stages.split import labels_of
 from flatout.errors import DataError
 
 T = TypeVar("T")
@@ -87,25 +88,16 @@ def job_of(pipeline: Pipeline, shuffle: int | None, balance: str | None) -> Job:
         DataError: a stage that makes no sense here, or rows that have no classes to balance.
     """
     for stage in pipeline.stages:
-        if isinstance(stage, Batch) or (isinstance(stage, Shard) and stage.by == "batch"):
-            raise DataError(
-                f"convert writes rows, and {type(stage).__name__.lower()} makes batches",
-                do="convert the pipeline as it is before batch and shard",
-            )
-        if isinstance(stage, Normalize):
-            raise DataError(
-                "convert writes images as bytes, and normalize makes float32 of them",
-                do="leave it out, and write it behind what reads the new files",
-            )
+        stage.check_convert()
     if shuffle is not None:
-        if any(isinstance(stage, Shuffle) for stage in pipeline.stages):
+        if only(pipeline.stages, Shuffle) is not None:
             raise DataError("the pipeline shuffles already; found shuffle as well")
         pipeline = pipeline.shuffle(seed=shuffle)
-    cached = any(isinstance(stage, Cache) for stage in pipeline.stages)
+    cached = only(pipeline.stages, Cache) is not None
     if balance is not None and not cached and not getattr(pipeline.origin, "random", True):
         pipeline = pipeline.cache()
-    built = build(pipeline.origin, pipeline.stages, Options(), lambda line: None)  # type: ignore[arg-type]
-    samples, numbers = built.samples, np.asarray(built.cut.order(0), np.int64)
+    built = build_rows(pipeline.origin, pipeline.stages, Options(), lambda line: None)
+    samples, numbers = built.plan.samples, np.asarray(built.cut.order(0), np.int64)
     if balance is not None:
         numbers = numbers[balanced(_labels(pipeline, samples, numbers))]
     probe = _probe(samples, numbers)

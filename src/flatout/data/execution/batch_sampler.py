@@ -204,54 +204,6 @@ def check_start(start_step: int, steps: int | None) -> None:
         )
 
 
-def in_order(numbers: Numbers) -> Order:
-    """The same order in every epoch."""
-    return lambda epoch: numbers
-
-
-def shuffled(numbers: Numbers, seed: int) -> Order:
-    """A new order in every epoch, from (seed, epoch)."""
-    return lambda epoch: numbers[order(len(numbers), seed, epoch)]
-
-
-def repeated(inner: Order, times: int) -> Order:
-    """Several passes as one epoch, each in an order of its own."""
-    return lambda epoch: np.concatenate([inner(epoch * times + i) for i in range(times)])
-
-
-def by_length(
-    inner: Order, lengths: Numbers, batch_size: int, window: int, seed: int | None
-) -> Order:
-    """Rows of about the same length side by side, so that their batches need little padding.
-
-    Within each window of `window` batches rows are sorted by length, in descending order of the
-    epoch where lengths are equal; then the window's batches are shuffled, unless `seed` is None.
-
-    Args:
-        inner: the order to start from.
-        lengths: of each row of the source.
-        batch_size: rows of a batch.
-        window: batches within which rows may move.
-        seed: of the order of the batches.
-    """
-
-    def arranged(epoch: int) -> Numbers:
-        numbers = inner(epoch).copy()
-        size = window * batch_size
-        for at, start in enumerate(range(0, len(numbers), size)):
-            part = numbers[start : start + size]
-            part[:] = part[np.argsort(lengths[part], kind="stable")]
-            whole = len(part) // batch_size
-            if seed is not None and whole > 1:
-                # A number of its own for each window's draw, beyond the epochs of `inner`.
-                turn = order(whole, seed, (epoch << 32) + at + 1)
-                batches = part[: whole * batch_size].reshape(whole, batch_size)
-                batches[:] = batches[turn]
-        return numbers
-
-    return arranged
-
-
 def padding_share(numbers: Numbers, lengths: Numbers, starts: Numbers) -> float:
     """Which part of the batches' values is padding: 0 where all rows of each are equally long."""
     found = lengths[numbers]
@@ -259,51 +211,3 @@ def padding_share(numbers: Numbers, lengths: Numbers, starts: Numbers) -> float:
     sizes = np.diff(np.append(starts, len(found)))
     padded = int((widest * sizes).sum())
     return 1 - float(found.sum()) / padded if padded else 0.0
-
-
-def mixed(orders: list[Order], counts: list[int], sizes: list[int], seed: int) -> Order:
-    """Rows of several sources, `counts[i]` of source i in an epoch, in a drawn sequence.
-
-    A source that has more rows than an epoch takes goes on in the next epoch where it stopped.
-
-    Args:
-        orders: each source's own order, as numbers among all sources' rows.
-        counts: rows of each source in an epoch.
-        sizes: rows that each source has.
-        seed: of the sequence.
-    """
-    labels = np.repeat(np.arange(len(counts)), counts)
-
-    def drawn(epoch: int) -> Numbers:
-        turns = labels[order(len(labels), seed, epoch)]
-        out = np.empty(len(labels), np.int64)
-        for source, (own, count, size) in enumerate(zip(orders, counts, sizes, strict=True)):
-            out[turns == source] = _go_on(own, epoch * count, count, size)
-        return out
-
-    return drawn
-
-
-def _go_on(own: Order, start: int, count: int, size: int) -> Numbers:
-    """`count` rows from place `start` of a source's passes, one after the other."""
-    passes = range(start // size, -(-(start + count) // size))
-    joined = np.concatenate([own(one) for one in passes])
-    first = start - passes.start * size
-    return joined[first : first + count]
-
-
-def shuffled_in_windows(numbers: Numbers, seed: int, window: int) -> Order:
-    """Rows shuffled among `window` neighbors, the windows one after the other.
-
-    For files that do not fit in memory: a window's rows are read from one place.
-    """
-
-    def drawn(epoch: int) -> Numbers:
-        parts = [numbers[start : start + window] for start in range(0, len(numbers), window)]
-        turn = order(len(parts), seed, epoch)
-        mixed_up = [
-            parts[at][order(len(parts[at]), seed, (epoch << 32) + int(at) + 1)] for at in turn
-        ]
-        return np.concatenate(mixed_up)
-
-    return drawn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +12,11 @@ from flatout.data.decoder import Bytes, Split, Survey, Where, scratch, without_b
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Column, Given, Schema, as_schema
 from flatout.data.text import split_lines
 from flatout.errors import DataError
 from flatout.kernels import criteo as kernel
-
-if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
 
 INTEGERS, CATEGORIES = 13, 26
 
@@ -143,7 +141,6 @@ def criteo(
     """
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows
-    from flatout.data.pipeline import Pipeline
 
     given = criteo_schema(buckets=buckets, label=label) if schema is None else schema
     decoder = CriteoDecoder(as_schema(given, "criteo"))

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import Paths, find
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given
 from flatout.data.sealed import check_begins
 from flatout.data.sources.optional import require
 
 if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
     from flatout.data.sources.arrow_schema import Categories, Dates, Defaults, Names
 
 
@@ -92,7 +92,6 @@ def csv(
         DataError: file and line of what is wrong, what was expected and found.
     """
     require("pyarrow", "tables", "CSV")
-    from flatout.data.pipeline import Pipeline
     from flatout.data.sources.arrow_schema import Wanted, listed
     from flatout.data.sources.csv_begin import SAMPLE
     from flatout.data.sources.csv_rows import csv_rows

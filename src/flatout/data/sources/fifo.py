@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 
@@ -19,13 +19,11 @@ from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.framing import LONGEST_RECORD, pieces
 from flatout.data.pipe import STANDARD_INPUT, Pipe
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.fifo_formats import WORDS, Format, Wrap, decoder_of, stream_schema
 from flatout.errors import DataError
 from flatout.processes import machine
-
-if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
 
 Place: TypeAlias = "str | os.PathLike[str] | TextIO"
 
@@ -304,8 +302,6 @@ def fifo(
         DataError: here or while reading: pipe and line or byte of what is wrong, what was expected
             and found. A stream that ends within a record is an error with any `on_error`.
     """
-    from flatout.data.pipeline import Pipeline
-
     several = isinstance(path, Sequence) and not isinstance(path, str)
     paths = [_name_of(one) for one in (path if several else [path])]  # type: ignore[union-attr]
     if not paths or len(set(paths)) < len(paths):

@@ -22,6 +22,7 @@ from flatout.data.checksums import reader
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, Paths, find
 from flatout.data.indexed import content_words
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema
 from flatout.data.sealed import Seals
 from flatout.data.sources.arrays_in_files import (
@@ -38,8 +39,6 @@ from flatout.errors import DataError
 
 if TYPE_CHECKING:
     import h5py
-
-    from flatout.data.pipeline import Pipeline
 
 # What is read at a time, at least.
 _PIECE = 4 << 20
@@ -73,8 +72,6 @@ def hdf5(
             has another number of rows than its neighbor.
     """
     require("h5py", "hdf5", "HDF5")
-    from flatout.data.pipeline import Pipeline
-
     return Pipeline(hdf5_rows(find(paths), inputs, targets, weight, schema))
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import Paths
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.data.sources.image_decode import HAVE_PILLOW, Resize
 from flatout.data.sources.image_folders import ImageFolders
 from flatout.data.sources.image_records import ImageRecords
 from flatout.data.sources.image_rows import ImageRows, Images, Wanted
 from flatout.errors import DataError
-
-if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
 
 _DEFAULTS: dict[str, Any] = {
     "size": None,
@@ -93,8 +91,6 @@ def images(
             empty, no image, damaged, or has gone or changed; a label is no class's number; an
             argument makes no sense. It names the file, and the byte in a shard.
     """
-    from flatout.data.pipeline import Pipeline
-
     if not HAVE_PILLOW:
         raise DataError("reading images takes Pillow", do="pip install 'flatout[images]'")
     given: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,13 +12,11 @@ from flatout.data.decoder import Bytes, Split, Survey, Where, report, scratch, w
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Column, Given, Schema, as_schema
 from flatout.data.text import split_lines
 from flatout.errors import DataError
 from flatout.kernels import libsvm as kernel
-
-if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
 
 Layout = Literal["dense", "fixed", "ragged"]
 
@@ -235,7 +233,6 @@ def libsvm(
     """
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows, names_of, survey_files
-    from flatout.data.pipeline import Pipeline
 
     found = find(paths)
     if schema is None:

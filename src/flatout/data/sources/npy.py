@@ -12,19 +12,17 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flatout.data.files import File, Paths, find, most_unpacked
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Role
 from flatout.data.sources.arrays_in_files import Names, Place, schema_of, wanted_columns
 from flatout.data.sources.mapped import MappedRows
 from flatout.errors import DataError
-
-if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
 
 _read_header_2 = np.lib.format.read_array_header_2_0
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -54,8 +52,6 @@ def npy(
         DataError: naming a file that is damaged, cut off, holds no numbers, or has another number
             of rows than its neighbor.
     """
-    from flatout.data.pipeline import Pipeline
-
     return Pipeline(npy_rows(inputs, targets, weight, schema))
 
 
@@ -83,8 +79,6 @@ def npz(
     Raises:
         DataError: as `npy`, or an archive lacks an array, or one unpacks to more than `most`.
     """
-    from flatout.data.pipeline import Pipeline
-
     return Pipeline(npz_rows(paths, inputs, targets, weight, schema, most))
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatout.data.files import Paths, find
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given
 from flatout.data.sources.optional import require
 
 if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
     from flatout.data.sources.arrow_schema import Categories, Dates, Defaults, Names
 
 
@@ -62,7 +62,6 @@ def parquet(
             and row of a value that is missing or does not fit.
     """
     require("pyarrow", "tables", "Parquet")
-    from flatout.data.pipeline import Pipeline
     from flatout.data.sources.arrow_schema import Wanted
     from flatout.data.sources.table_chunks import ParquetFile, table_chunks
 
@@ -90,7 +89,6 @@ def arrow(
 ) -> Pipeline:
     """Rows of Arrow IPC files, which Feather's version 2 writes as well; else as `parquet`."""
     require("pyarrow", "tables", "Arrow")
-    from flatout.data.pipeline import Pipeline
     from flatout.data.sources.arrow_schema import Wanted
     from flatout.data.sources.table_chunks import ArrowFile, table_chunks
 

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,11 @@ from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.row_folder import RowFolder
 from flatout.data.execution.row_store import Field
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.data.words import size_words
 from flatout.errors import DataError
 from flatout.recipe.toml import parse
-
-if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
 
 # A column is read from end to end only where that takes a moment.
 _QUICK = 1 << 30
@@ -175,6 +173,4 @@ def rows(path: str | os.PathLike[str], *, schema: Given | None = None) -> Pipeli
     Raises:
         DataError: there is no row cache, it is damaged, or the schema is not that of its columns.
     """
-    from flatout.data.pipeline import Pipeline
-
     return Pipeline(FolderRows(path, schema))

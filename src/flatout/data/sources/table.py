@@ -13,6 +13,7 @@ import numpy.typing as npt
 from flatout.data.block import Block, Numbers
 from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.digests import digest_of
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.optional import require
 from flatout.errors import DataError
@@ -20,7 +21,6 @@ from flatout.errors import DataError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from flatout.data.pipeline import Pipeline
     from flatout.data.sources.arrow_schema import Categories, Dates, Defaults, Names
 
 # Of tables up to this size the digest reads all bytes, of larger ones as many.
@@ -141,7 +141,6 @@ def table(
             naming column and row of a value that is missing or does not fit.
     """
     require("pyarrow", "tables", "tables")
-    from flatout.data.pipeline import Pipeline
     from flatout.data.sources.arrow_schema import Wanted, check_options, given_schema, infer_schema
     from flatout.data.sources.vocabulary import (
         left_out_notes,

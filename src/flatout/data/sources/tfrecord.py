@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,13 +13,11 @@ from flatout.data.decoder import Bytes, Split, Survey, Where, report, scratch, w
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, Paths
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Column, Given, Schema, as_schema
 from flatout.data.sources.tfrecord_schema import infer_schema
 from flatout.errors import DataError
 from flatout.kernels import example as kernel
-
-if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
 
 _KINDS: dict[str, Literal["int64", "float", "bytes"]] = {
     "int64": "int64",
@@ -164,7 +162,6 @@ def tfrecord(
     """
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows
-    from flatout.data.pipeline import Pipeline
 
     found = find(paths)
     if schema is None:

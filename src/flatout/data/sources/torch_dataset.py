@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from flatout.data.execution.samples import Fetched
+from flatout.data.pipeline import Pipeline
+from flatout.data.planner import Begun
 from flatout.data.sources.iterable import name_digest
+from flatout.data.stages import Options
 from flatout.errors import DataError
-
-if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
 
 
 class DatasetRows:
@@ -31,6 +33,10 @@ class DatasetRows:
         """Over the Dataset's code and length: reading samples may cost much."""
         return name_digest(self.dataset, self.rows)
 
+    def begin(self, options: Options, say: Callable[[str], None]) -> Begun:
+        """Samples for the stages behind it."""
+        return Begun(Fetched(self.dataset, self.digest))
+
     def describe(self) -> str:
         """Such as "1,797 samples of Digits"."""
         return f"{self.rows:,} samples of {type(self.dataset).__name__}"
@@ -45,8 +51,6 @@ def torch_dataset(dataset: Any) -> Pipeline:
     Raises:
         DataError: it has no samples, or no length.
     """
-    from flatout.data.pipeline import Pipeline
-
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"expected a Dataset with __getitem__, found {type(dataset).__name__}",

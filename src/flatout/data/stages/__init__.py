@@ -1,0 +1,51 @@
+"""What a user may write behind a source: a file per stage."""
+
+from __future__ import annotations
+
+from flatout.data.stages.batch import Batch, batch
+from flatout.data.stages.cache import Cache, cache
+from flatout.data.stages.filter import Filter, filter
+from flatout.data.stages.map import Map, map
+from flatout.data.stages.normalize import Normalize, normalize
+from flatout.data.stages.prefetch import Prefetch, prefetch
+from flatout.data.stages.repeat import Repeat, passes, repeat, samples_times, times_of
+from flatout.data.stages.shard import Shard, shard
+from flatout.data.stages.shuffle import Shuffle, shuffle
+from flatout.data.stages.split import Split, split
+from flatout.data.stages.stage import Options, P, Plan, Stage, Writable, only
+
+__all__ = [
+    "Batch",
+    "Cache",
+    "Filter",
+    "Map",
+    "Normalize",
+    "Options",
+    "Plan",
+    "Prefetch",
+    "Repeat",
+    "Shard",
+    "Shuffle",
+    "Split",
+    "Stage",
+    "Staged",
+    "only",
+    "passes",
+    "samples_times",
+    "times_of",
+]
+
+
+class Staged(Writable[P]):
+    """What all stages can be written behind."""
+
+    batch = batch
+    cache = cache
+    filter = filter
+    map = map
+    normalize = normalize
+    prefetch = prefetch
+    repeat = repeat
+    shard = shard
+    shuffle = shuffle
+    split = split

@@ -1,0 +1,93 @@
+"""cache: samples are read and made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from flatout.data.execution.cache import Cached, Where
+from flatout.data.execution.samples import Mapped
+from flatout.data.execution.varying import constant_part
+from flatout.data.stages.stage import P, Plan, Stage, Writable
+from flatout.errors import DataError
+
+
+@dataclass(frozen=True)
+class Cache(Stage):
+    """Samples are kept as they are here."""
+
+    where: Where
+    folder: str | None = None
+
+    by_number: ClassVar[bool] = True
+
+    def resume_words(self) -> None:
+        """It changes no batch."""
+
+    def make(self, plan: Plan) -> None:
+        """It goes before all that orders, and before the first random function.
+
+        Behind a shuffle or a batch it would hold the same samples; before them it also holds for
+        every later epoch. Behind a random function it would give every epoch the same draws.
+        """
+        kept, behind = constant_part(plan.samples, plan.numbers)
+        if kept is None:
+            plan.moved.append(
+                f"cache was left out: {plan.base.name} is random, and a cache would give every "
+                "epoch the same samples"
+            )
+            return
+        if getattr(kept, "in_memory", False) or (behind and isinstance(kept, Cached)):
+            plan.moved.append(_left_out(behind))
+            return
+        if behind:
+            names = " and ".join(one.name for one in behind)
+            plan.moved.append(
+                f"cache before {names}: {behind[0].name} is random, and a cache behind it would "
+                "give every epoch the same samples"
+            )
+        before = [stage.name for stage in plan.passed if stage.turn(plan.stages)]
+        if before:
+            plan.moved.append(
+                f"cache before {' and '.join(before)}: same batches, because order depends on "
+                "(seed, epoch, counter) alone"
+            )
+        if plan.functions:
+            plan.moved.append(
+                "cache before the functions of whole batches, which run in every epoch: the "
+                "batches of each epoch are others"
+            )
+        folder = None if self.folder is None else Path(self.folder)
+        cached = Cached(
+            kept, plan.numbers, self.where, budget=plan.options.memory, folder=folder, say=plan.say
+        )
+        plan.samples = cached
+        for one in behind:
+            plan.samples = Mapped(plan.samples, one.function, one.seed)
+        plan.caches.append(cached)
+        plan.runs.insert(len(plan.runs) - len(behind), "CACHE")
+
+
+def cache(self: Writable[P], where: Where = "auto", *, folder: str | None = None) -> P:
+    """Keep samples as they are here, so that they are read and made once.
+
+    Args:
+        where: "memory", "disk", or "auto": memory where it fits, else the disk. The size counts
+            decoded; where it does not fit, that is an error with the numbers.
+        folder: on the disk, where; None means the cache folder.
+    """
+    if where not in ("auto", "memory", "disk"):
+        raise DataError(f"cache: expected 'auto', 'memory' or 'disk', found {where!r}")
+    return self._with(Cache(where, folder))
+
+
+def _left_out(behind: Sequence[Mapped]) -> str:
+    """Why there is no cache, where what it could hold is there already."""
+    if not behind:
+        return "cache was left out: the samples are in memory already"
+    return (
+        f"cache was left out: {behind[0].name} is random and runs in every epoch, and the samples "
+        "before it are in memory already"
+    )

@@ -1,0 +1,81 @@
+"""filter: only the samples for which a user's function is true."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flatout.data.block import Block, take
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.samples import Costs, Samples, name_of
+from flatout.data.stages.batch import Batch
+from flatout.data.stages.stage import Function, P, Plan, Stage, Writable, only
+from flatout.errors import DataError
+
+# So many samples are looked at together.
+CHUNK = 4096
+_QUIET_S = 1.0
+
+
+@dataclass(frozen=True)
+class Filter(Function):
+    """Only the samples for which a user's function is true."""
+
+    def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
+        """It is one of samples."""
+        if only(before, Batch) is not None:
+            raise DataError(
+                "filter stands behind batch, where it would leave out whole batches",
+                do="put filter before batch",
+            )
+
+    @property
+    def chooses(self) -> bool:
+        """It does."""
+        return True
+
+    def choose(self, plan: Plan) -> None:
+        """One pass over all rows."""
+        kept, total = [], len(plan.numbers)
+        buffers, costs, said = Buffers(), Costs(), time.monotonic()
+        for start in range(0, total, CHUNK):
+            block = plan.samples.make(plan.numbers[start : start + CHUNK], buffers, 0, costs)
+            kept.append(block.numbers[self._wanted(block, plan.samples)])
+            if time.monotonic() - said > _QUIET_S:
+                said = time.monotonic()
+                looked_at = f"looked at {start + len(block):,} of {total:,}"
+                plan.say(f"filter {name_of(self.function)}: {looked_at}")
+        plan.numbers = np.concatenate(kept)
+        if not len(plan.numbers):
+            raise DataError(f"filter {name_of(self.function)} leaves none of {total:,} samples")
+
+    def stream(self, plan: Plan) -> None:
+        """Block by block, as they come."""
+        samples = plan.samples
+
+        def step(blocks: Iterator[Block], epoch: int) -> Iterator[Block]:
+            for block in blocks:
+                if len(kept := np.flatnonzero(self._wanted(block, samples))):
+                    yield take(block, kept)
+
+        plan.steps.append(step)
+
+    def _wanted(self, block: Block, samples: Samples) -> Any:
+        form = samples.form
+        rows = range(len(block))
+        return np.array([bool(self.function(*form.sample(block, row))) for row in rows], bool)
+
+    def counted(self, rows: int | None) -> None:
+        """Nobody knows before they have come."""
+
+
+def filter(self: Writable[P], function: Callable[..., Any]) -> P:
+    """Only the samples for which the function is true; it gets what `map` gives.
+
+    One pass over all samples finds them, so that they can be counted and shuffled.
+    """
+    return self._with(Filter(function))

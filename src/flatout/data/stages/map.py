@@ -1,0 +1,42 @@
+"""map: a user's function of each sample or of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.data.block import Block
+from flatout.data.execution.samples import Mapped
+from flatout.data.stages.stage import Function, P, Plan, Writable
+
+
+@dataclass(frozen=True)
+class Map(Function):
+    """A user's function: of one sample before `Batch`, of a whole batch behind it."""
+
+    def make(self, plan: Plan) -> None:
+        """It stays where it was written, relative to other functions and to the batch."""
+        if plan.batched:
+            plan.functions.append(self.function)
+            return
+        plan.samples = mapped = Mapped(plan.samples, self.function, plan.seed)
+        plan.runs.append(mapped.name)
+
+        def step(blocks: Iterator[Block], epoch: int) -> Iterator[Block]:
+            return (mapped.apply(block, epoch) for block in blocks)
+
+        plan.steps.append(step)
+
+    choose = stream = make  # what is chosen behind it, it is chosen by what it makes
+
+
+def map(self: Writable[P], function: Callable[..., Any]) -> P:
+    """A function of each sample, or, behind `batch`, of each whole batch.
+
+    It gets what the model would get: `function(inputs)`, `function(inputs, targets)`, or with
+    the weight, as tensors; and gives x, (x, y) or (x, y, weight). With a parameter `rng` it
+    gets a numpy Generator that depends on (seed, epoch, sample) alone. A function that draws
+    from the global generators runs in the thread that iterates.
+    """
+    return self._with(Map(function))

@@ -1,0 +1,54 @@
+"""normalize: bytes of images as float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flatout.data.normalization import Normalization
+from flatout.data.stages.stage import Function, P, Stage, Writable, only
+from flatout.errors import DataError
+
+
+@dataclass(frozen=True)
+class Normalize(Stage):
+    """uint8 inputs become float32, when all else is done."""
+
+    normalization: Normalization
+
+    once: ClassVar[bool] = True
+
+    def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
+        """No function gets what it makes."""
+        if function := only(behind, Function):
+            raise DataError(
+                f"{function.name} stands behind normalize, which runs last: its function would get "
+                "bytes",
+                do=f"put {function.name} before normalize",
+            )
+
+    def check_convert(self) -> None:
+        """Bytes are written."""
+        raise DataError(
+            "convert writes images as bytes, and normalize makes float32 of them",
+            do="leave it out, and write it behind what reads the new files",
+        )
+
+
+def normalize(
+    self: Writable[P], mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0
+) -> P:
+    """uint8 images as float32: scaled to 0..1, then `(x - mean) / std`.
+
+    It runs last, wherever it is written, so that caches hold bytes; a Trainer copies bytes to
+    its device and normalizes there. What a model was trained with is saved with it.
+
+    Args:
+        mean: of pixels from 0 to 1, for each channel or one for all.
+        std: their standard deviation, likewise.
+
+    Raises:
+        DataError: the numbers make no sense.
+    """
+    return self._with(Normalize(Normalization.of(mean, std)))

@@ -1,0 +1,47 @@
+"""prefetch: batches are copied to a device ahead of need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flatout.data.execution.batch_sampler import whole_number
+from flatout.data.stages.stage import P, Stage, Writable
+from flatout.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prefetch(Stage):
+    """Batches are copied to a device ahead of need."""
+
+    device: str
+    depth: int
+
+    def resume_words(self) -> None:
+        """It changes no batch."""
+
+
+def prefetch(self: Writable[P], device: str, *, depth: int = 2) -> P:
+    """Copy batches to a device while the ones before are computed on.
+
+    A Trainer does that by itself where it trains on a GPU.
+
+    Args:
+        device: as torch names it.
+        depth: batches on their way at once; 2 is double buffering.
+    """
+    _check_device(device)
+    return self._with(Prefetch(device, whole_number("prefetch: depth", depth, 1)))
+
+
+def _check_device(device: str) -> None:
+    """Refuse what torch has no name for, or cannot use here."""
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise DataError(
+            f"prefetch: expected a device such as 'cuda' or 'cuda:1', found {device!r}"
+        ) from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise DataError("prefetch: there is no CUDA device that this torch can use")

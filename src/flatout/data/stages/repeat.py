@@ -1,0 +1,66 @@
+"""repeat: several passes as one epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flatout.data.execution.batch_sampler import Order, whole_number
+from flatout.data.stages.batch import Batch
+from flatout.data.stages.stage import P, Plan, Stage, Writable, only
+
+
+@dataclass(frozen=True)
+class Repeat(Stage):
+    """Several passes as one epoch."""
+
+    times: int
+
+    once: ClassVar[bool] = True
+
+    def turn(self, stages: Sequence[Stage]) -> int:
+        """Of samples before `batch`, of batches behind it."""
+        return 2 if passes(stages) == 1 else 4
+
+    def order(self, order: Order, plan: Plan) -> Order:
+        """One pass after the other."""
+        plan.runs.append(self.name)
+        return order if self.times == 1 else repeated(order, self.times)
+
+
+def repeat(self: Writable[P], times: int) -> P:
+    """Several passes as one epoch, each in an order of its own.
+
+    Behind `batch` each pass ends with its own last batch, which may be smaller; before it, a
+    batch may hold the end of one pass and the beginning of the next.
+    """
+    return self._with(Repeat(whole_number("repeat: times", times, 1)))
+
+
+def repeated(inner: Order, times: int) -> Order:
+    """Several passes as one epoch, each in an order of its own."""
+    return lambda epoch: np.concatenate([inner(epoch * times + i) for i in range(times)])
+
+
+def times_of(stages: Sequence[Stage]) -> int:
+    """Passes of an epoch."""
+    repeat = only(stages, Repeat)
+    return 1 if repeat is None else repeat.times
+
+
+def passes(stages: Sequence[Stage]) -> int:
+    """Passes of an epoch that each end with a last batch of their own.
+
+    As written: `batch(n).repeat(k)` repeats batches, `repeat(k).batch(n)` repeats samples, so that
+    a batch may hold the end of one pass and the beginning of the next.
+    """
+    met = [type(stage) for stage in stages if isinstance(stage, (Repeat, Batch))]
+    return times_of(stages) if met[:1] == [Batch] else 1
+
+
+def samples_times(stages: Sequence[Stage]) -> int:
+    """How often each sample comes between two borders of passes."""
+    return times_of(stages) // passes(stages)

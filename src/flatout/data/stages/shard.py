@@ -1,0 +1,212 @@
+"""shard: a rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from flatout.console import counted
+from flatout.data.block import Numbers
+from flatout.data.execution.batch_sampler import BatchSampler, whole_number
+from flatout.data.origins import Stream
+from flatout.data.stages.batch import Batch
+from flatout.data.stages.repeat import passes, samples_times
+from flatout.data.stages.stage import P, Plan, Stage, Writable, only
+from flatout.errors import DataError
+from flatout.world import place
+
+
+@dataclass(frozen=True)
+class Shard(Stage):
+    """A rank's part.
+
+    Attributes:
+        rank: from 0.
+        world_size: how many ranks there are.
+        by: what is shared out.
+        presharded: what is here belongs to this node alone.
+        beside: with `presharded`, which of how many ranks of this node this is.
+        steps: with `presharded`, batches in an epoch; None until the ranks have agreed.
+    """
+
+    rank: int
+    world_size: int
+    by: Literal["batch", "files", "rows"] = "batch"
+    presharded: bool = False
+    beside: tuple[int, int] = (0, 1)
+    steps: int | None = None
+
+    once: ClassVar[bool] = True
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether ranks have rows of their own, rather than parts of the same batches."""
+        return self.presharded or self.by != "batch"
+
+    def resume_words(self) -> None:
+        """It changes no global batch."""
+
+    def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
+        """All passes have equally many steps."""
+        turns = passes([*before, self, *behind])
+        if self.steps is not None and self.steps % turns:
+            raise DataError(
+                f"shard(presharded=True, steps={self.steps:,}) cannot be shared out alike among "
+                f"the {turns:,} passes of repeat, which stands behind batch",
+                do=f"pass a multiple of {turns:,} as steps, or put repeat before batch",
+            )
+
+    @property
+    def chooses(self) -> bool:
+        """Where ranks have rows of their own."""
+        return self.has_own_rows
+
+    def check_convert(self) -> None:
+        """Whole rows are written."""
+        if self.by == "batch":
+            raise DataError(
+                "convert writes rows, and shard makes batches",
+                do="convert the pipeline as it is before batch and shard",
+            )
+
+    def check_stream(self, stream: Stream, stages: Sequence[Stage]) -> None:
+        """Each rank reads a stream of its own, and has a share of the batch size."""
+        if self.by != "batch":
+            raise DataError(
+                f"shard(by={self.by!r}) wants rows that can be found by number, and a stream has "
+                "none",
+                do="leave it out: each rank reads a pipe of its own",
+            )
+        if self.steps is not None and stream.rows is None:
+            raise DataError(
+                "shard(steps=...) of a stream wants to know how many rows come",
+                do="pass rows= to fifo, or leave steps out: ranks end an epoch together",
+            )
+        batch = only(stages, Batch)
+        if batch is not None and batch.size < self.world_size:
+            raise DataError(
+                f"a batch of {counted(batch.size, 'sample')} has none for some of "
+                f"{self.world_size} ranks, each of which reads a pipe of its own",
+                do="use a larger batch, or fewer ranks",
+            )
+
+    def choose(self, plan: Plan) -> None:
+        """Rows of this rank's own, if it has such."""
+        if self.has_own_rows:
+            plan.everywhere = len(plan.numbers)
+            plan.numbers = self.rows_of(plan.numbers, getattr(plan.origin, "file_rows", None))
+
+    def rows_of(self, numbers: Numbers, file_rows: Numbers | None) -> Numbers:
+        """A rank's own rows: whole files, or a range. Of presharded files, those of its node.
+
+        Args:
+            numbers: all rows.
+            file_rows: where each file's rows begin, and at last where they end.
+        """
+        rank, world = self.beside if self.presharded else (self.rank, self.world_size)
+        if world == 1:
+            return numbers
+        files = 0 if file_rows is None else len(file_rows) - 1
+        if self.by == "files":
+            if file_rows is None or files < world:
+                raise DataError(
+                    f"sharding by files wants at least {world} files, found {files}",
+                    do='use by="rows", or by="batch"',
+                )
+            owner = _balanced(np.diff(file_rows), world)
+            mine = owner[np.searchsorted(file_rows, numbers, side="right") - 1] == rank
+            return np.asarray(numbers[mine])
+        return numbers[len(numbers) * rank // world : len(numbers) * (rank + 1) // world]
+
+    def share(self, batches: BatchSampler, plan: Plan) -> BatchSampler:
+        """A share of each batch, or this rank's own rows over as many steps as others make."""
+        if not self.has_own_rows:
+            return replace(batches, rank=self.rank, world_size=self.world_size)
+        if not self.presharded:
+            assert plan.everywhere is not None
+            rows = plan.everywhere * samples_times(plan.stages)
+            steps = batches.passes * max(1, -(-rows // batches.batch_size))
+        elif self.steps is not None:
+            steps = self.steps
+        else:
+            raise DataError(
+                "shard(presharded=True): no rank knows how many samples the others have",
+                do="hand the pipeline to a Trainer, whose ranks find it out, or pass steps=, the "
+                "same on every rank: samples of all ranks / batch size, rounded up",
+            )
+        return replace(batches, even_steps=steps)
+
+    def size(self, at: int, whole: int, rows: int | None, turns: int) -> int:
+        """How many rows batch `at` of a pass of a stream has: this rank's share of the batch size.
+
+        Where the steps of an epoch were agreed on, this rank's rows are spread over them.
+
+        Args:
+            at: number of the batch.
+            whole: rows of a global batch.
+            rows: of this rank in a pass, where that is known.
+            turns: passes of an epoch.
+        """
+        if self.world_size > 1 and self.steps is not None and rows is not None:
+            steps = self.steps // turns
+            return rows * (at + 1) // steps - rows * at // steps
+        return whole * (self.rank + 1) // self.world_size - whole * self.rank // self.world_size
+
+
+def shard(
+    self: Writable[P],
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    by: Literal["batch", "files", "rows"] = "batch",
+    presharded: bool = False,
+    steps: int | None = None,
+) -> P:
+    """The part of one rank. All ranks make equally many steps; no sample is lost or repeated.
+
+    A Trainer and a Loop give each rank its share of every batch by themselves. Write it where
+    ranks should have samples of their own, or for a loop without either.
+
+    Args:
+        rank: from 0. Without rank and world size, those of this process.
+        world_size: how many ranks there are.
+        by: "batch" gives every rank its share of each global batch, so that the order is the
+            same on any number of ranks; "files" and "rows" give it samples of its own, which
+            spares reading what others read.
+        presharded: the files here are this node's alone already, as ShardedByS3Key leaves them;
+            its ranks share them out. With a rank given, they are that rank's alone.
+        steps: with `presharded`, batches in an epoch, the same number on every rank. A Trainer
+            finds it out: samples of all ranks / batch size, rounded up.
+
+    Raises:
+        DataError: it makes no sense.
+    """
+    if (rank is None) != (world_size is None):
+        raise DataError("shard: pass both rank and world_size, or neither")
+    if by not in ("batch", "files", "rows"):
+        raise DataError(f"shard: by is 'batch', 'files' or 'rows', found {by!r}")
+    if steps is not None and not presharded:
+        raise DataError("shard: steps= is for presharded=True alone")
+    if steps is not None:
+        whole_number("shard: steps", steps, 1)
+    beside = (0, 1)
+    if rank is None or world_size is None:
+        here = place()
+        rank, world_size = here.rank, here.world_size
+        beside = (here.local_rank, here.local_world_size)
+    elif not 0 <= rank < world_size:
+        raise DataError(f"shard: expected a rank from 0 to {world_size - 1}, found {rank}")
+    return self._with(Shard(rank, world_size, by, presharded, beside, steps))
+
+
+def _balanced(sizes: Numbers, ranks: int) -> Numbers:
+    """Which rank gets which file: the largest first, each to the rank that has least so far."""
+    owner = np.empty(len(sizes), np.int64)
+    load = np.zeros(ranks, np.int64)
+    for at in np.argsort(-sizes, kind="stable"):
+        owner[at] = int(load.argmin())
+        load[owner[at]] += sizes[at]
+    return owner

@@ -1,0 +1,143 @@
+"""split: two pipelines over different samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Numbers
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.samples import Costs, Samples
+from flatout.data.form import Leaf
+from flatout.data.order import order
+from flatout.data.origins import is_rows
+from flatout.data.stages.filter import CHUNK
+from flatout.data.stages.stage import P, Plan, Stage, Writable
+from flatout.errors import DataError
+
+
+@dataclass(frozen=True)
+class Split(Stage):
+    """One of the two parts of the samples."""
+
+    fraction: float
+    first: bool
+    by: Literal["random", "order"]
+    seed: int
+    stratify: bool
+
+    by_number: ClassVar[bool] = True
+
+    @property
+    def chooses(self) -> bool:
+        """It does."""
+        return True
+
+    def choose(self, plan: Plan) -> None:
+        """One part of the rows."""
+        labels = None
+        if self.stratify:
+            is_known = is_rows(plan.origin) and plan.samples is plan.base
+            known = plan.origin.targets() if is_known else None
+            labels = labels_of(plan.numbers, plan.samples, known)
+        plan.numbers = self.part(plan.numbers, labels)
+
+    def part(self, numbers: Numbers, labels: npt.NDArray[Any] | None) -> Numbers:
+        """One of the two parts of rows, in ascending order.
+
+        Args:
+            numbers: the rows to split.
+            labels: of each of these rows, to be shared out class by class.
+        """
+        if self.by == "order":
+            cut = self._share(len(numbers))
+            return numbers[:cut] if self.first else numbers[cut:]
+        if labels is None:
+            groups = [np.arange(len(numbers))]
+        else:
+            groups = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+        chosen = np.zeros(len(numbers), bool)
+        for at, group in enumerate(groups):
+            drawn = group[order(len(group), self.seed, at)]
+            chosen[drawn[: self._share(len(group))]] = True
+        part = numbers[chosen if self.first else ~chosen]
+        if not len(part):
+            raise DataError(
+                f"split({self.fraction}) leaves {'the first' if self.first else 'the second'} part "
+                f"empty: there are {len(numbers):,} samples"
+            )
+        return part
+
+    def _share(self, count: int) -> int:
+        # Rounded to twelve digits first, or 0.9 of 10 would be less than 9.
+        return int(np.floor(round(count * self.fraction, 12)))
+
+
+def split(
+    self: Writable[P],
+    fraction: float,
+    *,
+    by: Literal["random", "order"] = "random",
+    seed: int = 0,
+    stratify: bool = False,
+) -> tuple[P, P]:
+    """Two pipelines over different samples, with the same stages.
+
+    Args:
+        fraction: of the samples in the first part.
+        by: "random", a function of `seed`; or "order": the first part comes before the second,
+            as days do.
+        seed: of the choice.
+        stratify: share out each class alike.
+
+    Raises:
+        DataError: the fraction is not between 0 and 1, or stratify goes with by="order".
+    """
+    if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
+        raise DataError(f"split: expected a fraction between 0 and 1, found {fraction!r}")
+    if by not in ("random", "order"):
+        raise DataError(f"split: by is 'random' or 'order', found {by!r}")
+    if stratify and by == "order":
+        raise DataError("split: stratify shares out at random, so it cannot go by order")
+    first, second = (self._with(Split(fraction, own, by, seed, stratify)) for own in (True, False))
+    return first, second
+
+
+def labels_of(
+    numbers: Numbers, samples: Samples, known: npt.NDArray[Any] | None
+) -> npt.NDArray[Any]:
+    """The targets of rows, to split by class.
+
+    Raises:
+        DataError: the target is not one number a row, or no class.
+    """
+    if known is not None:
+        return _classes(known[numbers])
+    found = []
+    buffers, costs = Buffers(), Costs()
+    for start in range(0, len(numbers), CHUNK):
+        block = samples.make(numbers[start : start + CHUNK], buffers, 0, costs)
+        target = samples.form.targets
+        values = block.columns[target.column] if isinstance(target, Leaf) else None
+        if not isinstance(values, np.ndarray) or values.size != len(block):
+            raise DataError(
+                "split(stratify=True) shares out classes, so it wants one target a sample; "
+                f"found {target if values is None else np.shape(values)}"
+            )
+        found.append(values.reshape(-1).copy())
+    return _classes(np.concatenate(found))
+
+
+def _classes(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same, unless about every row has a target of its own: those are no classes."""
+    different = len(np.unique(labels))
+    if labels.dtype.kind == "f" and 2 * different > len(labels) > 2:
+        raise DataError(
+            f"split(stratify=True) shares out classes; found {different:,} different targets in "
+            f"{len(labels):,} samples",
+            do="leave stratify out for targets that are numbers",
+        )
+    return labels
