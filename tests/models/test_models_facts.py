@@ -1,8 +1,7 @@
 import pytest
 from torch import nn
 
-from flatout.models import facts_of, is_batch_coupled, uses_convolution
-from flatout.models.facts import draws_random
+from flatout.models import adapter_of, facts_of, is_batch_coupled, uses_convolution
 
 
 def test_batch_norm_couples_the_samples_while_it_trains():
@@ -32,7 +31,7 @@ def test_batch_norm_couples_the_samples_while_it_trains():
     ids=str,
 )
 def test_layers_that_draw(module, draws):
-    assert draws_random(nn.Sequential(module)) is draws
+    assert adapter_of(nn.Sequential(module)).draws_random() is draws
 
 
 def test_convolutions_on_images():

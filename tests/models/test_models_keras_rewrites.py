@@ -13,7 +13,7 @@ from keras import layers  # noqa: E402
 
 from flatout.kernels import relu_pool as kernel  # noqa: E402
 from flatout.models import find_rewrites  # noqa: E402
-from flatout.models.keras_rewrites import keras_calls, training_step  # noqa: E402
+from flatout.models.keras.rewrites import keras_calls, training_step  # noqa: E402
 
 if keras.backend.backend() != "torch":
     pytest.skip("Keras is on another backend", allow_module_level=True)

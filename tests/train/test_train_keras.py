@@ -16,7 +16,7 @@ from keras import layers  # noqa: E402
 
 import flatout  # noqa: E402
 from flatout.errors import CheckpointError, DataError, ModelError, NumbersError  # noqa: E402
-from flatout.train import keras_slow_metrics  # noqa: E402
+from flatout.models.keras import slow_metrics  # noqa: E402
 
 if keras.backend.backend() != "torch":
     pytest.skip("Keras is on another backend", allow_module_level=True)
@@ -890,7 +890,7 @@ class Own(keras.metrics.SparseCategoricalCrossentropy):
 
 
 def test_a_metric_slower_than_the_step_is_named_and_fed_less_often(monkeypatch):
-    monkeypatch.setattr(keras_slow_metrics, "_SHARE", 0.0)  # whatever takes any time is slow
+    monkeypatch.setattr(slow_metrics, "_SHARE", 0.0)  # whatever takes any time is slow
     updates = []
     real = keras.metrics.MeanIoU.update_state
 
@@ -937,8 +937,8 @@ def test_metrics_that_are_not_slow_stay_in_the_step():
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(keras_slow_metrics, "_SHARE", 0.0)
-    monkeypatch.setattr(keras_slow_metrics, "_KEPT_BYTES", 16 * (8 + 12))  # one batch
+    monkeypatch.setattr(slow_metrics, "_SHARE", 0.0)
+    monkeypatch.setattr(slow_metrics, "_KEPT_BYTES", 16 * (8 + 12))  # one batch
     x, y = points(320)
     ours, theirs = twins(lambda: compiled("sgd"))
     there = theirs.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)

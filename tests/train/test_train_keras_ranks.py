@@ -8,7 +8,7 @@ from keras import layers  # noqa: E402
 
 import flatout  # noqa: E402
 from flatout.errors import ModelError  # noqa: E402
-from flatout.train.keras_callback_ranks import on_rank, reads_batches  # noqa: E402
+from flatout.models.keras.callbacks import on_rank, reads_batches  # noqa: E402
 from flatout.train.ranks import check_ranks  # noqa: E402
 from flatout.world import Place, World  # noqa: E402
 

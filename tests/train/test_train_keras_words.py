@@ -8,7 +8,7 @@ from train_jobs import data, network, same, saving, trainer
 
 import flatout
 from flatout.data.order import order
-from flatout.errors import CheckpointError, ModelError
+from flatout.errors import CheckpointError, DataError, ModelError
 from flatout.train.callbacks import BestCheckpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,3 +114,12 @@ def test_an_uncompiled_keras_model_takes_the_same_words():
     assert len(history.epochs) == 2
     assert history.history["kind_loss"][1] < history.history["kind_loss"][0]
     assert {"val_loss", "val_kind_loss", "val_size_loss"} <= set(history.epochs[0])
+
+
+def test_validation_freq_and_steps_of_an_epoch():
+    given = {"batch_size": 32, "epochs": 4, "validation_data": (X, Y), "verbose": 0}
+    for every, validated in ((2, [1, 3]), ([1, 4], [0, 3])):
+        epochs = trainer(network()).fit(X, Y, validation_freq=every, **given).epochs
+        assert [n for n, logs in enumerate(epochs) if "val_loss" in logs] == validated
+    with pytest.raises(DataError, match="steps of an epoch"):
+        trainer(network()).fit(X, Y, steps_per_epoch=3)

@@ -67,7 +67,7 @@ def test_class_weights_are_those_of_torchs_loss(how):
     )
     # The next fit does not remember.
     job.fit((x, y), batch_size=batch, epochs=2)
-    assert job._class_weight is None
+    assert job.objective._class_weight is None
 
 
 def test_class_weights_from_a_loader_times_the_samples_own():

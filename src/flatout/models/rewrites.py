@@ -28,8 +28,6 @@ from torch.nn.modules import module as every_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from flatout.models.keras_model import is_keras
-from flatout.models.keras_rewrites import keras_calls, put_on
 from flatout.models.relu_pool import relu_pool
 from flatout.models.trace import Traced, is_watched, line_of, trace
 
@@ -80,15 +78,8 @@ class Rewrite:
     apply: Callable[[], Callable[[], None]]
 
 
-def find_rewrites(model: nn.Module) -> list[Rewrite]:
-    """The rewrites that fit `model` in training. Looks only; changes nothing.
-
-    Those of a torch module are exact, those of Keras' layers to rounding.
-    """
-    if is_keras(model):
-        calls = keras_calls(model)
-        words = f"{len(calls)} Keras layers call torch's operators directly"
-        return [Rewrite(words, lambda: put_on(model, calls))] if calls else []
+def rewrites_of(model: nn.Module) -> list[Rewrite]:
+    """The rewrites that fit `model` in training. Looks only; changes nothing."""
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return []
     found: list[Rewrite] = []
@@ -120,9 +111,7 @@ class Pair:
 
 
 def find_pairs(model: nn.Module) -> list[Pair]:
-    """What `find_rewrites` would exchange in a torch module, one by one, with its place."""
-    if is_keras(model):
-        return []
+    """What `rewrites_of` would exchange in a torch module, one by one, with its place."""
     found: list[Pair] = []
     done: set[nn.Module] = set()
     for name, module in model.named_modules():

@@ -1,7 +1,7 @@
 """The optimizer step: gated against bad numbers, fused where that is allowed; large batches."""
 
+from flatout.models.keras.optimizer import KerasOptimizer
 from flatout.optim.fused import can_fuse, defuse, fuse
-from flatout.optim.keras_optimizer import KerasOptimizer
 from flatout.optim.lamb import Lamb
 from flatout.optim.lars import Lars
 from flatout.optim.rates import LrRule, LrScale

@@ -18,7 +18,7 @@ import torch
 
 from flatout.console import rounded
 from flatout.errors import ModelError
-from flatout.optim.keras_optimizer import KerasOptimizer
+from flatout.models.keras.optimizer import KerasOptimizer
 from flatout.optim.several import Optimizers, as_tuple
 
 RULES = ("linear", "sqrt", "power", "none")

@@ -24,7 +24,8 @@ import torch
 
 from flatout.console import first_line
 from flatout.errors import CheckpointError, FlatoutError
-from flatout.save.keras_file import is_text, save_keras, text_in_hdf5
+from flatout.save.any_model import save_model_file
+from flatout.save.keras_file import is_text, text_in_hdf5
 from flatout.save.model_file import save_model
 from flatout.save.storage import Folder
 from flatout.save.weights_file import BROKEN, text_in
@@ -269,7 +270,7 @@ def write(file: KerasFile, target: str) -> tuple[int, int]:
     """
     if file.has_model:
         model = file.model()
-        save_keras(model, target, file.metadata)
+        save_model_file(target, model, file.metadata)
         folder, name = Folder(target).parent()
         return len(model.weights), folder.size(name) or 0
     weights = file.weights()

@@ -17,8 +17,6 @@ from typing import Any
 from flatout.console import first_line
 from flatout.errors import CheckpointError
 from flatout.models import load_weights, weights_of
-from flatout.save.fits import check_fits
-from flatout.save.model_file import open_model, save_model
 from flatout.save.storage import Folder
 from flatout.save.weights_file import MEMBER, text_in
 
@@ -38,9 +36,6 @@ def save_keras(model: Any, path: str | Path, metadata: Mapping[str, str] | None 
         CheckpointError: the ending is another, or the file cannot be written.
     """
     name = os.fspath(path)
-    if name.endswith(".safetensors"):
-        save_model(name, weights_of(model), metadata)
-        return Path(path)
     suffix = _suffix(name)
     folder, file = Folder(name).parent()
     with tempfile.TemporaryDirectory(prefix="flatout-") as beside:
@@ -62,11 +57,6 @@ def load_keras(model: Any, path: str | Path) -> dict[str, str]:
         CheckpointError: the file is missing, damaged or of another model.
     """
     name = os.fspath(path)
-    if name.endswith(".safetensors"):
-        saved, metadata, _ = open_model(name)
-        check_fits(weights_of(model), saved)
-        load_weights(model, saved)
-        return metadata
     suffix = _suffix(name)
     folder, file = Folder(name).parent()
     data = folder.read(file)

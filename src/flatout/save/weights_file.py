@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flatout.errors import CheckpointError
+from flatout.models.torch_model import TorchModel
 from flatout.save.foreign import TORCH_FILES, read_weights_of
 from flatout.save.model_file import is_model_file, open_model, save_model
 from flatout.save.storage import Folder
@@ -26,23 +27,15 @@ _LARGEST = 64 << 20
 BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 
-def check_ending(path: str | os.PathLike[str]) -> None:
-    """Refuse a name that weights are not saved under.
+def check_ending(path: str | os.PathLike[str], kind: TorchModel | type[TorchModel]) -> None:
+    """Refuse a name that models of this kind are not saved under.
 
     Raises:
-        CheckpointError: it ends neither in .safetensors nor in .pt or .pth.
+        CheckpointError: it ends in something else.
     """
     name = os.fspath(path)
-    if name.endswith((".safetensors", *_PICKLES)):
-        return
-    is_kerass = name.endswith((".keras", ".h5"))
-    raise CheckpointError(
-        "a torch model's weights are saved as .safetensors, .pt or .pth (torch.save's format)",
-        where=name,
-        do=".keras and .h5 are for Keras models: choose one of these endings"
-        if is_kerass
-        else "choose one of these endings",
-    )
+    if not name.endswith(kind.endings):
+        raise CheckpointError(kind.saved_as, where=name, do="choose one of these endings")
 
 
 def save_weights(
@@ -62,7 +55,7 @@ def save_weights(
         CheckpointError: the ending is another, an entry is no dense tensor, or the file cannot be
             written.
     """
-    check_ending(path)
+    check_ending(path, TorchModel)
     if not os.fspath(path).endswith(_PICKLES):
         save_model(path, weights, metadata)
         return
@@ -95,7 +88,7 @@ def load_weights_file(
     if os.fspath(path).endswith(TORCH_FILES):
         return read_weights_of(path).tensors, _text_in(path)
     if not is_model_file(path):
-        check_ending(path)
+        check_ending(path, TorchModel)
     tensors, metadata, _ = open_model(path)
     return tensors, metadata
 

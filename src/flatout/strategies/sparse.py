@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatout.errors import ModelError
-from flatout.models.keras_model import modules_of
+from flatout.models import modules_of
 from flatout.world import World
 
 

@@ -4,7 +4,7 @@ Each rank tells the others mean, squared deviations and count of its part of the
 collective, and they are put together by the formulas of Chan, Golub and LeVeque ("Updating Formulae
 and a Pairwise Algorithm for Computing Sample Variances", 1979). Backward needs one collective more,
 for the two sums over the batch in the gradient (Ioffe and Szegedy, "Batch Normalization", 2015).
-Keras' layers are in keras_batch_norm.py.
+Keras' layers are in models/keras/batch_norm.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatout.models.keras_model import modules_of
-from flatout.strategies.keras_batch_norm import is_keras_norm, keras_moments
+from flatout.models import modules_of
+from flatout.models.keras.batch_norm import is_keras_norm, keras_moments
 from flatout.world import ONE, World
 
 
@@ -55,7 +55,7 @@ class SyncBatchNorm:
         self.of_keras = [layer for layer in modules if is_keras_norm(layer)]
         for layer in self.of_keras:
             # Past Keras' own __setattr__, which would track it as a part of the layer.
-            vars(layer)["_moments"] = keras_moments(self, layer)
+            vars(layer)["_moments"] = keras_moments(lambda: self.world, layer)
 
     @property
     def has_layers(self) -> bool:

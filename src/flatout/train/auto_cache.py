@@ -15,7 +15,7 @@ from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.batch import Batch, named_tensors
 from flatout.measure import fingerprint
-from flatout.models import keras_model
+from flatout.models import adapter_of
 from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, loads
 from flatout.train.step import Stepper
 
@@ -29,7 +29,7 @@ def key(
         "version": flatout.__version__,
         "machine": fingerprint().digest,
         "process": [stepper.switch.now.allocator, torch.get_num_threads()],
-        "model": keras_model.structure(model) if keras_model.is_keras(model) else repr(model),
+        "model": adapter_of(model).structure(),
         "parameters": [(n, list(p.shape), p.requires_grad) for n, p in model.named_parameters()],
         "optimizers": [[type(o).__qualname__, *map(_options, o.param_groups)] for o in optimizers],
         "batches": [_shapes(batch) for batch in batches],

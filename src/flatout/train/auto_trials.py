@@ -22,7 +22,7 @@ from flatout.console import first_line
 from flatout.data.batch import Batch, split, to_memory_format
 from flatout.errors import OutOfMemory
 from flatout.measure import OutOfTime, TrialResult, page_faults, run_trial
-from flatout.models.keras_model import is_keras
+from flatout.models import adapter_of
 from flatout.recipe import ModelFacts
 from flatout.train import auto_budget
 from flatout.train.auto_budget import Budget
@@ -235,7 +235,7 @@ class Trials:
             found.append([loss.detach(), *(p.grad for p in self.stepper.update.parameters)])
             self.stepper.update.forget()
         plain, rewritten = found
-        same = _nearly if is_keras(self.stepper.switch.model) else torch.equal
+        same = _nearly if adapter_of(self.stepper.switch.model).rewrites_round else torch.equal
         return all(
             (a is None and b is None) or (a is not None and b is not None and same(a, b))
             for a, b in zip(plain, rewritten, strict=True)

@@ -56,10 +56,13 @@ class Checkpointing:
         """
         if self._in_pieces:
             check_shared(Folder(self._folder), self._world)
-        elif self._world.is_first:
-            self.checkpoints.check_writable()
-        if self._world.is_first and "://" not in self.run:
-            self._in_use = InUse(self.run)
+        else:
+            self._world.by_first(self.checkpoints.check_writable)
+        if "://" not in self.run:
+            self._world.by_first(self._take)
+
+    def _take(self) -> None:
+        self._in_use = InUse(self.run)
 
     def mend(self) -> bool:
         """Whether the folder was removed while this job runs; it is taken again then.
@@ -75,13 +78,10 @@ class Checkpointing:
 
     def next_path(self, step: int) -> str:
         """Where a checkpoint of this step would be written."""
-        path = None
-        if self._world.is_first:
-            folder = Folder(self._folder)
-            name = f"step-{step:09d}"
-            names = chain([name], (f"{name}.{again}" for again in count(1)))
-            path = f"{self._folder}/{next(n for n in names if not folder.exists(n))}"
-        return str(self._world.from_first(path))
+        folder, name = Folder(self._folder), f"step-{step:09d}"
+        names = chain([name], (f"{name}.{again}" for again in count(1)))
+        free = self._world.by_first(lambda: next(n for n in names if not folder.exists(n)))
+        return f"{self._folder}/{free}"
 
     def write(
         self,
@@ -132,7 +132,7 @@ class Checkpointing:
         if isinstance(resume, str):
             return self._load(resume)
         # One rank looks, so that all find the same.
-        name = self._world.from_first(self.checkpoints.latest() if self._world.is_first else None)
+        name = self._world.by_first(self.checkpoints.latest)
         if name is None:
             return None
         if not resume:

@@ -11,7 +11,6 @@ from torch import nn
 
 from flatout.data.batch import Batch
 from flatout.data.source import Source
-from flatout.models.keras_model import is_keras
 from flatout.train import guard
 from flatout.train.job import Job
 from flatout.train.ranks import agreed, part_of
@@ -19,11 +18,13 @@ from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.tables import outside
 
 if TYPE_CHECKING:
-    from flatout.train.trainer import Trainer
+    from flatout.train.loop import Loop
+    from flatout.train.objective import Objective
 
 
 def evaluate(
-    trainer: Trainer,
+    objective: Objective,
+    loop: Loop,
     source: Source,
     stopped: Callable[[], bool] = lambda: False,
     watched: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
@@ -35,7 +36,8 @@ def evaluate(
     batches before the division, so the size of the batches does not matter.
 
     Args:
-        trainer: holds model, loss and metrics.
+        objective: has model, loss and metrics.
+        loop: has the ranks, and the precision and device of training.
         source: read from its beginning, in the order of epoch 0.
         stopped: asked after each batch whether to give up; the answer is then None.
         watched: the same batches, for somebody who wants to know when each begins and ends.
@@ -44,12 +46,12 @@ def evaluate(
         NumbersError: if a weight or buffer is not finite.
         OutOfMemory: on a single sample, or where ranks compute a batch together.
     """
-    guard.check_state(trainer.model, "evaluation")
-    trainer.be_ready()
-    world = trainer.world()
-    job = trainer.job(None, training=False)
-    part = part_of(agreed(source, world), world, trainer.loop.say)
-    tally = evaluate_batches(trainer, job, watched(part.batches(0, 0)), stopped, source)
+    guard.check_state(objective.model, "evaluation")
+    loop.be_ready(objective.model)
+    world = loop.world
+    job = objective.job(loop, None, training=False)
+    part = part_of(agreed(source, world), world, loop.say)
+    tally = evaluate_batches(objective, loop, job, watched(part.batches(0, 0)), stopped, source)
     if tally is None:
         return None
     loss = mean_of(world.gather(tally.state_dict(), "loss of an evaluation"))
@@ -57,7 +59,8 @@ def evaluate(
 
 
 def evaluate_batches(
-    trainer: Trainer,
+    objective: Objective,
+    loop: Loop,
     job: Job,
     batches: Iterable[Batch],
     stopped: Callable[[], bool] = lambda: False,
@@ -65,9 +68,8 @@ def evaluate_batches(
 ) -> RunningMean | None:
     """The losses of this rank's batches; the metrics are the job's. None where it is stopped."""
     tally = RunningMean()
-    world = trainer.world()
     # Losses of Keras may meet other ranks' in each batch.
-    whole = world.size > 1 and is_keras(trainer.model)
+    whole = loop.world.size > 1 and objective.adapter.meets_in_loss
 
     def take(batch: Batch) -> None:
         value = job.compute(batch)
@@ -82,15 +84,15 @@ def evaluate_batches(
             tally.add(value, batch.size)
 
     def output(batch: Batch) -> object:
-        return trainer.output(batch.inputs)
+        return objective.output(batch.inputs, loop)
 
-    with evaluating(trainer.model), trainer.autocast():
+    with evaluating(objective.model), loop.autocast():
         for batch in batches:
-            batch = trainer.ready(batch)
+            batch = loop.ready(batch)
             try:
-                trainer.loop.parts(take, batch, whole=whole)
+                loop.parts(take, batch, whole=whole)
             except (IndexError, RuntimeError) as error:
-                found = outside(error, trainer.model, [batch], output, source)
+                found = outside(error, objective.model, [batch], output, source)
                 if found is None:
                     raise
                 raise found from error

@@ -14,7 +14,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +31,7 @@ from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
+from flatout.train.objective import validates
 from flatout.train.preflight import check_callbacks, look_at_validation
 from flatout.train.rank_trial import is_trial
 from flatout.train.ranks import agreed
@@ -61,17 +62,20 @@ class Fit:
         callbacks: list[Callback],
         progress: bool | Progress | None,
         initial_epoch: int = 0,
+        validation_freq: int | Collection[int] = 1,
     ) -> None:
         self._initial_epoch = initial_epoch
+        self._validation_freq = validation_freq
         self.trainer = trainer
+        self.objective = trainer.objective
         self.loop = trainer.loop
         self.source = source = agreed(source, self.loop.world)
         self.validation = None if validation is None else agreed(validation, self.loop.world)
-        self.job = trainer.job(source, training=True)
+        self.job = self.objective.job(self.loop, source, training=True)
         self.compute = self.job.compute
         steps = None if source.steps is None else -(-source.steps // self.loop.accumulate)
         batch_size = (source.batch_size or 1) * self.loop.accumulate
-        history = History(batch_size=batch_size, timeline=self.loop.timeline)
+        history = self.objective.history(batch_size=batch_size, timeline=self.loop.timeline)
         self.state = FitState(trainer, history, epochs, steps, batch_size)
         self.loop.planned_epochs = epochs
         self.state._read_loss = self.loop.mean_loss
@@ -139,17 +143,17 @@ class Fit:
     # -- before ------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        state, loop, trainer = self.state, self.loop, self.trainer
-        if not trainer.model.training:
-            trainer.model.train()
+        state, loop, objective = self.state, self.loop, self.objective
+        if not objective.model.training:
+            objective.model.train()
         planned = None
         if state.steps_per_epoch is not None:
             planned = state.steps_per_epoch * max(0, state.epochs - self._initial_epoch)
         loop.told = self._facts()
         loop.prepare(
-            trainer.model,
-            trainer.optimizer,
-            trainer.scheduler,
+            objective.model,
+            objective.optimizer,
+            objective.scheduler,
             compute=self.compute,
             data=self.source,
             steps=planned,
@@ -162,7 +166,7 @@ class Fit:
             for note in (*self.trainer.input_lines, *self.source.notes()):
                 loop.say(f"input: {note}")
         state.history.recipe = loop.resolved
-        state.history.classes = list(trainer.classes or ())
+        state.history.classes = list(self.trainer.classes or ())
         if self.source.batch_size is None and loop.first_batch_size is not None:
             # Batches that come ready-made: the first one tells their size.
             state.batch_size = loop.first_batch_size * loop.accumulate
@@ -191,7 +195,7 @@ class Fit:
         names, complete = ["loss", *known], True
         if self.validation is not None:
             most = max(1, self.loop.first_batch_size or self.state.batch_size)
-            found = look_at_validation(self.trainer, self.validation, most)
+            found = look_at_validation(self.objective, self.loop, self.validation, most)
             self.job.reset()  # a Keras model has one set of metrics for both
             names += [f"val_{name}" for name in ("loss", *(found or ()))]
             complete = found is not None
@@ -229,7 +233,7 @@ class Fit:
         """What tells this fit from others, for a resume to compare."""
         validation = self.validation
         return {
-            **self.trainer.facts(),
+            **self.objective.facts(),
             **facts_of(self.trainer.signature),
             **callback_facts(self._stateful()),
             "epochs": fact(self.state.epochs),
@@ -378,11 +382,11 @@ class Fit:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
         if self._is_time_to_compare():
-            check_replicas(self.trainer.model, loop.world, f"after epoch {state.epoch + 1}")
+            check_replicas(self.objective.model, loop.world, f"after epoch {state.epoch + 1}")
         logs = {"loss": loop.mean_loss(), **self._results()}
         self._check_loss(logs["loss"])
         state.logs = logs
-        if self.validation is not None and self.trainer.validates(state.epoch):
+        if self.validation is not None and validates(self._validation_freq, state.epoch):
             self._validate(self.validation, logs)
         self._schedule_epoch(logs)
         logs["seconds"] = time.perf_counter() - began
@@ -440,7 +444,8 @@ class Fit:
         before = random_state()
         # Of several ranks none may leave the others: they agree after the next step.
         alone = self.loop.world.size == 1
-        found = self.trainer.evaluation(source, lambda: alone and self.signals.received is not None)
+        stopped = lambda: alone and self.signals.received is not None  # noqa: E731
+        found = self.objective.evaluate(self.loop, source, stopped)
         self._add("evaluation", start)
         if found is None:
             assert self.signals.received is not None
@@ -450,16 +455,16 @@ class Fit:
         self._call("on_evaluate_end")
 
     def _per_step_scheduler(self) -> Any:
-        scheduler = self.trainer.scheduler
-        if self.trainer.schedule_every != "step" or _is_plateau(scheduler):
+        scheduler = self.objective.scheduler
+        if self.objective.schedule_every != "step" or _is_plateau(scheduler):
             return None
         return scheduler
 
     def _schedule_epoch(self, logs: dict[str, float]) -> None:
-        scheduler = self.trainer.scheduler
+        scheduler = self.objective.scheduler
         if _is_plateau(scheduler):
             scheduler.step(logs.get("val_loss", logs["loss"]))
-        elif scheduler is not None and self.trainer.schedule_every == "epoch":
+        elif scheduler is not None and self.objective.schedule_every == "epoch":
             scheduler.step()
 
     # -- checkpoints and stopping --------------------------------------------------------------

@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from flatout.data.batch import Batch, named_tensors, split
 from flatout.errors import NumbersError
-from flatout.models import own_names
-from flatout.models.keras_model import is_keras, watching
+from flatout.models import adapter_of, own_names
 from flatout.train.losses import Value
 from flatout.train.snapshot import untouched
 from flatout.world import ONE, LostRank, World
@@ -215,28 +214,15 @@ def _in_forward(model: nn.Module, compute: Callable[[Batch], Value], batch: Batc
     """The first module or loss with a bad value; leaves the gradients if there is none."""
     first: list[str] = []
 
-    def looking_for(name: str, kind: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if first:
-                return
-            for value, words in ((inputs, "input"), (output, "output")):
-                samples = _bad_among(value, batch)
-                if samples is not None and not first:
-                    by = ", made by the code around it" if words == "input" else ""
-                    first.append(f"{words} of module {name} ({kind}){by}{samples}")
-
-        return hook
+    def look(name: str, kind: str, inputs: tuple[Any, ...], output: Any) -> None:
+        for value, words in ((inputs, "input"), (output, "output")):
+            samples = None if first else _bad_among(value, batch)
+            if samples is not None:
+                by = ", made by the code around it" if words == "input" else ""
+                first.append(f"{words} of module {name} ({kind}){by}{samples}")
 
     with ExitStack() as watches:
-        if is_keras(model):
-            for layer in model._flatten_layers(include_self=False):  # type: ignore[operator]
-                look = looking_for(layer.name, type(layer).__name__)
-                watches.enter_context(watching(layer, look))
-        else:
-            for name, module in model.named_modules():
-                own = own_names(model, [name])[name]
-                hook = looking_for(own or "model", type(module).__name__)
-                watches.callback(module.register_forward_hook(hook).remove)
+        adapter_of(model).watch(look, watches)
         value = compute(batch)
     loss = value[0] if isinstance(value, tuple) else value
     if not first and not torch.isfinite(loss).all():

@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from flatout.console import say
-from flatout.data.batch import Batch
 from flatout.data.source import Source
 from flatout.errors import ModelError
+from flatout.models.keras.compiled import KerasJob
 from flatout.train.compute import build_compute
-from flatout.train.losses import Loss, Value
+from flatout.train.losses import Loss
 from flatout.train.metrics import Metric, as_metrics
 from flatout.train.narrow import Narrow
 from flatout.train.several_losses import OutputMetrics, SeveralCompute, SeveralLosses, total_of
 from flatout.train.step import Compute
 from flatout.world import ONE, World
-
-
-class Job(Protocol):
-    """Forward and loss of a batch, and the metrics that they feed."""
-
-    def compute(self, batch: Batch) -> Value:
-        """The batch's loss; its outputs go to the metrics, and nothing is read from the device."""
-        ...
-
-    def results(self, world: World = ONE) -> dict[str, float]:
-        """The metrics over all batches of all ranks since `reset`, by name."""
-        ...
-
-    def reset(self) -> None:
-        """Forget all batches."""
-        ...
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """What a checkpoint in the middle of an epoch needs of this rank: one state or more."""
-        ...
-
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Go on from there; of another World's ranks there may be several, or none."""
-        ...
 
 
 class TorchJob:
@@ -147,3 +123,6 @@ def metrics_of(loss: Loss | SeveralLosses, given: Any) -> dict[str, Metric]:
                 do="give it another name, in a mapping: metrics={'my_name': metric}",
             )
     return found
+
+
+Job = TorchJob | KerasJob

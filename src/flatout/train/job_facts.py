@@ -5,16 +5,13 @@ A fact is [words, digest]: for people, and what differs where the words do not.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from flatout.data.execution.code import arguments_of, code_digest, is_library, words_of
+from flatout.data.execution.code import arguments_words, code_digest, is_library, words_of
 from flatout.data.execution.digests import content_digest, digest_of
-from flatout.models import modules_of
-from flatout.models.keras_model import is_keras
 from flatout.train.large_batch import as_saved
 from flatout.train.losses import Loss
 from flatout.train.several_losses import SeveralLosses
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
 Facts = dict[str, list[str]]
 # The digest of what was not read: the words alone tell.
 UNREAD = "unread"
-# The seeds of layers that draw, and numbers that ranks have of their own, are no architecture.
-_UNTOLD = ("seed", "device", "dtype", "rank", "world_size")
 
 
 def fact(words: Any, digest: str = "") -> list[str]:
@@ -97,28 +92,3 @@ def callback_facts(callbacks: Iterable[Callback]) -> Facts:
         if scored_by is not None:  # scores of two figures cannot be compared
             facts["what gives checkpoints their scores"] = fact(scored_by)
     return facts
-
-
-def model_lines(model: nn.Module) -> dict[str, str]:
-    """Each module by name: its class, what it was made with, and the user's code in it."""
-    if is_keras(model):
-        from flatout.train.keras_facts import layer_lines
-
-        return layer_lines(model)
-    return {name or "the model": _module_words(m) for name, m in modules_of(model).items()}
-
-
-def _module_words(module: nn.Module) -> str:
-    words = f"{type(module).__qualname__}({arguments_words(module)})"
-    if not is_library(type(module)):
-        words += f" code {code_digest(module)[:8]}"
-    fixed = [n for n, p in module.named_parameters(recurse=False) if not p.requires_grad]
-    return f"{words}, not trained: {', '.join(fixed)}" if fixed else words
-
-
-def arguments_words(thing: Any) -> str:
-    """What an object was made with, for people; without paths."""
-    given = {k: v for k, v in arguments_of(thing).items() if k not in _UNTOLD}
-    words = {name: words_of(value) for name, value in given.items()}
-    # A path may be another one in each run, or on each machine.
-    return ", ".join(f"{name}={value}" for name, value in words.items() if os.sep not in value)

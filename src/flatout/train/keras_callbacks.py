@@ -7,6 +7,7 @@ from typing import Any
 
 from flatout.data.batch import Batch
 from flatout.errors import WorldError
+from flatout.models.keras.callbacks import first_epoch, watches_batches
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, Figures
 from flatout.train.state import FitState
@@ -20,43 +21,24 @@ class LazyLogs(dict[str, Any]):
         super().__init__()
         self._compute: Callable[[], dict[str, Any]] | None = compute
 
-    def _filled(self) -> LazyLogs:
+    def _fill(self) -> None:
         if self._compute is not None:
             compute, self._compute = self._compute, None
             self.update(compute())
-        return self
 
-    def __getitem__(self, key: str) -> Any:
-        return dict.__getitem__(self._filled(), key)
 
-    def __contains__(self, key: object) -> bool:
-        return dict.__contains__(self._filled(), key)
+def _filled(read: Callable[..., Any]) -> Callable[..., Any]:
+    def read_when_filled(logs: LazyLogs, *given: Any) -> Any:
+        logs._fill()
+        return read(logs, *given)
 
-    def __iter__(self) -> Iterator[str]:
-        return dict.__iter__(self._filled())
+    return read_when_filled
 
-    def __len__(self) -> int:
-        return dict.__len__(self._filled())
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
-        return dict.get(self._filled(), key, default)
-
-    def items(self) -> Any:
-        """As of a dict."""
-        return dict.items(self._filled())
-
-    def keys(self) -> Any:
-        """As of a dict."""
-        return dict.keys(self._filled())
-
-    def values(self) -> Any:
-        """As of a dict."""
-        return dict.values(self._filled())
-
-    def copy(self) -> dict[str, Any]:
-        """As of a dict."""
-        return dict(self._filled().items())
+for _name in (
+    "__getitem__", "__contains__", "__iter__", "__len__", "get", "items", "keys", "values", "copy",
+):  # fmt: skip
+    setattr(LazyLogs, _name, _filled(getattr(dict, _name)))
 
 
 class KerasCallbacks(Callback):
@@ -120,7 +102,7 @@ class KerasCallbacks(Callback):
         """Begin, where the callbacks or the user say."""
         self._model.stop_training = False
         self._callbacks.on_train_begin()
-        begin = self._model._initial_epoch or self._initial_epoch
+        begin = first_epoch(self._model) or self._initial_epoch
         if begin > state.trainer.loop.epoch:
             state.epoch = state.trainer.loop.epoch = begin
         if self._world.size > 1:
@@ -207,11 +189,3 @@ def _in_keras_order(logs: dict[str, Any]) -> dict[str, Any]:
 # They log the learning rate.
 _ADD_RATE = ("LearningRateScheduler", "ReduceLROnPlateau")
 _STOPPED = "a Keras callback set model.stop_training"
-
-
-def watches_batches(callback: Any) -> bool:
-    """Whether a callback does something at a batch: its method is not the empty one of Keras."""
-    from keras.src.utils import is_default
-
-    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-    return not all(is_default(getattr(callback, name)) for name in names)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from time import perf_counter_ns as clock
 from typing import Any, TypeVar
@@ -159,6 +159,7 @@ class Loop:
         self.clip = (clip_norm, clip_value)
         self.told: dict[str, list[str]] | None = None
         self.job: dict[str, Any] = {}
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.fresh_groups: list[list[dict[str, Any]]] = []
         self.inputs = Inputs()
         self.metadata: dict[str, str] = {}
@@ -172,6 +173,7 @@ class Loop:
         self._saved: tuple[int, int] | None = None
         self.undo = ExitStack()
         self._stepper: Stepper | None = None
+        self._channels_last = False
         self._world: World | None = None
         self._trial: RankTrial | None = None
         self._live: Live | None = None
@@ -328,7 +330,6 @@ class Loop:
             lambda batch: self.inputs(to(batch, self.device)),
             self._latest,
         )
-        self._reads_are_free = self.device.type == "cpu"
         self._channels_last = self.resolved.compute.memory_format == "channels_last"
 
     def _show(self) -> Live:
@@ -364,6 +365,7 @@ class Loop:
     def _place(self, model: nn.Module) -> None:
         asked = self.requested.world
         self.device, self.why_device = device_here(asked)
+        self._reads_are_free = self.device.type == "cpu"
         self.placement = place(model, self.device, strict=asked.placement == "strict")
         self._elsewhere = self.placement.words_of_fallbacks()
         if asked.device not in ("auto", str(self.device), self.device.type):
@@ -375,6 +377,11 @@ class Loop:
                 # State of earlier steps follows its parameters: torch moves what it loads.
                 optimizer.load_state_dict(optimizer.state_dict())
 
+    def be_ready(self, model: nn.Module) -> None:
+        """Place a model that is evaluated before it was trained."""
+        if self.resolved is None:
+            self._place(model)
+
     def follow(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, resolved: ResolvedRecipe
     ) -> None:
@@ -384,8 +391,6 @@ class Loop:
         switch = Switch(model, optimizer, self.device)
         switch.now = switch.now.but(precision=resolved.compute.precision)
         self._stepper = Stepper(switch)
-        self._reads_are_free = self.device.type == "cpu"
-        self._channels_last = False
 
     def _scale_rates(self, data: Source | None) -> None:
         """Follow the user's rule for the learning rate; trials ran without it."""
@@ -581,7 +586,7 @@ class Loop:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that a step's forward runs at, for an evaluation of one's own."""
-        return self.stepper.switch.autocast()
+        return nullcontext() if self._stepper is None else self._stepper.switch.autocast()
 
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""

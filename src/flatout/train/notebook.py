@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
@@ -95,13 +96,15 @@ def _fit_there(trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     from flatout.world.launch import first_failure, run_ranks
     from flatout.world.rendezvous import Rendezvous
 
+    given = signature(type(trainer).fit).bind(trainer, *args, **kwargs).arguments
     # What is iterated over twice must not be used up the first time.
+    kwargs = {name: value for name, value in given.items() if name != "self"}
     kwargs["callbacks"] = list(kwargs.get("callbacks") or ())
     nodes = Nodes(ranks=trainer.devices)
     command = [sys.executable, "-u", "-m", "flatout.train.notebook_rank"]
     with tempfile.TemporaryDirectory(prefix="flatout-") as name:
         folder = Path(name)
-        pack(folder, trainer, args, kwargs)
+        pack(folder, trainer, (), kwargs)
         meeting = Rendezvous(nodes, {}, wait_s=60, silent_s=60)
         try:
             with _output(folder) as logs:

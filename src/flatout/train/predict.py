@@ -18,10 +18,11 @@ from flatout.train.ranks import part_of
 from flatout.train.tables import outside
 
 if TYPE_CHECKING:
-    from flatout.train.trainer import Trainer
+    from flatout.train.loop import Loop
+    from flatout.train.objective import Objective
 
 
-def predict(trainer: Trainer, source: Source) -> Any:
+def predict(objective: Objective, loop: Loop, source: Source) -> Any:
     """Outputs of all batches joined along the first dimension, on the CPU, in fp32 where bf16 ran.
 
     What only fills a batch up is left out.
@@ -33,9 +34,9 @@ def predict(trainer: Trainer, source: Source) -> Any:
         ModelError: if an output has no row for each sample, or is no tensor.
         DataError: if the ranks have samples of their own.
     """
-    guard.check_state(trainer.model, "prediction")
-    trainer.be_ready()
-    world = trainer.world()
+    guard.check_state(objective.model, "prediction")
+    loop.be_ready(objective.model)
+    world = loop.world
     own_rows = isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source))
     if world.size > 1 and own_rows:
         raise DataError(
@@ -45,18 +46,18 @@ def predict(trainer: Trainer, source: Source) -> Any:
         )
 
     def take(batch: Batch) -> Any:
-        output = trainer.output(batch.inputs)
+        output = objective.output(batch.inputs, loop)
         _check(output)
         return rows_of_samples(map_tensors(partial(_to_host, batch.size), output), batch)
 
     outputs = []
-    with evaluating(trainer.model), trainer.autocast():
-        for batch in part_of(source, world, trainer.loop.say).batches(0, 0):
-            batch = trainer.ready(batch)
+    with evaluating(objective.model), loop.autocast():
+        for batch in part_of(source, world, loop.say).batches(0, 0):
+            batch = loop.ready(batch)
             try:
-                found = trainer.loop.parts(take, batch)
+                found = loop.parts(take, batch)
             except (IndexError, RuntimeError) as error:
-                named = outside(error, trainer.model, [batch], take, source)
+                named = outside(error, objective.model, [batch], take, source)
                 if named is None:
                     raise
                 raise named from error

@@ -22,8 +22,9 @@ from flatout.train.step import Compute
 from flatout.train.tables import ids_checked
 
 if TYPE_CHECKING:
+    from flatout.train.loop import Loop
+    from flatout.train.objective import Objective
     from flatout.train.state import FitState
-    from flatout.train.trainer import Trainer
 
 # Of the validation.
 _BATCHES = 2
@@ -108,11 +109,14 @@ def check_callbacks(callbacks: Iterable[Callback], state: FitState, figures: Fig
         callback.check(state, figures)
 
 
-def look_at_validation(trainer: Trainer, source: Source, most: int) -> list[str] | None:
+def look_at_validation(
+    objective: Objective, loop: Loop, source: Source, most: int
+) -> list[str] | None:
     """Evaluate some samples of a validation's first batches, without a trace.
 
     Args:
-        trainer: prepared for a fit.
+        objective: what is trained.
+        loop: prepared for a fit.
         source: of the validation; nothing of it is used up.
         most: samples of each batch.
 
@@ -123,16 +127,16 @@ def look_at_validation(trainer: Trainer, source: Source, most: int) -> list[str]
         FlatoutError: as the validation would.
     """
     began = time.perf_counter()
-    world = trainer.world()
-    job = trainer.job(source, training=False)
+    world = loop.world
+    job = objective.job(loop, source, training=False)
     names: list[str] | None = None
-    with untouched(trainer.model):
+    with untouched(objective.model):
         part = part_of(agreed(source, world), world, lambda line: None)
         batches = [rows(b, 0, most) if b.size > most else b for b in part.peek(_BATCHES)]
         for batch in batches:
             try:
-                with explained(trainer.model, batch), ids_checked(trainer.model, batch, source):
-                    evaluate_batches(trainer, job, [batch])
+                with explained(objective.model, batch), ids_checked(objective.model, batch, source):
+                    evaluate_batches(objective, loop, job, [batch])
             except (DataError, ModelError) as error:
                 what = f"the validation data do not fit: {error.what}"
                 raise type(error)(what, where=error.where, do=error.do) from error
@@ -145,5 +149,5 @@ def look_at_validation(trainer: Trainer, source: Source, most: int) -> list[str]
     job.reset()
     took = time.perf_counter() - began
     if took > _TOLD_FROM_S:
-        trainer.loop.say(f"looked at two batches of the validation in {took:.1f} s")
+        loop.say(f"looked at two batches of the validation in {took:.1f} s")
     return names

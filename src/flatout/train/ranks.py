@@ -17,8 +17,8 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.ranked import ranked
 from flatout.data.source import Source
 from flatout.errors import ModelError, WorldError
-from flatout.models.keras_model import modules_of
-from flatout.strategies.keras_batch_norm import has_own_moments
+from flatout.models import modules_of
+from flatout.models.keras.batch_norm import has_own_moments
 from flatout.strategies.replicas import digest_of
 from flatout.world import World
 

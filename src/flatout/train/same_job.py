@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import CheckpointError
+from flatout.models import adapter_of
 from flatout.save.checkpoint import LoadedCheckpoint
 from flatout.save.fits import check_fits
 from flatout.train.changed_rates import (
@@ -15,7 +16,7 @@ from flatout.train.changed_rates import (
     options_of,
     rate_changes,
 )
-from flatout.train.job_facts import UNREAD, Facts, compute_fact, loop_facts, model_lines
+from flatout.train.job_facts import UNREAD, Facts, compute_fact, loop_facts
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ def job_of(loop: Loop, compute: Compute | None) -> dict[str, Any]:
     return {
         "facts": {**loop_facts(loop), **(loop.told or compute_fact(compute))},
         "told": loop.told is not None,
-        "model": model_lines(loop.model),
+        "model": adapter_of(loop.model).lines(),
         "options": [options_of(optimizer) for optimizer in loop.optimizers],
         "schedules": [arguments_of_schedule(scheduler) for scheduler in loop.schedulers],
     }

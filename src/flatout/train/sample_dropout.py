@@ -14,7 +14,7 @@ from torch import nn
 from flatout.data.batch import Batch, map_tensors
 from flatout.data.randomness import same_state
 from flatout.errors import RecipeError
-from flatout.models.keras_model import is_keras
+from flatout.models import adapter_of
 from flatout.models.sample_dropout import Layout, SampleDropout
 from flatout.recipe import ModelFacts, Recipe
 from flatout.train.snapshot import random_state, untouched
@@ -100,11 +100,9 @@ class _Watch(ExitStack):
     def __init__(self, model: nn.Module, found: list[str]) -> None:
         super().__init__()
         self._found = found
-        # Keras lists its layers elsewhere.
-        layers = model._flatten_layers() if is_keras(model) else ()  # type: ignore[operator]
         self._names = {
             module: f"{name or 'the model'} ({type(module).__name__})"
-            for name, module in (*model.named_modules(), *((la.name, la) for la in layers))
+            for name, module in adapter_of(model).layers()
         }
         before: dict[nn.Module, Any] = {}
 

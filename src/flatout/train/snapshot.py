@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from flatout.data import randomness
 from flatout.errors import ModelError
-from flatout.models.keras_model import is_keras, variables_of
+from flatout.models import adapter_of
 from flatout.optim import Optimizers, as_tuple
 from flatout.optim.fused import align_state
 
@@ -71,7 +71,7 @@ class Moving:
     def __init__(self, model: nn.Module, *, draws: bool) -> None:
         self._draws = draws
         self._random: dict[str, Any] | None = None
-        self._watched = _changeable(model)
+        self._watched = adapter_of(model).untrained()
         self._moving = self._watched
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._seen: list[int] | None = None
@@ -103,7 +103,8 @@ def bytes_kept(model: nn.Module, optimizers: Optimizers) -> int:
     """How many bytes a Snapshot holds."""
     states = [state for o in as_tuple(optimizers) for state in o.state.values()]
     values = [value for state in states if isinstance(state, dict) for value in state.values()]
-    tensors = [*_parameters(model), *_changeable(model), *filter(torch.is_tensor, values)]
+    own = adapter_of(model)
+    tensors = [*own.parameters(), *own.untrained(), *filter(torch.is_tensor, values)]
     return sum(0 if is_lazy(tensor) else tensor.nbytes for tensor in tensors)
 
 
@@ -116,7 +117,9 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
-        self._weights = [(p, p.detach().clone(), _clone(p.grad)) for p in _parameters(model)]
+        self._weights = [
+            (p, p.detach().clone(), _clone(p.grad)) for p in adapter_of(model).parameters()
+        ]
         self._surroundings = _Surroundings(model)
         self._states = [(o, copy.deepcopy(o.state_dict())) for o in as_tuple(optimizers)]
         self._random = random_state()
@@ -142,7 +145,7 @@ class _Surroundings:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [(m._buffers, dict(m._buffers)) for m in model.modules()]
-        self._values = [(tensor, _clone(tensor)) for tensor in _changeable(model)]
+        self._values = [(tensor, _clone(tensor)) for tensor in adapter_of(model).untrained()]
         self._attributes = [
             (m, {name: value for name, value in vars(m).items() if isinstance(value, _PLAIN)})
             for m in model.modules()
@@ -158,18 +161,6 @@ class _Surroundings:
             buffer.data.copy_(value)
         for module, attributes in self._attributes:
             vars(module).update(attributes)
-
-
-def _changeable(model: nn.Module) -> list[torch.Tensor]:
-    # Keras keeps statistics, seeds and states of layers as parameters that are not trained.
-    untrained = [p for p in _parameters(model) if not p.requires_grad and is_keras(model)]
-    return [*model.buffers(), *untrained]
-
-
-def _parameters(model: nn.Module) -> list[torch.Tensor]:
-    if is_keras(model):
-        return [variable._value for variable in variables_of(model)]
-    return list(model.parameters())
 
 
 _PLAIN = (bool, int, float, str, type(None))

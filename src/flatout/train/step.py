@@ -22,8 +22,7 @@ import torch
 
 from flatout.data.batch import Batch, split
 from flatout.errors import DataError, FlatoutError, OutOfMemory
-from flatout.models import is_batch_coupled
-from flatout.models.keras_model import is_keras
+from flatout.models import adapter_of, is_batch_coupled
 from flatout.models.sample_dropout import SampleDropout
 from flatout.optim import LrScale, Optimizers, Update, as_tuple
 from flatout.optim.rates import scaled
@@ -404,7 +403,8 @@ class Stepper:
     @property
     def _meets_in_compute(self) -> bool:
         """Whether ranks wait for each other within forward: for BatchNorm, or losses of Keras."""
-        return (self._norms is not None and self._norms.has_layers) or is_keras(self.switch.model)
+        has_norms = self._norms is not None and self._norms.has_layers
+        return has_norms or adapter_of(self.switch.model).meets_in_loss
 
     @property
     def together(self) -> World:
@@ -486,7 +486,7 @@ class Stepper:
                 do="set Memory(micro_batch='auto'), which splits the batch until it fits, or "
                 "Memory(activation_checkpointing='on')",
             ) from error
-        if on_rank and is_keras(self.switch.model):
+        if on_rank and adapter_of(self.switch.model).meets_in_loss:
             raise OutOfMemory(
                 f"memory ran out{on_rank}, and Keras' losses may meet other ranks' within a "
                 "step, so that none can take its part again",

@@ -15,8 +15,7 @@ from flatout.data.batch import Batch, named_tensors
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.errors import DataError, FlatoutError
-from flatout.models import own_names
-from flatout.models.keras_model import is_keras, modules_of
+from flatout.models import adapter_of, own_names
 from flatout.train.broadcast import uncompiled
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
@@ -38,7 +37,7 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
     """
     handles = []
     found: list[DataError] = []
-    for name, table, size in _tables(model):
+    for name, table, size in adapter_of(model).tables():
 
         def look(_: Any, args: Any, kwargs: Any, name: str = name, size: int = size) -> None:
             given = [*args, *kwargs.values()]
@@ -75,7 +74,7 @@ def outside(
     """
     if isinstance(error, FlatoutError) or is_out_of_memory(error):
         return None
-    if not any(_tables(model)) and "index" not in str(error).lower():
+    if not any(adapter_of(model).tables()) and "index" not in str(error).lower():
         return None
     for batch in batches:
         try:
@@ -119,24 +118,6 @@ class _Look(TorchFunctionMode):
 
 
 _READS = (torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select)
-
-
-def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Name, module and rows of each embedding table."""
-    if is_keras(model):
-        for module in modules_of(model):
-            kind = next((k for k in type(module).__mro__ if k.__name__ == "Embedding"), None)
-            if kind is not None and kind.__module__.startswith("keras."):
-                yield module.name, module, module.input_dim
-        return
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    ]
-    own = own_names(model, [name for name, _ in found])
-    for name, module in found:
-        yield own[name], module, module.num_embeddings
 
 
 def _check(

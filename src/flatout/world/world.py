@@ -8,13 +8,14 @@ from __future__ import annotations
 import atexit
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flatout.errors import WorldError
+from flatout import errors
+from flatout.errors import FlatoutError, WorldError
 from flatout.world import messages
 from flatout.world.collective_log import CollectiveLog, Waiting
 from flatout.world.network import INTERFACES, address_towards, interface_of
@@ -175,6 +176,26 @@ class World:
         with _together(self, self.collectives.begin(what)):
             return messages.from_first(value, self.is_first)
 
+    def by_first(self, do: Callable[[], Any], what: str = "") -> Any:
+        """What `do` gives on rank 0, on every rank; where it raises there, all ranks do.
+
+        Args:
+            do: what only rank 0 runs, and gives something as `gather` takes it.
+            what: it is for.
+        """
+        found = failed = None
+        try:
+            found = do() if self.is_first else None
+        except Exception as error:
+            failed = error
+        told, found = self.from_first([_told(failed), found], what)
+        if failed is not None:
+            raise failed
+        if told is not None:
+            kind, words, where, advice = told
+            raise getattr(errors, kind, FlatoutError)(words, where=where, do=advice)
+        return found
+
     def wait(self, what: str = "") -> None:
         """Until all ranks have come here."""
         self.gather(None, what)
@@ -217,6 +238,15 @@ class World:
 
     def __str__(self) -> str:
         return str(self.place)
+
+
+def _told(error: Exception | None) -> list[str | None] | None:
+    """An error for other ranks: its kind, what, where and do."""
+    if error is None:
+        return None
+    if isinstance(error, FlatoutError):
+        return [type(error).__name__, error.what, error.where, error.do]
+    return ["", f"{type(error).__name__}: {error}", "rank 0", None]
 
 
 @contextmanager

@@ -34,6 +34,8 @@ _OWN = (
     "rank", "local_rank", "num_replicas", "world_size", "device", "num_workers", "seed", "id",
     "uuid", "fingerprint", "cache_dir", "generator", "rng",
 )  # fmt: skip
+# The seeds of layers that draw, and numbers that ranks have of their own, are no architecture.
+_UNTOLD = ("seed", "device", "dtype", "rank", "world_size")
 _DEEPEST = 8
 _LONGEST = 1_000
 
@@ -192,3 +194,11 @@ def words_of(value: Any) -> str:
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
     return str(getattr(value, "words", type(value).__qualname__))
+
+
+def arguments_words(thing: Any) -> str:
+    """What an object was made with, for people; without paths."""
+    given = {k: v for k, v in arguments_of(thing).items() if k not in _UNTOLD}
+    words = {name: words_of(value) for name, value in given.items()}
+    # A path may be another one in each run, or on each machine.
+    return ", ".join(f"{name}={value}" for name, value in words.items() if os.sep not in value)

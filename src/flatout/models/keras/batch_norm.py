@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from flatout.world import World
-
-if TYPE_CHECKING:
-    from flatout.strategies.sync_batch_norm import SyncBatchNorm
 
 Moments = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
@@ -43,15 +40,15 @@ def _kind() -> type | None:
     return getattr(layers, "BatchNormalization", None)
 
 
-def keras_moments(sync: SyncBatchNorm, layer: Any) -> Moments:
-    """What replaces the layer's `_moments(inputs, mask)`."""
+def keras_moments(world: Callable[[], World], layer: Any) -> Moments:
+    """What replaces the layer's `_moments(inputs, mask)`; `world` has the parts of a batch."""
 
     def moments(
         inputs: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if sync.world.size == 1:
+        if world().size == 1:
             return type(layer)._moments(layer, inputs, mask)  # type: ignore[no-any-return]
-        return _Moments.apply(inputs, mask, layer.axis, sync.world)  # type: ignore[no-any-return, no-untyped-call]
+        return _Moments.apply(inputs, mask, layer.axis, world())  # type: ignore[no-any-return, no-untyped-call]
 
     return moments
 

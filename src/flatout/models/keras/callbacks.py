@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.train.keras_callbacks import watches_batches
 from flatout.world import World
 
 
@@ -63,3 +62,16 @@ def _beginning_of(backup: Any) -> Any:
 
     restoring.on_train_begin = begin
     return restoring
+
+
+def watches_batches(callback: Any) -> bool:
+    """Whether a callback does something at a batch: its method is not the empty one of Keras."""
+    from keras.src.utils import is_default
+
+    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    return not all(is_default(getattr(callback, name)) for name in names)
+
+
+def first_epoch(model: Any) -> int | None:
+    """The epoch that a backup has told a model to go on from, if any."""
+    return model._initial_epoch  # type: ignore[no-any-return]

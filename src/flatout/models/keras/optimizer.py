@@ -166,6 +166,16 @@ class KerasOptimizer(torch.optim.Optimizer):
         self._inner._learning_rate.assign(rate)
         self.param_groups[0]["lr"] = self._rate()
 
+    @contextmanager
+    def own_rate(self) -> Iterator[None]:
+        """Afterwards the rate is what it was, or a schedule begins, whatever state was loaded."""
+        keras, rate = self.keras, float(self.keras._get_current_learning_rate())
+        yield
+        if hasattr(keras._learning_rate, "assign"):
+            keras._learning_rate.assign(rate)
+        else:  # a schedule, which counts by the optimizer's steps
+            keras._iterations.assign(0)
+
     def state_dict(self) -> dict[str, Any]:
         """Every variable of the Keras optimizer, in its order; the tensors themselves."""
         options = {k: v for k, v in self.param_groups[0].items() if k != "params"}

@@ -12,15 +12,13 @@ gets the whole of each, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from flatout.data.batch import Batch, map_tensors
-from flatout.save.keras_file import save_keras
 from flatout.world import World
 
 
@@ -152,13 +150,3 @@ def adds_up(metric: Any) -> bool:
     return function is None or (
         getattr(function, "__module__", "").startswith("keras.") and hasattr(function, "__name__")
     )
-
-
-def save_on_first(
-    model: Any, path: str | Path, world: World, metadata: Mapping[str, str] | None = None
-) -> Path:
-    """Write a model's file on the first rank; whoever comes back from here finds it."""
-    if world.is_first:
-        save_keras(model, path, metadata)
-    world.wait()
-    return Path(path)

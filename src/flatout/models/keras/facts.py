@@ -7,9 +7,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from flatout.data.execution.code import arguments_of, code_digest, is_library, words_of
+from flatout.data.execution.code import (
+    arguments_of,
+    arguments_words,
+    code_digest,
+    is_library,
+    words_of,
+)
 from flatout.data.execution.digests import digest_of
-from flatout.train.job_facts import Facts, arguments_words, fact
 
 # Names are counted by what else a process has made; what only begins the weights is in them.
 _UNTOLD = ("name", "seed", "build_config", "registered_name", "layers", "dtype")
@@ -22,28 +27,28 @@ def layer_lines(model: Any) -> dict[str, str]:
     return {numbers[layer.name]: _layer_words(layer, numbers) for layer in layers}
 
 
-def compiled_facts(model: Any) -> Facts:
+def compiled_facts(model: Any) -> dict[str, list[str]]:
     """The loss and metrics that a model was compiled with."""
     compiled = model._compile_config.config
     return {
         "loss": _named(compiled.get("loss")),
-        "loss_weights": fact(json.dumps(compiled.get("loss_weights"), default=words_of)),
+        "loss_weights": [json.dumps(compiled.get("loss_weights"), default=words_of), ""],
         "metrics": _named([compiled.get("metrics"), compiled.get("weighted_metrics")]),
     }
 
 
-def keras_callback_facts(callbacks: Iterable[Any]) -> Facts:
+def keras_callback_facts(callbacks: Iterable[Any]) -> dict[str, list[str]]:
     """Which of Keras' callbacks there are, and what each was made with."""
     kinds = [
         f"{type(one).__qualname__}({arguments_words(one)})"
         for one in callbacks
         if type(one).__qualname__ != "History"  # in every fit
     ]
-    return {"Keras callbacks": fact(", ".join(kinds) or "none")}
+    return {"Keras callbacks": [", ".join(kinds) or "none", ""]}
 
 
 def _named(given: Any) -> list[str]:
-    return fact(_words(given), digest_of(_digests(given)))
+    return [_words(given), digest_of(_digests(given))]
 
 
 def _words(given: Any) -> str:

@@ -10,13 +10,15 @@ import torch
 
 from flatout.data.batch import Batch, map_tensors, rows_of_samples, without_padding
 from flatout.data.sources.keras_data import WEIGHTS
-from flatout.models.keras_rewrites import training_step
-from flatout.train.keras_ranks import adds_up, over_all, put_back, shared_losses, whole_batch
-from flatout.train.keras_slow_metrics import SlowMetrics
-from flatout.train.losses import Value
+from flatout.models.keras.model import call
+from flatout.models.keras.ranks import adds_up, over_all, put_back, shared_losses, whole_batch
+from flatout.models.keras.rewrites import training_step
+from flatout.models.keras.slow_metrics import SlowMetrics
 from flatout.world import ONE, World
 
 _HALF = (torch.bfloat16, torch.float16)
+# A mean loss, or a sum of losses and what it weighs.
+Value = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
 # Inputs, targets, outputs and sample weights.
 _Given = tuple[Any, Any, Any, Any]
 
@@ -175,9 +177,9 @@ def compiled_metrics(model: Any) -> list[Any]:
     return [metric for listed in lists if listed is not None for metric in listed.metrics]
 
 
-def call(model: Any, inputs: Any, *, training: bool) -> Any:
-    """The model's outputs for a batch's inputs."""
-    return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+def build(model: Any, batch: Batch) -> None:
+    """Build what of model, loss, metrics and optimizer waits for a first batch."""
+    model._symbolic_build(data_batch=(batch.inputs, *targets_of(batch)))
 
 
 def targets_of(batch: Batch) -> tuple[Any, Any]:

@@ -1,0 +1,319 @@
+"""Keras models: what they are, and what keeps them from being trained here.
+
+Keras itself is imported nowhere before the user has imported it: which backend it takes is decided
+at that moment.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from flatout.errors import ModelError
+from flatout.models.keras.facts import layer_lines
+from flatout.models.keras.rewrites import keras_calls, put_on, training_step
+from flatout.models.rewrites import Rewrite
+from flatout.models.torch_model import Look, TorchModel
+
+_NUMBER = re.compile(r"_\d+$")
+_FOREIGN = {"tensorflow": "TensorFlow", "jax": "JAX"}
+
+
+class KerasModel(TorchModel):
+    """A `keras.Model` on the torch backend."""
+
+    own_files = (".keras", ".weights.h5")
+    endings = (*own_files, ".safetensors")
+    saved_as = "a Keras model is saved as .keras (all of it), .weights.h5 or .safetensors (weights)"
+    rewrites_round = True
+    meets_in_loss = True
+
+    @property
+    def is_compiled(self) -> bool:  # type: ignore[override]
+        """Whether it has been through `compile`."""
+        return bool(self.module.compiled)
+
+    def check(self) -> None:
+        """Refuse a model that torch cannot train, with the reason.
+
+        Raises:
+            ModelError: Keras runs on another backend, a layer calls TensorFlow or JAX, or a model
+                that is not compiled has no weights yet.
+        """
+        keras: Any = sys.modules["keras"]
+        backend = keras.backend.backend()
+        if backend != "torch":
+            raise ModelError(
+                f"Keras runs on {backend} in this process, and Flatout trains on Keras' torch "
+                "backend",
+                do="set KERAS_BACKEND=torch before Keras is imported: in the shell, by "
+                "os.environ['KERAS_BACKEND'] = 'torch' at the top of the script, or by starting it "
+                "with `flatout run`. A .keras file that another backend saved loads there as it is",
+            )
+        for layer in self.module._flatten_layers():
+            found = next(_foreign_calls(layer), None)
+            if found is not None:
+                words, where = found
+                raise ModelError(
+                    f"layer {layer.name!r} ({type(layer).__name__}) calls {words}, which torch "
+                    "cannot differentiate",
+                    where=where,
+                    do="write it with keras.ops, which run on every backend",
+                )
+        if not self.is_compiled and not self.module.built:
+            raise ModelError(
+                "the Keras model is not built, so it has no weights to train yet",
+                do="give it an Input layer, call it once on a batch, or compile it: then the first "
+                "batch builds it",
+            )
+
+    def called(self, *, training: bool) -> Any:
+        """The layers are told whether they train, as Keras tells them."""
+        return _Called(self.module, training=training)
+
+    def scales_images(self) -> bool:
+        """Whether a layer of the model scales or normalizes what it gets, as `Rescaling` does."""
+        keras: Any = sys.modules["keras"]
+        kinds = (keras.layers.Rescaling, keras.layers.Normalization)
+        return any(isinstance(layer, kinds) for layer in self.module._flatten_layers())
+
+    def takes_channels_last(self) -> bool:
+        """By its layers, or Keras' own setting."""
+        keras: Any = sys.modules["keras"]
+        formats = (getattr(layer, "data_format", None) for layer in self.module._flatten_layers())
+        own = next((found for found in formats if found is not None), None)
+        return bool((own or keras.config.image_data_format()) == "channels_last")
+
+    def is_batch_coupled(self) -> bool:
+        """Whether a layer takes statistics over the batch."""
+        return any(
+            type(layer).__name__ == "BatchNormalization" and layer.trainable
+            for layer in self.module._flatten_layers()
+        )
+
+    def draws_random(self) -> bool:
+        """Whether a training step draws random numbers inside the model."""
+        return any(layer._seed_generators for layer in self.module._flatten_layers())
+
+    def rewrites(self) -> list[Rewrite]:
+        """Layers that would call torch's operators directly; the same to rounding."""
+        calls = keras_calls(self.module)
+        words = f"{len(calls)} Keras layers call torch's operators directly"
+        return [Rewrite(words, lambda: put_on(self.module, calls))] if calls else []
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Weights, statistics, seeds and states, in Keras' order."""
+        return {name: one.value.detach() for name, one in _variables(self.module).items()}
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Put into the variables what `weights` gave."""
+        for name, variable in _variables(self.module).items():
+            variable.value.copy_(weights[name])
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The tensors of all variables."""
+        return [variable._value for variable in _all_variables(self.module)]
+
+    def untrained(self) -> list[torch.Tensor]:
+        """Keras keeps statistics, seeds and states as parameters that are not trained."""
+        return [*super().untrained(), *(p for p in self.parameters() if not p.requires_grad)]
+
+    def layers(self) -> list[tuple[str, Any]]:
+        """Also those that Keras keeps elsewhere than torch."""
+        own = [(layer.name, layer) for layer in self.module._flatten_layers()]
+        return [*self.module.named_modules(), *own]
+
+    def watch(self, look: Look, watches: ExitStack) -> None:
+        """Keras layers are torch modules, but their calls pass torch's hooks by."""
+        for layer in self.module._flatten_layers(include_self=False):
+            watches.enter_context(_watching(layer, look))
+
+    def tables(self) -> Iterator[tuple[str, Any, int]]:
+        """Name, layer and rows of each of Keras' embeddings."""
+        for layer in modules_of(self.module):
+            kind = next((k for k in type(layer).__mro__ if k.__name__ == "Embedding"), None)
+            if kind is not None and kind.__module__.startswith("keras."):
+                yield layer.name, layer, layer.input_dim
+
+    def structure(self) -> str:
+        """Its configuration; of a layer without one, what there is to tell."""
+        try:
+            return str(self.module.to_json())
+        except Exception:
+            kinds = [type(layer).__qualname__ for layer in self.module._flatten_layers()]
+            return " ".join([type(self.module).__qualname__, *kinds])
+
+    def lines(self) -> dict[str, str]:
+        """Each layer in Keras' order: its class and configuration, and the user's code in it."""
+        return layer_lines(self.module)
+
+
+class _Called:
+    """The model as a function of a batch's inputs."""
+
+    def __init__(self, model: Any, *, training: bool) -> None:
+        self._model = model
+        self._training = training
+
+    def parameters(self) -> Any:
+        """Those of the model, whose dtypes tell what it takes."""
+        return self._model.parameters()
+
+    def __call__(self, *parts: Any, **named: Any) -> Any:
+        inputs = named or (parts[0] if len(parts) == 1 else parts)
+        with training_step() if self._training else nullcontext():
+            return call(self._model, inputs, training=self._training)
+
+
+def call(model: Any, inputs: Any, *, training: bool) -> Any:
+    """The model's outputs for a batch's inputs."""
+    return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+
+
+def _foreign_calls(layer: Any) -> Iterator[tuple[str, str]]:
+    """Calls of TensorFlow or JAX in the user's code of a layer: in words, and file:line."""
+    functions = [
+        function
+        for cls in type(layer).__mro__
+        if not cls.__module__.startswith(("keras.", "torch.", "builtins"))
+        for function in vars(cls).values()
+        if isinstance(function, FunctionType)
+    ]
+    own = getattr(layer, "function", None)  # of a Lambda layer
+    if isinstance(own, FunctionType):
+        functions.append(own)
+    for function in functions:
+        yield from _foreign_calls_in(function)
+
+
+def _foreign_calls_in(function: FunctionType) -> Iterator[tuple[str, str]]:
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return  # typed at a prompt, or a lambda within a call: nothing to read
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        root = node.value
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if not isinstance(root, ast.Name):
+            continue
+        framework = _framework(function.__globals__.get(root.id))
+        if framework is not None:
+            where = f"{inspect.getsourcefile(function)}:{first + node.lineno - 1}"
+            yield f"{ast.unparse(node)} of {framework}", where
+
+
+def _framework(value: object) -> str | None:
+    if not isinstance(value, ModuleType):
+        return None
+    return _FOREIGN.get(value.__name__.partition(".")[0])
+
+
+def has_own_step(model: Any) -> bool:
+    """Whether the user's class says itself what a training step is."""
+    return not type(model).train_step.__module__.startswith("keras.")
+
+
+def modules_of(model: Any) -> list[Any]:
+    """All modules of a model, each once; also the layers that Keras keeps in lists of its own."""
+    found: dict[int, Any] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in found:
+            continue
+        found[id(module)] = module
+        waiting.extend(module.children())
+        if hasattr(module, "_flatten_layers"):
+            waiting.extend(module._flatten_layers(include_self=False, recursive=False))
+    return list(found.values())
+
+
+@contextmanager
+def _watching(layer: Any, look: Look) -> Iterator[None]:
+    before, call = vars(layer).get("call"), layer.call
+
+    @wraps(call)
+    def watched(*inputs: Any, **options: Any) -> Any:
+        output = call(*inputs, **options)
+        look(layer.name, type(layer).__name__, inputs, output)
+        return output
+
+    vars(layer)["call"] = watched
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(layer)["call"]
+        else:
+            vars(layer)["call"] = before
+
+
+def _all_variables(model: Any) -> list[Any]:
+    """Everything that a step may change of a model: weights, statistics, seeds, states.
+
+    Keras lists all but the states of stateful recurrent layers.
+    """
+    listed = [variable for variable in model.variables if variable._value is not None]
+    known = {id(variable) for variable in listed}
+    states = [
+        state
+        for layer in model._flatten_layers()
+        for state in _flat(getattr(layer, "states", None))
+        if hasattr(state, "assign") and id(state) not in known
+    ]
+    return [*listed, *states]
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _flat(part)
+    elif value is not None:
+        yield value
+
+
+def _variables(model: Any) -> dict[str, Any]:
+    """The model's variables by name; metrics are of a fit, not of the model.
+
+    Keras numbers its layers by how many a process has made (`dense_7`), so names are counted within
+    the model: `dense`, `dense_1`.
+    """
+    metrics = {id(v) for metric in model.metrics for v in metric.variables}
+    seen: dict[str, list[str]] = {}
+    named: dict[str, Any] = {}
+    for variable in _all_variables(model):
+        if id(variable) in metrics:
+            continue
+        *layers, own = variable.path.split("/")
+        if layers and layers[0] == model.name:
+            layers = layers[1:]
+        counted = [_counted(layer, depth, seen) for depth, layer in enumerate(layers)]
+        name = "/".join([*counted, own])
+        # A layer may hold several variables of one name.
+        while name in named:
+            name += "+"
+        named[name] = variable
+    return named
+
+
+def _counted(layer: str, depth: int, seen: dict[str, list[str]]) -> str:
+    base = _NUMBER.sub("", layer)
+    known = seen.setdefault(f"{depth} {base}", [])
+    if layer not in known:
+        known.append(layer)
+    number = known.index(layer)
+    return f"{base}_{number}" if number else base

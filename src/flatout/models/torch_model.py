@@ -1,0 +1,149 @@
+"""What Flatout asks of a model, answered for a torch module; keras/model.py does it for Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from flatout.data.execution.code import arguments_words, code_digest, is_library
+from flatout.errors import ModelError
+from flatout.models.rewrites import Rewrite, rewrites_of
+from flatout.models.weights import layers_of, own_names
+
+# Gets a layer's name and kind, its inputs and its output.
+Look = Callable[[str, str, tuple[Any, ...], Any], None]
+
+
+class TorchModel:
+    """A model, in the ways in which frameworks differ.
+
+    Attributes:
+        module: the user's own object.
+        rewrites_round: whether rewrites give the layers' results to rounding only.
+        meets_in_loss: whether its loss may wait for other ranks' in each batch.
+        is_compiled: whether it has its own loss, metrics and optimizer.
+        endings: of the files that it is saved as, of which the framework itself writes `own_files`.
+        saved_as: the same in words.
+    """
+
+    rewrites_round = False
+    meets_in_loss = False
+    is_compiled = False
+    endings: tuple[str, ...] = (".safetensors", ".pt", ".pth")
+    own_files: tuple[str, ...] = ()
+    saved_as = (
+        "a torch model's weights are saved as .safetensors, .pt or .pth (torch.save's format); "
+        ".keras and .h5 are for Keras models"
+    )
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+
+    def check(self) -> None:
+        """Refuse a model that cannot be trained here.
+
+        Raises:
+            ModelError: with the reason.
+        """
+        if not isinstance(self.module, nn.Module):
+            raise ModelError(
+                f"a model is a torch.nn.Module, found {type(self.module).__name__}",
+                do="pass the module itself, not a function or a state dict",
+            )
+
+    def called(self, *, training: bool) -> Any:
+        """The model as a function of a batch's inputs."""
+        return self.module
+
+    def scales_images(self) -> bool | None:
+        """Whether a layer scales or normalizes images; None where only trying would tell."""
+
+    def takes_channels_last(self) -> bool:
+        """Whether its images are of shape (size, height, width, channels)."""
+        return False
+
+    def is_batch_coupled(self) -> bool:
+        """Whether a sample's result depends on the other samples of its (micro-)batch."""
+        return any(
+            isinstance(m, _BatchNorm) and (m.training or not m.track_running_stats)
+            for m in self.module.modules()
+        )
+
+    def draws_random(self) -> bool:
+        """Whether a training step draws random numbers inside the model."""
+        return any(
+            (isinstance(m, _DropoutNd) and m.p > 0)
+            or isinstance(m, nn.RReLU)
+            or (isinstance(m, (nn.RNNBase, nn.MultiheadAttention)) and m.dropout > 0)
+            for m in self.module.modules()
+        )
+
+    def rewrites(self) -> list[Rewrite]:
+        """What would run with less memory traffic. Looks only; changes nothing."""
+        return rewrites_of(self.module)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Everything that is saved of the model, by name; the tensors themselves."""
+        state = self.module.state_dict()
+        own = own_names(self.module, state)
+        return {own[name]: value for name, value in state.items()}
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Put into the model what `weights` gave; names and shapes have been checked."""
+        own = own_names(self.module, self.module.state_dict())
+        self.module.load_state_dict({name: weights[own[name]] for name in own})
+
+    def parameters(self) -> list[torch.Tensor]:
+        """What a step may change of the model, but for its buffers."""
+        return list(self.module.parameters())
+
+    def untrained(self) -> list[torch.Tensor]:
+        """What a forward may change of the model."""
+        return list(self.module.buffers())
+
+    def layers(self) -> list[tuple[str, Any]]:
+        """Each part of the model whose calls can be watched, by its own name."""
+        return layers_of(self.module)
+
+    def watch(self, look: Look, watches: ExitStack) -> None:
+        """Have `look` called after each call of a layer, until `watches` is closed."""
+
+        def hook(name: str, module: nn.Module) -> Callable[..., None]:
+            kind = type(module).__name__
+            return lambda _module, inputs, output: look(name or "model", kind, inputs, output)
+
+        for name, module in self.layers():
+            watches.callback(module.register_forward_hook(hook(name, module)).remove)
+
+    def tables(self) -> Iterator[tuple[str, nn.Module, int]]:
+        """Name, module and rows of each embedding table."""
+        for name, module in self.layers():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                yield name, module, module.num_embeddings
+
+    def structure(self) -> str:
+        """Its layers and options as text: two models with the same text compute the same."""
+        return repr(self.module)
+
+    def lines(self) -> dict[str, str]:
+        """Each layer: its class, what it was made with, and the user's code in it."""
+        return {name or "the model": _module_words(module) for name, module in self.layers()}
+
+
+def uses_convolution(model: nn.Module) -> bool:
+    """Whether the model has 2-D convolutions, which care for the memory format."""
+    return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
+
+
+def _module_words(module: nn.Module) -> str:
+    words = f"{type(module).__qualname__}({arguments_words(module)})"
+    if not is_library(type(module)):
+        words += f" code {code_digest(module)[:8]}"
+    fixed = [n for n, p in module.named_parameters(recurse=False) if not p.requires_grad]
+    return f"{words}, not trained: {', '.join(fixed)}" if fixed else words

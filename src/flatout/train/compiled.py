@@ -1,0 +1,257 @@
+"""A compiled `keras.Model` as a Trainer trains it: with Keras' words and Keras' results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatout.data.source import Source
+from flatout.data.sources.array_parts import split_validation
+from flatout.data.sources.keras_data import as_keras_source
+from flatout.errors import ModelError
+from flatout.models import adapter_of
+from flatout.models.keras import compiled
+from flatout.models.keras.callbacks import on_rank, reads_batches
+from flatout.models.keras.compiled import KerasJob
+from flatout.models.keras.facts import compiled_facts, keras_callback_facts
+from flatout.models.keras.model import call, has_own_step
+from flatout.models.keras.slow_metrics import SlowMetrics
+from flatout.optim import KerasOptimizer
+from flatout.train.callbacks import Callback
+from flatout.train.evaluate import evaluate
+from flatout.train.history import History
+from flatout.train.job import Job
+from flatout.train.job_facts import Facts
+from flatout.train.keras_callbacks import KerasCallbacks, watched
+from flatout.train.objective import FitData, Objective
+from flatout.train.signature import Signature
+from flatout.train.warm_start import warm_start
+from flatout.world import place
+
+if TYPE_CHECKING:
+    from flatout.train.fit import Fit
+    from flatout.train.loop import Loop
+
+
+class KerasHistory(History):
+    """A History whose `history` is as Keras' own: by name, without the seconds of an epoch."""
+
+    @property
+    def history(self) -> dict[str, list[Any]]:
+        """The logs by name, a value for each epoch that has one."""
+        names = dict.fromkeys(name for logs in self.epochs for name in logs if name != "seconds")
+        return {name: [logs[name] for logs in self.epochs if name in logs] for name in names}
+
+
+class CompiledObjective(Objective):
+    """A model with the loss, metrics and optimizer of its `compile`."""
+
+    history = KerasHistory
+
+    def __init__(self, model: Any, devices: int, **given: Any) -> None:
+        self.model = model
+        self.adapter = adapter_of(model)
+        self.adapter.check()
+        here = place()
+        if devices > 1 and here.world_size == 1:
+            raise ModelError(
+                "the ranks of a compiled Keras model are started by the command, not in a notebook",
+                do=f"flatout run --devices {devices} script.py; or leave model.compile out, "
+                "and give loss, optimizer and metrics to the Trainer",
+            )
+        if here.world_size > 1 and has_own_step(model):
+            raise ModelError(
+                f"{type(model).__name__} has its own train_step, which runs in Keras' own loop, on "
+                f"one rank; this is {here}",
+                do="override compute_loss and compute_metrics in place of train_step, which any "
+                "number of ranks can run",
+            )
+        own = [name for name, value in given.items() if value is not None and value != ()]
+        if own:
+            raise ModelError(
+                f"{', '.join(own)} given beside a Keras model that is compiled with its own",
+                do="set it in model.compile(...), which Flatout follows",
+            )
+        self.optimizer: Any = None
+        self.scheduler = None
+        self.schedule_every = "step"
+        self._warm_start: str | Path | None = None
+        self._callbacks: Any = None
+        self._slow_metrics: Any = None
+
+    def start_warm(self, source: str | Path, say: Callable[[str], None]) -> Signature | None:
+        """With the first batch, which builds the optimizer."""
+        self._warm_start = source
+        return None
+
+    def to_fit(self, data: FitData, loop: Loop, *, drop_last: bool) -> tuple[Source, Source | None]:
+        """What is trained on, and what is validated on, as `model.fit` takes it."""
+        x, y, sample_weight, held_out = data.x, data.y, data.sample_weight, data.validation_data
+        if data.validation_split and held_out is None:
+            (x, y, sample_weight), held_out = split_validation(
+                x, y, sample_weight, data.validation_split
+            )
+        source = as_keras_source(
+            x, y, sample_weight, batch_size=data.batch_size, shuffle=data.shuffle, seed=loop.seed,
+            class_weight=data.class_weight, steps=data.steps_per_epoch,
+            workers=loop.requested.input.workers,
+        )  # fmt: skip
+        if held_out is None:
+            return source, None
+        parts = held_out if isinstance(held_out, tuple) else (held_out,)
+        size = data.validation_batch_size or data.batch_size
+        return source, as_keras_source(*parts, batch_size=size, steps=data.validation_steps)
+
+    def to_evaluate(
+        self,
+        x: Any,
+        y: Any,
+        loop: Loop,
+        batch_size: int | None,
+        sample_weight: Any = None,
+        steps: int | None = None,
+    ) -> Source:
+        """What is read once, in order, as `model.evaluate` takes it."""
+        return as_keras_source(x, y, sample_weight, batch_size=batch_size, steps=steps)
+
+    def to_predict(self, x: Any, loop: Loop, batch_size: int | None) -> Source:
+        """Inputs, in order."""
+        return as_keras_source(x, batch_size=batch_size)
+
+    def build(self, source: Source, loop: Loop) -> Signature | None:
+        """Build what of model, loss, metrics and optimizer waits for a first batch."""
+        compiled.build(self.model, loop.inputs(source.peek(1)[0]))
+        optimizer, variables = self.model.optimizer, self.model.trainable_variables
+        if self.optimizer is not None and self.optimizer.drives(optimizer, variables):
+            return None
+        self.optimizer = KerasOptimizer(optimizer, variables)
+        if self._warm_start is None:
+            return None
+        # Weights and the optimizer's averages from there; rate, step and schedule as compiled.
+        with self.optimizer.own_rate():
+            words, signature = warm_start(self.model, self.optimizer, self._warm_start)
+        loop.say(words)
+        self._warm_start = None
+        return signature
+
+    def fit_as_written(self, data: FitData, loop: Loop, **arguments: Any) -> History | None:
+        """A `train_step` of the user's own runs as it is, in Keras' loop."""
+        if not has_own_step(self.model):
+            return None
+        if loop.lr_rule is not None:
+            raise ModelError(
+                f"{type(self.model).__name__} has its own train_step, which steps the optimizer "
+                "itself, so no lr_rule can be followed",
+                do="set the learning rate in model.compile(...)",
+            )
+        loop.say(
+            f"{type(self.model).__name__} has its own train_step: it runs as written, in Keras' "
+            "own loop, and nothing of it is changed"
+        )
+        theirs = self.model.fit(**data._asdict(), **arguments)
+        history = KerasHistory(batch_size=data.batch_size or 32)
+        history.epochs = [
+            {name: values[n] for name, values in theirs.history.items() if n < len(values)}
+            for n in range(len(theirs.epoch))
+        ]
+        return history
+
+    def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
+        """The compiled loss and metrics, to train or to evaluate."""
+        if training:
+            metrics = compiled.compiled_metrics(self.model)
+            self._slow_metrics = SlowMetrics(metrics, lambda line: loop.say(line))
+        return KerasJob(
+            self.model,
+            training=training,
+            slow_metrics=self._slow_metrics,
+            # Evaluation is the same code on all ranks; of training, the steps are.
+            together=(lambda: loop.together) if training else loop.join,
+        )
+
+    def facts(self) -> Facts:
+        """What the model was compiled with, for a resume to compare."""
+        callbacks = [] if self._callbacks is None else self._callbacks.callbacks
+        return {**compiled_facts(self.model), **keras_callback_facts(callbacks)}
+
+    def apart(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
+        """Flatout's callbacks, and Keras'."""
+        import keras
+
+        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+        given = (callbacks.callbacks if is_list else callbacks) or []
+        if not isinstance(given, (list, tuple)):
+            given = [given]
+        ours = [callback for callback in given if isinstance(callback, Callback)]
+        theirs = [callback for callback in given if not isinstance(callback, Callback)]
+        for callback in theirs:
+            if not isinstance(callback, keras.callbacks.Callback):
+                raise ModelError(
+                    f"a callback is a keras.callbacks.Callback or a flatout.Callback, found "
+                    f"{type(callback).__name__}"
+                )
+        return ours, theirs
+
+    def begin(self, fit: Fit, callbacks: list[Any], initial_epoch: int) -> None:
+        """Let Keras' callbacks follow a fit."""
+        import keras
+
+        state, loop = fit.state, fit.loop
+        self._callbacks = keras.callbacks.CallbackList(
+            on_rank(callbacks, loop.world),
+            add_history=True,
+            add_progbar=False,
+            model=self.model,
+            verbose=0,
+            epochs=state.epochs,
+            steps=state.steps_per_epoch,
+        )
+        ours = KerasCallbacks(
+            self._callbacks,
+            self.model,
+            initial_epoch,
+            lambda: {"loss": loop.mean_loss(), **fit.job.results(loop.world)},
+            world=loop.world,
+            reads_batches=any(map(reads_batches, callbacks)),
+        )
+        fit.callbacks.insert(0, ours)
+
+    def end(self) -> None:
+        """Take the watch off the metrics."""
+        self._callbacks = None
+        self._slow_metrics.close()
+        self._slow_metrics = None
+
+    def evaluate(
+        self, loop: Loop, source: Source, stopped: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Loss and metrics over `source`; None where `stopped` said so."""
+        callbacks = self._callbacks
+        if callbacks is None:
+            self.model.reset_metrics()
+            return evaluate(self, loop, source, stopped)
+        callbacks.on_test_begin()
+        self.model.reset_metrics()  # in a fit those of the epoch have been read by now
+        found = evaluate(self, loop, source, stopped, partial(watched, callbacks))
+        callbacks.on_test_end(found)
+        return found
+
+    def output(self, inputs: Any, loop: Loop) -> Any:
+        """What the model gives for a batch's inputs, in evaluation."""
+        return call(self.model, inputs, training=False)
+
+    def as_given(self, outputs: Any) -> Any:
+        """Predictions as numpy arrays."""
+        return _as_numpy(outputs)
+
+
+def _as_numpy(value: Any) -> Any:
+    if torch.is_tensor(value):
+        return value.numpy()
+    if isinstance(value, dict):
+        return {key: _as_numpy(part) for key, part in value.items()}
+    return [_as_numpy(part) for part in value]

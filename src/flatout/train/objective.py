@@ -1,0 +1,366 @@
+"""What a Trainer trains: a model with its loss, metrics, optimizer and schedule.
+
+A torch module, or a Keras model that is not compiled; compiled.py has those that are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from flatout.data.batch import Batch, rows
+from flatout.data.pipeline import Pipeline
+from flatout.data.source import Source, as_source
+from flatout.data.sources.array_parts import with_parts
+from flatout.data.sources.arrays import Arrays
+from flatout.errors import DataError, ModelError
+from flatout.models import adapter_of
+from flatout.optim import Lamb, Lars
+from flatout.train.callbacks import Callback
+from flatout.train.class_weight import ClassWeight
+from flatout.train.compute import call
+from flatout.train.evaluate import evaluate
+from flatout.train.history import History
+from flatout.train.job import Job, TorchJob, metrics_of
+from flatout.train.job_facts import Facts, fact, losses_facts, metrics_fact
+from flatout.train.losses import Loss, as_loss
+from flatout.train.metrics import Given
+from flatout.train.narrow import Narrow
+from flatout.train.several_losses import SeveralLosses, check_names
+from flatout.train.signature import Signature
+from flatout.train.takes import takes
+from flatout.train.warm_start import warm_start
+
+if TYPE_CHECKING:
+    from flatout.train.fit import Fit
+    from flatout.train.loop import Loop
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "lars": Lars,
+    "lamb": Lamb,
+}
+
+
+# Evaluation keeps no activations, so larger batches than in training are safe and faster.
+_EVALUATION_BATCH = 256
+
+
+class FitData(NamedTuple):
+    """The data of a fit, as `Trainer.fit` was given them."""
+
+    x: Any
+    y: Any
+    batch_size: int | None
+    validation_split: float
+    validation_data: Any
+    shuffle: bool
+    class_weight: Any
+    sample_weight: Any
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+
+
+class Objective:
+    """A model with the loss, metrics, optimizer and schedule that a Trainer was given.
+
+    Attributes:
+        model: the user's own object.
+        adapter: the model as its framework has it.
+        optimizer: steps the model's parameters.
+        scheduler: steps the optimizer's learning rate, or None.
+        schedule_every: "step" or "epoch".
+        history: the kind of History that a fit fills in.
+    """
+
+    history: type[History] = History
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        loss: Any,
+        loss_weights: Mapping[str, float] | None,
+        optimizer: Any,
+        lr: float | None,
+        metrics: Iterable[Given] | Mapping[str, Any],
+        scheduler: Any,
+        schedule_every: str | None,
+    ) -> None:
+        if schedule_every not in (None, "step", "epoch"):
+            raise ModelError(f"schedule_every is 'step' or 'epoch', found {schedule_every!r}")
+        self.model = model
+        self.adapter = adapter_of(model)
+        self.adapter.check()
+        self.loss = _as_losses("cross_entropy" if loss is None else loss, loss_weights)
+        self.metrics = metrics
+        # An unknown name is an error here, not after the first epoch.
+        metrics_of(self.loss, metrics)
+        self.optimizer = _as_optimizer(optimizer or torch.optim.Adam, model, lr)
+        self.scheduler = _as_scheduler(scheduler, self.optimizer)
+        self.schedule_every = schedule_every or "step"
+        self._class_weight: Any = None
+        self._said: set[str] = set()
+
+    def start_warm(self, source: str | Path, say: Callable[[str], None]) -> Signature | None:
+        """Take over weights and the optimizer's state; returns what the model knows of its data."""
+        words, signature = warm_start(self.model, self.optimizer, source)
+        say(words)
+        return signature
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def to_fit(self, data: FitData, loop: Loop, *, drop_last: bool) -> tuple[Source, Source | None]:
+        """What is trained on, and what is validated on."""
+        _check_counted(data.steps_per_epoch or data.validation_steps)
+        held_out = data.validation_data
+        share = 0.0 if held_out is not None else data.validation_split
+        x, y, last = with_parts(data.x, data.y, data.sample_weight, share)
+        held_out = held_out if last is None else last
+        self._class_weight = _class_weights(data.class_weight, self.loss)
+        source = as_source(
+            x,
+            y,
+            batch_size=data.batch_size,
+            shuffle=data.shuffle,
+            seed=loop.seed,
+            drop_last=drop_last,
+            workers=loop.requested.input.workers,
+            pin_memory=loop.requested.input.pin_memory != "off",
+        )
+        if held_out is None:
+            return source, None
+        return source, self.to_evaluate(held_out, None, loop, data.validation_batch_size)
+
+    def to_evaluate(
+        self,
+        x: Any,
+        y: Any,
+        loop: Loop,
+        batch_size: int | None,
+        sample_weight: Any = None,
+        steps: int | None = None,
+    ) -> Source:
+        """What is read once, in order."""
+        _check_counted(steps)
+        x, y, _ = with_parts(x, y, sample_weight, 0.0)
+        if batch_size is None and _comes_in_samples(x):
+            batch_size = _EVALUATION_BATCH
+        return as_source(
+            x,
+            y,
+            batch_size=batch_size,
+            shuffle=False,
+            seed=loop.seed,
+            workers=loop.requested.input.workers,
+            pin_memory=loop.requested.input.pin_memory != "off",
+            clip_batch=True,
+        )
+
+    def to_predict(self, x: Any, loop: Loop, batch_size: int | None) -> Source:
+        """Inputs, in order: a tuple of arrays is one input of several parts, not (x, y)."""
+        return self.to_evaluate((x,) if isinstance(x, tuple) else x, None, loop, batch_size)
+
+    def build(self, source: Source, loop: Loop) -> Signature | None:
+        """Make what waits for a first batch; returns what a warm start knows of the data."""
+
+    def takes_bytes(self, batch: Batch) -> bool:
+        """Whether the model computes with bytes as they are, because it scales them itself."""
+        scales = self.adapter.scales_images()
+        return takes(self.model, rows(batch, 0, 2)) if scales is None else scales
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def fit_as_written(self, data: FitData, loop: Loop, **arguments: Any) -> History | None:
+        """Run a fit of the model's own, where it has one that cannot be taken apart."""
+
+    def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
+        """Forward, loss and fresh metrics, to train or to evaluate.
+
+        Args:
+            loop: says what is to be said.
+            source: all of whose labels are looked at with the first batch; None for none.
+            training: whether it is trained on.
+        """
+        return TorchJob(
+            self.adapter.called(training=training),
+            self.loss,
+            self.metrics,
+            unweighted=training and _counts_all(self.loss, source),
+            class_weight=self._class_weight if training else None,
+            say=partial(self._say_once, loop),
+            source=source,
+        )
+
+    def _say_once(self, loop: Loop, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            loop.say(line)
+
+    def facts(self) -> Facts:
+        """What tells this job from others, for a resume to compare."""
+        return {
+            **losses_facts(self.loss),
+            "metrics": metrics_fact(metrics_of(self.loss, self.metrics)),
+            "class_weight": fact(_class_weight_words(self._class_weight)),
+            "schedule_every": fact(self.schedule_every if self.scheduler is not None else "none"),
+        }
+
+    def apart(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
+        """Flatout's callbacks, and those of the model's framework."""
+        return list(callbacks or ()), []
+
+    def begin(self, fit: Fit, callbacks: list[Any], initial_epoch: int) -> None:
+        """Let the framework's callbacks follow a fit."""
+
+    def end(self) -> None:
+        """Put back what a fit has changed beside the model."""
+
+    def evaluate(
+        self, loop: Loop, source: Source, stopped: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Loss and metrics over `source`; None where `stopped` said so."""
+        return evaluate(self, loop, source, stopped)
+
+    def output(self, inputs: Any, loop: Loop) -> Any:
+        """What the model gives for a batch's inputs, in evaluation."""
+        narrow = Narrow(self.model, partial(self._say_once, loop))
+        return call(self.adapter.called(training=False), narrow.inputs(inputs))
+
+    def as_given(self, outputs: Any) -> Any:
+        """Predictions as the framework's own `predict` gives them."""
+        return outputs
+
+
+def validates(every: int | Collection[int], epoch: int) -> bool:
+    """Whether to validate after this epoch, of every so many or of those counted from 1."""
+    return (epoch + 1) % every == 0 if isinstance(every, int) else epoch + 1 in every
+
+
+def _check_counted(steps: int | None) -> None:
+    if steps is not None:
+        raise DataError(
+            "steps of an epoch are given for what a compiled Keras model reads",
+            do="let the data end where an epoch does: an iterable, or a pipeline with .take()",
+        )
+
+
+def _counts_all(loss: Loss | SeveralLosses, source: Source | None) -> bool:
+    """Whether it is known that no target is one that the loss ignores."""
+    labels = None if source is None else source.labels_range()
+    if labels is None or isinstance(loss, SeveralLosses):
+        return False
+    return loss.ignore_index is None or not labels[0] <= loss.ignore_index <= labels[1]
+
+
+def _as_losses(loss: Any, weights: Mapping[str, float] | None) -> Loss | SeveralLosses:
+    if isinstance(loss, Mapping):
+        return SeveralLosses(loss, weights)
+    if weights is not None:
+        raise ModelError(
+            "loss_weights are for several losses, and there is one",
+            do='give a loss for each output: loss={"a": "cross_entropy", "b": "mse"}',
+        )
+    return as_loss(loss)
+
+
+def _class_weights(given: Any, loss: Loss | SeveralLosses) -> Any:
+    """As a `ClassWeight`, or one for each output that has some; None without any."""
+    if given is None:
+        return None
+    if not isinstance(loss, SeveralLosses):
+        return ClassWeight(given, loss)
+    is_by_output = isinstance(given, Mapping) and all(
+        isinstance(weights, Mapping) for weights in given.values()
+    )
+    if not is_by_output:
+        raise ModelError(
+            "with a loss for each output, class_weight is given by output too",
+            do=f"write class_weight={{{next(iter(loss.parts))!r}: {{0: 1.0, 1: 5.0}}}}",
+        )
+    check_names("class_weight", given, loss.parts)
+    return {name: ClassWeight(weights, loss.parts[name]) for name, weights in given.items()}
+
+
+def _class_weight_words(weights: Any) -> str:
+    if isinstance(weights, dict):
+        return "; ".join(f"{name}: {one.words}" for name, one in weights.items())
+    return "none" if weights is None else weights.words
+
+
+def _as_optimizer(optimizer: Any, model: nn.Module, lr: float | None) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if lr is not None:
+            raise ModelError(
+                "lr was given beside an optimizer that has its own",
+                do="pass the optimizer's class, or set lr where the optimizer is made",
+            )
+        return _checked(optimizer, model)
+    if isinstance(optimizer, str):
+        if optimizer not in _OPTIMIZERS:
+            raise ModelError(
+                f"unknown optimizer {optimizer!r}; known: {', '.join(_OPTIMIZERS)}",
+                do="use one of these names, or pass a torch optimizer or its class",
+            )
+        optimizer = _OPTIMIZERS[optimizer]
+    if not callable(optimizer):
+        raise ModelError(
+            f"an optimizer is an optimizer, its class or a name, found {type(optimizer).__name__}"
+        )
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ModelError("the model has no parameter that can be trained")
+    made = optimizer(parameters) if lr is None else optimizer(parameters, lr=lr)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ModelError(f"optimizer(...) gave a {type(made).__name__}, not a torch optimizer")
+    return _checked(made, model)
+
+
+def _checked(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(
+            "LBFGS evaluates the loss several times in one step, which no step here does",
+            do="choose another optimizer, or train with a loop of plain PyTorch",
+        )
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ModelError(
+            "the optimizer has no parameter of this model",
+            do="make it from the parameters of the model that is passed here",
+        )
+    return optimizer
+
+
+def _comes_in_samples(x: Any) -> bool:
+    """Whether batches are ours to make: not for loaders, sources and iterables of batches."""
+    if isinstance(x, Pipeline):
+        return not x.in_batches
+    return hasattr(x, "shape") or isinstance(x, (tuple, dict, Dataset, Arrays))
+
+
+def _as_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
+        scheduler = scheduler(optimizer)
+    if scheduler is None:
+        return None
+    if not all(hasattr(scheduler, name) for name in ("step", "state_dict", "load_state_dict")):
+        raise ModelError(
+            f"a scheduler is one of torch's, or takes the optimizer and gives one, found "
+            f"{type(scheduler).__name__}"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ModelError(
+            "the scheduler belongs to another optimizer than this Trainer's",
+            do="pass both objects, or a function that takes the optimizer and gives the scheduler",
+        )
+    return scheduler
