@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 from flatout.cache_folder import MARK
 from flatout.cli.main import app
-from flatout.doctor.first_look import first_look
+from flatout.doctor.first_look import STARTING_S, first_look
 
 SOME_STEPS = TRAIN + "import os, time\nfor _ in range(40): step()\n"
 
@@ -105,11 +104,14 @@ def run(bad, tmp_path):
         (folder / "kept").write_text("mine")
     (here / "train.py").write_text(bad.text)
     before = files(tmp_path)
-    began = time.monotonic()
+    # It does not wait until its patience ends, which is later than that.
     done = subprocess.run(
-        command("--seconds", "1", "train.py"), capture_output=True, text=True, cwd=here, timeout=120
+        command("--seconds", "1", "train.py"),
+        capture_output=True,
+        text=True,
+        cwd=here,
+        timeout=STARTING_S,
     )
-    assert time.monotonic() - began < 50  # it did not wait until its patience ended
     assert files(tmp_path) == before
     assert leftovers(here) == []
     return done
@@ -187,6 +189,7 @@ def test_an_output_that_cannot_say_it_all(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(90)
 def test_a_deaf_script_that_never_steps_is_ended(tmp_path):
     script = tmp_path / "deaf.py"
     script.write_text(
@@ -194,11 +197,9 @@ def test_a_deaf_script_that_never_steps_is_ended(tmp_path):
         "for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)\n"
         "while True:\n    try: time.sleep(600)\n    except BaseException: pass\n"
     )
-    began = time.monotonic()
     look = first_look([str(script)], seconds=1, starting_s=2)
     assert look.exit_code is None
     assert not look.failed
-    assert time.monotonic() - began < 40
     assert leftovers(Path.cwd()) == [] or str(script) not in str(leftovers(Path.cwd()))
 
 

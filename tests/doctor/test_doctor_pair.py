@@ -27,6 +27,17 @@ for step in range(int(sys.argv[1])):
     time.sleep(0.004)
     at_step()
 """
+# Likewise, by a clock that only its steps move: what is measured is exact, whatever else runs here.
+TIMED = """
+import sys
+from flatout.doctor.trials import step_sync
+from flatout.doctor.trials.step_sync import at_step
+step = now = 0
+step_sync.perf_counter_ns = lambda: now
+for step in range(int(sys.argv[1])):
+    now += round(1e9 * (0.004))
+    at_step()
+"""
 WITH_WORKERS = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -146,13 +157,12 @@ def test_a_script_that_never_steps_is_told_plainly(tmp_path, code, said):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(90)
 def test_a_script_that_hangs_ends_with_the_budget(tmp_path):
     one = job(tmp_path, "import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(600)")
-    began = time.monotonic()
     pids: list[int] = []
     pair = run_pair(one, one, budget_s=2, started=lambda side, process: pids.append(process.pid))
     assert pair.reason == "a: its first step did not come in the time given"
-    assert time.monotonic() - began < 30
     assert len(pids) == 1
     assert not alive(pids)
 
@@ -230,14 +240,14 @@ def test_a_killed_controller_leaves_no_process_and_the_next_start_no_folder(tmp_
 
 @pytest.mark.slow
 def test_what_fills_a_cache_is_not_counted_where_nobody_knows_how_long_it_does(tmp_path):
-    filling = PLAIN.replace("0.004", "0.03 if step < 20 else 0.003")
-    with measured_against(job(tmp_path, PLAIN, "1000000"), 60) as plain:
+    filling = TIMED.replace("0.004", "0.03 if step < 20 else 0.003")
+    with measured_against(job(tmp_path, TIMED, "1000000"), 60) as plain:
         for settles in (False, True):
             terms = Schedule(max_pairs=2, block_s=0.6, settles=settles)
             name = f"filling_{settles}"
             pair = plain.measure(job(tmp_path, filling, "1000000", name=name), terms, budget_s=30)
             first = next(block for block in pair.blocks if block.side == "b")
-            assert (first.step_s > 0.008) is not settles
+            assert (first.step_s == 0.003) is settles
 
 
 @pytest.mark.parametrize("most_steps", [None, 400])
@@ -246,11 +256,11 @@ def test_what_says_that_it_keeps_more_is_not_counted_though_it_grows_no_faster(
 ):
     """As what must have come twice alike: all epochs until then are equally slow."""
     keeping = (
-        PLAIN.replace("0.004", "0.004 if step < 150 else 0.001")
-        .replace("import at_step\n", "import at_step, tell_also\nstep = 0\n")
+        TIMED.replace("0.004", "0.004 if step < 150 else 0.001")
+        .replace("import at_step\n", "import at_step, tell_also\n")
         .replace("for step", "tell_also(lambda: 0, lambda: {'is_full': step > 150})\nfor step")
     )
-    a = job(tmp_path, PLAIN, str(most_steps or 1_000_000))
+    a = job(tmp_path, TIMED, str(most_steps or 1_000_000))
     b = job(tmp_path, keeping, str(most_steps or 1_000_000), name="keeping")
     with (
         scratch() as folder,
@@ -260,14 +270,14 @@ def test_what_says_that_it_keeps_more_is_not_counted_though_it_grows_no_faster(
     ):
         pair = plain.measure(b, Schedule(max_pairs=2, block_s=0.1), budget_s=40)
     assert pair.reason == ""
-    assert max(block.step_s for block in pair.blocks if block.side == "b") < 0.003
+    assert {block.step_s for block in pair.blocks if block.side == "b"} == {0.001}
     assert pair.b.warm_steps >= 150
-    assert pair.b.warm_s > 150 * 0.004
+    assert pair.b.warm_s > 145 * 0.004  # the first steps come before it
 
 
 @pytest.mark.parametrize("slower_ms", [0.0, 0.02])
 def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_path, slower_ms):
-    growing = PLAIN.replace("0.004", f"0.004 + step * {slower_ms} / 1000")
+    growing = TIMED.replace("0.004", f"0.004 + step * {slower_ms} / 1000")
     same = job(tmp_path, growing, "1000000")
     started = []
     terms = Schedule(max_pairs=2, block_s=0.25)
@@ -284,12 +294,21 @@ def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_pa
         assert pair.reason == ""
         assert pair.result is not None
         # An old one would be twice as slow as a young one, and more.
-        assert pair.result.ratio == pytest.approx(1, abs=0.25)
+        assert pair.result.ratio == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize(("waits_s", "settles"), [(0, False), (8, False), (0, True)])
-def test_both_are_begun_several_times_where_that_takes_little(tmp_path, waits_s, settles):
-    same = job(tmp_path, f"import time; time.sleep({waits_s})\n" + PLAIN, "1000000")
+@pytest.mark.parametrize(("starts_s", "settles"), [(0.2, False), (8, False), (0.2, True)])
+def test_both_are_begun_several_times_where_that_takes_little(
+    tmp_path, monkeypatch, starts_s, settles
+):
+    meet = Arm.meet
+
+    def met(arm):
+        meet(arm)
+        arm._seen.started_s = starts_s
+
+    monkeypatch.setattr(Arm, "meet", met)
+    same = job(tmp_path, PLAIN, "1000000")
     terms = Schedule(max_pairs=6, min_pairs=5, block_s=0.1, precision=0.0, lives=3, settles=settles)
     started = []
     with measured_against(
@@ -299,16 +318,16 @@ def test_both_are_begun_several_times_where_that_takes_little(tmp_path, waits_s,
     assert pair.reason == ""
     assert_in_order(pair)
     # Lives of two quadruples each, unless they take too long to begin, or B fills a cache first.
-    is_once = waits_s or settles
+    is_once = starts_s > 1 or settles
     assert "".join(side for side, _ in started) == ("ab" if is_once else "ababab")
     assert not alive([pid for _, pid in started])
-    if not waits_s:
+    if starts_s < 1:
         assert pair.result.pairs > 4
 
 
 @pytest.mark.parametrize("most_steps", [None, 150])
 def test_a_script_that_ends_before_a_block_does_finds_its_pace_anew(tmp_path, most_steps):
-    waking = PLAIN.replace("0.004", "0.01 if step < 60 else 0.002")
+    waking = TIMED.replace("0.004", "0.01 if step < 60 else 0.002")
     with (
         scratch() as folder,
         closing(
@@ -324,10 +343,10 @@ def test_a_script_that_ends_before_a_block_does_finds_its_pace_anew(tmp_path, mo
     ):
         side.meet()
         side.warm_up(2)
-        assert side.block(60, 60).step_s < 0.006
-        assert side.block(2, 40, dropped_anew=60).step_s < 0.006  # it had no 42 steps left
-        assert side.block(2, 30, dropped_anew=60).step_s < 0.006  # and now it has
-        assert side.block(2, 40).step_s > 0.006
+        assert side.block(60, 60).step_s == 0.002
+        assert side.block(2, 40, dropped_anew=60).step_s == 0.002  # it had no 42 steps left
+        assert side.block(2, 30, dropped_anew=60).step_s == 0.002  # and now it has
+        assert side.block(2, 40).step_s > 0.002
 
 
 @pytest.mark.slow

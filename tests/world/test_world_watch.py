@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from world_ranks import free_port
 
+from flatout.world import watch as watching
 from flatout.world.collective_log import CollectiveLog, Waiting
 from flatout.world.place import Place
 from flatout.world.stacks import this_process
@@ -87,6 +88,20 @@ def test_a_collective_that_failed_is_not_said_to_be_over(watches, capsys):
     time.sleep(3 * PATIENCE_S)
     assert "goes on" not in capsys.readouterr().err
     assert made[0].blame() == "rank 0 did not come to my sum"
+
+
+def test_a_wait_is_told_when_patience_ends_and_not_some_beats_later(store, monkeypatch, capsys):
+    now = 100.0
+    monkeypatch.setattr(watching, "monotonic", lambda: now)
+    monkeypatch.setattr(watching, "clock", lambda: round(now * 1e9))
+    log, place = CollectiveLog(), Place(0, 2, 0, 2, address="127.0.0.1", port=store.port)
+    watch = Watch(place, log, 4.0)
+    watch._store = dist.PrefixStore("flatout-watch-0", store)
+    log.waiting = Waiting(log.begin("my sum"), watching.clock())
+    while "has waited" not in capsys.readouterr().err:
+        now += watch._next_look()
+        watch._mind_own_waiting()
+    assert now == pytest.approx(100 + 4)
 
 
 def test_short_waits_are_nobodys_business(watches, capsys):
