@@ -11,9 +11,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flatout.console import first_line, printable, rounded, say
+from flatout.console import first_line, printable, say
 from flatout.errors import FlatoutError
 from flatout.terminal import Console
+from flatout.words import rounded
 
 buffered_or_not = pytest.mark.parametrize(
     "variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["usual", "unbuffered"]

@@ -60,21 +60,3 @@ def first_line(error: BaseException) -> str:
     """Of what an error says; the name of its type where it says nothing."""
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)
-
-
-def counted(count: int, noun: str) -> str:
-    """How many there are, such as "1 rank" or "2,000 steps"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def rounded(value: float, digits: int = 3) -> str:
-    """A number of so many significant digits as people write it: "0.0123", "1.19" or "1,190".
-
-    No digit before the point is rounded away, and only what is below a ten-thousandth has an
-    exponent, such as a learning rate of "1e-05".
-    """
-    text = f"{value:.{digits}g}"
-    if "e-" in text:
-        return text
-    decimals = 0 if "e+" in text else len(text.partition(".")[2])
-    return f"{value:,.{decimals}f}"

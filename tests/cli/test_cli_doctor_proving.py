@@ -116,7 +116,7 @@ def test_a_terminal_is_asked_and_no_is_an_answer(folder):
     assert "FIRST LOOK at 20 steps" in asked
     words = " ".join(asked.split())
     assert "to prove: about" in words
-    assert "short reruns in a scratch copy, 2 min at most." in words
+    assert "short reruns in a scratch copy, 2m00s at most." in words
     assert "Offline meanwhile: Weights & Biases." in words
     assert "flatout doctor --yes train.py" in answered
     assert "PROVEN" not in seen.text

@@ -171,4 +171,4 @@ def test_sharing_after_a_split_counts_what_is_left(days):
 
 
 def test_describing(days):
-    assert rows_of(days).describe() == "3 Criteo files, 0.0 MB, 65 rows"
+    assert rows_of(days).describe() == "3 Criteo files, 14.1 kB, 65 rows"

@@ -262,10 +262,10 @@ def test_splitting():
 def test_converting():
     better = said("convert")
     assert better.do
-    assert "in 10 s (100k rows/s)" in better.words
-    assert "in 1 s (1M rows/s), which takes 2.0 GB" in better.words
+    assert "in 10s (100k rows/s)" in better.words
+    assert "in 1s (1M rows/s), which takes 2.0 GB" in better.words
     assert "not worth it" in said("convert", cache_per_s=1.2e5).words
-    assert "not needed: one thread decodes all rows in 10 ms" in said("convert", rows=1000).words
+    assert "not needed: one thread decodes all rows in 0.01s" in said("convert", rows=1000).words
     assert said("convert", format="rows") is None
 
 

@@ -85,7 +85,7 @@ def test_several_files_packed_and_not(tmp_path):
     (tmp_path / "b.svm.gz").write_bytes(gzip.compress(b"0 2:1\n" * 2))
     data = flatout.data.libsvm(tmp_path / "*.svm*")
     assert whole(data).targets.tolist() == [1, 1, 1, 0, 0]
-    assert data.describe() == "2 LibSVM files, 0.0 MB, 5 rows, in the given order"
+    assert data.describe() == "2 LibSVM files, 30 bytes, 5 rows, in the given order"
 
 
 def test_one_schema_serves_training_and_test_data(tmp_path):

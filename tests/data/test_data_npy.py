@@ -109,7 +109,7 @@ def test_several_files_are_parts_of_one_array(tmp_path, pattern):
     assert rows.file_rows.tolist() == cuts
     assert rows.where(3).endswith("x-1.npy: row 0")
     assert rows.where(9).endswith("x-3.npy: row 5")
-    assert rows.describe() == "8 npy files, 0.0 MB, 10 rows"
+    assert rows.describe() == "8 npy files, 1.3 kB, 10 rows"
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])

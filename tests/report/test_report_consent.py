@@ -34,7 +34,7 @@ def told(what, refused=(), seconds=120.0, **other):
 def test_places_that_would_send_are_told_by_whether_they_were_met(what, tmp_path):
     met = {"kind": "network", "what": "sends", "where": f"{tmp_path}/train.py:4"}
     count, offline, refused, ahead = told(what, [met])
-    assert count == "2 cures to prove: about 6 short reruns in a scratch copy, 2 min at most."
+    assert count == "2 cures to prove: about 6 short reruns in a scratch copy, 2m00s at most."
     assert offline == "Offline meanwhile: Weights & Biases."
     assert refused == "Refused, as it was in the first look: uses AWS (train.py:4)."
     assert ahead.startswith("Not reached so far, and refused if it is: uploads to the Hugging Face")
@@ -44,10 +44,10 @@ def test_places_that_would_send_are_told_by_whether_they_were_met(what, tmp_path
 def test_a_script_that_sends_nothing_needs_no_words(what, tmp_path):
     (tmp_path / "train.py").write_text("print(1)")
     assert told(what, seconds=45.0) == [
-        "2 cures to prove: about 6 short reruns in a scratch copy, 45 s at most."
+        "2 cures to prove: about 6 short reruns in a scratch copy, 45s at most."
     ]
     (line,) = told(what, whole_runs=6)
-    assert line.endswith("2 min at most; then 6 whole runs, where one is proven.")
+    assert line.endswith("2m00s at most; then 6 whole runs, where one is proven.")
 
 
 def test_what_is_not_contained_here_is_told_before_the_question(what, tmp_path):

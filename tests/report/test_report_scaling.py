@@ -9,10 +9,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from flatout.console import counted
 from flatout.errors import FlatoutError
 from flatout.measure.timeline import LANES
 from flatout.report import Scaling
+from flatout.words import counted
 
 FLATOUT = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
 SCRIPT = """

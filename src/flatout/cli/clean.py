@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatout.console import printable
+from flatout.words import size_words
 
 if TYPE_CHECKING:
     from flatout.doctor.kept import Kept
@@ -40,7 +41,7 @@ def clean(
         said = {"kept": [one.as_dict() for one in found], "removed": gone}
         typer.echo(json.dumps({"folder": str(cache_folder()), **said}, indent=2))
     elif is_agreed:
-        typer.echo(printable(f"removed {_size(removed)}"))
+        typer.echo(printable(f"removed {size_words(sum(one.bytes for one in removed))}"))
     if is_agreed and len(removed) < len(free):
         left = [str(one.path) for one in free if one not in removed]
         typer.echo(printable(f"could not be removed: {', '.join(left)}"), err=True)
@@ -68,7 +69,8 @@ def _print(found: list[Kept], folder: str) -> None:
             some = [one for one in found if one.kind == kind and one.is_used == is_used]
             if some:
                 used = "; in use, stays" if is_used else ""
-                table.add_row(kind, _size(some), f"{len(some)} · {words}{used}")
+                size = size_words(sum(one.bytes for one in some))
+                table.add_row(kind, size, f"{len(some)} · {words}{used}")
     console.print(table)
 
 
@@ -77,12 +79,3 @@ def _agrees() -> bool:
         typer.echo(printable("flatout clean --yes removes what is not in use"))
         return False
     return typer.confirm("Remove what is not in use?")
-
-
-def _size(some: list[Kept]) -> str:
-    size = float(sum(one.bytes for one in some))
-    for unit in ("B", "KB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"

@@ -321,7 +321,7 @@ def seal(paths: Paths, format: Format = None, as_json: AsJson = False) -> None:
     flatout data seal 'logs/2026-11-*.svm'
     """
     from flatout.data.sealing import seal as write
-    from flatout.data.words import size_words
+    from flatout.words import size_words
 
     done = write(paths, format=format)
     if as_json:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flatout.console import rounded, say_as_is
+from flatout.console import say_as_is
+from flatout.words import rounded
 
 if TYPE_CHECKING:
     from torch import Tensor

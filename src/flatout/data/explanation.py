@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flatout.words import counted
+
 # Above this share of waiting the model is held up by its input.
 _BOUND = 0.05
 
@@ -87,7 +89,7 @@ class Explanation:
             lines.append(f"{'stage':<{width}}  ms/batch")
             lines += [f"{name:<{width}}  {ms:8.3f}" for name, ms in self.stages.items()]
             whole = sum(self.stages.values())
-            threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+            threads = counted(self.threads, "thread")
             lines.append(
                 f"{'all':<{width}}  {whole:8.3f}  {threads if self.threads else ''}".rstrip()
             )

@@ -30,6 +30,7 @@ from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.console import say_as_is
 from flatout.data.sealed import SUFFIX, check_begins, write_seal
 from flatout.errors import DataError
+from flatout.words import counted, size_words
 
 Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
@@ -433,6 +434,12 @@ class _Zstandard:
                 raise OSError(f"the packed bytes are damaged: {error}") from error
             if unpacked:
                 return unpacked
+
+
+def files_words(files: Sequence[File], kind: str, rows: int) -> str:
+    """Such as "2 LibSVM files, 0.9 MB, 8,124 rows"."""
+    size = size_words(sum(file.size for file in files))
+    return f"{counted(len(files), f'{kind} file')}, {size}, {rows:,} rows"
 
 
 @contextmanager

@@ -32,13 +32,14 @@ from flatout.data.checksums import reader
 from flatout.data.decoder import Bytes, Decoder, Where
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.execution.buffers import Buffers
-from flatout.data.files import File
+from flatout.data.files import File, files_words
 from flatout.data.schema import Schema
 from flatout.data.sealed import Seals
 from flatout.data.threads import Pool
 from flatout.errors import DataError
 from flatout.kernels import lines
 from flatout.measure import available_bytes, usable_cpus
+from flatout.words import size_words
 
 _VERSION = 1
 _PIECE = 64 << 20
@@ -177,9 +178,7 @@ class IndexedRows:
 
     def describe(self) -> str:
         """Such as "2 LibSVM files, 0.9 MB, 8,124 rows"."""
-        count = f"{len(self.files)} {self._kind} file{'s' if len(self.files) > 1 else ''}"
-        size = sum(file.size for file in self.files)
-        return f"{count}, {_size_words(size)}, {self.rows:,} rows"
+        return files_words(self.files, self._kind, self.rows)
 
     def notes(self) -> list[str]:
         """What was skipped, how it is read, and where the bytes are."""
@@ -359,8 +358,8 @@ class _FileBytes:
         if self.holds:
             return []
         return [
-            f"{_size_words(self.size)} of files stay on the disk, for memory has "
-            f"{_size_words(available_bytes())} free: rows are read as they are wanted"
+            f"{size_words(self.size)} of files stay on the disk, for memory has "
+            f"{size_words(available_bytes())} free: rows are read as they are wanted"
         ]
 
 
@@ -448,7 +447,7 @@ def _build(
                 if time.monotonic() - said > _QUIET_S:
                     said = time.monotonic()
                     done = (base + place + found.consumed) / max(1, held.size)
-                    say(f"indexing {file.name}: {done:.0%} of {_size_words(held.size)}")
+                    say(f"indexing {file.name}: {done:.0%} of {size_words(held.size)}")
     names = parts[0].lengths if parts else {}
     return Index(
         np.concatenate([part.starts for part in parts]),
@@ -548,7 +547,3 @@ def names_of(files: Sequence[File]) -> str:
     """The names of some files, for people."""
     more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
     return ", ".join(file.name for file in files[:3]) + more
-
-
-def _size_words(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeGuard
 
-from flatout.console import counted
 from flatout.data.batch import Batch
 from flatout.data.origins import is_stream
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.data.stages import Shard, passes, samples_times
 from flatout.errors import DataError
+from flatout.words import counted
 
 # So long a pipe is read on to count what is left over, and so that its writer comes to its end.
 _LEFT_OVER_S = 10.0

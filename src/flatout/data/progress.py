@@ -10,8 +10,8 @@ from typing import TypeAlias
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from flatout.data.words import count_words
 from flatout.terminal import Console
+from flatout.words import clock, count_words
 
 _QUIET_S = 1.0
 _DRAWINGS_PER_S = 4
@@ -78,7 +78,7 @@ class _Shown:
         rate = (done - (self._first or 0)) / max(seconds, 1e-9)
         yield f"{count_words(rate)} rows/s"
         if self._total and rate:
-            yield f"ETA {_clock((self._total - done) / rate)}"
+            yield f"ETA {clock((self._total - done) / rate)}"
         if words:
             yield words
 
@@ -99,9 +99,3 @@ class _Shown:
         """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from flatout import keras_import
 from flatout.cache_folder import cache_folder
-from flatout.console import counted
 from flatout.devices.inventory import Inventory, inventory
 from flatout.doctor.finding import Finding
+from flatout.words import counted
 
 # What caches, checkpoints and logs of a job take at least.
 _SMALL_DISK = 2 * 2**30

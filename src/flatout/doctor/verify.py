@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from flatout.console import rounded
 from flatout.doctor.prescription import Prescription
 from flatout.doctor.proving.cure import NOTHING, Cure
 from flatout.doctor.proving.jobs import job
@@ -27,6 +26,7 @@ from flatout.doctor.trials.scratch import scratch, temporary_of
 from flatout.doctor.trials.start import LOSSES, SEED
 from flatout.doctor.trials.whole import Curve
 from flatout.errors import FlatoutError
+from flatout.words import counted, rounded
 
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """By number of seeds, how many standard errors a 95% interval reaches (Student's t)."""
@@ -86,7 +86,7 @@ class Verified:
         before, after = (fmean(pair[side].loss for pair in self.pairs) for side in (0, 1))
         taken = [fmean(pair[side].seconds for pair in self.pairs) for side in (0, 1)]
         count = len(self.pairs)
-        seeds = f"{count} seed{'' if count == 1 else 's'}"
+        seeds = counted(count, "seed")
         return [
             f"whole runs, {seeds}: final loss {rounded(before, 4)} → {rounded(after, 4)}, "
             f"{self._judgment(seeds)}",

@@ -7,9 +7,10 @@ from statistics import median
 from time import perf_counter_ns as clock
 from typing import Any
 
-from flatout.console import rounded, say
+from flatout.console import say
 from flatout.measure.live import Live
 from flatout.measure.timeline import LANES, Timeline
+from flatout.words import rounded
 
 _STEP_LANES = LANES[:7]
 _BETWEEN = ("evaluation", "saving")
@@ -135,15 +136,15 @@ def words(timeline: Timeline, hidden: dict[str, str]) -> list[str]:
     lanes = timeline.lanes()
     whole = sum(lanes.values())
     shown = {lane: ms for lane, ms in lanes.items() if ms >= 0.02 * whole}
-    parts = [f"{lane} {_figure(ms)}" for lane, ms in shown.items()]
+    parts = [f"{lane} {rounded(ms)}" for lane, ms in shown.items()]
     other = whole - sum(shown.values())
     if other > 0.0005 * whole:
-        parts.append(f"other {_figure(other)}")
+        parts.append(f"other {rounded(other)}")
     critical = max(lanes, key=lanes.__getitem__)
     share = f"{lanes[critical] / whole:.0%} of {timeline.steps:,} steps"
     unknown = ", ".join(f"{lane} (within {holder})" for lane, holder in hidden.items())
     return [
-        f"step {_figure(whole)} ms: {', '.join(parts)}",
+        f"step {rounded(whole)} ms: {', '.join(parts)}",
         f"critical lane: {critical}, {share}{'; not seen: ' if unknown else ''}{unknown}",
     ]
 
@@ -160,10 +161,6 @@ def _standing() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def _figure(ms: float) -> str:
-    return f"{ms:.0f}" if ms >= 100 else rounded(ms)
 
 
 @cache

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from flatout.console import rounded
 from flatout.errors import ModelError
 from flatout.models.keras.optimizer import KerasOptimizer
 from flatout.optim.several import Optimizers, as_tuple
+from flatout.words import counted, rounded
 
 RULES = ("linear", "sqrt", "power", "none")
 
@@ -167,7 +167,7 @@ class LrScale:
 
     def _warm_up_words(self) -> str:
         if self.warm_up_steps:
-            steps = f"{self.warm_up_steps:,} step{'s' * (self.warm_up_steps > 1)}"
+            steps = counted(self.warm_up_steps, "step")
             epochs = self.rule.warm_up
             if not epochs:
                 return f", warm-up over {steps}"

@@ -49,8 +49,8 @@ from flatout.measure.fingerprint import plain, said
 from flatout.measure.trial import Interval
 from flatout.observe import Observation
 from flatout.report.observed import observed
-from flatout.report.pictures import milliseconds
 from flatout.report.tried import tried
+from flatout.words import rounded
 
 FLOOR = 0.06
 FEWEST_STEPS = 30
@@ -243,7 +243,7 @@ class Compared:
                 lines.append(f"not in use: what was proven for the baseline makes a step {proven}")
         if self.slower:
             lines += [
-                f"  {lane} grew from {milliseconds(before)} to {milliseconds(now)} ms per step"
+                f"  {lane} grew from {rounded(before)} to {rounded(now)} ms per step"
                 for lane, (before, now) in self.grew.items()
             ]
             lines += [f"  may be the cause: {one}" for one in self.software]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from flatout.console import counted
 from flatout.doctor.edits import diff, fix
 from flatout.doctor.edits.patch import folder_of
 from flatout.doctor.edits.source import Source, by_file
@@ -21,6 +20,7 @@ from flatout.errors import FlatoutError
 from flatout.recipe import Parity
 from flatout.report.first_look import short
 from flatout.terminal import Console
+from flatout.words import counted
 
 _COLORS = {"---": "bold", "+++": "bold", "@@ ": "cyan", "-": "red", "+": "green"}
 

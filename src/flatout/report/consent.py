@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from flatout.console import counted, rounded
 from flatout.doctor.first_look import FirstLook
 from flatout.doctor.judge import Verdict
 from flatout.doctor.proving.cure import Cure, cures_of
@@ -15,6 +14,7 @@ from flatout.doctor.trials.network import Sends, find_sends
 from flatout.recipe import Parity
 from flatout.report.first_look import short
 from flatout.report.not_contained import not_contained
+from flatout.words import counted, duration
 
 _MOST = 3
 """Places that are named; the others are counted."""
@@ -54,7 +54,7 @@ def terms(
     reruns = 2 + sum(1 + len(cure.others) for cure in cures) + 1
     lines = [
         f"{counted(len(cures), 'cure')} to prove: about {reruns} short reruns in a scratch copy, "
-        f"{_time(budget_s)} at most" + _then(whole_runs)
+        f"{duration(budget_s)} at most" + _then(whole_runs)
     ]
     lacks = [*(["files"] if look.held == "python" else []), *look.lacks]
     if lacks:
@@ -79,10 +79,6 @@ def _then(whole_runs: int) -> str:
     if not whole_runs:
         return "."
     return f"; then {counted(whole_runs, 'whole run')}, where one is proven."
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:g} s" if seconds < 60 else f"{rounded(seconds / 60, 2)} min"
 
 
 def _places(sends: Sequence[Sends]) -> str:

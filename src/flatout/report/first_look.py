@@ -16,7 +16,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flatout.console import rounded
 from flatout.devices.inventory import Inventory
 from flatout.devices.process import at_start
 from flatout.doctor.finding import Finding
@@ -24,6 +23,7 @@ from flatout.doctor.judge import Verdict
 from flatout.observe import Ablation, Observation
 from flatout.recipe import Recipe
 from flatout.report.not_contained import not_contained
+from flatout.words import clock, counted, rounded
 
 _STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host", "gc", "idle")
 _BETWEEN = ("evaluation", "saving")
@@ -82,12 +82,12 @@ class FirstLookReport:
             yield from what_next(self.verdict.findings, self.what, self.cures)
 
     def _heading(self) -> str:
-        at = clock(self.seconds)
+        at = f"[{clock(self.seconds)}]"
         steps = self.verdict.steps
         if not steps:
             return f"{at} no optimizer step was seen: there is nothing to judge yet"
         return (
-            f"{at} FIRST LOOK at {steps:,} step{'s' if steps > 1 else ''}, nothing proven; "
+            f"{at} FIRST LOOK at {counted(steps, 'step')}, nothing proven; "
             f"added {_added(self.verdict)}"
         )
 
@@ -171,11 +171,6 @@ def commands(lines: Sequence[str]) -> Iterator[Text]:
         yield Text(f"{start} {line}", no_wrap=True, overflow="ignore")
 
 
-def clock(seconds: float) -> str:
-    """Time since the start, such as `[2:31]`."""
-    return f"[{int(seconds) // 60}:{int(seconds) % 60:02d}]"
-
-
 def header(verdict: Verdict, machine: Inventory) -> str:
     """Returns torch, the device and the CPUs in one line."""
     version = (machine.torch.version or "absent").partition("+")[0]
@@ -221,10 +216,10 @@ def _lanes(rank: Observation, of_several: bool, width: int) -> Iterator[Renderab
     step = sum(known[name] for name in _STEP)
     shown = {name: value for name, value in known.items() if value >= _SHOWN * step}
     other = sum(known[name] for name in _STEP if name not in shown)
-    begin = (f"rank {rank.rank} " if of_several else "") + f"step {_figure(step)} ms  "
-    last = [f"other {_figure(other)}"] if other >= _TOLD * step else []
+    begin = (f"rank {rank.rank} " if of_several else "") + f"step {rounded(step, 2)} ms  "
+    last = [f"other {rounded(other, 2)}"] if other >= _TOLD * step else []
     for short_names in ({}, _SHORT):
-        words = [f"{short_names.get(n, n)} {{}} {_figure(v)}" for n, v in shown.items()] + last
+        words = [f"{short_names.get(n, n)} {{}} {rounded(v, 2)}" for n, v in shown.items()] + last
         # The bars take what the words leave of the line.
         room = width - len(begin) - sum(len(each) for each in words) - 3 * (len(words) - 1)
         columns = min(_BAR, room + 2 * len(shown))
@@ -255,7 +250,7 @@ def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
 def _bound(finding: Finding) -> str:
     if finding.cost_ms is None:
         return "unknown"
-    return f"{'> ' if finding.side_effects else ''}{_figure(finding.cost_ms)} ms"
+    return f"{'> ' if finding.side_effects else ''}{rounded(finding.cost_ms, 2)} ms"
 
 
 def _added(verdict: Verdict) -> str:
@@ -266,11 +261,7 @@ def _added(verdict: Verdict) -> str:
     steps_ms = next(r.step_ms for r in verdict.observations if r.added_us_per_step == us)
     step_ms = median(steps_ms) if steps_ms else 0.0
     share = us / 1e3 / step_ms if step_ms else 0.0
-    return f"{_figure(us)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else rounded(value, 2)
+    return f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
 
 
 def _row(label: str, style: str, *lines: str) -> Table:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from flatout.console import counted, rounded
 from flatout.doctor.finding import Finding, docs_page
 from flatout.observe import Observation
 from flatout.report.observed import observed
@@ -29,9 +28,9 @@ from flatout.report.pictures import (
     histogram,
     lane_bars,
     lane_rows,
-    milliseconds,
 )
 from flatout.report.tried import tried, with_proofs
+from flatout.words import counted, duration, rounded
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -177,10 +176,10 @@ def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow:
     if rows:
         whole = sum(row.ms for row in rows)
         words = LANE_WORDS.get(rows[0].lane, rows[0].lane)
-        where = f"A step takes {milliseconds(whole)} ms, {rows[0].share:.0%} of it {words}"
+        where = f"A step takes {rounded(whole)} ms, {rows[0].share:.0%} of it {words}"
         if critical := verdict.get("critical"):
             share = f"{critical['share']:.0%}"
-            where = f"A step takes {milliseconds(whole)} ms; {critical['words']} ({share})"
+            where = f"A step takes {rounded(whole)} ms; {critical['words']} ({share})"
     if slow:
         cures = f"{counted(slow, 'finding')} may give time back, nothing is proven yet"
         return f"{where}; {cures}" if where else cures
@@ -283,20 +282,9 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(ms=milliseconds, plain=plain, counted=counted, percent=_percent)
+    environment.filters.update(ms=rounded, plain=plain, counted=counted, percent=_percent)
     environment.filters["docs"] = _docs
     return environment.get_template("page.html.jinja")
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as people say them, such as `13m23s`."""
-    if seconds < 59.95:
-        return f"{rounded(seconds)}s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,}h{minutes:02d}m"
 
 
 def plain(value: Any) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from flatout.console import rounded
 from flatout.measure.timeline import LANES
+from flatout.words import rounded
 
 MOST_RANKS = 16
 """More ranks than these would be a wall of bars: the slowest are drawn."""
@@ -57,8 +57,8 @@ class Bar:
     @property
     def words(self) -> str:
         """What the bar shows, for those who hear the page."""
-        parts = ", ".join(f"{one.lane} {milliseconds(one.ms)}" for one in self.segments)
-        return f"rank {self.rank}: {milliseconds(self.ms)} ms per step: {parts}"
+        parts = ", ".join(f"{one.lane} {rounded(one.ms)}" for one in self.segments)
+        return f"rank {self.rank}: {rounded(self.ms)} ms per step: {parts}"
 
 
 def lane_bars(lanes_of_ranks: Mapping[int, Mapping[str, float | None]]) -> list[Bar]:
@@ -94,7 +94,7 @@ def _segments(lanes: Mapping[str, float], longest: float) -> list[Segment]:
 
 
 def _label(lane: str, ms: float, room_px: float) -> str:
-    for label in (f"{lane} {milliseconds(ms)}", milliseconds(ms)):
+    for label in (f"{lane} {rounded(ms)}", rounded(ms)):
         if _CHARACTER_PX * len(label) + 8 <= room_px:
             return label
     return ""
@@ -238,8 +238,3 @@ def lane_rows(lanes_of_ranks: Mapping[int, Mapping[str, float | None]]) -> list[
         ms = mean(by_rank.values())
         rows.append(LaneRow(lane, ms, ms / whole, by_rank[most], most))
     return sorted(rows, key=lambda row: -row.ms)
-
-
-def milliseconds(ms: float) -> str:
-    """Three digits, without a unit."""
-    return f"{ms:,.0f}" if ms >= 100 else rounded(ms)

@@ -15,14 +15,13 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flatout.console import counted, rounded
 from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Outcome, Prescription, Proof
 from flatout.doctor.search import is_searched
 from flatout.doctor.torchrun import under_torchrun
 from flatout.measure.trial import TrialResult
-from flatout.report.first_look import clock, commands, short
-from flatout.report.page import duration
+from flatout.report.first_look import commands, short
+from flatout.words import clock, counted, duration, rounded
 
 _LABEL = 13
 """Columns of the labels on the left, such as `needs your OK`."""
@@ -77,16 +76,18 @@ class ProvenReport:
         floor = given.floor if last is None else last.floor
         noise = f"  (A/A noise ±{floor:.1%})" if measured else ""
         if given.prescribed:
-            return f"{clock(self.seconds)} PROVEN{noise}"
+            return f"[{clock(self.seconds)}] PROVEN{noise}"
         if any(proof.outcome == "needs your OK" and proof.trial for proof in given.proofs):
-            return f"{clock(self.seconds)} NOTHING PRESCRIBED: what is faster needs your OK{noise}"
+            return (
+                f"[{clock(self.seconds)}] NOTHING PRESCRIBED: what is faster needs your OK{noise}"
+            )
         if self._needs_time:
             untried = sum(one.outcome == "not tried" for one in given.proofs)
             left = f"{counted(untried, 'cure')} not tried"
-            return f"{clock(self.seconds)} NOTHING PROVEN YET: {left}{noise}"
+            return f"[{clock(self.seconds)}] NOTHING PROVEN YET: {left}{noise}"
         if measured:
-            return f"{clock(self.seconds)} NOTHING TO PRESCRIBE: leave it as it is{noise}"
-        return f"{clock(self.seconds)} NOTHING PROVEN: no cure was measured"
+            return f"[{clock(self.seconds)}] NOTHING TO PRESCRIBE: leave it as it is{noise}"
+        return f"[{clock(self.seconds)}] NOTHING PROVEN: no cure was measured"
 
     def _cures(self) -> Table:
         table = Table.grid(padding=(0, 1))

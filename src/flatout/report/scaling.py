@@ -28,8 +28,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flatout.console import counted, rounded
 from flatout.errors import FlatoutError
+from flatout.words import counted, rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

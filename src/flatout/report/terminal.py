@@ -16,8 +16,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flatout.console import rounded
 from flatout.recipe import ResolvedRecipe
+from flatout.words import rounded
 
 _ALL_IN_A_ROW = 120
 """Columns from which a change's reason fits beside it."""
@@ -66,7 +66,7 @@ class Comparison:
             table.add_row(
                 Text(job.name),
                 f"{job.images_per_s:,.0f}",
-                f"{_milliseconds(job.step_ms)} ms",
+                f"{rounded(job.step_ms)} ms",
                 rounded(job.epochs),
                 f"{job.seconds:.1f} s",
                 "not compared" if job.accuracy is None else f"{job.accuracy:.2%}",
@@ -132,14 +132,14 @@ class Lanes:
             Text.assemble(
                 f"{name} ",
                 (block * max(1, round(self.blocks * ms / whole)), "cyan"),
-                f" {_milliseconds(ms)}",
+                f" {rounded(ms)}",
             )
             for name, ms in shown.items()
         ]
         other = whole - sum(shown.values())
         if other > 0.0005 * whole:
-            parts.append(Text(f"other {_milliseconds(other)}"))
-        line = Text(f"step {_milliseconds(whole)} ms ")
+            parts.append(Text(f"other {rounded(other)}"))
+        line = Text(f"step {rounded(whole)} ms ")
         # Wrapped between the lanes, never within one.
         for at, part in enumerate(parts):
             joint = " " if at == 0 else " | "
@@ -148,7 +148,3 @@ class Lanes:
                 line, joint = Text(), "  "
             line = line + joint + part
         yield line
-
-
-def _milliseconds(ms: float) -> str:
-    return f"{ms:.0f}" if ms >= 100 else rounded(ms)

@@ -21,12 +21,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flatout.console import rounded
 from flatout.devices.gpu_use import GpuUse, gpu_use
 from flatout.errors import FlatoutError
 from flatout.measure.live import Rank, Ranks
 from flatout.measure.processes import Processes, ProcessUse
 from flatout.measure.pulse import Pulse, Watched
+from flatout.words import clock, count_words, counted, size_words
 
 # In the table; what else a step has is "other".
 _LANES = {"input": "input", "forward": "fwd", "backward": "bwd", "sync": "sync", "optimizer": "opt"}
@@ -73,8 +73,8 @@ class Job:
         first = self.first
         here = f" ({len(self.ranks)} here)" if len(self.ranks) < first.world_size else ""
         ranks = [f"{first.world_size} ranks{here}"] if first.world_size > 1 else []
-        speed = [] if first.throughput is None else [f"{_short(first.throughput)} samples/s"]
-        since = f"running {_clock(time.time() - first.started)}"
+        speed = [] if first.throughput is None else [f"{count_words(first.throughput)} samples/s"]
+        since = f"running {clock(time.time() - first.started)}"
         pid = f"pid {first.pid}"
         return " · ".join([_command(first), pid, *ranks, f"step {first.steps:,}", *speed, since])
 
@@ -92,7 +92,7 @@ class Job:
                 str(now.rank.rank),
                 *_cells(now.rank),
                 f"{now.cpu_percent:.0f}%",
-                _bytes(now.rss_bytes),
+                size_words(now.rss_bytes),
                 "STARVED" if starved else "",
                 style="bold yellow" if starved else None,
             )
@@ -115,7 +115,7 @@ class Job:
             silent = time.time() - rank.updated
             step_s = sum(ms or 0.0 for ms in rank.lanes_ms.values()) / 1e3
             if silent > max(_SILENT_S, _SILENT_STEPS * step_s):
-                lines.append(f"{name} has ended no step for {_clock(silent)}")
+                lines.append(f"{name} has ended no step for {clock(silent)}")
         return lines
 
     def as_dict(self) -> dict[str, Any]:
@@ -187,10 +187,10 @@ class Sample:
             table.add_row(
                 str(process.pid),
                 f"{process.cpu_percent:.0f}%",
-                _bytes(process.rss_bytes),
+                size_words(process.rss_bytes),
                 str(process.threads),
                 process.state,
-                "-" if read is None else _bytes(read),
+                "-" if read is None else size_words(read),
                 Text(" ".join(process.command.split())),
             )
         yield table
@@ -307,7 +307,7 @@ def pulse_lines(pulse: Pulse) -> Iterator[Text]:
     who = "its GPU" if pulse.on_gpu else "it"
     still = f"{who} stood still {pulse.still_s:.0f} of {pulse.watched_s:.0f} s"
     if pulse.is_starved:
-        workers = f"{pulse.workers} worker{'s' if pulse.workers > 1 else ''} of it computed"
+        workers = f"{counted(pulse.workers, 'worker')} of it computed"
         beside = workers if pulse.workers else "it computed" if pulse.on_gpu else "it read a disk"
         yield Text(
             f"STARVED: {still} while {beside}: bursts between waits for input, as far as can "
@@ -363,27 +363,5 @@ def _gpu(gpu: GpuUse) -> str:
     busy = "" if gpu.busy_percent is None else f" · {gpu.busy_percent}% busy"
     memory = ""
     if gpu.memory_used is not None and gpu.memory_total is not None:
-        memory = f" · {_bytes(gpu.memory_used)} of {_bytes(gpu.memory_total)} used"
+        memory = f" · {size_words(gpu.memory_used)} of {size_words(gpu.memory_total)} used"
     return f"GPU {gpu.index} {gpu.name}{busy}{memory}"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit in ("B", "kB", "MB") else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def _short(number: float) -> str:
-    """In at most five places: 312, 12.4k, 1.28M."""
-    if number < 10_000:
-        return f"{number:,.0f}"
-    scaled, unit = (number / 1e3, "k") if number < 1e6 else (number / 1e6, "M")
-    return f"{rounded(scaled)}{unit}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

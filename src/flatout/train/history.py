@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.atomic_file import atomic_write
-from flatout.console import counted, rounded
 from flatout.errors import FlatoutError
 from flatout.measure.timeline import Timeline
+from flatout.words import counted, rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

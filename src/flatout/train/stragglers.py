@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flatout.console import rounded
 from flatout.measure import Timeline
+from flatout.words import rounded
 from flatout.world import World
 from flatout.world.collective_log import CollectiveLog
 

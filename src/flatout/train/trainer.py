@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from flatout.console import rounded, say
+from flatout.console import say
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.errors import CheckpointError, DataError, ModelError
@@ -46,6 +46,7 @@ from flatout.train.signature import (
     trained,
     words_of,
 )
+from flatout.words import rounded
 from flatout.world import World
 
 

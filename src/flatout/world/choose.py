@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 
 from flatout.cache_folder import cache_folder, kind_folder, private
-from flatout.console import rounded
 from flatout.errors import WorldError
 from flatout.measure.fingerprint import fingerprint
+from flatout.words import counted, rounded
 from flatout.world.place import RANK_TRIAL
 
 # A script may load its data first, and decide its settings by measuring.
@@ -81,7 +81,7 @@ def choose(
     kept = _kept_under(command(0), script)
     with suppress(OSError, ValueError):
         ranks = int(json.loads(kept.read_text())["ranks"])
-        say(f"{_ranks(ranks)}, as measured before ({kept})")
+        say(f"{counted(ranks, 'rank')}, as measured before ({kept})")
         return ranks
     say(f"measuring {', '.join(map(str, tried))} ranks, each twice; the script is ended in its fit")
     there = [_measure(command(ranks), ranks) for ranks in tried]
@@ -94,8 +94,8 @@ def choose(
         mark = "  <- chosen" if speed is chosen else ""
         ratio = speed.mean / speeds[0].mean
         say(
-            f"{_ranks(speed.ranks)}{share}: {rounded(speed.mean, 4)} steps/s, {ratio:.2f}x, "
-            f"noise {speed.noise - 1:.0%}{mark}"
+            f"{counted(speed.ranks, 'rank')}{share}: {rounded(speed.mean, 4)} steps/s, "
+            f"{ratio:.2f}x, noise {speed.noise - 1:.0%}{mark}"
         )
     with suppress(OSError), open(kind_folder("ranks") / kept.name, "w", opener=private) as file:
         file.write(json.dumps({"ranks": chosen.ranks}))
@@ -133,7 +133,8 @@ def _measure(command: Sequence[str], ranks: int) -> float:
         words = output.read_text(errors="replace").strip().splitlines()[-15:]
         what = f"ended with exit code {process.returncode}" if ended else "went on without an end"
         raise WorldError(
-            f"on {_ranks(ranks)} the script {what} and did not train: nothing could be measured",
+            f"on {counted(ranks, 'rank')} the script {what} and did not train: "
+            "nothing could be measured",
             where="\n  ".join(["its last words:", *words]) if words else "",
             do="see that it trains with flatout.Trainer or flatout.Loop, or say --devices N",
         )
@@ -168,7 +169,3 @@ def _kept_under(command: Sequence[str], script: Path | None) -> Path:
     parts = [*command, os.getcwd(), text, fingerprint().digest, *asked]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
     return cache_folder() / "ranks" / f"{digest}.json"
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'' if count == 1 else 's'}"

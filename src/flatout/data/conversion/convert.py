@@ -32,8 +32,8 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.progress import progress as showing
 from flatout.data.schema import Given
 from flatout.data.sources.image_bytes import ImageBytes
-from flatout.data.words import size_words
 from flatout.errors import DataError
+from flatout.words import size_words
 
 # Changes whenever the same rows are written as other bytes.
 _VERSION = 1

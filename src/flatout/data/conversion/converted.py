@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from flatout.data.conversion.shards import Manifest, Place
 from flatout.data.execution.row_folder import read_meta
-from flatout.data.words import size_words
 from flatout.errors import DataError
+from flatout.words import size_words
 
 # Classes that are named one by one.
 _TOLD = 8

@@ -29,9 +29,9 @@ from flatout.atomic_file import atomic_write
 from flatout.data.block import Block
 from flatout.data.conversion.passes import Piece
 from flatout.data.schema import Schema
-from flatout.data.words import size_words
 from flatout.errors import DataError
 from flatout.kernels.example import crc32c
+from flatout.words import size_words
 
 VERSION = 1
 _PIECE = 16 << 20

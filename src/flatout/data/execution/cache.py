@@ -25,6 +25,7 @@ from flatout.data.execution.samples import Costs, Samples
 from flatout.data.form import Form
 from flatout.errors import DataError
 from flatout.measure import available_bytes
+from flatout.words import size_words
 
 Where = Literal["auto", "memory", "disk"]
 
@@ -82,11 +83,11 @@ class Cached:
 
     def _choose(self, where: Where, budget: int | None, folder: Path | None) -> tuple[Where, str]:
         room = int(available_bytes() * _SHARE) if budget is None else budget
-        size = f"{len(self._numbers):,} decoded samples take {_gb(self.bytes)}"
+        size = f"{len(self._numbers):,} decoded samples take {size_words(self.bytes)}"
         if where == "memory" and budget is None:
             room = available_bytes()
         if where != "disk" and self.bytes <= room:
-            return "memory", f"{size}, memory has {_gb(room)} for them"
+            return "memory", f"{size}, memory has {size_words(room)} for them"
         base = folder or cache_folder() / "rows"
         with _told(base):
             base.mkdir(parents=True, exist_ok=True) if folder else kind_folder("rows")
@@ -94,8 +95,14 @@ class Cached:
         if where != "memory" and self._on_disk(folder).exists():
             return "disk", f"{size}, on the disk already"
         if where != "memory" and self.bytes <= free:
-            return "disk", f"{size} on disk ({_gb(free)} free); memory has {_gb(room)} for them"
-        places = {"memory": f"memory has {_gb(room)}", "disk": f"{base} has {_gb(free)} free"}
+            return (
+                "disk",
+                f"{size} on disk ({size_words(free)} free); memory has {size_words(room)} for them",
+            )
+        places = {
+            "memory": f"memory has {size_words(room)}",
+            "disk": f"{base} has {size_words(free)} free",
+        }
         found = " and ".join(places.values()) if where == "auto" else places[where]
         raise DataError(
             f"the cache does not fit: {size}, but {found}",
@@ -289,7 +296,3 @@ def _told(place: Path) -> Iterator[None]:
             where=str(place),
             do='make room, set FLATOUT_CACHE to another folder, or cache("memory")',
         ) from error
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

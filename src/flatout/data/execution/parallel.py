@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from flatout.console import counted
 from flatout.data.threads import say_fewer
+from flatout.words import counted
 
 T = TypeVar("T")
 

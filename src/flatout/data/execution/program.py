@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from flatout.console import rounded
 from flatout.data.batch import Batch
 from flatout.data.block import Block, Numbers, rows_between, take
 from flatout.data.execution.batch_sampler import BatchSampler
@@ -26,6 +25,7 @@ from flatout.data.order import batch_seed
 from flatout.data.randomness import seeded
 from flatout.data.tensors import as_batch
 from flatout.errors import DataError, FlatoutError
+from flatout.words import rounded
 
 # A batch that is made quicker than this is made when it is asked for: handing it from one thread to
 # another would cost as much.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, NamedTuple, TypeAlias
 
-from flatout.console import counted, rounded
+from flatout.words import counted, rounded
 
 # As `input.workers` of a Recipe: 0 makes a batch when it is asked for, "thread" makes batches ahead
 # in a thread of the process, and a number in so many worker processes.

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flatout.console import rounded
-from flatout.data.words import count_words, size_words
+from flatout.words import count_words, duration, size_words
 
 # Below this share of what is free, files and decoded rows are held without a second thought.
 _ROOM = 0.5
@@ -135,13 +134,13 @@ def _convert(facts: Facts) -> Iterator[Advice]:
         return
     ratio = facts.cache_per_s / facts.decode_per_s
     seconds = facts.rows / facts.decode_per_s
-    words = f"one thread decodes all rows in {_seconds(seconds)}"
+    words = f"one thread decodes all rows in {duration(seconds)}"
     if seconds < _QUICK_S:
         yield Advice("convert", False, f"not needed: {words}")
         return
     words += (
         f" ({count_words(facts.decode_per_s)} rows/s), and takes them from a row cache in "
-        f"{_seconds(facts.rows / facts.cache_per_s)} ({count_words(facts.cache_per_s)} rows/s)"
+        f"{duration(facts.rows / facts.cache_per_s)} ({count_words(facts.cache_per_s)} rows/s)"
     )
     if ratio < _WORTH:
         yield Advice("convert", False, f"not worth it: {words}")
@@ -153,12 +152,6 @@ def _convert(facts: Facts) -> Iterator[Advice]:
         f"flatout data convert {facts.source} all.rows; or .cache() in the pipeline, from the "
         "second epoch on",
     )
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds / 60:.1f} min"
-    return f"{rounded(seconds * 1e3)} ms" if seconds < 1 else f"{rounded(seconds, 2)} s"
 
 
 def _order(facts: Facts) -> Iterator[Advice]:

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.console import rounded
 from flatout.data.inspection.advice import Advice
 from flatout.data.schema import Schema
-from flatout.data.words import size_words
 from flatout.errors import DataError
+from flatout.words import counted, rounded, size_words
 
 # Classes that are named one by one.
 _TOLD = 6
@@ -107,7 +106,7 @@ class Report:
 
     def headline(self) -> str:
         """Such as "19 files 18.4 GB 41.2M rows · clicks 3.1% · 39 fields · max id 1,048,570"."""
-        files = f"{self.files:,} file{'s' if self.files > 1 else ''}"
+        files = counted(self.files, "file")
         first = f"{files} {size_words(self.bytes)} {self.rows:,} rows"
         if self.packed:
             first += f" (unpacked {size_words(self.unpacked_bytes)})"
@@ -137,7 +136,7 @@ class Report:
             low, high = self.values_a_row
             return f"{low}" + (f" to {high}" if high > low else "") + " fields"
         inputs = [column for column in self.columns if column.role == "input"]
-        return f"{len(inputs):,} input column{'s' if len(inputs) != 1 else ''}"
+        return counted(len(inputs), "input column")
 
     def write_schema(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the schema as a TOML file, to be read and edited.
@@ -177,7 +176,7 @@ class Report:
             return ""
         if not self.looked_at:
             return f"cannot be read: {self.bad}"
-        return f"{self.bad_rows:,} bad row{'s' if self.bad_rows > 1 else ''}: {self.bad}"
+        return f"{counted(self.bad_rows, 'bad row')}: {self.bad}"
 
     def table(self) -> list[tuple[str, str, str, str, str]]:
         """Name, kind, role, range and lengths of each column."""

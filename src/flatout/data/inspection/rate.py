@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from flatout.cache_folder import cache_folder, kind_folder
-from flatout.console import rounded
 from flatout.data.block import Block, Numbers
 from flatout.data.conversion.job import Job, job_of
 from flatout.data.conversion.passes import Piece
@@ -33,6 +32,7 @@ from flatout.data.schema import Given
 from flatout.data.sources.rows import FolderRows
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
+from flatout.words import rounded
 
 _BATCH = 4096
 # Of small data, batches are smaller: threads begin anew in each epoch.

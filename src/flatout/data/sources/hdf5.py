@@ -20,7 +20,7 @@ import numpy as np
 from flatout.data.block import Block, Values, offsets_of
 from flatout.data.checksums import reader
 from flatout.data.execution.buffers import Buffers
-from flatout.data.files import File, Paths, find
+from flatout.data.files import File, Paths, files_words, find
 from flatout.data.indexed import content_words
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema
@@ -195,10 +195,7 @@ class HDF5Chunks:
 
     def describe(self) -> str:
         """Such as "1 HDF5 file, 47.5 MB, 60,000 rows"."""
-        size = sum(file.size for file in self.files)
-        words = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-        count = len(self.files)
-        return f"{count} HDF5 file{'s' * (count > 1)}, {words}, {self.file_rows[-1]:,} rows"
+        return files_words(self.files, "HDF5", self.file_rows[-1])
 
     def notes(self) -> list[str]:
         """Nothing."""

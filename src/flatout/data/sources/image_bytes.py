@@ -24,8 +24,8 @@ from flatout.data.sources.image_files import (
     short_name,
 )
 from flatout.data.sources.image_header import Damaged, Header
-from flatout.data.words import size_words
 from flatout.errors import DataError
+from flatout.words import counted, size_words
 
 
 class ImageBytes:
@@ -130,9 +130,8 @@ class ImageBytes:
     def describe(self) -> str:
         """Such as "83,484 image files, 5.8 GB, 4 classes"."""
         size = int(self.headers["bytes"].sum())
-        files = "file" if self.rows == 1 else "files"
         classes = f", {len(self.classes):,} classes" if self.classes else ""
-        return f"{self.rows:,} image {files}, {size_words(size)}{classes}"
+        return f"{counted(self.rows, 'image file')}, {size_words(size)}{classes}"
 
     def notes(self) -> list[str]:
         """What was skipped or not read."""

@@ -27,6 +27,7 @@ from flatout.data.sources.image_decode import (
 )
 from flatout.data.sources.image_header import Damaged, Header
 from flatout.errors import DataError
+from flatout.words import counted
 
 # Images on which the loss of a reduced decode is measured.
 _MEASURED = 8
@@ -185,13 +186,13 @@ class ImageRows:
     def describe(self) -> str:
         """Such as "83,484 images of 3x224x224, 4 classes (CNV 37,205 … NORMAL 26,315)"."""
         look = self._look
-        words = f"{_count(self.rows, 'image')} of {look.channels}x{look.size[0]}x{look.size[1]}"
+        words = f"{counted(self.rows, 'image')} of {look.channels}x{look.size[0]}x{look.size[1]}"
         if self._images.labels is None:
             return words
         counts = np.bincount(self._images.labels, minlength=len(self.classes))
         each = [f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True)]
         listed = ", ".join(each) if len(each) <= _TOLD else f"{each[0]} … {each[-1]}"
-        return f"{words}, {_count(len(each), 'class', 'classes')} ({listed})"
+        return f"{words}, {counted(len(each), 'class', 'classes')} ({listed})"
 
     def notes(self) -> list[str]:
         """What was skipped or not read, and what a reduced decode costs."""
@@ -276,7 +277,3 @@ def _schema(wanted: Wanted, look: Look, classes: tuple[str, ...]) -> Schema:
         columns.append(Column(name="label", dtype="int64", role=wanted.label))
         options["classes"] = list(classes)
     return Schema(format="images", columns=tuple(columns), options=options)
-
-
-def _count(count: int, one: str, more: str = "") -> str:
-    return f"{count:,} {one if count == 1 else more or one + 's'}"

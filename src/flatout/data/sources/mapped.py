@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values, offsets_of
 from flatout.data.execution.buffers import Buffers
-from flatout.data.files import File
+from flatout.data.files import File, files_words
 from flatout.data.indexed import content_words
 from flatout.data.schema import Column, Schema
 from flatout.data.sealed import Seals, mapped_reader
@@ -205,10 +205,7 @@ class MappedRows:
 
     def describe(self) -> str:
         """Such as "2 npy files, 47.5 MB, 60,000 rows"."""
-        size = sum(file.size for file in self.files)
-        words = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-        count = len(self.files)
-        return f"{count} {self._kind} file{'s' * (count > 1)}, {words}, {self.rows:,} rows"
+        return files_words(self.files, self._kind, self.rows)
 
     def notes(self) -> list[str]:
         """What costs time or memory."""

@@ -17,6 +17,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.optional import require
 from flatout.errors import DataError
+from flatout.words import counted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -104,7 +105,7 @@ class TableRows:
 
     def describe(self) -> str:
         """Such as "table in memory, 8,124 rows"."""
-        return f"table in memory, {self.rows:,} row{'s' if self.rows > 1 else ''}"
+        return f"table in memory, {counted(self.rows, 'row')}"
 
     def notes(self) -> list[str]:
         """What was learned, and what was left out."""

@@ -16,7 +16,7 @@ from pyarrow import ipc
 
 from flatout.data.block import Block, offsets_of
 from flatout.data.execution.buffers import Buffers
-from flatout.data.files import File
+from flatout.data.files import File, files_words
 from flatout.data.indexed import content_words
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.arrow_columns import BadValue, to_columns
@@ -41,6 +41,7 @@ from flatout.data.sources.vocabulary import (
 from flatout.data.threads import Pool
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
+from flatout.words import size_words
 
 _LARGE = 1 << 30
 
@@ -228,10 +229,8 @@ class TableChunks:
 
     def describe(self) -> str:
         """Such as "2 Parquet files, 0.9 MB, 8,124 rows"."""
-        count = f"{len(self._files)} {self._files[0].kind} file{'s' * (len(self._files) > 1)}"
-        size = sum(one.file.size for one in self._files)
-        words = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-        return f"{count}, {words}, {self._starts[-1]:,} rows"
+        files = [one.file for one in self._files]
+        return files_words(files, self._files[0].kind, self._starts[-1])
 
     def notes(self) -> list[str]:
         """What was learned, and whether parts are so large that decoding one needs much memory."""
@@ -240,7 +239,7 @@ class TableChunks:
             return self._notes
         return [
             *self._notes,
-            f"a {largest.part} of {largest.file.name} takes {largest.largest / 1e9:.1f} GB "
+            f"a {largest.part} of {largest.file.name} takes {size_words(largest.largest)} "
             "decoded, and each thread decodes one: write smaller ones (row_group_size)",
         ]
 

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from flatout.console import counted
 from flatout.data.block import Numbers
 from flatout.data.execution.batch_sampler import BatchSampler, whole_number
 from flatout.data.origins import Stream
@@ -16,6 +15,7 @@ from flatout.data.stages.batch import Batch
 from flatout.data.stages.repeat import passes, samples_times
 from flatout.data.stages.stage import P, Plan, Stage, Writable, only
 from flatout.errors import DataError
+from flatout.words import counted
 from flatout.world import place
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from flatout.console import rounded
 from flatout.doctor.checks.check import NoSignal, check
 from flatout.doctor.checks.signals import at, is_gpu
 from flatout.doctor.finding import Finding, Kind
 from flatout.observe import Observation
 from flatout.observe.sites import is_users
+from flatout.words import rounded
 
 _OUT = re.compile(r"out of memory|can't allocate memory|Unable to allocate|^MemoryError", re.M)
 """How torch, numpy and Python say that there is none left."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flatout.console import counted
 from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
+from flatout.words import counted
 
 
 @check()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from statistics import fmean, linear_regression, median
 
-from flatout.console import rounded
 from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import ms
 from flatout.doctor.edits import tensors
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
+from flatout.words import rounded
 
 _POINTS = 8
 """Fewer measurements of memory are no line."""

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from statistics import median
 
-from flatout.console import rounded
 from flatout.doctor.checks.check import NoSignal
 from flatout.doctor.finding import Kind
 from flatout.observe import Call, Loader, Model, Observation, Site
+from flatout.words import rounded
 
 WORTH = 0.02
 """Share of a step below which all is left alone: a trial's noise is about 1% on a calm machine."""
@@ -190,7 +190,7 @@ def has_batch_norm(found: Iterable[Model]) -> bool:
 
 def ms(value: float) -> str:
     """Milliseconds for people."""
-    return f"{value:,.0f} ms" if value >= 10 else f"{rounded(value, 2)} ms"
+    return f"{rounded(value, 2)} ms"
 
 
 def layers_of_two_modes(model: Model) -> str:

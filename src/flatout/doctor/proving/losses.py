@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flatout.console import rounded
 from flatout.doctor.trials.arm import Showed
 from flatout.measure.parity import compare_curves
 from flatout.recipe import Parity
+from flatout.words import rounded
 
 _Array = npt.NDArray[np.float64]
 

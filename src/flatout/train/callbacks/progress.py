@@ -15,10 +15,10 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column, Table
 
-from flatout.console import rounded
 from flatout.terminal import Console
 from flatout.train.callbacks.callback import Callback
 from flatout.train.callbacks.rate import Rate
+from flatout.words import clock, count_words, rounded
 
 if TYPE_CHECKING:
     from flatout.train.state import FitState
@@ -139,9 +139,9 @@ class Progress(Callback):
         rate = self._throughput(state)
         if not done or not rate:
             return figures
-        figures.append(f"{_short(rate)} samples/s")
+        figures.append(f"{count_words(rate)} samples/s")
         if total:
-            figures.append(f"ETA {_clock((total - done) * self._step_size(state) / rate)}")
+            figures.append(f"ETA {clock((total - done) * self._step_size(state) / rate)}")
         figures.append(f"loss {_figure(state.read_loss())}")
         figures.append(f"input wait {self._input_share(state):.0%}")
         return figures
@@ -232,7 +232,7 @@ def _epoch_line(state: FitState, width: float) -> str:
     words = [_epoch_of(state)]
     if (done := state.step_in_epoch) and (times := state.history.step_times[-done:]).size:
         samples = state.history.timeline.step_samples()[-done:]
-        words.append(f"{_short(samples.sum() / times.sum())} samples/s")
+        words.append(f"{count_words(samples.sum() / times.sum())} samples/s")
     logs = dict(state.logs)
     seconds = logs.pop("seconds", None)
     for name, value in logs.items():
@@ -241,7 +241,7 @@ def _epoch_line(state: FitState, width: float) -> str:
             val = f" val {_figure(logs['val_' + name])}" if f"val_{name}" in logs else ""
             words.append(f"{name} {_figure(value)}{val}")
     if seconds is not None:
-        words.append(f"{rounded(seconds, 2)} s" if seconds < 10 else _clock(seconds))
+        words.append(f"{rounded(seconds, 2)} s" if seconds < 10 else clock(seconds))
     # What the bar showed all along goes first where a line has no room.
     if seconds is not None and len("  ".join(words)) > width:
         words.pop()
@@ -251,17 +251,3 @@ def _epoch_line(state: FitState, width: float) -> str:
 def _figure(value: float) -> str:
     """Return a figure in as many digits as differ between epochs: 0.9758, 0.0667, 12.34."""
     return rounded(value) if abs(value) < 0.1 else rounded(value, 4)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def _short(number: float) -> str:
-    """Return a number in at most five places: 312, 12.4k, 1.28M."""
-    if number < 10_000:
-        return f"{number:,.0f}"
-    scaled, unit = (number / 1e3, "k") if number < 1e6 else (number / 1e6, "M")
-    return f"{rounded(scaled)}{unit}"

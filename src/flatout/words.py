@@ -1,0 +1,55 @@
+"""Numbers, sizes and times in words."""
+
+from __future__ import annotations
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """How many there are, such as "1 rank" or "2,000 steps"."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """A number of so many significant digits as people write it: "0.0123", "1.19" or "1,190".
+
+    No digit before the point is rounded away, and only what is below a ten-thousandth has an
+    exponent, such as a learning rate of "1e-05".
+    """
+    text = f"{value:.{digits}g}"
+    if "e-" in text:
+        return text
+    decimals = 0 if "e+" in text else len(text.partition(".")[2])
+    return f"{value:,.{decimals}f}"
+
+
+def count_words(count: float) -> str:
+    """A count in at most five places, such as "312", "12.4k" or "41.2M"."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= 10 * size or (count >= size and unit != "k"):
+            return f"{rounded(count / size)}{unit}"
+    return f"{count:,.0f}"
+
+
+def size_words(size: float) -> str:
+    """Bytes, such as "312 bytes", "12.4 kB", "0.9 MB" or "18.4 GB"."""
+    for unit, bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= 0.9 * bytes:
+            return f"{size / bytes:,.1f} {unit}"
+    return f"{size:,.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, such as "0.25s", "13m23s" or "5h02m"."""
+    if seconds < 59.95:
+        return f"{rounded(seconds)}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,}h{minutes:02d}m"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a clock shows them: "2:31" or "1:02:31"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
