@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
+
+from flatout.hooks import wrap
 
 
 def watch_exits(ends: Callable[[bool], None], becomes: Callable[[str], None]) -> None:
@@ -15,21 +16,21 @@ def watch_exits(ends: Callable[[bool], None], becomes: Callable[[str], None]) ->
         ends: is told whether the script ends well, before os._exit.
         becomes: is given the other program's file before an exec; and "" where that has failed.
     """
-    exits = os._exit
+    wrap(os, "_exit", "observe", _ending, ends)
+    # The others of their kind call one of these two.
+    wrap(os, "execv", "observe", _becoming, becomes)
+    wrap(os, "execve", "observe", _becoming, becomes)
 
-    @wraps(exits)
+
+def _ending(original: Any, ends: Callable[[bool], None]) -> Any:
     def _exit(status: int) -> None:
         ends(status == 0)
-        exits(status)
+        original(status)
 
-    os._exit = _exit  # type: ignore[assignment]
-    # The others of their kind call one of these two.
-    os.execv = _becoming(os.execv, becomes)
-    os.execve = _becoming(os.execve, becomes)
+    return _exit
 
 
 def _becoming(original: Any, becomes: Callable[[str], None]) -> Any:
-    @wraps(original)
     def become(path: Any, *args: Any) -> None:
         becomes(os.fsdecode(path) if not isinstance(path, int) else f"file {path}")
         try:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
+from flatout.hooks import wrap
 from flatout.observe.optimizers import Steps
 
 
 def watch_keras(module: Any, steps: Steps) -> None:
     """Hooks into keras.src.optimizers.base_optimizer."""
-    owner = module.BaseOptimizer
-    original = owner.apply
 
-    @wraps(original)
-    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steps.begin(self)
-        result = original(self, *args, **kwargs)
-        steps.end(self)
-        return result
+    def around(original: Any) -> Any:
+        def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+            steps.begin(self)
+            result = original(self, *args, **kwargs)
+            steps.end(self)
+            return result
 
-    owner.apply = apply
+        return apply
+
+    wrap(module.BaseOptimizer, "apply", "observe", around)

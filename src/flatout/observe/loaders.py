@@ -7,13 +7,13 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import wraps
 from statistics import median
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, cast
 from weakref import ref
 
+from flatout.hooks import wrap
 from flatout.observe.lanes import HOST
 from flatout.observe.observation import Loader, Site
 from flatout.observe.sites import here, site_of_code
@@ -262,7 +262,7 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
                 return cast(SeenLoader, seen)
         return None
 
-    _watch_iterations(module.DataLoader, watch, seen_of)
+    wrap(module.DataLoader, "__iter__", "observe", _timed_iteration, watch, seen_of)
     watch_batches(module._BaseDataLoaderIter, watch, seen_of)
     if not looks_within:
         return
@@ -277,10 +277,9 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
     watch_fetch(module._utils.fetch, probe_of)
 
 
-def _watch_iterations(owner: Any, watch: Watch, seen_of: Any) -> None:
-    lanes, original = watch.lanes, owner.__iter__
+def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:
+    lanes = watch.lanes
 
-    @wraps(original)
     def iterate(self: Any) -> Any:
         began = perf_counter_ns()
         if not lanes.begin_batch():
@@ -296,45 +295,52 @@ def _watch_iterations(owner: Any, watch: Watch, seen_of: Any) -> None:
         seen.begin_epoch(began)
         return iterator
 
-    owner.__iter__ = iterate
+    return iterate
 
 
 def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
     """Times every batch that an iterator of this class hands over."""
-    lanes, ask, hand_over = watch.lanes, watch.lanes.ask, watch.lanes.take
-    original_init, original_next = owner.__init__, owner.__next__
-    original_index = owner._next_index
+    owner._flatout_seen = None  # of one that was begun before anybody looked
+    wrap(owner, "_next_index", "observe", _hashed)
+    wrap(owner, "__init__", "observe", _met, seen_of)
+    wrap(owner, "__next__", "observe", _timed, watch)
 
-    @wraps(original_init)
+
+def _met(original: Any, seen_of: Any) -> Any:
     def init(self: Any, loader: Any) -> None:
-        original_init(self, loader)
+        original(self, loader)
         self._flatout_seen = seen_of(loader, None)  # where a subclass has an __iter__ of its own
 
-    @wraps(original_next)
+    return init
+
+
+def _timed(original: Any, watch: Watch) -> Any:
+    lanes, ask, hand_over = watch.lanes, watch.lanes.ask, watch.lanes.take
+
     def take(self: Any) -> Any:
         seen = self._flatout_seen
         if seen is None or (asked := ask()) < 0:
-            return original_next(self)
+            return original(self)
         if asked:
             lanes.decide()
         lanes.loader = seen
         try:
-            batch = original_next(self)
+            batch = original(self)
         except BaseException:
             lanes.switch(HOST)
             raise
         seen.took(batch, hand_over())
         return batch
 
-    @wraps(original_index)
+    return take
+
+
+def _hashed(original: Any) -> Any:
     def next_index(self: Any) -> Any:
-        index = original_index(self)
+        index = original(self)
         seen = self._flatout_seen
         if seen is not None and not seen.is_hashed:
             seen.hash(index)
         return index
 
-    owner._flatout_seen = None  # of one that was begun before anybody looked
-    owner._next_index = next_index
-    owner.__init__ = init
-    owner.__next__ = take
+    return next_index

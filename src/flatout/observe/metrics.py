@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import update_wrapper
 from threading import get_ident
 from time import perf_counter_ns
 from types import FunctionType
 from typing import Any
 
-from flatout.hooks.importing import when_imported
+from flatout.hooks import when_imported, wrap
 from flatout.observe.watch import Watch
 
 # What sklearn.metrics has beside metrics.
@@ -29,33 +29,31 @@ class MetricHooks:
         for name in module.__all__:
             function = getattr(module, name, None)
             if isinstance(function, FunctionType) and not any(part in name for part in _NO_METRIC):
-                hooked = self._timed(function, name)
-                hooked.__module__ = module.__name__  # where pickle finds it
-                setattr(module, name, hooked)
+                wrap(module, name, "observe", self._timed, name)
+                getattr(module, name).__module__ = module.__name__  # where pickle finds it
 
     def _hook_torchmetrics(self, module: Any) -> None:
         owner = module.Metric
         for name in ("_wrap_update", "_wrap_compute"):
-            setattr(owner, name, self._wrapping(getattr(owner, name)))
+            wrap(owner, name, "observe", self._wrapping)
 
     def _hook_keras(self, module: Any) -> None:
         owner = module.CompileMetrics
         for name in ("update_state", "result"):
-            setattr(owner, name, self._timed(getattr(owner, name), None))
+            wrap(owner, name, "observe", self._timed, None)
 
     def _wrapping(self, original: Any) -> Any:
         """torchmetrics wraps the methods of each object: so do we, around that."""
 
-        @wraps(original)
-        def wrap(metric: Any, method: Any) -> Any:
-            return self._timed(original(metric, method), type(metric).__name__)
+        def around(metric: Any, method: Any) -> Any:
+            wrapped = original(metric, method)
+            return update_wrapper(self._timed(wrapped, type(metric).__name__), wrapped)
 
-        return wrap
+        return around
 
     def _timed(self, original: Any, name: str | None) -> Any:
         lanes, calls = self._watch.lanes, self._watch.calls
 
-        @wraps(original)
         def metric(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside or get_ident() != lanes.thread:
                 return original(*args, **kwargs)

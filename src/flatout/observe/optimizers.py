@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import wraps
 from statistics import median
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from flatout.hooks.compiling import is_anything_compiled
+from flatout.hooks import Hook, is_anything_compiled, wrap
 from flatout.observe.lanes import HOST, OPTIMIZER
 from flatout.observe.model_facts import local
 from flatout.observe.observation import Optimizer, Site
@@ -256,21 +255,23 @@ def watch_optimizers(torch: Any, watch: Watch, steps: Steps) -> None:
 
 def _watch_zero_grad(owner: Any, watch: Watch) -> None:
     """Times zero_grad in the first steps alone: it always calls alike, and may be quick."""
-    original, lanes = owner.zero_grad, watch.lanes
+    lanes = watch.lanes
     taken: Counter[int] = Counter()
-    hooked = _timed_zero_grad(original, watch, taken)
+    hook: Hook | None = None
 
     def begin() -> None:
+        nonlocal hook
         taken.clear()
-        if owner.zero_grad is original:
-            owner.zero_grad = hooked
+        if hook is None:
+            hook = wrap(owner, "zero_grad", "observe", _timed_zero_grad, watch, taken)
 
     def end() -> None:
+        nonlocal hook
         watch.calls.spread("zero_grad", _NOTED_STEPS)
         if is_anything_compiled():
             return  # something is compiled, and would be compiled anew
-        if owner.zero_grad is hooked:  # nobody has wrapped it since
-            owner.zero_grad = original
+        if hook is not None and hook.remove():
+            hook = None
             for lane, ns in taken.items():
                 lanes.takes_each_step(ns / lanes.steps, lane, OPTIMIZER)
 
@@ -285,7 +286,6 @@ def _timed_zero_grad(original: Any, watch: Watch, taken: Counter[int]) -> Any:
     is_traced = sys.modules["torch"].compiler.is_dynamo_compiling
     details = {False: {"set_to_none": False}, True: {"set_to_none": True}}
 
-    @wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if is_traced() or (before := lanes.enter(OPTIMIZER)) < 0:
             original(self, set_to_none)

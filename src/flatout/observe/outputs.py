@@ -6,11 +6,10 @@ import builtins
 import gc
 import logging
 import os
-from functools import wraps
 from threading import get_ident
 from typing import Any
 
-from flatout.hooks.importing import when_imported
+from flatout.hooks import when_imported, wrap
 from flatout.observe.lanes import GC, HOST, SAVING
 from flatout.observe.model_facts import local
 from flatout.observe.openmp import OPENMP
@@ -26,20 +25,17 @@ _LOGGED = {"logged": True}
 
 def watch_outputs(watch: Watch) -> None:
     """Hooks into print and logging."""
-    builtins.print = _timed(builtins.print, "print", HOST, watch)
-    logging.Logger._log = _timed(  # type: ignore[method-assign]
-        logging.Logger._log, "log", HOST, watch, detail=_LOGGED
-    )
-    os.putenv = _noting_openmp(os.putenv, watch)
+    _time(builtins, "print", "print", HOST, watch)
+    _time(logging.Logger, "_log", "log", HOST, watch, _LOGGED)
+    wrap(os, "putenv", "observe", _noting_openmp, watch)
     # A line that is to survive a crash.
-    os.fsync = _timed(os.fsync, "log", HOST, watch, detail={"fsync": True})
+    _time(os, "fsync", "log", HOST, watch, {"fsync": True})
     when_imported("torch.utils.tensorboard.writer", lambda module: _watch_writer(module, watch))
 
 
 def _noting_openmp(original: Any, watch: Watch) -> Any:
     """os.environ calls it: notes where an OpenMP library is to be set up."""
 
-    @wraps(original)
     def putenv(name: Any, value: Any) -> None:
         original(name, value)
         if os.fsdecode(name).startswith(OPENMP) and get_ident() == watch.lanes.thread:
@@ -50,28 +46,35 @@ def _noting_openmp(original: Any, watch: Watch) -> Any:
 
 def watch_torch(torch: Any, watch: Watch) -> None:
     """Hooks into torch.save and torch.cuda.empty_cache."""
-    torch.save = _saving(_timed(torch.save, "save", SAVING, watch, depth=3), watch)
-    torch.cuda.empty_cache = _timed(torch.cuda.empty_cache, "empty_cache", HOST, watch)
+    _time(torch, "save", "save", SAVING, watch, depth=3)
+    wrap(torch, "save", "observe", _saving, watch)
+    _time(torch.cuda, "empty_cache", "empty_cache", HOST, watch)
 
 
 def _watch_writer(module: Any, watch: Watch) -> None:
     """Hooks into TensorBoard's writer."""
     owner = module.SummaryWriter
     for name in [name for name in vars(owner) if name.startswith("add_")]:
-        setattr(owner, name, _timed(getattr(owner, name), "log", HOST, watch, detail=_LOGGED))
+        _time(owner, name, "log", HOST, watch, _LOGGED)
 
 
-def _timed(
-    original: Any,
+def _time(
+    owner: Any,
+    name: str,
     kind: str,
     lane: int,
     watch: Watch,
-    depth: int = 2,
     detail: dict[str, Any] | None = None,
+    depth: int = 2,
+) -> None:
+    wrap(owner, name, "observe", _timed, kind, lane, watch, detail, depth)
+
+
+def _timed(
+    original: Any, kind: str, lane: int, watch: Watch, detail: dict[str, Any] | None, depth: int
 ) -> Any:
     lanes, calls = watch.lanes, watch.calls
 
-    @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if get_ident() != lanes.thread or lanes.current == SAVING:
             return original(*args, **kwargs)
@@ -89,7 +92,6 @@ def _timed(
 def _saving(original: Any, watch: Watch) -> Any:
     """Notes which keys are saved: wrappers leave their prefixes in them."""
 
-    @wraps(original)
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if get_ident() == watch.lanes.thread and watch.lanes.steps:
             watch.aside(*watch.before_saving)

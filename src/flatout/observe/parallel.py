@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
+from flatout.hooks import wrap
 from flatout.observe.watch import Watch
 
 
@@ -24,13 +24,12 @@ def watch_parallel(torch: Any, watch: Watch) -> None:
         (torch.cuda, "device_count", "device_count"),
         (torch.cuda, "init", "device_count"),
     ):
-        setattr(owner, name, _noted(getattr(owner, name), kind, watch))
+        wrap(owner, name, "observe", _noted, kind, watch)
 
 
 def _noted(original: Any, kind: str, watch: Watch) -> Any:
     lanes, calls = watch.lanes, watch.calls
 
-    @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         began = perf_counter_ns()
         value = original(*args, **kwargs)

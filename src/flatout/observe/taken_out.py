@@ -15,6 +15,7 @@ from threading import get_ident
 from types import CodeType
 from typing import Any
 
+from flatout.hooks import Hook, wrap
 from flatout.observe.lanes import FORWARD, HOST, INPUT
 from flatout.observe.watch import Watch
 
@@ -32,7 +33,7 @@ class Input:
         self._kept: dict[int, Kept] = {}
         module = sys.modules.get("torch.utils.data.dataloader")
         if module is not None:
-            self._hook(module._BaseDataLoaderIter)
+            wrap(module._BaseDataLoaderIter, "__next__", "ablation", self._given)
 
     def take_out(self) -> None:
         """From now on."""
@@ -43,8 +44,8 @@ class Input:
         self._is_out = False
         self._kept.clear()
 
-    def _hook(self, owner: Any) -> None:
-        lanes, original = self._lanes, owner.__next__
+    def _given(self, original: Any) -> Any:
+        lanes = self._lanes
 
         def take(iterator: Any) -> Any:
             seen = iterator.__dict__.get("_flatout_seen")
@@ -70,7 +71,7 @@ class Input:
             lanes.switch(FORWARD)
             return batch
 
-        owner.__next__ = take
+        return take
 
 
 def _length(iterator: Any) -> float:
@@ -170,7 +171,7 @@ class Log:
 
     def __init__(self, watch: Watch) -> None:
         self._lanes = watch.lanes
-        self._out: list[tuple[Any, str, Any, Any]] = []
+        self._hooks: list[Hook] = []
 
     @property
     def has_summaries(self) -> bool:
@@ -179,25 +180,23 @@ class Log:
 
     def take_out(self) -> None:
         """From now on."""
-        if not self._out:
-            for owner, name in [(builtins, "print"), (logging.Logger, "_log"), *_summaries()]:
-                self._silence(owner, name)
+        if not self._hooks:
+            told = [(builtins, "print"), (logging.Logger, "_log"), *_summaries()]
+            self._hooks = [wrap(*place, "ablation", self._silent) for place in told]
 
     def put_back(self) -> None:
         """Until now."""
-        for owner, name, before, silent in self._out:
-            if getattr(owner, name) is silent:  # nobody has put something else there
-                setattr(owner, name, before)
-        self._out.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
-    def _silence(self, owner: Any, name: str) -> None:
-        lanes, before = self._lanes, getattr(owner, name)
+    def _silent(self, original: Any) -> Any:
+        lanes = self._lanes
 
         def silent(*args: Any, **kwargs: Any) -> Any:
-            return None if get_ident() == lanes.thread else before(*args, **kwargs)
+            return None if get_ident() == lanes.thread else original(*args, **kwargs)
 
-        setattr(owner, name, silent)
-        self._out.append((owner, name, before, silent))
+        return silent
 
 
 def _summaries() -> list[tuple[Any, str]]:
@@ -223,22 +222,20 @@ class Items:
         self._lanes = watch.lanes
         self._device = device
         self._values: dict[tuple[int, int], tuple[CodeType, Any]] = {}
-        self._plain: dict[str, Any] = {}
+        self._hooks: list[Hook] = []
 
     def take_out(self) -> None:
         """From now on."""
         tensor: Any = sys.modules["torch"].Tensor
-        if not self._plain:
-            self._plain = {name: getattr(tensor, name) for name in ("item", "__float__")}
-            for name, original in self._plain.items():
-                setattr(tensor, name, self._held(original))
+        if not self._hooks:
+            names = ("item", "__float__")
+            self._hooks = [wrap(tensor, name, "ablation", self._held) for name in names]
 
     def put_back(self) -> None:
         """Until now."""
-        tensor: Any = sys.modules["torch"].Tensor
-        for name, original in self._plain.items():
-            setattr(tensor, name, original)
-        self._plain = {}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self._values.clear()
 
     def _held(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:

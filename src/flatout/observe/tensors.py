@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from functools import wraps
 from itertools import islice
 from threading import get_ident
 from time import perf_counter_ns
 from types import FrameType
 from typing import Any
 
-from flatout.hooks.compiling import is_anything_compiled
+from flatout.hooks import Hook, is_anything_compiled, wrap
 from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMIZER
 from flatout.observe.round_trips import RoundTrips
 from flatout.observe.watch import Watch
@@ -34,12 +33,12 @@ def watch_tensors(torch: Any, watch: Watch) -> None:
     trips = RoundTrips(watch)
     for name, kind in _SYNCS.items():
         follows = trips if name == "cpu" else None
-        setattr(torch.Tensor, name, timed(getattr(torch.Tensor, name), kind, name, watch, follows))
+        wrap(torch.Tensor, name, "observe", timed, kind, name, watch, follows)
     # Keras calls `to` seventy times in a step: where there is no other device, nobody need look.
     if torch.accelerator.current_accelerator(check_available=False) is None:
         return
     for name in ("to", "cuda"):
-        setattr(torch.Tensor, name, copying(getattr(torch.Tensor, name), watch, trips))
+        wrap(torch.Tensor, name, "observe", copying, watch, trips)
 
 
 def timed(
@@ -49,7 +48,6 @@ def timed(
     lanes, calls = watch.lanes, watch.calls
     detail = {} if kind == name else {"by": name}
 
-    @wraps(original)
     def to_host(self: Any, *args: Any, **kwargs: Any) -> Any:
         current = lanes.current
         if current in _OTHERS or get_ident() != lanes.thread:
@@ -70,7 +68,6 @@ def copying(original: Any, watch: Watch, trips: RoundTrips | None = None) -> Any
     """A method that may copy to another device, with its time."""
     lanes, calls = watch.lanes, watch.calls
 
-    @wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         current = lanes.current
         if current in _OTHERS or get_ident() != lanes.thread:
@@ -107,7 +104,7 @@ class IndexWindow:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        self.plain = torch.Tensor.__getitem__
+        self._hook: Hook | None = None
         self._known: dict[tuple[int, int], list[int | None]] = {}
         self._others: set[tuple[object, ...]] = set()
         self._places: dict[tuple[str, int], list[list[int | None]]] = {}
@@ -117,15 +114,16 @@ class IndexWindow:
     def _open(self) -> None:
         if is_anything_compiled():
             return  # something is compiled, and would be compiled anew
-        self._torch.Tensor.__getitem__ = self._timed()
+        self._hook = wrap(self._torch.Tensor, "__getitem__", "observe", self._timed)
         self._watch.at(self._FROM + self._STEPS, self._close)
 
     def _close(self) -> None:
-        del self._torch.Tensor.__getitem__  # the one that it has inherited holds again
+        if self._hook is not None:
+            self._hook.remove()
         self._watch.calls.spread("index", self._STEPS)
 
-    def _timed(self) -> Any:
-        lanes, calls, original = self._watch.lanes, self._watch.calls, self.plain
+    def _timed(self, original: Any) -> Any:
+        lanes, calls = self._watch.lanes, self._watch.calls
         tensor, rows_of = self._torch.Tensor, self._rows_of
 
         def __getitem__(self: Any, index: Any) -> Any:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from flatout.hooks import wrap
 from flatout.observe.generators import Draws, drawn_alike
 from flatout.observe.line_clock import LineClock
 from flatout.observe.observation import Loader, Site
@@ -151,13 +152,12 @@ class Looker(threading.Thread):
 def watch_fetch(module: Any, probe_of: Any) -> None:
     """Hooks into torch.utils.data._utils.fetch; `probe_of` gives a Probe and Looker, or None."""
     for owner in (module._MapDatasetFetcher, module._IterableDatasetFetcher):
-        owner.fetch = probed(owner.fetch, probe_of)
+        wrap(owner, "fetch", "observe", probed, probe_of)
 
 
 def probed(original: Any, probe_of: Any) -> Any:
     """A fetch that is looked at as long as `probe_of` gives a Probe and its Looker."""
 
-    @wraps(original)
     def fetch(self: Any, index: Any) -> Any:
         found = probe_of(self)
         if found is None:
