@@ -256,7 +256,7 @@ def test_a_rewrite_that_changes_the_result_is_rejected(monkeypatch):
     wrong = [Rewrite("doubles the weights", apply)]
     monkeypatch.setattr(auto, "find_rewrites", lambda m: wrong)
     monkeypatch.setattr("flatout.train.settings.find_rewrites", lambda m: wrong)
-    timed_by(monkeypatch, lambda s: 0.01 if s.rewrites else 0.1)
+    timed_by(monkeypatch, lambda s: 0.01 if s.rewrites == "on" else 0.1)
     loop, _ = prepared(model)
     assert loop.resolved.compute.rewrites == "off"
 
@@ -338,7 +338,7 @@ def test_measuring_stays_within_its_share_whatever_a_step_takes(
     taken: list[float] = []
 
     def seconds(s):
-        plain = s.memory_format == "contiguous" and not s.fused_optimizer and not s.rewrites
+        plain = (s.memory_format, s.fused_optimizer, s.rewrites) == ("contiguous", "off", "off")
         taken.append(plain_s * (1.0 if plain and s.precision == "fp32" else factor))
         return taken[-1]
 
@@ -385,7 +385,7 @@ def test_compiling_has_to_fit_into_the_tenth(monkeypatch):
 
 
 def test_compiling_is_for_long_runs(monkeypatch):
-    timed_by(monkeypatch, lambda s: 0.02 if s.compile else 0.1)
+    timed_by(monkeypatch, lambda s: 0.02 if s.compile == "on" else 0.1)
     short, _ = prepared(small_net(), steps=1_000)
     assert short.resolved.compute.compile == "off"
     assert "too short to repay" in short.resolved.choices["compute.compile"].reason
@@ -423,3 +423,24 @@ def test_auto_changes_speed_only_at_exact():
     plain = Recipe(compute={"rewrites": "off"}, memory={"allocator": "default"})
     a, b = train(allow="exact"), train(allow="exact", recipe=plain)
     assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_what_is_taken_where_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(auto, "usable_cpus", torch.get_num_threads)
+    loop, model = Loop(recipe=Recipe(world={"device": "cpu"}), say=lambda line: None), small_net()
+    loop.prepare(model, torch.optim.Adam(model.parameters()))
+    choices, asked = loop.resolved.choices.items(), ("default", "asked for")
+    assert {f: (one.value, one.reason) for f, one in choices if one.reason not in asked} == {
+        "compute.precision": ("fp32", "plain"),
+        "compute.memory_format": ("contiguous", "plain"),
+        "compute.rewrites": ("off", "plain"),
+        "compute.fused_optimizer": ("off", "plain"),
+        "compute.compile": ("off", "plain"),
+        "compute.matmul_precision": (torch.get_float32_matmul_precision(), "plain"),
+        "memory.micro_batch": ("whole", "split only if memory runs out"),
+        "memory.allocator": (allocator.current(), "as the process started"),
+        "process.threads": (torch.get_num_threads(), "torch's own"),
+        "input.workers": (0, "plain, until batches are waited for"),
+        "input.pin_memory": ("off", "no GPU"),
+        "world.reduction": ("all_reduce", "plain"),
+    }

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flatout.devices import allocator
-from flatout.recipe import Memory, Recipe
+from flatout.recipe import SETTINGS, Memory, Recipe
 from flatout.train.settings import Settings, Switch, can_switch
 
 CPU = torch.device("cpu")
@@ -56,11 +56,11 @@ def test_it_knows_what_is():
         allocator=allocator.current(),
     )
     step(switch)
-    switch.use(switch.now.but(memory_format="channels_last", fused_optimizer=True))
+    switch.use(switch.now.but(memory_format="channels_last", fused_optimizer="on"))
     # Another one over the same objects, as in a second fit.
     again = switched(switch.model, switch.optimizers[0])
     assert again.now == switch.now
-    again.use(again.now.but(memory_format="contiguous", fused_optimizer=False))
+    again.use(again.now.but(memory_format="contiguous", fused_optimizer="off"))
     assert switch.model[0].weight.is_contiguous()
     assert switch.optimizers[0].param_groups[0]["fused"] is None
 
@@ -101,14 +101,14 @@ def test_a_model_with_convolutions_in_three_dimensions_can_be_channels_last():
 def test_fusing():
     switch = switched()
     assert can_switch(switch.optimizers[0])
-    switch.use(switch.now.but(fused_optimizer=True))
+    switch.use(switch.now.but(fused_optimizer="on"))
     assert switch.optimizers[0].param_groups[0]["fused"] is True
     assert can_switch(switch.optimizers[0])
     # A state that was saved unfused, loaded meanwhile, does not make it forget.
     switch.optimizers[0].load_state_dict(torch.optim.Adam(convnet().parameters()).state_dict())
     switch.use(switch.now)
     assert switch.optimizers[0].param_groups[0]["fused"] is True
-    switch.use(switch.now.but(fused_optimizer=False))
+    switch.use(switch.now.but(fused_optimizer="off"))
     assert switch.optimizers[0].param_groups[0]["fused"] is None
 
 
@@ -118,7 +118,7 @@ def test_what_the_user_chose_is_not_switched(options):
     switch = switched(model, torch.optim.Adam(model.parameters(), **options))
     chosen = {k: switch.optimizers[0].param_groups[0][k] for k in ("fused", "foreach")}
     assert not can_switch(switch.optimizers[0])
-    for fused in (True, False):
+    for fused in ("on", "off"):
         switch.use(switch.now.but(fused_optimizer=fused))
         assert {k: switch.optimizers[0].param_groups[0][k] for k in chosen} == chosen
 
@@ -129,10 +129,10 @@ def test_rewrites_and_recomputing_are_put_on_and_taken_off():
     before = {name: dict(vars(m)) for name, m in model.named_modules()}
     plain = switch.now
     for change in (
-        {"rewrites": True},
-        {"activation_checkpointing": True},
-        {"rewrites": True, "activation_checkpointing": True},
-        {"rewrites": False, "activation_checkpointing": True},
+        {"rewrites": "on"},
+        {"activation_checkpointing": "on"},
+        {"rewrites": "on", "activation_checkpointing": "on"},
+        {"rewrites": "off", "activation_checkpointing": "on"},
     ):
         switch.use(plain.but(**change))
         assert "forward" in vars(model)
@@ -171,8 +171,8 @@ def test_recomputing_holds_also_where_a_forward_around_it_could_be_rewritten():
     for order in (("rewrites", "activation_checkpointing"), ("activation_checkpointing",) * 2):
         switch = switched(Net())
         for name in order:
-            switch.use(switch.now.but(**{name: True}))
-        switch.use(switch.now.but(rewrites=True))
+            switch.use(switch.now.but(**{name: "on"}))
+        switch.use(switch.now.but(rewrites="on"))
         calls.clear()
         step(switch)
         assert len(calls) == 4  # each block once in forward and once in backward
@@ -182,16 +182,16 @@ def test_recomputing_holds_also_where_a_forward_around_it_could_be_rewritten():
 def test_compiling_keeps_the_layers_below_it():
     switch = switched()
     model = switch.model
-    switch.use(switch.now.but(rewrites=True))
+    switch.use(switch.now.but(rewrites="on"))
     forward = vars(model)["forward"]
-    switch.use(switch.now.but(compile=True))
+    switch.use(switch.now.but(compile="on"))
     assert model._compiled_call_impl is not None
     assert vars(model)["forward"] is forward
-    switch.use(switch.now.but(compile=False))
+    switch.use(switch.now.but(compile="off"))
     assert model._compiled_call_impl is None
     assert vars(model)["forward"] is forward
-    switch.use(switch.now.but(compile=True))
-    switch.use(switch.now.but(rewrites=False))
+    switch.use(switch.now.but(compile="on"))
+    switch.use(switch.now.but(rewrites="off"))
     assert model._compiled_call_impl is not None
     assert "forward" not in vars(model)
     switch.release()
@@ -202,7 +202,7 @@ def test_a_model_that_the_user_compiled_stays_compiled():
     switch = switched()
     switch.model.compile(backend="eager")
     own = switch.model._compiled_call_impl
-    switch.use(switch.now.but(compile=True))
+    switch.use(switch.now.but(compile="on"))
     assert switch.model._compiled_call_impl is not own
     switch.release()
     assert switch.model._compiled_call_impl is own
@@ -211,12 +211,12 @@ def test_a_model_that_the_user_compiled_stays_compiled():
 def test_a_change_of_code_that_fails_leaves_a_known_state():
     model = nn.Linear(2, 2)  # nothing to recompute
     switch = switched(model)
-    wanted = switch.now.but(precision="bf16", activation_checkpointing=True, rewrites=True)
+    wanted = switch.now.but(precision="bf16", activation_checkpointing="on", rewrites="on")
     with pytest.raises(Exception, match="no blocks of layers"):
         switch.use(wanted)
-    assert switch.now == wanted.but(activation_checkpointing=False, rewrites=False)
-    switch.use(wanted.but(activation_checkpointing=False))
-    assert switch.now.rewrites
+    assert switch.now == wanted.but(activation_checkpointing="off", rewrites="off")
+    switch.use(wanted.but(activation_checkpointing="off"))
+    assert switch.now.rewrites == "on"
 
 
 def test_the_process_is_switched():
@@ -241,9 +241,9 @@ def test_autocast():
 
 ALL = Settings(
     memory_format="channels_last",
-    rewrites=True,
-    fused_optimizer=True,
-    activation_checkpointing=True,
+    rewrites="on",
+    fused_optimizer="on",
+    activation_checkpointing="on",
 )
 
 
@@ -290,11 +290,52 @@ def test_a_resolved_recipe_says_all_of_it():
     assert Settings.of(asked.resolve({}, {})) == Settings(
         precision="bf16",
         memory_format="channels_last",
-        rewrites=True,
-        fused_optimizer=True,
-        compile=False,
+        rewrites="on",
+        fused_optimizer="on",
+        compile="off",
         matmul_precision="high",
-        activation_checkpointing=True,
+        activation_checkpointing="on",
         allocator="keep",
         threads=1,
     )
+
+
+LIVE = {field.partition(".")[2]: one for field, one in SETTINGS.items() if one.live is not None}
+
+
+def test_which_settings_a_live_model_is_switched_to():
+    assert set(LIVE) == {
+        "precision",
+        "memory_format",
+        "rewrites",
+        "fused_optimizer",
+        "compile",
+        "matmul_precision",
+        "activation_checkpointing",
+        "allocator",
+        "threads",
+    }
+    # What measuring may decide is tried on the live model.
+    assert {f.partition(".")[2] for f, one in SETTINGS.items() if one.trial and one.trial.why} == {
+        "precision",
+        "memory_format",
+        "rewrites",
+        "fused_optimizer",
+        "matmul_precision",
+        "allocator",
+    }
+
+
+@pytest.mark.parametrize("name", [n for n, one in LIVE.items() if one.trial and n != "allocator"])
+def test_what_a_trial_tries_is_put_on_a_live_model_and_taken_off(name):
+    switch = switched()
+    plain = switch.now
+    value = 1 if name == "threads" else LIVE[name].trial.value
+    switch.use(plain.but(**{name: value}))
+    assert getattr(switch.now, name) == value
+    if LIVE[name].live.now:
+        assert LIVE[name].live.now(switch) == value
+    switch.use(plain)
+    assert switch.now == plain
+    if LIVE[name].live.now:
+        assert LIVE[name].live.now(switch) == getattr(plain, name)

@@ -567,7 +567,7 @@ def test_a_model_and_its_copy_step_alike_under_every_setting():
     twin = copy.deepcopy(model)
     stepper, compute = job(model)
     start = stepper.switch.now
-    for change in ({"precision": "bf16"}, {"fused_optimizer": True}, {"precision": "fp16"}, {}):
+    for change in ({"precision": "bf16"}, {"fused_optimizer": "on"}, {"precision": "fp16"}, {}):
         stepper.use(start.but(**change))
     plain, its_compute = job(twin)
     for step in range(3):

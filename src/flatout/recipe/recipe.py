@@ -5,24 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from flatout.recipe.parity import ModelFacts, Parity
 from flatout.recipe.refusal import FieldError, PlainData, spelled
-from flatout.recipe.sections import (
-    FIELDS,
-    PLAIN,
-    SECTIONS,
-    of_change,
-    phrase,
-    split,
-    value_words,
-)
+from flatout.recipe.sections import FIELDS, PLAIN, SECTIONS, of_change, phrase, split, value_words
 from flatout.recipe.setting import Value
 from flatout.recipe.settings import Compute, Input, Memory, Process, Save, Script, World
 
@@ -79,21 +66,13 @@ class _Sections(PlainData):
 
     known: ClassVar[tuple[str, ...]] = (*SECTIONS, *FIELDS)
 
-    compute: Compute = Field(
-        default_factory=Compute, description="How the arithmetic of a step runs."
-    )
-    memory: Memory = Field(default_factory=Memory, description="How a step's memory is used.")
-    process: Process = Field(
-        default_factory=Process, description="How the process uses the processor."
-    )
-    input: Input = Field(default_factory=Input, description="How batches are made ready.")
-    world: World = Field(default_factory=World, description="Where the job runs.")
-    save: Save = Field(default_factory=Save, description="When checkpoints are written.")
-    script: Script = Field(
-        default_factory=Script,
-        description="What is done differently in a script that was written without Flatout; a "
-        "Trainer or Loop needs none of it.",
-    )
+    compute: Compute = Compute()
+    memory: Memory = Memory()
+    process: Process = Process()
+    input: Input = Input()
+    world: World = World()
+    save: Save = Save()
+    script: Script = Script()
 
     def get(self, field: str) -> Value:
         """Return a field's value by its dotted name.

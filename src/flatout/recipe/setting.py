@@ -28,6 +28,10 @@ class Section(PlainData):
 
     model_config = ConfigDict(strict=True)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.title = cls.__name__.lower()
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -35,13 +39,36 @@ class Trial:
 
     Args:
         value: to try, or what tells it of the job at hand.
-        fits: whether it could matter for the job: one of doctor/search.py.
+        fits: whether it could matter for the job: one of doctor/search.py or train/auto.py.
+        why: it may be faster, where `auto` tries it before the first step.
+        by_size: its gain comes from large tensors (memory traffic, page faults), so `auto` has to
+            measure it on the whole batch.
         others: numbers to try beside it, by the CPUs there are.
     """
 
-    value: Value | Callable[[Any], Value]
+    value: Any
     fits: Callable[[Any], bool]
+    why: str = ""
+    by_size: bool = True
     others: Callable[[int], list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Live:
+    """How a Loop brings a live model, its optimizers and the process to a value.
+
+    Args:
+        apply: given the Switch of train/settings.py and the value; None where steps ask for it.
+        now: the value that holds, given the Switch; None for the plain one.
+        may_change: something else may change it meanwhile, so it is always applied.
+        layer: of a change of the model's code, how high it lies above others; `apply` then puts
+            it on and returns a list of what takes it off.
+    """
+
+    apply: Callable[[Any, Any], Any] | None = None
+    now: Callable[[Any], Value] | None = None
+    may_change: bool = False
+    layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +81,8 @@ class Setting:
         words: how it is said where it is not plain, with {} for the value.
         learns: the value that changes what is learned, where others do not.
         trial: of another value than the plain one.
+        live: how a live model is switched to it; None where that needs a new process or Loop.
+        unmeasured: what `auto` takes where nothing was measured, and why, given the Switch.
         written: what a script has, by its Observation; None where that was not seen.
         of_input: it concerns the input alone, and may redraw only what that draws.
         in_epochs: it takes hold once in an epoch, so trials are measured in whole epochs.
@@ -66,6 +95,8 @@ class Setting:
     words: str
     learns: Value = None
     trial: Trial | None = None
+    live: Live | None = None
+    unmeasured: Callable[[Any], tuple[Value, str]] | None = None
     written: Callable[[Any], Value] = lambda seen: None
     of_input: bool = False
     in_epochs: bool = False

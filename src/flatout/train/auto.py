@@ -30,12 +30,12 @@ from flatout.devices import allocator
 from flatout.errors import OutOfMemory
 from flatout.measure import OutOfTime, TrialResult, fingerprint, usable_cpus
 from flatout.models import find_rewrites, uses_convolution
-from flatout.recipe import Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
+from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_trials import Option, Trials, is_faster
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
-from flatout.train.settings import Settings, can_switch
+from flatout.train.settings import Settings, Switch, can_switch
 from flatout.train.step import Compute, Stepper
 
 # A tenth of fewer steps than this pays for no trial, however long they take.
@@ -146,14 +146,7 @@ def _measure(
 
 # -- what may be tried ---------------------------------------------------------------------------
 
-_MEASURED = (
-    "compute.precision",
-    "compute.memory_format",
-    "compute.rewrites",
-    "compute.fused_optimizer",
-    "compute.matmul_precision",
-    "memory.allocator",
-)
+_MEASURED = [field for field, one in SETTINGS.items() if one.trial and one.trial.why]
 
 
 def _is_open(requested: Recipe, allow: Parity) -> bool:
@@ -169,60 +162,44 @@ def _plain_choices(requested: Recipe, stepper: Stepper, allow: Parity) -> Choice
     One thing is mended unmeasured: more threads than usable CPUs, as in a container, wait for one
     another in every operator.
     """
-    threads, usable = torch.get_num_threads(), usable_cpus()
-    fewer = usable < threads and allow >= Parity.TOLERANT
-    cuda = stepper.switch.device.type == "cuda"
-    values: dict[str, tuple[Any, str]] = {
-        "compute.precision": ("fp32", "plain"),
-        "compute.memory_format": ("contiguous", "plain"),
-        "compute.rewrites": ("off", "plain"),
-        "compute.fused_optimizer": ("off", "plain"),
-        "compute.compile": ("off", "plain"),
-        "compute.matmul_precision": (torch.get_float32_matmul_precision(), "plain"),
-        "memory.micro_batch": ("whole", "split only if memory runs out"),
-        "memory.allocator": (stepper.switch.now.allocator, "as the process started"),
-        "process.threads": (usable, "the usable CPUs") if fewer else (threads, "torch's own"),
-        "input.workers": (0, "plain, until batches are waited for"),
-        "input.pin_memory": ("on" if cuda else "off", "copies overlap" if cuda else "no GPU"),
-        "world.device": (str(stepper.switch.device), "the device found"),
-        "world.reduction": ("all_reduce", "plain"),
-    }
-    changed = {"process.threads": Parity.TOLERANT} if fewer else {}
-    return {
-        field: Choice(value=value, reason=reason, parity=changed.get(field, Parity.EXACT))
-        for field, (value, reason) in values.items()
-        if requested.get(field) == "auto"
-    }
+    usable = usable_cpus()
+    fewer = usable < torch.get_num_threads() and allow >= Parity.TOLERANT
+    choices = {}
+    for field, setting in SETTINGS.items():
+        if requested.get(field) == "auto":
+            ask = setting.unmeasured
+            value, why = ask(stepper.switch) if ask else (setting.plain, "plain")
+            choices[field] = _choice(value, why, Parity.EXACT)
+    if fewer and "process.threads" in choices:
+        choices["process.threads"] = _choice(usable, "the usable CPUs", Parity.TOLERANT)
+    return choices
+
+
+class _Job:
+    """What is trained as settings ask about it."""
+
+    def __init__(self, switch: Switch) -> None:
+        on_gpu = switch.device.type == "cuda"
+        self.could_use_bf16 = _has_bf16_units(switch.device)
+        self.has_tf32_units = on_gpu and torch.cuda.get_device_capability(switch.device) >= (8, 0)
+        self.has_convolutions = uses_convolution(switch.model)
+        self.has_rewrites = bool(find_rewrites(switch.model))
+        self.can_fuse = any(map(can_switch, switch.optimizers))
+        self.returns_memory = (
+            switch.device.type == "cpu" and allocator.supported() and switch.now.allocator != "keep"
+        )
 
 
 def _options(requested: Recipe, stepper: Stepper, facts: ModelFacts, allow: Parity) -> list[Option]:
-    """Options that are open in the request, fit model and machine, and lie within `allow`.
-
-    The largest gains come first: what there is no time to measure alone is judged with the rest.
-    """
-    model, device = stepper.switch.model, stepper.switch.device
-    options: list[Option] = []
-    if device.type == "cpu" and allocator.supported() and stepper.switch.now.allocator != "keep":
-        options.append(Option("memory.allocator", "allocator", "keep", "fewer page faults"))
-    if _has_bf16_units(device):
-        why = "bf16 units are there"
-        options.append(Option("compute.precision", "precision", "bf16", why, by_size=False))
-    if uses_convolution(model):
-        field, why = "compute.memory_format", "convolutions read it in order"
-        options.append(Option(field, "memory_format", "channels_last", why, by_size=False))
-    if find_rewrites(model):
-        options.append(Option("compute.rewrites", "rewrites", True, "less memory traffic"))
-    if any(map(can_switch, stepper.switch.optimizers)):
-        why = "one kernel for the whole update"
-        options.append(Option("compute.fused_optimizer", "fused_optimizer", True, why))
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        why = "TF32 units are there"
-        options.append(Option("compute.matmul_precision", "matmul_precision", "high", why))
+    """Options that are open in the request, fit model and machine, and lie within `allow`."""
+    job = _Job(stepper.switch)
     return [
-        option
-        for option in options
-        if requested.get(option.field) == "auto"
-        and of_change(option.field, "plain", option.in_recipe, facts) <= allow
+        Option(field, trial.value, trial.why, trial.by_size)
+        for field in _MEASURED
+        if (trial := SETTINGS[field].trial) is not None
+        and requested.get(field) == "auto"
+        and trial.fits(job)
+        and of_change(field, "plain", trial.value, facts) <= allow
     ]
 
 
@@ -243,14 +220,13 @@ def _choices(trials: Trials, options: list[Option], best: Settings, facts: Model
         trial = trials.results.get(option.field)
         plain = getattr(trials.plain, option.setting)
         if getattr(best, option.setting) == option.value:
-            parity = of_change(option.field, "plain", option.in_recipe, facts)
+            parity = of_change(option.field, "plain", option.value, facts)
             why = trials.evidence(option)
             measured = trial or trials.together
-            choices[option.field] = _choice(option.in_recipe, why, parity, measured)
+            choices[option.field] = _choice(option.value, why, parity, measured)
         else:
-            why = f"{option.in_recipe} {trials.objection(option)}"
-            value = {True: "on", False: "off"}.get(plain, plain)
-            choices[option.field] = _choice(value, why, Parity.EXACT)
+            why = f"{option.value} {trials.objection(option)}"
+            choices[option.field] = _choice(plain, why, Parity.EXACT)
     trial = trials.results.get("process.threads")
     if trial is not None and best.threads != trials.plain.threads:
         why = "short steps run faster on one thread"

@@ -68,23 +68,19 @@ class Option:
 
     Attributes:
         field: its dotted name in the Recipe.
-        setting: its name in Settings.
-        value: the value in Settings that may be faster than the plain one.
-        why: why it may be, for people.
-        by_size: its gain comes from large tensors (memory traffic, page faults), so it has to be
-            measured on the whole batch.
+        value: that may be faster than the plain one.
+        why, by_size: as of the setting's Trial.
     """
 
     field: str
-    setting: str
     value: Any
     why: str
     by_size: bool = True
 
     @property
-    def in_recipe(self) -> str:
-        """The value as the Recipe says it."""
-        return "on" if self.value is True else str(self.value)
+    def setting(self) -> str:
+        """Its name in Settings."""
+        return self.field.partition(".")[2]
 
 
 def is_faster(trial: TrialResult) -> bool:
@@ -419,7 +415,7 @@ class Trials:
         Raises:
             OutOfTime: there is no time for the trial.
         """
-        compiled = best.but(compile=True)
+        compiled = best.but(compile="on")
         began = self.budget.clock()
         self.stepper.use(compiled)
         self.stepper(self.compute, (self.batches[0],), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import make_dataclass, replace
 from typing import Any
 
 import torch
@@ -15,41 +15,27 @@ from flatout.models import find_rewrites, recompute_activations
 from flatout.models.layout import FORMATS, format_of, lay_out
 from flatout.optim import Optimizers, as_tuple, can_fuse, defuse, fuse
 from flatout.optim.fused import align_state, is_fused
-from flatout.recipe import ResolvedRecipe
+from flatout.recipe import SETTINGS, ResolvedRecipe
 
 Undo = Callable[[], None]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+_FIELDS = {f.partition(".")[2]: f for f, setting in SETTINGS.items() if setting.live}
+_LIVE: dict[str, Any] = {name: SETTINGS[field].live for name, field in _FIELDS.items()}
+# The lowest first: rewriting leaves alone what is recomputed, and both must be there before the
+# model is compiled.
+_LAYERS = sorted(filter(lambda name: _LIVE[name].layer, _LIVE), key=lambda name: _LIVE[name].layer)
+_VALUES = [(name, Any, SETTINGS[field].plain) for name, field in _FIELDS.items()]
 
-@dataclass(frozen=True)
-class Settings:
-    """Concrete values of the Recipe's fields that change how a step runs."""
 
-    precision: str = "fp32"
-    memory_format: str = "contiguous"
-    rewrites: bool = False
-    fused_optimizer: bool = False
-    compile: bool = False
-    matmul_precision: str = "highest"
-    activation_checkpointing: bool = False
-    allocator: str = "default"
-    threads: int = 0
+class Settings(make_dataclass("Values", _VALUES, frozen=True)):  # type: ignore[misc]
+    """A value for each setting that a live model is switched to, by its name in its section."""
 
     @classmethod
     def of(cls, recipe: ResolvedRecipe) -> Settings:
         """The settings that a resolved Recipe asks for."""
-        return cls(
-            precision=recipe.compute.precision,
-            memory_format=recipe.compute.memory_format,
-            rewrites=recipe.compute.rewrites == "on",
-            fused_optimizer=recipe.compute.fused_optimizer == "on",
-            compile=recipe.compute.compile == "on",
-            matmul_precision=recipe.compute.matmul_precision,
-            activation_checkpointing=recipe.memory.activation_checkpointing == "on",
-            allocator=recipe.memory.allocator,
-            threads=int(recipe.process.threads),
-        )
+        return cls(**{name: recipe.get(field) for name, field in _FIELDS.items()})
 
     def but(self, **changes: Any) -> Settings:
         """These settings with some changed."""
@@ -67,59 +53,38 @@ class Switch:
         self.model = model
         self.optimizers = as_tuple(optimizers)
         self.device = device
-        self.now = Settings(
-            memory_format=format_of(model),
-            fused_optimizer=any(map(is_fused, self.optimizers)),
-            matmul_precision=torch.get_float32_matmul_precision(),
-            allocator=allocator.current(),
-            threads=torch.get_num_threads(),
-        )
-        # In the order in which they lie on top of one another: rewriting leaves alone what is
-        # recomputed, and both must be there before the model is compiled.
-        self._layers: dict[str, Callable[[], list[Undo]]] = {
-            "activation_checkpointing": lambda: [recompute_activations(self.model)],
-            "rewrites": lambda: [rewrite.apply() for rewrite in find_rewrites(self.model)],
-            "compile": lambda: [_compile(self.model)],
-        }
+        asked = {name: live.now(self) for name, live in _LIVE.items() if live.now}
+        self.now = Settings(**asked)
         self._undo: dict[str, list[Undo]] = {}
 
     def use(self, wanted: Settings) -> None:
         """Bring model, optimizer and process from what they are to `wanted`."""
         now = self.now
-        # The optimizer's state follows its parameters before a fused kernel sees both.
-        if wanted.memory_format != now.memory_format:
-            lay_out(self.model, FORMATS[wanted.memory_format])
-            for optimizer in self.optimizers:
-                align_state(optimizer)
-        # Asked of the optimizer itself: a state that was loaded meanwhile brings its own options.
-        for optimizer in self.optimizers:
-            if wanted.fused_optimizer != is_fused(optimizer) and can_switch(optimizer):
-                (fuse if wanted.fused_optimizer else defuse)(optimizer)
-        if wanted.matmul_precision != now.matmul_precision:
-            torch.set_float32_matmul_precision(wanted.matmul_precision)
-        if wanted.threads != now.threads:
-            threads.set_threads(wanted.threads)
-        if wanted.allocator != now.allocator:
-            (allocator.keep_memory if wanted.allocator == "keep" else allocator.default_memory)()
+        # In the order of the Recipe: the optimizer's state follows its parameters into a memory
+        # format before a fused kernel sees both.
+        for name, live in _LIVE.items():
+            value = getattr(wanted, name)
+            if live.apply and not live.layer and (live.may_change or value != getattr(now, name)):
+                live.apply(self, value)
         # What has been done stays known if changing the code fails.
-        self.now = wanted.but(**{name: getattr(now, name) for name in self._layers})
+        self.now = wanted.but(**{name: getattr(now, name) for name in _LAYERS})
         self._change_code(wanted)
 
     def _change_code(self, wanted: Settings) -> None:
         """Take layers off down to the lowest that changes, and put on those that are wanted."""
-        names = list(self._layers)
-        changing = [n for n in names if getattr(wanted, n) != getattr(self.now, n)]
+        changing = [n for n in _LAYERS if getattr(wanted, n) != getattr(self.now, n)]
         if not changing:
             return
-        above = names[names.index(changing[0]) :]
+        above = _LAYERS[_LAYERS.index(changing[0]) :]
         for name in reversed(above):
             for undo in reversed(self._undo.pop(name, [])):
                 undo()
-        self.now = self.now.but(**dict.fromkeys(above, False))
+        self.now = self.now.but(**dict.fromkeys(above, "off"))
         for name in above:
-            if getattr(wanted, name):
-                self._undo[name] = self._layers[name]()
-                self.now = self.now.but(**{name: True})
+            value = getattr(wanted, name)
+            if value != "off":
+                self._undo[name] = _LIVE[name].apply(self, value)
+                self.now = self.now.but(**{name: value})
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which forward runs."""
@@ -130,19 +95,55 @@ class Switch:
 
     def release(self) -> None:
         """Take the code changes off the model again; weights, layout and optimizer stay."""
-        self.use(self.now.but(rewrites=False, compile=False, activation_checkpointing=False))
+        self.use(self.now.but(**dict.fromkeys(_LAYERS, "off")))
+
+    # -- what settings ask for ---------------------------------------------------------------
+
+    torch = torch
+    allocator = allocator
+    set_threads = staticmethod(threads.set_threads)
+
+    @property
+    def memory_format(self) -> str:
+        """In which the weights lie."""
+        return format_of(self.model)
+
+    def lay_out(self, memory_format: str) -> None:
+        """Weights and the optimizers' state."""
+        lay_out(self.model, FORMATS[memory_format])
+        for optimizer in self.optimizers:
+            align_state(optimizer)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether an optimizer is."""
+        return any(map(is_fused, self.optimizers))
+
+    def fuse(self, wanted: bool) -> None:
+        """Asks the optimizers themselves: a state that was loaded brings its own options."""
+        for optimizer in self.optimizers:
+            if wanted != is_fused(optimizer) and can_switch(optimizer):
+                (fuse if wanted else defuse)(optimizer)
+
+    def set_allocator(self, value: str) -> None:
+        """Once `keep`, glibc's own adaptive limits do not come back."""
+        (allocator.keep_memory if value == "keep" else allocator.default_memory)()
+
+    def recompute_activations(self) -> list[Undo]:
+        """In the backward pass."""
+        return [recompute_activations(self.model)]
+
+    def rewrite(self) -> list[Undo]:
+        """The model, by all exact rewrites that are found."""
+        return [rewrite.apply() for rewrite in find_rewrites(self.model)]
+
+    def compile(self) -> list[Undo]:
+        """The model, as model.compile does."""
+        before = self.model._compiled_call_impl
+        self.model.compile()
+        return [lambda: setattr(self.model, "_compiled_call_impl", before)]
 
 
 def can_switch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether fusing is ours to switch: torch can, and the user did not choose."""
     return can_fuse(optimizer) or is_fused(optimizer)
-
-
-def _compile(model: nn.Module) -> Undo:
-    before = model._compiled_call_impl
-    model.compile()
-
-    def undo() -> None:
-        model._compiled_call_impl = before
-
-    return undo

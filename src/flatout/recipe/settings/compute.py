@@ -1,9 +1,9 @@
 """`compute`: how the arithmetic of a step runs."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
-from flatout.recipe.setting import Flag, Section, Switch, Trial, setting
+from flatout.recipe.setting import Flag, Live, Section, Switch, Trial, setting
 
 
 def _memory_format(facts: ModelFacts) -> Parity:
@@ -14,8 +14,6 @@ def _memory_format(facts: ModelFacts) -> Parity:
 class Compute(Section):
     """How the arithmetic of a step runs."""
 
-    title: ClassVar[str] = "compute"
-
     precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "auto",
         "The number format of the heavy operators under autocast. Weights and the optimizer stay "
@@ -23,7 +21,10 @@ class Compute(Section):
         plain="fp32",
         parity=Parity.TOLERANT,
         words="{}",
-        trial=Trial("bf16", lambda job: job.could_use_bf16),
+        trial=Trial(
+            "bf16", lambda job: job.could_use_bf16, why="bf16 units are there", by_size=False
+        ),
+        live=Live(),
     )
     memory_format: Literal["auto", "contiguous", "channels_last"] = setting(
         "auto",
@@ -31,7 +32,13 @@ class Compute(Section):
         plain="contiguous",
         parity=_memory_format,
         words="{}",
-        trial=Trial("channels_last", lambda job: job.has_convolutions),
+        trial=Trial(
+            "channels_last",
+            lambda job: job.has_convolutions,
+            why="convolutions read it in order",
+            by_size=False,
+        ),
+        live=Live(lambda at, value: at.lay_out(value), now=lambda at: at.memory_format),
     )
     rewrites: Switch = setting(
         "auto",
@@ -41,7 +48,8 @@ class Compute(Section):
         # Keras' layers get their bias inside of the operator, which rounds otherwise.
         parity=lambda facts: Parity.TOLERANT if facts.rewrites_round else Parity.EXACT,
         words="rewrites",
-        trial=Trial("on", lambda job: job.has_rewrites),
+        trial=Trial("on", lambda job: job.has_rewrites, why="less memory traffic"),
+        live=Live(lambda at, value: at.rewrite(), layer=2),
     )
     fused_optimizer: Switch = setting(
         "auto",
@@ -49,7 +57,12 @@ class Compute(Section):
         plain="off",
         parity=Parity.TOLERANT,
         words="fused optimizer",
-        trial=Trial("on", lambda job: job.can_fuse),
+        trial=Trial("on", lambda job: job.can_fuse, why="one kernel for the whole update"),
+        live=Live(
+            lambda at, value: at.fuse(value == "on"),
+            now=lambda at: "on" if at.is_fused else "off",
+            may_change=True,
+        ),
     )
     compile: Switch = setting(
         "auto",
@@ -59,6 +72,7 @@ class Compute(Section):
         parity=lambda facts: redrawn_if(facts.draws_random, Parity.TOLERANT),
         words="torch.compile",
         trial=Trial("on", lambda job: job.can_compile),
+        live=Live(lambda at, value: at.compile(), layer=3),
     )
     matmul_precision: Literal["auto", "highest", "high", "medium"] = setting(
         "auto",
@@ -66,7 +80,12 @@ class Compute(Section):
         plain="highest",
         parity=Parity.TOLERANT,
         words="matmul {}",
-        trial=Trial("high", lambda job: job.has_tf32_units),
+        trial=Trial("high", lambda job: job.has_tf32_units, why="TF32 units are there"),
+        live=Live(
+            lambda at, value: at.torch.set_float32_matmul_precision(value),
+            now=lambda at: at.torch.get_float32_matmul_precision(),
+        ),
+        unmeasured=lambda at: (at.now.matmul_precision, "plain"),
     )
     dropout: Literal["torch", "by_sample"] = setting(
         "torch",

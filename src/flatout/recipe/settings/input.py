@@ -1,6 +1,6 @@
 """`input`: how batches are made ready."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flatout.recipe.parity import Parity, redrawn_if
 from flatout.recipe.setting import NotNegative, Section, Switch, Trial, setting
@@ -8,8 +8,6 @@ from flatout.recipe.setting import NotNegative, Section, Switch, Trial, setting
 
 class Input(Section):
     """How batches are made ready."""
-
-    title: ClassVar[str] = "input"
 
     workers: Literal["auto", "thread"] | NotNegative = setting(
         "auto",
@@ -27,6 +25,7 @@ class Input(Section):
             lambda job: job.workers is not None,
             others=lambda cpus: [*(2**k for k in range(cpus.bit_length())), cpus],
         ),
+        unmeasured=lambda at: (0, "plain, until batches are waited for"),
         written=lambda seen: seen.workers,
         of_input=True,
     )
@@ -37,5 +36,8 @@ class Input(Section):
         parity=Parity.EXACT,
         words="pinned memory",
         trial=Trial("on", lambda job: job.has_gpu and not job.pins_memory),
+        unmeasured=lambda at: (
+            ("on", "copies overlap") if at.device.type == "cuda" else ("off", "no GPU")
+        ),
         of_input=True,
     )

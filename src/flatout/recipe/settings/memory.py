@@ -1,9 +1,9 @@
 """`memory`: how a step's memory is used."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
-from flatout.recipe.setting import OnOff, Positive, Section, Trial, setting
+from flatout.recipe.setting import Live, OnOff, Positive, Section, Trial, setting
 
 
 def _micro_batch(facts: ModelFacts) -> Parity:
@@ -16,8 +16,6 @@ def _micro_batch(facts: ModelFacts) -> Parity:
 class Memory(Section):
     """How a step's memory is used."""
 
-    title: ClassVar[str] = "memory"
-
     micro_batch: Literal["auto", "whole"] | Positive = setting(
         "auto",
         "How many samples go through the model at once. A batch is computed in parts of this size "
@@ -26,6 +24,7 @@ class Memory(Section):
         plain="whole",
         parity=_micro_batch,
         words="micro-batch {}",
+        unmeasured=lambda at: ("whole", "split only if memory runs out"),
     )
     activation_checkpointing: OnOff = setting(
         "off",
@@ -34,6 +33,7 @@ class Memory(Section):
         # The second forward has the random state and the buffers of the first, and updates neither.
         parity=Parity.EXACT,
         words="activation checkpointing",
+        live=Live(lambda at, value: at.recompute_activations(), layer=1),
     )
     allocator: Literal["auto", "default", "keep"] = setting(
         "auto",
@@ -42,5 +42,7 @@ class Memory(Section):
         plain="default",
         parity=Parity.EXACT,
         words="memory kept by the allocator",
-        trial=Trial("keep", lambda job: job.returns_memory),
+        trial=Trial("keep", lambda job: job.returns_memory, why="fewer page faults"),
+        live=Live(lambda at, value: at.set_allocator(value), now=lambda at: at.allocator.current()),
+        unmeasured=lambda at: (at.now.allocator, "as the process started"),
     )

@@ -1,11 +1,11 @@
 """`process`: how the process uses the processor."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from flatout.recipe.parity import Parity
-from flatout.recipe.setting import NotNegative, Positive, Section, Trial, setting, switch_word
+from flatout.recipe.setting import Live, NotNegative, Positive, Section, Trial, setting, switch_word
 
 
 def _one_is_a_list(value: Any) -> Any:
@@ -29,8 +29,6 @@ Denormals = Annotated[Literal["default", "on", "off"], BeforeValidator(switch_wo
 class Process(Section):
     """How the process uses the processor."""
 
-    title: ClassVar[str] = "process"
-
     threads: Literal["auto"] | Positive = setting(
         "auto",
         "Threads inside one operator (torch.set_num_threads).",
@@ -41,6 +39,10 @@ class Process(Section):
             lambda job: job.is_on_cpu and job.threads is not None and job.cpus > 1,
             others=lambda cpus: [1, max(1, cpus // 2), cpus],
         ),
+        live=Live(
+            lambda at, value: at.set_threads(value), now=lambda at: at.torch.get_num_threads()
+        ),
+        unmeasured=lambda at: (at.torch.get_num_threads(), "torch's own"),
         written=lambda seen: seen.threads,
     )
     interop_threads: Literal["default"] | Positive = setting(

@@ -1,6 +1,6 @@
 """`save`: when checkpoints are written."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flatout.recipe.parity import Parity
 from flatout.recipe.setting import Flag, Positive, Section, Steps, setting
@@ -8,8 +8,6 @@ from flatout.recipe.setting import Flag, Positive, Section, Steps, setting
 
 class Save(Section):
     """When checkpoints are written."""
-
-    title: ClassVar[str] = "save"
 
     every: Steps = setting(
         None,

@@ -1,6 +1,6 @@
 """`script`: what is done differently in a script that was written without Flatout."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flatout.recipe.parity import Parity, redrawn_if
 from flatout.recipe.setting import Section, Steps, Trial, setting
@@ -8,8 +8,6 @@ from flatout.recipe.setting import Section, Steps, Trial, setting
 
 class Script(Section):
     """What is done differently in a script that was written without Flatout."""
-
-    title: ClassVar[str] = "script"
 
     persistent_workers: Literal["as_written", "on"] = setting(
         "as_written",

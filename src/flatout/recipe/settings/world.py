@@ -1,6 +1,6 @@
 """`world`: where the job runs."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,8 +15,6 @@ CudaDevice = Annotated[
 class World(Section):
     """Where the job runs."""
 
-    title: ClassVar[str] = "world"
-
     device: Literal["auto", "cpu", "cuda"] | CudaDevice = setting(
         "auto",
         "The device that computes. `auto` is a GPU that can be used, else `cpu`.",
@@ -24,6 +22,7 @@ class World(Section):
         # Each kind of device has its own random streams.
         parity=lambda facts: redrawn_if(facts.draws_from_a_stream, Parity.TOLERANT),
         words="{}",
+        unmeasured=lambda at: (str(at.device), "the device found"),
     )
     placement: Literal["soft", "strict"] = setting(
         "soft",
