@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.block import Ragged
+from flatout.data.decoder import Encoded
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.execution.buffers import Buffers
 from flatout.data.framing import write_recordio
@@ -95,9 +96,8 @@ def decode(records, *columns, on_error="fail"):
     assert (consumed, problem) == (len(buffer), "")
     numbers = np.arange(len(starts)) + 100
     faults = ErrorPolicy(on_error)
-    block = decoder.decode(
-        buffer, starts, ends, numbers, None, Buffers(), faults, lambda row, byte: f"{row} {byte}"
-    )
+    rows = Encoded(buffer, starts, ends, numbers, lambda row, byte: f"{row} {byte}")
+    block = decoder.decode(rows, None, Buffers(), faults)
     return block, faults
 
 

@@ -16,6 +16,8 @@ from flatout.data.schema import Schema
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 # Names the place of a byte of the buffer, such as "day.svm:88121": (row in the call, byte).
 Where: TypeAlias = Callable[[int, int], str]
+# Of ragged columns, how many values each row has; None where that is not known.
+Lengths: TypeAlias = Mapping[str, Numbers] | None
 
 
 class Split(NamedTuple):
@@ -34,6 +36,24 @@ class Split(NamedTuple):
     problem: str = ""
 
 
+class Encoded(NamedTuple):
+    """Rows as a file has them.
+
+    Attributes:
+        buffer: holds them.
+        starts: where each begins in the buffer, int64.
+        ends: where each ends, int64.
+        numbers: what each is called in a block, int64.
+        where: names a row's place.
+    """
+
+    buffer: Bytes
+    starts: Numbers
+    ends: Numbers
+    numbers: Numbers
+    where: Where
+
+
 class Survey(NamedTuple):
     """What a first look at rows found.
 
@@ -48,7 +68,31 @@ class Survey(NamedTuple):
     facts: Mapping[str, float]
 
 
-class Decoder(Protocol):
+class StreamDecoder(Protocol):
+    """What the rows of a stream are decoded by."""
+
+    def split(self, buffer: Bytes, final: bool) -> Split:
+        """Find the rows in a buffer; `final` says that no more bytes follow.
+
+        What does not begin a file is split by `split_rest`, where a decoder has one.
+        """
+        ...
+
+    def decode(
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
+    ) -> Block:
+        """Decode rows; those that are bad are left out, where `faults` skips them.
+
+        Args:
+            rows: as a file has them.
+            lengths: of ragged columns; found by a survey where it is None and needed.
+            buffers: gives the arrays.
+            faults: what to do about bad rows.
+        """
+        ...
+
+
+class Decoder(StreamDecoder, Protocol):
     """A format with a schema. Several threads may call at once.
 
     Attributes:
@@ -59,71 +103,43 @@ class Decoder(Protocol):
     schema: Schema
     needs_survey: bool
 
-    def split(self, buffer: Bytes, final: bool) -> Split:
-        """Find the rows in a buffer; `final` says that no more bytes follow.
-
-        What does not begin a file is split by `split_rest`, where a decoder has one.
-        """
-        ...
-
-    def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
-    ) -> Survey:
+    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
         """Look at rows without keeping them."""
         ...
 
-    def decode(
-        self,
-        buffer: Bytes,
-        starts: Numbers,
-        ends: Numbers,
-        numbers: Numbers,
-        lengths: Mapping[str, Numbers] | None,
-        buffers: Buffers,
-        faults: ErrorPolicy,
-        where: Where,
-    ) -> Block:
-        """Decode rows; those that are bad are left out, where `faults` skips them.
 
-        Args:
-            buffer: holds them.
-            starts: where each begins in the buffer.
-            ends: where each ends.
-            numbers: what each is called in the block.
-            lengths: of ragged columns; found by a survey where it is None and needed.
-            buffers: gives the arrays.
-            faults: what to do about bad rows.
-            where: names a row's place.
-        """
-        ...
+class Errors:
+    """Of rows that a kernel reads, status and place of errors, for it to fill.
 
+    Args:
+        rows: that it reads.
+        codes: the kernel's `Bad`.
+        faults: what to do about bad rows.
+    """
 
-def without_bad(
-    columns: dict[str, Values],
-    numbers: Numbers,
-    status: npt.NDArray[np.uint8],
-    at: Numbers,
-    words: Callable[[int], str],
-    faults: ErrorPolicy,
-    where: Where,
-) -> Block:
-    """A block of the good rows, after the bad ones were counted or raised."""
-    report(status, at, words, faults, where)
-    return take(Block(columns, numbers), np.flatnonzero(status == 0))
+    def __init__(self, rows: Encoded, codes: Any, faults: ErrorPolicy) -> None:
+        self.rows, self._codes, self._faults = rows, codes, faults
+        self.status = np.zeros(len(rows.starts), np.uint8)
+        self.at = np.zeros(len(rows.starts), np.int64)
+
+    def report(self) -> npt.NDArray[np.bool_]:
+        """Count the bad rows, or raise for the first. Gives which are good."""
+        for row in np.flatnonzero(self.status):
+            words = str(self._codes(int(self.status[row])).words)
+            self._faults.bad(words, self.rows.where(int(row), int(self.at[row])))
+        good: npt.NDArray[np.bool_] = self.status == 0
+        return good
+
+    def block(self, columns: dict[str, Values], bad: int) -> Block:
+        """A block of the good rows, after the bad ones were counted or raised."""
+        block = Block(columns, self.rows.numbers)
+        return take(block, np.flatnonzero(self.report())) if bad else block
 
 
-def report(
-    status: npt.NDArray[np.uint8],
-    at: Numbers,
-    words: Callable[[int], str],
-    faults: ErrorPolicy,
-    where: Where,
-) -> None:
-    """Count the bad rows, or raise for the first."""
-    for row in np.flatnonzero(status):
-        faults.bad(words(int(status[row])), where(int(row), int(at[row])))
-
-
-def scratch(rows: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Status and place of errors, for the kernels to fill."""
-    return np.zeros(rows, np.uint8), np.zeros(rows, np.int64)
+def good_rows(decoder: Decoder, rows: Encoded, faults: ErrorPolicy) -> Survey:
+    """A survey by decoding rows."""
+    numbers = np.arange(len(rows.starts), dtype=np.int64)
+    block = decoder.decode(rows._replace(numbers=numbers), None, Buffers(), faults)
+    good = np.zeros(len(numbers), bool)
+    good[block.numbers] = True
+    return Survey(good, {}, {})

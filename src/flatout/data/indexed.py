@@ -29,7 +29,7 @@ from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.console import say_as_is
 from flatout.data.block import Block, Numbers, offsets_of
 from flatout.data.checksums import reader
-from flatout.data.decoder import Bytes, Decoder, Where
+from flatout.data.decoder import Bytes, Decoder, Encoded
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, files_words
@@ -130,8 +130,8 @@ class IndexedRows:
                 raise DataError("the files hold no rows", where=names_of(self.files))
         return other
 
-    def texts(self, numbers: Numbers, buffers: Buffers) -> tuple[Bytes, Numbers, Numbers, Where]:
-        """Of these rows: a buffer, where in it each begins and ends, and what names a place."""
+    def encoded(self, numbers: Numbers, buffers: Buffers) -> Encoded:
+        """These rows as the files have them."""
         # No number is out of range, so nothing is clipped: this mode is numpy's fastest.
         starts = self.index.starts.take(numbers, mode="clip")
         sizes = self.index.sizes.take(numbers, mode="clip")
@@ -141,24 +141,15 @@ class IndexedRows:
         def where(row: int, byte: int) -> str:
             return self._where(int(starts[row]) + byte - int(places[row]))
 
-        return buffer, places, places + sizes, where
+        return Encoded(buffer, places, places + sizes, numbers, where)
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Decode these rows, in this order."""
-        buffer, starts, ends, where = self.texts(numbers, buffers)
         lengths = {
             name: found.take(numbers, mode="clip") for name, found in self.index.lengths.items()
         }
-        return self.decoder.decode(
-            buffer,
-            starts,
-            ends,
-            numbers,
-            lengths or None,
-            buffers,
-            self._faults,
-            where,
-        )
+        encoded = self.encoded(numbers, buffers)
+        return self.decoder.decode(encoded, lengths or None, buffers, self._faults)
 
     def targets(self) -> npt.NDArray[Any] | None:
         """None: they are known by decoding."""
@@ -474,15 +465,14 @@ def _part(
         return Index(starts, sizes, {}, {}, [])
     text = getattr(decoder, "text", True)
 
+    def where(row: int, byte: int) -> str:
+        return held.where(base + byte, text=text)
+
     def survey(first: int) -> Any:
         own = slice(first, first + _SURVEYED)
-        return decoder.survey(
-            buffer,
-            found.starts[own],
-            found.ends[own],
-            faults,
-            lambda row, byte: held.where(base + byte, text=text),
-        )
+        starts, ends = found.starts[own], found.ends[own]
+        numbers = np.arange(len(starts), dtype=np.int64)
+        return decoder.survey(Encoded(buffer, starts, ends, numbers, where), faults)
 
     surveys = list(pool.map(survey, range(0, len(starts), _SURVEYED)))
     good = np.concatenate([survey.good for survey in surveys])

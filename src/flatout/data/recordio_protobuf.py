@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
-from flatout.data.decoder import Bytes, Split, Where
+from flatout.data.decoder import Bytes, Encoded, Lengths, Split
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.execution.buffers import Buffers
 from flatout.data.framing import split_recordio
@@ -72,31 +72,23 @@ class RecordioDecoder:
         return split_recordio(buffer, final)
 
     def decode(
-        self,
-        buffer: Bytes,
-        starts: Numbers,
-        ends: Numbers,
-        numbers: Numbers,
-        lengths: Mapping[str, Numbers] | None,
-        buffers: Buffers,
-        faults: ErrorPolicy,
-        where: Where,
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
         good: list[int] = []
-        rows: list[list[npt.NDArray[Any]]] = []
-        pairs = zip(starts.tolist(), ends.tolist(), strict=True)
+        values: list[list[npt.NDArray[Any]]] = []
+        pairs = zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)
         for row, (start, end) in enumerate(pairs):
             try:
-                maps = read_record(buffer[start:end].tobytes())
-                rows.append([source.values(maps) for source in self._sources])
+                maps = read_record(rows.buffer[start:end].tobytes())
+                values.append([source.values(maps) for source in self._sources])
                 good.append(row)
             except _Bad as bad:
-                faults.bad(str(bad), where(row, start))
+                faults.bad(str(bad), rows.where(row, start))
         columns: dict[str, Values] = {}
         for at, column in enumerate(self.schema.columns):
-            columns[column.name] = _put_together(column, [row[at] for row in rows], buffers)
-        return Block(columns, numbers[np.array(good, np.int64)])
+            columns[column.name] = _put_together(column, [row[at] for row in values], buffers)
+        return Block(columns, rows.numbers[np.array(good, np.int64)])
 
 
 def _put_together(column: Column, rows: Sequence[npt.NDArray[Any]], buffers: Buffers) -> Values:

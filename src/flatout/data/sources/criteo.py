@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from flatout.data.block import Block, Numbers, Values
-from flatout.data.decoder import Bytes, Split, Survey, Where, scratch, without_bad
+from flatout.data.block import Block, Values
+from flatout.data.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey, good_rows
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
@@ -46,39 +43,22 @@ class CriteoDecoder:
         """Lines."""
         return split_lines(buffer, final)
 
-    def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
-    ) -> Survey:
+    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
         """Which rows are good."""
-        numbers = np.arange(len(starts), dtype=np.int64)
-        block = self.decode(buffer, starts, ends, numbers, None, Buffers(), faults, where)
-        good = np.zeros(len(starts), bool)
-        good[block.numbers] = True
-        return Survey(good, {}, {})
+        return good_rows(self, rows, faults)
 
     def decode(
-        self,
-        buffer: Bytes,
-        starts: Numbers,
-        ends: Numbers,
-        numbers: Numbers,
-        lengths: Mapping[str, Numbers] | None,
-        buffers: Buffers,
-        faults: ErrorPolicy,
-        where: Where,
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
-        count = len(starts)
-        status, at = scratch(count)
+        errors, count = Errors(rows, kernel.Bad, faults), len(rows.starts)
         integers = buffers.empty((count, *self.integers.shape), self.integers.numpy_dtype)
         categories = buffers.empty((count, *self.categories.shape), self.categories.numpy_dtype)
         labels = None
         if self.has_label:
             labels = buffers.empty(count, self.schema["label"].numpy_dtype)
         bad = kernel.parse(
-            buffer,
-            starts,
-            ends,
+            *rows[:3],
             labels=labels,
             integers=integers,
             categories=categories,
@@ -86,18 +66,12 @@ class CriteoDecoder:
             missing_category=int(self.categories.default or 0),
             buckets=self.buckets,
             has_label=self.has_label,
-            status=status,
-            at=at,
+            status=errors.status,
+            at=errors.at,
         )
         columns: dict[str, Values] = {} if labels is None else {"label": labels}
         columns.update(integers=integers, categories=categories)
-        if bad:
-            return without_bad(columns, numbers, status, at, _words, faults, where)
-        return Block(columns, numbers)
-
-
-def _words(code: int) -> str:
-    return str(kernel.Bad(code).words)
+        return errors.block(columns, bad)
 
 
 def criteo_schema(*, buckets: int = 0, label: bool = True, dtype: Any = "float32") -> Schema:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from flatout.data.block import Block, Numbers
-from flatout.data.decoder import Bytes, Split, Survey, Where
+from flatout.data.decoder import Bytes, Encoded, Lengths, Split, Survey, good_rows
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.execution.buffers import Buffers
 from flatout.data.schema import Schema
@@ -73,38 +73,24 @@ class CsvDecoder:
         """As `split`, of what does not begin a file: a line like its header is a row."""
         return split_rows(buffer, final, self.dialect)
 
-    def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
-    ) -> Survey:
+    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
         """Which rows are good."""
-        numbers = np.arange(len(starts), dtype=np.int64)
-        block = self.decode(buffer, starts, ends, numbers, None, Buffers(), faults, where)
-        good = np.zeros(len(starts), bool)
-        good[block.numbers] = True
-        return Survey(good, {}, {})
+        return good_rows(self, rows, faults)
 
     def decode(
-        self,
-        buffer: Bytes,
-        starts: Numbers,
-        ends: Numbers,
-        numbers: Numbers,
-        lengths: Mapping[str, Numbers] | None,
-        buffers: Buffers,
-        faults: ErrorPolicy,
-        where: Where,
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
-        rows = np.arange(len(starts))
+        good = np.arange(len(rows.starts))
         while True:
             try:
-                table = self._parse(buffer, starts[rows], ends[rows])
+                table = self._parse(rows.buffer, rows.starts[good], rows.ends[good])
                 columns = to_columns(table, self.schema, buffers)
-                return Block(columns, numbers[rows])
+                return Block(columns, rows.numbers[good])
             except BadValue as bad:
-                row = int(rows[bad.row])
-                faults.bad(bad.what, where(row, int(starts[row]) + bad.byte))
-                rows = np.delete(rows, bad.row)
+                row = int(good[bad.row])
+                faults.bad(bad.what, rows.where(row, int(rows.starts[row]) + bad.byte))
+                good = np.delete(good, bad.row)
 
     def _parse(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> pa.Table:
         """The fields of rows that are used."""

@@ -254,7 +254,7 @@ def _learned(
 
     def look(start: int) -> dict[str, Texts]:
         numbers = np.arange(start, min(start + _LOOKED_AT, rows.rows))
-        buffer, starts, ends, where = rows.texts(numbers, Buffers())
+        buffer, starts, ends, _, where = rows.encoded(numbers, Buffers())
         try:
             return _texts(in_one_piece(buffer, starts, ends), opened, columns, faults)
         except UnicodeDecodeError as error:

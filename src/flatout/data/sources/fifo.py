@@ -14,6 +14,7 @@ import numpy as np
 
 from flatout.console import say_as_is
 from flatout.data.block import Block
+from flatout.data.decoder import Encoded
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.parallel import Ahead, Tuner
@@ -195,16 +196,14 @@ class FifoStream:
             while at < len(piece.starts):
                 rows = slice(at, min(at + self._block, at + left, len(piece.starts)))
                 numbers = np.arange(rows.start, rows.stop)
-                block = decoder.decode(
+                encoded = Encoded(
                     piece.buffer,
                     piece.starts[rows],
                     piece.ends[rows],
                     numbers,
-                    None,
-                    buffers,
-                    faults,
                     lambda row, byte, of=piece: of.where(pipe.name, byte, text),  # type: ignore[misc]
                 )
+                block = decoder.decode(encoded, None, buffers, faults)
                 left -= len(numbers)
                 yield Part(block, len(numbers), left == 0)
                 left, at = left or turn, rows.stop

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from flatout.data.block import Block, Numbers
-from flatout.data.decoder import Bytes, Split, Where
-from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
+from flatout.data.block import Block
+from flatout.data.decoder import Bytes, Split, StreamDecoder
 from flatout.data.framing import rows_within, split_recordio
 from flatout.data.recordio_protobuf import RecordioDecoder
 from flatout.data.schema import Given, Schema, as_schema
@@ -31,28 +29,6 @@ WORDS: Mapping[str, str] = {
 }
 # A TFRecord's length and its checksum.
 _TFRECORD_HEAD = 12
-
-
-class StreamDecoder(Protocol):
-    """What a stream wants of `flatout.data.decoder.Decoder`, with the same meaning."""
-
-    def split(self, buffer: Bytes, final: bool) -> Split:
-        """Find the rows in a buffer."""
-        ...
-
-    def decode(
-        self,
-        buffer: Bytes,
-        starts: Numbers,
-        ends: Numbers,
-        numbers: Numbers,
-        lengths: Mapping[str, Numbers] | None,
-        buffers: Buffers,
-        faults: ErrorPolicy,
-        where: Where,
-    ) -> Block:
-        """Decode rows."""
-        ...
 
 
 def stream_schema(format: Format, given: Given | None, wrap: Wrap | None) -> Schema:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Numbers, offsets_of
-from flatout.data.decoder import Bytes, Survey, Where
+from flatout.data.decoder import Encoded, Survey
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, Paths, find
@@ -120,22 +120,22 @@ class _ImageDecoder(TfrecordDecoder):
     so the index keeps them.
     """
 
-    def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
-    ) -> Survey:
+    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
         """Lengths, headers and labels; a record with a bad header is bad."""
-        found = super().survey(buffer, starts, ends, faults, where)
+        found = super().survey(rows, faults)
+        buffer, starts, ends, _, where = rows
         good = np.zeros(len(starts), np.bool_)
         headers = np.zeros(len(starts), HEADER)
         labels = np.zeros(len(starts), np.int64)
-        rows, buffers = np.flatnonzero(found.good), Buffers()
-        pieces = offsets_of(ends - starts)[rows] // _PIECE
-        for part in np.split(rows, np.flatnonzero(np.diff(pieces)) + 1):
+        whole, buffers = np.flatnonzero(found.good), Buffers()
+        pieces = offsets_of(ends - starts)[whole] // _PIECE
+        for part in np.split(whole, np.flatnonzero(np.diff(pieces)) + 1):
             lengths = {name: counts[part] for name, counts in found.lengths.items()}
-            block = self.decode(
-                buffer, starts[part], ends[part], part, lengths, buffers, faults,
+            own = Encoded(
+                buffer, starts[part], ends[part], part,
                 lambda row, byte, part=part: where(int(part[row]), byte),  # type: ignore[misc]
             )  # fmt: skip
+            block = self.decode(own, lengths, buffers, faults)
             image, path = _each(block.columns["image"]), _each(block.columns["path"])
             for place, row in enumerate(block.numbers.tolist()):
                 try:

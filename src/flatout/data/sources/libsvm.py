@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
-from flatout.data.decoder import Bytes, Split, Survey, Where, report, scratch, without_bad
+from flatout.data.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
@@ -61,30 +61,25 @@ class LibsvmDecoder:
         """Lines; blank ones and comments are no rows."""
         return split_lines(buffer, final, comment=b"#", white=b" \t\r")
 
-    def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
-    ) -> Survey:
+    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
         """Lengths, and the facts that a schema is inferred from."""
-        status, at = scratch(len(starts))
-        lengths = np.empty(len(starts), np.int32)
-        labels = np.empty(len(starts), np.float64)
-        qid = np.empty(len(starts), np.int64)
+        errors, count = Errors(rows, kernel.Bad, faults), len(rows.starts)
+        lengths = np.empty(count, np.int32)
+        labels = np.empty(count, np.float64)
+        qid = np.empty(count, np.int64)
         _, low, high = kernel.survey(
-            buffer,
-            starts,
-            ends,
+            *rows[:3],
             lengths=lengths,
             labels=labels,
             qid=qid,
-            status=status,
-            at=at,
+            status=errors.status,
+            at=errors.at,
             base=self.base,
             limit=self.limit,
             label_as=self.schema["label"].numpy_dtype,
             width=_ANY_WIDTH if self.width is None else self.width,
         )
-        report(status, at, _words, faults, where)
-        good = status == 0
+        good = errors.report()
         seen = labels[good]
         facts: dict[str, float] = {
             "lowest": low,
@@ -98,19 +93,10 @@ class LibsvmDecoder:
         return Survey(good, {"ids": wide, "values": wide}, facts)
 
     def decode(
-        self,
-        buffer: Bytes,
-        starts: Numbers,
-        ends: Numbers,
-        numbers: Numbers,
-        lengths: Mapping[str, Numbers] | None,
-        buffers: Buffers,
-        faults: ErrorPolicy,
-        where: Where,
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
-        count = len(starts)
-        status, at = scratch(count)
+        errors, count = Errors(rows, kernel.Bad, faults), len(rows.starts)
         columns: dict[str, Values] = {
             "label": buffers.empty(count, self.schema["label"].numpy_dtype)
         }
@@ -118,50 +104,35 @@ class LibsvmDecoder:
             "base": self.base,
             "limit": self.limit,
             "labels": columns["label"],
-            "status": status,
-            "at": at,
+            "status": errors.status,
+            "at": errors.at,
             "qid": np.empty(count, np.int64) if self.has_qid else None,
         }
         if self.has_qid:
             columns["qid"] = shared["qid"]
         if self.dense:
             out = columns["features"] = buffers.empty((count, self.limit), np.float32)
-            bad = kernel.dense(buffer, starts, ends, out=out, **shared)
+            bad = kernel.dense(*rows[:3], out=out, **shared)
         else:
-            offsets = self._offsets(buffer, starts, ends, lengths, faults, where)
+            offsets = self._offsets(rows, lengths)
             ids = buffers.empty(int(offsets[-1]), self.schema["ids"].numpy_dtype)
             values = buffers.empty(int(offsets[-1]), self.schema["values"].numpy_dtype)
-            bad = kernel.parse(buffer, starts, ends, offsets, ids=ids, values=values, **shared)
+            bad = kernel.parse(*rows[:3], offsets, ids=ids, values=values, **shared)
             for name, flat in (("ids", ids), ("values", values)):
                 if self.width is None:
                     columns[name] = Ragged(flat, offsets)
                 else:
                     columns[name] = flat.reshape(count, self.width)
-        if bad:
-            return without_bad(columns, numbers, status, at, _words, faults, where)
-        return Block(columns, numbers)
+        return errors.block(columns, bad)
 
-    def _offsets(
-        self,
-        buffer: Bytes,
-        starts: Numbers,
-        ends: Numbers,
-        lengths: Mapping[str, Numbers] | None,
-        faults: ErrorPolicy,
-        where: Where,
-    ) -> Numbers:
+    def _offsets(self, rows: Encoded, lengths: Lengths) -> Numbers:
+        count = len(rows.starts)
         if self.width is not None:
-            return np.arange(len(starts) + 1, dtype=np.int64) * self.width
+            return np.arange(count + 1, dtype=np.int64) * self.width
         if lengths is None:
             # Bad rows are reported when they are decoded, once.
-            lengths = self.survey(
-                buffer, starts, ends, ErrorPolicy("skip", len(starts)), where
-            ).lengths
+            lengths = self.survey(rows, ErrorPolicy("skip", count)).lengths
         return offsets_of(lengths["ids"])
-
-
-def _words(code: int) -> str:
-    return str(kernel.Bad(code).words)
 
 
 def infer_schema(facts: Mapping[str, float], layout: Layout | None, base: int | None) -> Schema:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
-from flatout.data.decoder import Bytes, Split, Survey, Where, report, scratch, without_bad
+from flatout.data.block import Block, Ragged, Values, offsets_of
+from flatout.data.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, Paths
@@ -58,35 +58,24 @@ class TfrecordDecoder:
         found = kernel.scan(buffer, final=final)
         return Split(found.starts, found.ends, found.consumed, found.problem)
 
-    def survey(
-        self, buffer: Bytes, starts: Numbers, ends: Numbers, faults: ErrorPolicy, where: Where
-    ) -> Survey:
+    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
         """Lengths of the ragged columns."""
-        status, at = scratch(len(starts))
-        lengths = np.zeros((len(self._ragged), len(starts)), np.int64)
+        errors = Errors(rows, kernel.Bad, faults)
+        lengths = np.zeros((len(self._ragged), len(rows.starts)), np.int64)
         kernel.measure(
-            buffer, starts, ends, self._plan, lengths=lengths, status=status, at=at,
+            *rows[:3], self._plan, lengths=lengths, status=errors.status, at=errors.at,
             check=self.check,
         )  # fmt: skip
-        report(status, at, _words, faults, where)
-        return Survey(status == 0, dict(zip(self._ragged, lengths, strict=True)), {})
+        return Survey(errors.report(), dict(zip(self._ragged, lengths, strict=True)), {})
 
     def decode(
-        self,
-        buffer: Bytes,
-        starts: Numbers,
-        ends: Numbers,
-        numbers: Numbers,
-        lengths: Mapping[str, Numbers] | None,
-        buffers: Buffers,
-        faults: ErrorPolicy,
-        where: Where,
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
-        count = len(starts)
+        errors, count = Errors(rows, kernel.Bad, faults), len(rows.starts)
         if lengths is None and self.needs_survey:
             # Bad rows are reported when they are decoded, once.
-            lengths = self.survey(buffer, starts, ends, ErrorPolicy("skip", count), where).lengths
+            lengths = self.survey(rows, ErrorPolicy("skip", count)).lengths
         columns: dict[str, Values] = {}
         outputs, all_offsets = [], []
         for column in self.schema.columns:
@@ -102,32 +91,23 @@ class TfrecordDecoder:
                 columns[column.name] = flat.reshape(count, *column.shape)
             outputs.append(flat)
             all_offsets.append(offsets)
-        status, at = scratch(count)
         bad = kernel.decode(
-            buffer,
-            starts,
-            ends,
+            *rows[:3],
             self._plan,
             outputs=outputs,
             offsets=all_offsets,
             defaults=self._defaults,
-            status=status,
-            at=at,
+            status=errors.status,
+            at=errors.at,
             check=self.check,
         )
-        if bad:
-            return without_bad(columns, numbers, status, at, _words, faults, where)
-        return Block(columns, numbers)
+        return errors.block(columns, bad)
 
 
 def _feature(column: Column) -> Any:
     width = None if column.ragged else math.prod(column.shape)
     kind = _KINDS[column.dtype]
     return kernel.Feature(column.name.encode(), kind, width, required=column.default is None)
-
-
-def _words(code: int) -> str:
-    return str(kernel.Bad(code).words)
 
 
 # Records that a schema is inferred from, where none is given.
@@ -183,7 +163,7 @@ def _first_records(files: Sequence[File], faults: ErrorPolicy, check: bool) -> l
         records = []
         for start, record, crc in _records(file):
             if check and kernel.masked_crc32c(record) != crc:
-                faults.bad(_words(kernel.Bad.DATA_CRC), f"{file.name}: byte {start:,}")
+                faults.bad(kernel.Bad.DATA_CRC.words, f"{file.name}: byte {start:,}")
             else:
                 records.append(record)
             if len(records) == _LOOKED_AT:
