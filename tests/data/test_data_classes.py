@@ -146,7 +146,10 @@ def test_numbers_that_are_categories_have_names_and_a_missing_target_has_none():
             assert batch.targets.tolist() == want
 
 
-@pytest.mark.parametrize("names", [("train", "val"), ("Training", "test", "dev"), ("train",)])
+@pytest.mark.parametrize(
+    "names",
+    [("train", "val"), ("Training", "test", "dev"), ("train",), ("Validation",), ("test", "val")],
+)
 def test_parts_of_the_data_are_no_classes(tmp_path, names):
     for name in names:
         folders(tmp_path / "root" / name, ["red", "blue"])

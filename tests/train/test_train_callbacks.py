@@ -38,6 +38,7 @@ from flatout.train.callbacks import (
     Progress,
     TensorBoard,
 )
+from flatout.train.callbacks.callback import Figures
 from flatout.train.callbacks.monitor import Monitor
 from flatout.train.history import History
 from flatout.train.state import FitState
@@ -140,9 +141,10 @@ def test_auto_mode_tells_by_the_name(name: str, mode: str) -> None:
     assert Monitor(name).mode == mode
 
 
-def test_auto_mode_does_not_guess() -> None:
+@pytest.mark.parametrize("complete", [True, False])
+def test_auto_mode_does_not_guess(complete: bool) -> None:
     with pytest.raises(ModelError, match=r"smaller or a larger val_zeal is better(.|\n)*mode="):
-        Monitor("val_zeal")
+        Monitor("val_zeal").check(Figures(("loss", "val_zeal"), complete))
     with pytest.raises(ModelError, match="mode cannot be 'up'"):
         Monitor("val_zeal", mode="up")  # type: ignore[arg-type]
 

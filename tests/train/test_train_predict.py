@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from train_jobs import CLASSES, SAMPLES, data, network, trainer
 
 import flatout
-from flatout.errors import ModelError
+from flatout.errors import DataError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,3 +105,19 @@ def test_half_precision_comes_back_as_float32():
     model = network().to(torch.bfloat16)
     found = trainer(model).predict(data()[0].to(torch.bfloat16))
     assert found.dtype == torch.float32
+
+
+def test_data_of_a_wrong_shape_are_explained_as_in_a_fit():
+    x, y = data()
+    job = trainer(network())
+    wide = torch.cat([x, x], 1)
+    runs = [
+        lambda: job.predict(wide),
+        lambda: job.evaluate(wide, y),
+        lambda: job.fit(wide, y, progress=False),
+    ]
+    for run in runs:
+        with pytest.raises(DataError, match="the model and loss do not take this batch") as caught:
+            run()
+        assert caught.value.where.startswith("batch: inputs float32 (")
+        assert "first layer" in caught.value.where

@@ -126,6 +126,13 @@ def test_a_misspelt_monitor(callback, tmp_path):
     )
     assert error.what.startswith("no figure is called 'val_acuracy'; there is: loss, ")
     assert "val_accuracy" in error.what
+    assert error.do == "did you mean 'val_accuracy'?"
+    # Of a name without a known end, the name is the mistake, too, and not the mode.
+    error = refused(
+        ModelError, job, data(), validation_data=data(1), callbacks=[callback("val_los")]
+    )
+    assert error.what.startswith("no figure is called 'val_los'; there is: loss, ")
+    assert error.do == "did you mean 'val_loss'?"
     error = refused(ModelError, job, data(), callbacks=[callback()])
     assert error.do == "give validation_data to fit"
 

@@ -42,6 +42,28 @@ def weighted_fit(model, x, y, weight, loss, epochs=2, batch_size=32):
     return means
 
 
+def test_a_weight_of_a_class_that_there_is_not():
+    x, y = data()
+    with pytest.raises(ModelError, match=rf"class {CLASSES}, .* 0\.\.{CLASSES - 1}"):
+        trainer(network()).fit(x, y, class_weight={CLASSES: 1.0}, progress=False)
+    binary = trainer(nn.Linear(x.shape[1], 1), loss="binary_cross_entropy")
+    binary.fit(x, y % 2, class_weight={1: 2.0}, progress=False)
+    with pytest.raises(ModelError, match=r"class 5, and the model's classes are 0\.\.1"):
+        binary.fit(x, y % 2, class_weight={5: 1.0}, progress=False)
+    both = trainer(Two(), loss={"a": "cross_entropy", "b": "mse"})
+    with pytest.raises(ModelError, match=r"output 'a': class_weight has a weight for class 5"):
+        both.fit(x, {"a": y % 2, "b": x[:, 0]}, class_weight={"a": {5: 1.0}}, progress=False)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 2), nn.Linear(12, 1)
+
+    def forward(self, x):
+        return {"a": self.a(x), "b": self.b(x)[:, 0]}
+
+
 @pytest.mark.parametrize("how", ["whole", "micro-batches", "accumulated"])
 def test_class_weights_are_those_of_torchs_loss(how):
     x, y = data()

@@ -49,6 +49,28 @@ class ClassWeight:
         """The weights by class number, for people."""
         return ", ".join(f"{number}: {w:g}" for number, w in enumerate(self._table.tolist()))
 
+    def check(self, output: object) -> None:
+        """Refuse a class that the model does not tell from others.
+
+        Args:
+            output: of the model, shape (samples, classes, ...); of binary_cross_entropy any.
+
+        Raises:
+            ModelError: the largest class that has a weight is none.
+        """
+        is_binary = self._loss.name == "binary_cross_entropy"
+        if not isinstance(output, torch.Tensor) or not (is_binary or output.dim() > 1):
+            return
+        if self._loss.ignore_index is None and not is_binary:
+            return
+        classes, largest = 2 if is_binary else output.shape[1], len(self._table) - 1
+        if largest >= classes:
+            raise ModelError(
+                f"class_weight has a weight for class {largest}, and the model's classes are "
+                f"0..{classes - 1}",
+                do="name classes by the numbers that the targets have",
+            )
+
     def __call__(self, batch: Batch) -> Batch:
         """The batch with each sample's weight times its class's.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from flatout.data.source import Source
 from flatout.errors import FlatoutError
 from flatout.train.broadcast import no_broadcast
 from flatout.train.checks import MISFITS, check_all_labels, check_targets, loss_misfit
+from flatout.train.class_weight import ClassWeight
 from flatout.train.losses import Loss, Value
 from flatout.train.metrics import MeanOf, Metric
 from flatout.train.micro_batch import is_out_of_memory
@@ -34,7 +35,7 @@ def build_compute(
     metrics: Iterable[Metric],
     *,
     unweighted: bool,
-    weigh: Callable[[Batch], Batch] | None = None,
+    weigh: ClassWeight | None = None,
     source: Source | None = None,
 ) -> Compute:
     """The function that a step differentiates.
@@ -61,6 +62,8 @@ def build_compute(
         if watches:  # the first batch may come in pieces
             unseen = (unseen or batch.whole or batch.size) - batch.size
             check_all_labels(loss, output, source)
+            if weigh is not None:
+                weigh.check(output)
         weighed = batch if weigh is None else weigh(batch)
         value = value_of(loss, output, weighed, watches, unweighted)
         if metrics and not batch.is_copy and batch.samples:

@@ -12,6 +12,7 @@ from torch import nn
 from flatout.data.batch import Batch
 from flatout.data.source import Source
 from flatout.train import guard
+from flatout.train.checks import explained
 from flatout.train.job import Job
 from flatout.train.ranks import agreed, part_of
 from flatout.train.running_mean import RunningMean, mean_of
@@ -89,13 +90,14 @@ def evaluate_batches(
     with evaluating(objective.model), loop.autocast():
         for batch in batches:
             batch = loop.ready(batch)
-            try:
-                loop.parts(take, batch, whole=whole)
-            except (IndexError, RuntimeError) as error:
-                found = outside(error, objective.model, [batch], output, source)
-                if found is None:
-                    raise
-                raise found from error
+            with explained(objective.model, batch):
+                try:
+                    loop.parts(take, batch, whole=whole)
+                except (IndexError, RuntimeError) as error:
+                    found = outside(error, objective.model, [batch], output, source)
+                    if found is None:
+                        raise
+                    raise found from error
             if stopped():
                 return None
     return tally

@@ -13,6 +13,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.errors import DataError, ModelError
 from flatout.train import guard
+from flatout.train.checks import explained
 from flatout.train.evaluate import evaluating
 from flatout.train.ranks import part_of
 from flatout.train.tables import outside
@@ -54,13 +55,14 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
     with evaluating(objective.model), loop.autocast():
         for batch in part_of(source, world, loop.say).batches(0, 0):
             batch = loop.ready(batch)
-            try:
-                found = loop.parts(take, batch)
-            except (IndexError, RuntimeError) as error:
-                named = outside(error, objective.model, [batch], take, source)
-                if named is None:
-                    raise
-                raise named from error
+            with explained(objective.model, batch):
+                try:
+                    found = loop.parts(take, batch)
+                except (IndexError, RuntimeError) as error:
+                    named = outside(error, objective.model, [batch], take, source)
+                    if named is None:
+                        raise
+                    raise named from error
             outputs.append(None if batch.is_copy else found)
     # Batch by batch, and in each the ranks in turn: the order of the samples.
     by_batch = zip(*world.gather(outputs), strict=True)

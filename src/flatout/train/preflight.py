@@ -14,7 +14,6 @@ from flatout.data.source import Source, last_batch_of
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import is_batch_coupled
 from flatout.train.callbacks import Callback, Figures
-from flatout.train.checks import explained
 from flatout.train.evaluate import evaluate_batches
 from flatout.train.ranks import agreed, part_of
 from flatout.train.snapshot import untouched
@@ -135,7 +134,7 @@ def look_at_validation(
         batches = [rows(b, 0, most) if b.size > most else b for b in part.peek(_BATCHES)]
         for batch in batches:
             try:
-                with explained(objective.model, batch), ids_checked(objective.model, batch, source):
+                with ids_checked(objective.model, batch, source):
                     evaluate_batches(objective, loop, job, [batch])
             except (DataError, ModelError) as error:
                 what = f"the validation data do not fit: {error.what}"

@@ -211,6 +211,8 @@ class SeveralCompute(Weighing):
             output = self._losses.of("outputs", outputs, name)
             part = self._part(batch, name)
             with _named(name):
+                if watches and name in self._class_weight:
+                    self._class_weight[name].check(output)
                 value = value_of(loss, output, part, watches, unweighted=False)
                 total = total + self._losses.weights[name] * self._share_of(name, value, batch)
             if not batch.is_copy and batch.samples:

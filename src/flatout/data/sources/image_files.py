@@ -26,8 +26,10 @@ _SUFFIXES = (
 _NO_CLASS = "__MACOSX"
 _THREADS = 16
 # Folders that hold parts of the data, each with the classes in it.
-_TRAINS = ("train", "training")
-_SPLITS = (*_TRAINS, "val", "valid", "validation", "dev", "test", "testing", "eval", "evaluation")
+_SPLITS = (
+    *("train", "training", "val", "valid", "validation", "dev"),
+    *("test", "testing", "eval", "evaluation"),
+)
 # Headers that a thread reads in one go.
 _PIECE = 256
 # A million images are not unheard of, so their headers lie in an array.
@@ -87,7 +89,7 @@ def check_no_splits(found: Found, paths: Paths, *, takes_classes: bool) -> None:
         DataError: with what to read in their place.
     """
     splits = [name for name in found.folders if name.lower() in _SPLITS]
-    if not any(name.lower() in _TRAINS for name in splits):
+    if not splits:
         return
     # Beside classes, folders that hold folders are parts of the data all the same.
     nested = len(splits) > 1 and all(

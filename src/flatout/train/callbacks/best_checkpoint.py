@@ -26,7 +26,7 @@ class BestCheckpoint(Callback):
         scored_by: what gives the checkpoints of a run their scores, which a resume cannot change.
 
     Raises:
-        ModelError: `auto` cannot tell the mode; and in a fit, the logs have no such figure.
+        ModelError: in a fit, the logs have no such figure, or `auto` cannot tell the mode.
         CheckpointError: in a fit, the Trainer has no run folder.
     """
 

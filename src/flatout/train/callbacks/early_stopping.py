@@ -31,7 +31,7 @@ class EarlyStopping(Callback):
         waited: epochs since then.
 
     Raises:
-        ModelError: `auto` cannot tell the mode; and in a fit, the logs have no such figure.
+        ModelError: in a fit, the logs have no such figure, or `auto` cannot tell the mode.
     """
 
     def __init__(

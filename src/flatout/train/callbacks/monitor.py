@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from difflib import get_close_matches
+from typing import Literal, get_args
 
 from flatout.errors import ModelError
 from flatout.train.callbacks.callback import Figures
@@ -38,13 +39,13 @@ class Monitor:
         min_delta: how much better than the best a figure must be to count.
 
     Raises:
-        ModelError: the mode is unknown, or `auto` cannot tell from this name.
+        ModelError: the mode is unknown.
     """
 
     def __init__(self, name: str, mode: Mode = "auto", min_delta: float = 0.0) -> None:
         self.name = name
         self.mode = _by_name(name) if mode == "auto" else mode
-        if self.mode not in ("min", "max"):
+        if self.mode not in get_args(Mode):
             raise ModelError(f"mode cannot be {mode!r}; allowed: auto, min, max")
         self.min_delta = abs(min_delta)
         self.best: float | None = None
@@ -61,22 +62,28 @@ class Monitor:
             ModelError: the logs have no figure of this name.
         """
         if self.name not in logs:
+            near = get_close_matches(self.name, logs, 1)
+            do = f"did you mean {near[0]!r}?" if near else "watch one of these"
+            if self.name.startswith("val_") and not any(name.startswith("val_") for name in logs):
+                do = "give validation_data to fit"
             raise ModelError(
-                f"no figure is called {self.name!r}; there is: {', '.join(logs) or 'none'}",
-                do="give validation_data to fit"
-                if self.name.startswith("val_")
-                else "watch one of these",
+                f"no figure is called {self.name!r}; there is: {', '.join(logs) or 'none'}", do=do
             )
         return float(logs[self.name])
 
     def check(self, figures: Figures) -> None:
-        """Refuse a name that no logs will have.
+        """Refuse a name that no logs will have, and one that does not tell which is better.
 
         Raises:
-            ModelError: with those that there are.
+            ModelError: with those that there are; or `auto` cannot tell from this name.
         """
         if figures.complete:
             self.read(dict.fromkeys(figures.names, 0.0))
+        if self.mode == "auto":
+            raise ModelError(
+                f"cannot tell whether a smaller or a larger {self.name} is better",
+                do='say mode="min" or mode="max"',
+            )
 
     def improves(self, value: float) -> bool:
         """Return whether a figure beats the best so far, and keep it if so; NaN never does."""
@@ -91,13 +98,10 @@ class Monitor:
         return True
 
 
-def _by_name(name: str) -> Literal["min", "max"]:
+def _by_name(name: str) -> Mode:
     words = name.lower().split("_")
     if any(word.endswith(_SMALLER) for word in words):
         return "min"
     if any(word.endswith(_LARGER) for word in words):
         return "max"
-    raise ModelError(
-        f"cannot tell whether a smaller or a larger {name} is better",
-        do='say mode="min" or mode="max"',
-    )
+    return "auto"
