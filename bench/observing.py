@@ -26,7 +26,7 @@ from flatout.measure import Interval
 from flatout.observe.backward import watch_backward
 from flatout.observe.cost import added_us_per_step
 from flatout.observe.models import Models
-from flatout.observe.optimizers import Steps, watch_optimizers
+from flatout.observe.optimizers import StepFinder, watch_optimizers
 from flatout.observe.outputs import watch_torch
 from flatout.observe.watch import Watch
 from results import Key, Results, add_arguments, finish, interval_words, positive
@@ -41,7 +41,7 @@ Take = Callable[[], Callable[[], object]]
 def watched() -> Watch:
     """Hooks into torch as the doctor does."""
     watch = Watch()
-    steps = Steps(watch)
+    steps = StepFinder(watch)
     watch_optimizers(torch, watch, steps)
     watch_backward(torch, watch, steps)
     watch_torch(torch, watch)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from flatout.cures import record
 from flatout.cures.ddp import Accumulation
 from flatout.cures.evaluation import without_graph
-from flatout.cures.steps import Steps as CuredSteps
+from flatout.cures.steps import Steps
 from flatout.cures.zero_grad import drop_gradients
 from flatout.doctor.trials.recording import Record
 from flatout.hooks import ORDER, wrap
 from flatout.hooks.modules import ModuleCalls
 from flatout.observe.backward import watch_backward
-from flatout.observe.optimizers import Steps
+from flatout.observe.optimizers import StepFinder
 from flatout.observe.watch import Watch
 
 KINDS = [kind for kind, _ in ORDER]
@@ -153,7 +153,7 @@ def test_backward_is_wrapped_in_order_by_all_rooms(comes, monkeypatch):
 
     def by_cures():
         record.begin({})
-        steps = CuredSteps()
+        steps = Steps()
         without_graph(seam, steps)
         drop_gradients(seam, steps)
         ours = object.__new__(Accumulation)
@@ -163,7 +163,7 @@ def test_backward_is_wrapped_in_order_by_all_rooms(comes, monkeypatch):
     watch = Watch()
     by = {
         "cures": by_cures,
-        "observe": lambda: watch_backward(seam, watch, Steps(watch)),
+        "observe": lambda: watch_backward(seam, watch, StepFinder(watch)),
         "recording": lambda: Record(watch.lanes).watch_losses(seam),
     }
     for kind in comes:

@@ -18,7 +18,7 @@ from flatout.observe import quick as quick_hooks
 from flatout.observe.backward import watch_backward
 from flatout.observe.lanes import BACKWARD, EVALUATION, FORWARD, HOST, INPUT, OPTIMIZER
 from flatout.observe.models import Models
-from flatout.observe.optimizers import Steps
+from flatout.observe.optimizers import StepFinder
 from flatout.observe.quick import Quick
 from flatout.observe.watch import Watch
 
@@ -48,7 +48,7 @@ class Job:
             register_optimizer_step_pre_hook=self._register,
             register_optimizer_step_post_hook=self._register,
         )
-        self.steps = Steps(self.watch)
+        self.steps = StepFinder(self.watch)
         watch_backward(seam, self.watch, self.steps)
         self.steps.hook_into(torch, optimizer_module)
 

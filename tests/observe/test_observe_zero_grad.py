@@ -8,7 +8,7 @@ import torch
 
 from flatout.measure.timeline import LANES
 from flatout.observe.lanes import FORWARD, OPTIMIZER
-from flatout.observe.optimizers import Steps, watch_optimizers
+from flatout.observe.optimizers import StepFinder, watch_optimizers
 from flatout.observe.watch import Watch
 
 WINDOW = 50
@@ -22,7 +22,7 @@ def watch():
     hooks = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
     before = [dict(some) for some in hooks]
     watch = Watch()
-    watch_optimizers(torch, watch, Steps(watch))
+    watch_optimizers(torch, watch, StepFinder(watch))
     yield watch
     for owner, plain in kept:
         owner.zero_grad = plain

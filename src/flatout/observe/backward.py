@@ -7,19 +7,19 @@ from typing import Any
 
 from flatout.hooks import wrap
 from flatout.observe.lanes import AFTER, BACKWARD, OPTIMIZER
-from flatout.observe.optimizers import Steps
+from flatout.observe.optimizers import StepFinder
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
 
-def watch_backward(torch: Any, watch: Watch, steps: Steps) -> None:
+def watch_backward(torch: Any, watch: Watch, steps: StepFinder) -> None:
     """Hooks into torch.autograd.backward, which Tensor.backward calls."""
     is_traced = torch.compiler.is_dynamo_compiling
     hook = wrap(torch.autograd, "backward", "observe", _timed, watch, steps, is_traced)
     watch.quick.hooks.append(hook)
 
 
-def _timed(original: Any, watch: Watch, steps: Steps, is_traced: Callable[[], bool]) -> Any:
+def _timed(original: Any, watch: Watch, steps: StepFinder, is_traced: Callable[[], bool]) -> Any:
     lanes, enter, calls = watch.lanes, watch.lanes.enter, watch.calls
     leave = lanes.leave_backward
 

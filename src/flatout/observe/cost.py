@@ -26,7 +26,7 @@ from flatout.observe.lanes import HOST
 from flatout.observe.loaders import SeenLoader, watch_batches
 from flatout.observe.models import Models
 from flatout.observe.observation import Loader, Site
-from flatout.observe.optimizers import SeenOptimizer, Steps
+from flatout.observe.optimizers import SeenOptimizer, StepFinder
 from flatout.observe.tensors import copying, timed
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import probed
@@ -156,7 +156,7 @@ def _of_backward(*, is_quick: bool) -> float:
     watch = Watch()
     plain, hooked = SimpleNamespace(backward=_backward), SimpleNamespace(backward=_backward)
     compiler = sys.modules["torch"].compiler
-    steps = Steps(watch)
+    steps = StepFinder(watch)
     steps.backward_site = Site("<stdin>", 1)  # the user's line is looked for once
     watch_backward(SimpleNamespace(autograd=hooked, compiler=compiler), watch, steps)
     if is_quick:
@@ -189,7 +189,7 @@ def _of_step(*, is_quick: bool) -> float:
     module = SimpleNamespace(
         register_optimizer_step_pre_hook=register, register_optimizer_step_post_hook=register
     )
-    Steps(watch).hook_into(sys.modules["torch"], module)
+    StepFinder(watch).hook_into(sys.modules["torch"], module)
     optimizer: Any = SeenOptimizer.__new__(SeenOptimizer)
     args: tuple[()] = ()
     kwargs: dict[str, Any] = {}

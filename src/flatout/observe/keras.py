@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.hooks import wrap
-from flatout.observe.optimizers import Steps
+from flatout.observe.optimizers import StepFinder
 
 
-def watch_keras(module: Any, steps: Steps) -> None:
+def watch_keras(module: Any, steps: StepFinder) -> None:
     """Hooks into keras.src.optimizers.base_optimizer."""
 
     def around(original: Any) -> Any:

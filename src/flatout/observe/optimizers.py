@@ -85,7 +85,7 @@ def _touched_rows(gradient: Any) -> int:
     return int((gradient != 0).any(dim=1).sum())
 
 
-class Steps:
+class StepFinder:
     """Finds steps: one round of all optimizers that take turns, each after its backward passes.
 
     Attributes:
@@ -246,7 +246,7 @@ def tensors_of(optimizer: Any) -> list[Any]:
     return [variable.value for variable in variables]
 
 
-def watch_optimizers(torch: Any, watch: Watch, steps: Steps) -> None:
+def watch_optimizers(torch: Any, watch: Watch, steps: StepFinder) -> None:
     """Hooks into the steps of torch's optimizers, and into zero_grad."""
     steps.hook_into(torch, sys.modules["torch.optim.optimizer"])
     for owner in (torch.optim.Optimizer, torch.nn.Module):

@@ -37,7 +37,7 @@ from flatout.observe.meters import Meters
 from flatout.observe.metrics import MetricHooks
 from flatout.observe.models import Models
 from flatout.observe.observation import Observation
-from flatout.observe.optimizers import Steps, watch_optimizers
+from flatout.observe.optimizers import StepFinder, watch_optimizers
 from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
 from flatout.observe.parallel import watch_parallel
 from flatout.observe.record import observation
@@ -104,7 +104,7 @@ class Observer:
         self._path = asked.folder.absolute() / f"rank-{self._place.rank}.json"
         self.watch = Watch(asked.steps, asked.seconds)
         self.watch.on_enough_again = self._leave
-        self._steps = Steps(self.watch)
+        self._steps = StepFinder(self.watch)
         self._models: Models | None = None
         self._graphs: Graphs | None = None
         self._device: DeviceMemory | None = None

@@ -25,7 +25,7 @@ from typing import Any
 
 from flatout.doctor.trials import native_files
 from flatout.doctor.trials.native_files import native_open
-from flatout.doctor.trials.native_writers import NativeWriters
+from flatout.doctor.trials.native_writers import redirect_native
 from flatout.doctor.trials.view import Name, View
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -41,7 +41,7 @@ def install(view: View) -> None:
     # Or it goes by descriptors of folders, which stand for one of the two places.
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     sys.dont_write_bytecode = True
-    sys.meta_path.insert(0, NativeWriters(view))
+    redirect_native(view)
 
 
 def _patch_open(view: View) -> None:

@@ -28,7 +28,7 @@ from flatout.observe.backward import watch_backward
 from flatout.observe.keras import watch_keras
 from flatout.observe.loaders import watch_loaders
 from flatout.observe.models import Models
-from flatout.observe.optimizers import Steps, watch_optimizers
+from flatout.observe.optimizers import StepFinder, watch_optimizers
 from flatout.observe.outputs import watch_torch
 from flatout.observe.run_script import run, show_as_python_does
 
@@ -87,7 +87,7 @@ def _install_edits(path: Path) -> None:
 
 
 def _watch(watch: Stepping) -> None:
-    steps = Steps(watch)
+    steps = StepFinder(watch)
 
     def hook_torch(torch: Any) -> None:
         watch_optimizers(torch, watch, steps)
