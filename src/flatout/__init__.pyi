@@ -1,0 +1,14 @@
+from flatout import data as data
+from flatout import integrations as integrations
+from flatout import optim as optim
+from flatout.optim import LrRule as LrRule
+from flatout.recipe import Recipe as Recipe
+from flatout.report.notebook import load_ipython_extension as load_ipython_extension
+from flatout.report.notebook import unload_ipython_extension as unload_ipython_extension
+from flatout.train.callbacks import Callback as Callback
+from flatout.train.callbacks import EarlyStopping as EarlyStopping
+from flatout.train.history import History as History
+from flatout.train.loop import Loop as Loop
+from flatout.train.trainer import Trainer as Trainer
+
+__version__: str

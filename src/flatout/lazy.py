@@ -1,0 +1,37 @@
+"""Names of a package that load when they are asked for, as its stub lists them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+_IMPORT = re.compile(r"^from (\S+) import (\w+)", re.MULTILINE)
+
+
+def attach(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package.
+
+    Args:
+        package: its name.
+        file: of its `__init__.py`. The `__init__.pyi` beside it has a line for each name: `from
+            MODULE import NAME as NAME`.
+    """
+    with open(f"{file.removesuffix('c')}i", encoding="utf-8") as stub:
+        homes = {name: module for module, name in _IMPORT.findall(stub.read())}
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if homes[name] == package:
+            return import_module(f"{package}.{name}")
+        return getattr(import_module(homes[name]), name)
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return load, names, sorted(homes)
