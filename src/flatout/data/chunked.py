@@ -14,11 +14,11 @@ import numpy.typing as npt
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of, take, take_values
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File
-from flatout.data.origins import Chunks
+from flatout.data.origins import Chunks, Rows
 from flatout.errors import DataError
 
 
-class ChunkedRows:
+class ChunkedRows(Rows):
     """Rows of any Chunks. Follows `flatout.data.origins.Rows`.
 
     The chunks used last stay decoded, within a budget of memory. A chunk that several threads want
@@ -133,14 +133,6 @@ class ChunkedRows:
             while sum(self._bytes.values()) > self._budget and len(self._bytes) > 1:
                 oldest = next(number for number in self._decoded if number in self._bytes)
                 del self._decoded[oldest], self._bytes[oldest]
-
-    def targets(self) -> npt.NDArray[Any] | None:
-        """None: they are known by decoding."""
-        return None
-
-    def lengths(self) -> Numbers | None:
-        """None: they are known by decoding."""
-        return None
 
     def where(self, number: int) -> str:
         """As the chunks say."""

@@ -13,7 +13,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
@@ -22,7 +22,6 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, kind_folder, private
@@ -33,6 +32,7 @@ from flatout.data.decoder import Bytes, Decoder, Encoded
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, files_words
+from flatout.data.origins import Rows
 from flatout.data.schema import Schema
 from flatout.data.sealed import Seals
 from flatout.data.threads import Pool
@@ -70,7 +70,7 @@ class Index(NamedTuple):
     notes: list[str]
 
 
-class IndexedRows:
+class IndexedRows(Rows):
     """Rows of indexed files. Follows `flatout.data.origins.Rows`.
 
     Args:
@@ -110,8 +110,7 @@ class IndexedRows:
     @cached_property
     def digest(self) -> str:
         """Over the files' sizes, their first and last bytes, and the schema."""
-        words = [*(content_words(file) for file in self.files), self.schema.dumps()]
-        return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+        return files_digest(self.files, self.schema.dumps())
 
     @property
     def file_rows(self) -> Numbers:
@@ -150,10 +149,6 @@ class IndexedRows:
         }
         encoded = self.encoded(numbers, buffers)
         return self.decoder.decode(encoded, lengths or None, buffers, self._faults)
-
-    def targets(self) -> npt.NDArray[Any] | None:
-        """None: they are known by decoding."""
-        return None
 
     def lengths(self) -> Numbers | None:
         """Of the longest ragged column."""
@@ -490,6 +485,12 @@ def _merged(all_facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
         name: (min if name in lowest else max)(facts[name] for facts in all_facts)
         for name in (all_facts[0] if all_facts else ())
     }
+
+
+def files_digest(files: Iterable[File], *words: str) -> str:
+    """16 hex digits over files' sizes, their first and last bytes, and more words."""
+    whole = "\n".join([*map(content_words, files), *words])
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
 def content_words(file: File) -> str:

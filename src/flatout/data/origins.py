@@ -40,11 +40,11 @@ class Rows(Protocol):
 
     def targets(self) -> npt.NDArray[Any] | None:
         """The target column of all rows where it is known without decoding them."""
-        ...
+        return None
 
     def lengths(self) -> Numbers | None:
         """How long each row is where rows are ragged and that is known without decoding them."""
-        ...
+        return None
 
     def where(self, number: int) -> str:
         """Where a row stands, such as "day.svm:88121"."""
@@ -56,7 +56,7 @@ class Rows(Protocol):
 
     def notes(self) -> list[str]:
         """What the user should know, such as how many rows were skipped."""
-        ...
+        return []
 
 
 class Chunks(Protocol):

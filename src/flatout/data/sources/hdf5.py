@@ -8,7 +8,6 @@ of a file without checksums of its own can crash that library.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from flatout.data.block import Block, Values, offsets_of
 from flatout.data.checksums import reader
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, Paths, files_words, find
-from flatout.data.indexed import content_words
+from flatout.data.indexed import files_digest
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema
 from flatout.data.sealed import Seals
@@ -155,11 +154,8 @@ class HDF5Chunks:
     @cached_property
     def digest(self) -> str:
         """Over the files' sizes, their first and last bytes, the datasets' names and the schema."""
-        words = [content_words(file) for file in self.files]
-        words += [
-            f"{column} {place.name}" for part in self._parts for column, place in part.items()
-        ]
-        return hashlib.sha256("\n".join([*words, self.schema.dumps()]).encode()).hexdigest()[:16]
+        names = [f"{name} {place.name}" for part in self._parts for name, place in part.items()]
+        return files_digest(self.files, *names, self.schema.dumps())
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
         """Read some rows.

@@ -16,6 +16,7 @@ from flatout.data.block import Block, Numbers, Values
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File
+from flatout.data.origins import Rows
 from flatout.data.schema import Column, Role, Schema
 from flatout.data.sources.image_decode import (
     HAVE_SIMPLEJPEG,
@@ -90,7 +91,7 @@ class Images(Protocol):
         ...
 
 
-class ImageRows:
+class ImageRows(Rows):
     """Images by number. Follows `flatout.data.origins.Rows`.
 
     Args:
@@ -174,10 +175,6 @@ class ImageRows:
     def targets(self) -> npt.NDArray[Any] | None:
         """The classes' numbers, int64 of shape (rows,); None without labels."""
         return self._images.labels
-
-    def lengths(self) -> Numbers | None:
-        """None: all images are of one size."""
-        return None
 
     def where(self, number: int) -> str:
         """Where the image is stored."""

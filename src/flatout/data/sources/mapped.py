@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import mmap
 from collections import OrderedDict
@@ -17,7 +16,8 @@ import numpy.typing as npt
 from flatout.data.block import Block, Numbers, Values, offsets_of
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, files_words
-from flatout.data.indexed import content_words
+from flatout.data.indexed import files_digest
+from flatout.data.origins import Rows
 from flatout.data.schema import Column, Schema
 from flatout.data.sealed import Seals, mapped_reader
 from flatout.data.sources.arrays_in_files import Part, Place, convert
@@ -27,7 +27,7 @@ from flatout.kernels import gather_rows
 _MOST_MAPS = 256
 
 
-class MappedRows:
+class MappedRows(Rows):
     """Rows of arrays in files, mapped into memory. Follows `flatout.data.origins.Rows`.
 
     A file that changes or shrinks is found before its memory is touched. (Where one shrinks at the
@@ -95,11 +95,8 @@ class MappedRows:
     @cached_property
     def digest(self) -> str:
         """Over the files' sizes, their first and last bytes, the arrays' names and the schema."""
-        words = [content_words(file) for file in self.files]
-        words += [
-            f"{column} {place.name}" for part in self._parts for column, place in part.items()
-        ]
-        return hashlib.sha256("\n".join([*words, self.schema.dumps()]).encode()).hexdigest()[:16]
+        names = [f"{name} {place.name}" for part in self._parts for name, place in part.items()]
+        return files_digest(self.files, *names, self.schema.dumps())
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """These rows, in this order, in memory of their own."""
@@ -193,10 +190,6 @@ class MappedRows:
             self._check(part[targets[0].name], None)
             convert(self._array(part[targets[0].name]), own, part[targets[0].name])
         return out
-
-    def lengths(self) -> Numbers | None:
-        """None: all rows are equally long."""
-        return None
 
     def where(self, number: int) -> str:
         """File and row, counted from 0."""

@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers
 from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.digests import digest_of
+from flatout.data.origins import Rows
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.optional import require
@@ -31,7 +31,7 @@ _FORMATS = ("csv", "parquet", "arrow")
 _OPTIONS = ("categories", "unknown", "dates", "stack", "left_out", "allow_nan", "defaults")
 
 
-class TableRows:
+class TableRows(Rows):
     """Rows of an Arrow table in memory. Follows `flatout.data.origins.Rows`.
 
     Args:
@@ -90,14 +90,6 @@ class TableRows:
         except BadValue as bad:
             raise DataError(bad.what, where=self.where(int(numbers[bad.row]))) from None
         return Block(columns, numbers)
-
-    def targets(self) -> npt.NDArray[Any] | None:
-        """None: they are known by decoding."""
-        return None
-
-    def lengths(self) -> Numbers | None:
-        """None: as `targets`."""
-        return None
 
     def where(self, number: int) -> str:
         """The row, counted from 0."""
