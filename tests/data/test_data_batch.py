@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.batch import Batch, map_tensors, named_tensors, split, to, to_memory_format
+from flatout.data.batch import Batch, map_tensors, named_tensors
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def _leaves(batch):
 @given(st.integers(1, 40), st.integers(1, 50))
 def test_split_gives_nearly_equal_views_in_order(size, n):
     whole = _batch(size)
-    pieces = split(whole, n)
+    pieces = whole.split(n)
     sizes = [piece.size for piece in pieces]
     assert len(pieces) == min(n, size)
     assert sum(sizes) == size
@@ -38,22 +38,22 @@ def test_split_gives_nearly_equal_views_in_order(size, n):
 
 def test_split_into_one_is_the_batch_itself():
     batch = _batch(3)
-    assert split(batch, 1)[0] is batch
+    assert batch.split(1)[0] is batch
 
 
 def test_split_keeps_what_is_not_there():
     batch = Batch(torch.arange(4), None, None, None, 4)
-    assert [piece[1:5] for piece in split(batch, 2)] == [(None, None, None, 2)] * 2
+    assert [piece[1:5] for piece in batch.split(2)] == [(None, None, None, 2)] * 2
 
 
 def test_to_is_nothing_where_the_batch_already_is():
     batch = _batch(3)
-    assert to(batch, CPU) is batch
-    assert to(batch, torch.device("cpu", 0)).inputs["image"].device.type == "cpu"
+    assert batch.to(CPU) is batch
+    assert batch.to(torch.device("cpu", 0)).inputs["image"].device.type == "cpu"
 
 
 def test_to_moves_all_but_the_indices():
-    moved = to(_batch(3), torch.device("meta"))
+    moved = _batch(3).to(torch.device("meta"))
     assert {tensor.device.type for tensor in _leaves(moved._replace(indices=None))} == {"meta"}
     assert moved.indices.device == CPU
 
@@ -61,23 +61,23 @@ def test_to_moves_all_but_the_indices():
 @pytest.mark.gpu
 def test_to_a_gpu_and_no_further():
     cuda = torch.device("cuda")
-    moved = to(_batch(3), cuda, non_blocking=True)
+    moved = _batch(3).to(cuda, non_blocking=True)
     assert torch.equal(moved.targets.cpu(), _batch(3).targets)
-    assert to(moved, cuda) is moved
-    assert to(moved, torch.device("cuda:0")) is moved
+    assert moved.to(cuda) is moved
+    assert moved.to(torch.device("cuda:0")) is moved
 
 
 def test_memory_format_changes_images_only():
     images = torch.randn(2, 3, 4, 4)
     masks = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     batch = Batch((images, masks, torch.randn(2, 5)), None, None, None, 2)
-    laid = to_memory_format(batch, torch.channels_last)
+    laid = batch.to_memory_format(torch.channels_last)
     assert laid.inputs[0].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(laid.inputs[0], images)
     assert laid.inputs[1] is masks
     assert laid.inputs[2] is batch.inputs[2]
-    assert to_memory_format(laid, torch.channels_last) is laid
-    assert torch.equal(to_memory_format(laid, torch.contiguous_format).inputs[0], images)
+    assert laid.to_memory_format(torch.channels_last) is laid
+    assert torch.equal(laid.to_memory_format(torch.contiguous_format).inputs[0], images)
 
 
 def test_names_say_where_a_tensor_is():

@@ -6,7 +6,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.data.batch import split
 from flatout.data.ranked import ranked
 from flatout.data.source import as_source
 
@@ -33,5 +32,5 @@ def test_each_sample_is_at_its_place(source, world_size):
         parts = ranked(source, rank, world_size).batches(0)
         for part, batch in zip(parts, whole, strict=True):
             assert world_size == 1 or part.whole == len(batch)
-            for piece in split(part, 2):
+            for piece in part.split(2):
                 assert torch.equal(piece.inputs, batch[piece.start : piece.start + piece.size])

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flatout.data.batch import Batch, split
+from flatout.data.batch import Batch
 from flatout.errors import ModelError
 from flatout.train.losses import as_loss, in_shape_of
 
@@ -88,7 +88,7 @@ def parts(loss, output, given):
     sums = torch.zeros((), dtype=torch.float64)
     weights = 0.0
     start = 0
-    for piece in split(given, 3):
+    for piece in given.split(3):
         value = loss(output[start : start + piece.size], piece)
         total, weight = value if isinstance(value, tuple) else (value * piece.size, piece.size)
         sums, weights = sums + total, weights + weight

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flatout.data.batch import Batch, split
+from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.train.compute import build_compute
 from flatout.train.losses import as_loss
@@ -354,7 +354,7 @@ def test_accumulated_batches_are_split_as_well():
     plain, before = network(), weights(model)
     wanted = gradient_of(plain, F.cross_entropy(plain(given.inputs), given.targets))
     stepper, compute = job(model, micro_batch="auto")
-    stepper(compute, split(given, 2), 1)
+    stepper(compute, given.split(2), 1)
     assert_close(moved(model, before), wanted)
     assert limited.sizes == [5, 3, 2, 1, 1, 1, 1, 1, 1, 1]
 

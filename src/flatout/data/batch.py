@@ -47,6 +47,79 @@ class Batch(NamedTuple):
         """How many samples, without the rows that only fill the batch up."""
         return self.size - self.padding
 
+    def split(self, n: int) -> list[Batch]:
+        """The batch in `n` micro-batches whose sizes differ by at most one; the larger come first.
+
+        They are views: nothing is copied. A batch of fewer than `n` samples gives one micro-batch
+        per sample, so that none is empty.
+        """
+        if n == 1:
+            return [self]
+        small, larger = divmod(self.size, min(n, self.size))
+        pieces: list[Batch] = []
+        start = 0
+        while start < self.size:
+            stop = start + small + (len(pieces) < larger)
+            pieces.append(self.rows(start, stop))
+            start = stop
+        return pieces
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Samples `start` to `stop` of the batch, as views."""
+        inputs, targets, weight, indices = map_tensors(lambda tensor: tensor[start:stop], self[:4])
+        stop = min(stop, self.size)
+        return self._replace(
+            inputs=inputs,
+            targets=targets,
+            weight=weight,
+            indices=indices,
+            size=stop - start,
+            start=self.start + start,
+            whole=self.whole or self.size,
+            padding=max(0, stop - max(start, self.samples)),
+        )
+
+    def without_padding(self) -> Batch:
+        """The batch without the rows that only fill it up; the same object if there are none.
+
+        Weights of one are left out: filling up has added them.
+        """
+        if not self.padding:
+            return self
+        own = self.rows(0, self.samples)
+        is_even = own.weight is not None and not bool((own.weight != 1).any())
+        return own._replace(weight=None) if is_even else own
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The batch with inputs, targets and weight on `device`; the same object if they are there.
+
+        `indices` stay on the CPU: they are read to name samples, not to compute.
+        """
+        if all(_is_on(tensor, device) for _, tensor in named_tensors("", self[:3])):
+            return self
+        inputs, targets, weight = map_tensors(
+            lambda tensor: tensor.to(device, non_blocking=non_blocking), self[:3]
+        )
+        return self._replace(inputs=inputs, targets=targets, weight=weight)
+
+    def to_memory_format(self, memory_format: torch.memory_format) -> Batch:
+        """The batch with floating inputs of four dimensions laid out in `memory_format`.
+
+        The same object if nothing has to move.
+        """
+
+        def lay_out(tensor: Tensor) -> Tensor:
+            if tensor.ndim != 4 or not tensor.is_floating_point():
+                return tensor
+            return tensor.contiguous(memory_format=memory_format)
+
+        inputs = map_tensors(lay_out, self.inputs)
+        before = (tensor for _, tensor in named_tensors("", self.inputs))
+        after = (tensor for _, tensor in named_tensors("", inputs))
+        if all(a is b for a, b in zip(before, after, strict=True)):
+            return self
+        return self._replace(inputs=inputs)
+
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same structure with `function` applied to each tensor; None stays None."""
@@ -71,52 +144,6 @@ def named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(f"{name}[{number}]", part)
 
 
-def split(batch: Batch, n: int) -> list[Batch]:
-    """The batch in `n` micro-batches whose sizes differ by at most one; the larger come first.
-
-    They are views: nothing is copied. A batch of fewer than `n` samples gives one micro-batch per
-    sample, so that none is empty.
-    """
-    if n == 1:
-        return [batch]
-    small, larger = divmod(batch.size, min(n, batch.size))
-    pieces: list[Batch] = []
-    start = 0
-    while start < batch.size:
-        stop = start + small + (len(pieces) < larger)
-        pieces.append(rows(batch, start, stop))
-        start = stop
-    return pieces
-
-
-def rows(batch: Batch, start: int, stop: int) -> Batch:
-    """Samples `start` to `stop` of the batch, as views."""
-    inputs, targets, weight, indices = map_tensors(lambda tensor: tensor[start:stop], batch[:4])
-    stop = min(stop, batch.size)
-    return batch._replace(
-        inputs=inputs,
-        targets=targets,
-        weight=weight,
-        indices=indices,
-        size=stop - start,
-        start=batch.start + start,
-        whole=batch.whole or batch.size,
-        padding=max(0, stop - max(start, batch.samples)),
-    )
-
-
-def without_padding(batch: Batch) -> Batch:
-    """The batch without the rows that only fill it up; the same object if there are none.
-
-    Weights of one are left out: filling up has added them.
-    """
-    if not batch.padding:
-        return batch
-    own = rows(batch, 0, batch.samples)
-    is_even = own.weight is not None and not bool((own.weight != 1).any())
-    return own._replace(weight=None) if is_even else own
-
-
 def rows_of_samples(value: Any, batch: Batch) -> Any:
     """What a model returned for the batch, without the rows that only fill it up.
 
@@ -134,38 +161,6 @@ def rows_of_samples(value: Any, batch: Batch) -> Any:
         parts = [rows_of_samples(part, batch) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
-
-
-def to(batch: Batch, device: torch.device, non_blocking: bool = False) -> Batch:
-    """The batch with inputs, targets and weight on `device`; the same object if they are there.
-
-    `indices` stay on the CPU: they are read to name samples, not to compute.
-    """
-    if all(_is_on(tensor, device) for _, tensor in named_tensors("", batch[:3])):
-        return batch
-    inputs, targets, weight = map_tensors(
-        lambda tensor: tensor.to(device, non_blocking=non_blocking), batch[:3]
-    )
-    return batch._replace(inputs=inputs, targets=targets, weight=weight)
-
-
-def to_memory_format(batch: Batch, memory_format: torch.memory_format) -> Batch:
-    """The batch with floating inputs of four dimensions laid out in `memory_format`.
-
-    The same object if nothing has to move.
-    """
-
-    def lay_out(tensor: Tensor) -> Tensor:
-        if tensor.ndim != 4 or not tensor.is_floating_point():
-            return tensor
-        return tensor.contiguous(memory_format=memory_format)
-
-    inputs = map_tensors(lay_out, batch.inputs)
-    before = (tensor for _, tensor in named_tensors("", batch.inputs))
-    after = (tensor for _, tensor in named_tensors("", inputs))
-    if all(a is b for a, b in zip(before, after, strict=True)):
-        return batch
-    return batch._replace(inputs=inputs)
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flatout.data.batch import Batch, rows
+from flatout.data.batch import Batch
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.errors import DataError
@@ -85,7 +85,7 @@ class _Ranked:
         if batch.size < self._world_size:
             return self._copy(batch)
         start = batch.size * self._rank // self._world_size
-        return rows(batch, start, batch.size * (self._rank + 1) // self._world_size)
+        return batch.rows(start, batch.size * (self._rank + 1) // self._world_size)
 
     def _counted(self, batch: Batch, step: int) -> Batch:
         size, samples = self._whole.batch_size, self._whole.samples

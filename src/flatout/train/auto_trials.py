@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from flatout.console import first_line
-from flatout.data.batch import Batch, split, to_memory_format
+from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.measure import OutOfTime, TrialResult, page_faults, run_trial
 from flatout.models import adapter_of
@@ -513,7 +513,7 @@ class Trials:
 
     def _laid_out(self, batch: Batch, settings: Settings) -> Batch:
         if settings.memory_format == "channels_last":
-            return to_memory_format(batch, torch.channels_last)
+            return batch.to_memory_format(torch.channels_last)
         return batch
 
     @property
@@ -555,4 +555,4 @@ def _nearly(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _head(batch: Batch, part: int) -> Batch:
     """The first samples of a batch, about that part of it; two at least, if there are two."""
-    return split(batch, max(1, min(part, batch.size // 2)))[0]
+    return batch.split(max(1, min(part, batch.size // 2)))[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, rows_of_samples, without_padding
+from flatout.data.batch import Batch, rows_of_samples
 from flatout.data.source import Source
 from flatout.errors import FlatoutError
 from flatout.train.broadcast import no_broadcast
@@ -96,7 +96,7 @@ def value_of(loss: Loss, output: Any, batch: Batch, watches: bool, unweighted: b
 def feed(metrics: list[Metric], output: Any, batch: Batch, watches: bool) -> None:
     """Show metrics an output and what it is compared with; `watches` for shapes that broadcast."""
     detached = output.detach() if torch.is_tensor(output) else output
-    detached, batch = rows_of_samples(detached, batch), without_padding(batch)
+    detached, batch = rows_of_samples(detached, batch), batch.without_padding()
     for metric in metrics:
         if watches and isinstance(metric, MeanOf):
             with no_broadcast(f"the metric {metric.name}", detached, batch):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from flatout.data.batch import Batch, named_tensors, split
+from flatout.data.batch import Batch, named_tensors
 from flatout.errors import NumbersError
 from flatout.models import adapter_of, own_names
 from flatout.train.losses import Value
@@ -128,7 +128,7 @@ def explain_bad_step(
         if bad:
             suspicion = _BAD_SAMPLES
         elif held_back:
-            found = _first_bad_value(model, compute, split(batch, pieces))
+            found = _first_bad_value(model, compute, batch.split(pieces))
             lines += found.lines
             suspicion = found.suspicion
     if world.size > 1:

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from flatout.console import say
-from flatout.data.batch import Batch, to, to_memory_format
+from flatout.data.batch import Batch
 from flatout.data.execution.prefetch import prefetch
 from flatout.data.own_pipes import is_pipe
 from flatout.data.pipeline import Pipeline
@@ -315,7 +315,7 @@ class Loop:
             self.first_batch_size = round(sum(self.world.gather(samples_of(first))))
             if self.resume is not None:
                 self.resume.check_data(part, self.first_samples)
-        ready = [self.inputs(to(batch, self.device)) for batch in first]
+        ready = [self.inputs(batch.to(self.device)) for batch in first]
         if ready:
             check_last_batch(self.model, compute, ready, data)
         return ready
@@ -327,7 +327,7 @@ class Loop:
         self._guard = NumbersGuard(
             self.stepper,
             self.world,
-            lambda batch: self.inputs(to(batch, self.device)),
+            lambda batch: self.inputs(batch.to(self.device)),
             self._latest,
         )
         self._channels_last = self.resolved.compute.memory_format == "channels_last"
@@ -456,10 +456,10 @@ class Loop:
     def ready(self, batch: Batch) -> Batch:
         """The batch on the device, in the memory format that was chosen."""
         if not self._reads_are_free:
-            batch = to(batch, self.device, True)
+            batch = batch.to(self.device, True)
         if not self._channels_last:
             return self.inputs(batch)
-        return to_memory_format(self.inputs(batch, torch.channels_last), torch.channels_last)
+        return self.inputs(batch, torch.channels_last).to_memory_format(torch.channels_last)
 
     def _begin(self, source: Source) -> Iterator[Batch]:
         if self.resume is not None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flatout.data.batch import Batch, rows_of_samples, without_padding
+from flatout.data.batch import Batch, rows_of_samples
 from flatout.errors import ModelError
 
 Value = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
@@ -125,7 +125,7 @@ class Loss:
         if not batch.samples:  # this rank's part is filling alone, and weighs nothing
             value = self._own_value(own, output, batch._replace(padding=0, weight=None))
             return (value[0] if isinstance(value, tuple) else value) * 0.0, 0.0
-        real = without_padding(batch)
+        real = batch.without_padding()
         value = self._own_value(own, rows_of_samples(output, batch), real)
         return value if isinstance(value, tuple) else (value * real.size, real.size)
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, named_tensors, rows
+from flatout.data.batch import Batch, named_tensors
 from flatout.errors import OutOfMemory
 from flatout.measure import available_bytes
 from flatout.models import is_batch_coupled
@@ -105,7 +105,7 @@ class Parts:
         start = 0
         while start < batch.size:
             size = batch.size if self._most is None or whole else self._most
-            part = batch if size >= batch.size else rows(batch, start, start + size)
+            part = batch if size >= batch.size else batch.rows(start, start + size)
             try:
                 done.append(run(part))
                 start += part.size
@@ -154,7 +154,7 @@ def estimate_pieces(model: nn.Module, forward: Callable[[Batch], object], batch:
     if batch.size < 4 or is_batch_coupled(model):
         return 1
     few = 1 if batch.size < 8 else 2  # attention takes another way for a single sample
-    once, twice = (_kept_bytes(model, forward, rows(batch, 0, n)) for n in (few, 2 * few))
+    once, twice = (_kept_bytes(model, forward, batch.rows(0, n)) for n in (few, 2 * few))
     if once is None or twice is None:
         return 1
     per_sample, fixed = max(0, (twice - once) // few), max(0, 2 * once - twice)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flatout.data.batch import Batch, split
+from flatout.data.batch import Batch
 from flatout.data.ranked import ranked
 from flatout.data.source import Source
 from flatout.errors import NumbersError
@@ -128,7 +128,7 @@ class NumbersGuard:
                         (
                             batch
                             for batch in batches
-                            if not all(_is_finite(forward(p)) for p in split(batch, pieces(batch)))
+                            if not all(_is_finite(forward(p)) for p in batch.split(pieces(batch)))
                         ),
                         culprit,
                     )

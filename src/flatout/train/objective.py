@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from flatout.data.batch import Batch, rows
+from flatout.data.batch import Batch
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source, as_source
 from flatout.data.sources.array_parts import with_parts
@@ -177,7 +177,7 @@ class Objective:
     def takes_bytes(self, batch: Batch) -> bool:
         """Whether the model computes with bytes as they are, because it scales them itself."""
         scales = self.adapter.scales_images()
-        return takes(self.model, rows(batch, 0, 2)) if scales is None else scales
+        return takes(self.model, batch.rows(0, 2)) if scales is None else scales
 
     # -- training ----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, rows
+from flatout.data.batch import Batch
 from flatout.data.source import Source, last_batch_of
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import is_batch_coupled
@@ -57,7 +57,7 @@ def check_last_batch(
         return
     try:
         with untouched(model), torch.no_grad():
-            compute(rows(first[0], 0, 1))
+            compute(first[0].rows(0, 1))
     except Exception as error:
         # Images have many values per sample, and of other errors the whole batch tells.
         if not is_one_value(error):
@@ -131,7 +131,7 @@ def look_at_validation(
     names: list[str] | None = None
     with untouched(objective.model):
         part = part_of(agreed(source, world), world, lambda line: None)
-        batches = [rows(b, 0, most) if b.size > most else b for b in part.peek(_BATCHES)]
+        batches = [b.rows(0, most) if b.size > most else b for b in part.peek(_BATCHES)]
         for batch in batches:
             try:
                 with ids_checked(objective.model, batch, source):

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from flatout.data.batch import Batch, split
+from flatout.data.batch import Batch
 from flatout.errors import DataError, FlatoutError, OutOfMemory
 from flatout.models import adapter_of, is_batch_coupled
 from flatout.models.sample_dropout import SampleDropout
@@ -277,7 +277,7 @@ class Stepper:
         return [
             piece
             for batch in placed(batches)
-            for piece in split(batch, self._pieces_on_all_ranks(batch))
+            for piece in batch.split(self._pieces_on_all_ranks(batch))
         ]
 
     def _samples_of(self, batches: Sequence[Batch]) -> float:
@@ -462,7 +462,7 @@ class Stepper:
         """
         while True:
             try:
-                return at(split(batch, pieces_for(batch.size, self.micro_batch) * self.pieces))
+                return at(batch.split(pieces_for(batch.size, self.micro_batch) * self.pieces))
             except (RuntimeError, MemoryError) as error:
                 self._shrink(error, (batch,), 0)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from flatout.data.batch import Batch, to
+from flatout.data.batch import Batch
 from flatout.train.compute import call
 from flatout.train.evaluate import evaluating
 from flatout.train.snapshot import untouched
@@ -20,7 +20,7 @@ def takes(model: nn.Module, batch: Batch) -> bool:
     device = parameters[0].device if parameters else torch.device("cpu")
     with untouched(model), evaluating(model):
         try:
-            call(model, to(batch, device).inputs)
+            call(model, batch.to(device).inputs)
         except Exception:  # whatever a model raises at inputs that it does not take
             return False
     return True

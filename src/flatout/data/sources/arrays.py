@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.data.batch import Batch, Tensors, map_tensors, named_tensors, rows
+from flatout.data.batch import Batch, Tensors, map_tensors, named_tensors
 from flatout.data.block import Block, Numbers, Values
 from flatout.data.execution.batch_sampler import BatchSampler, batches_of
 from flatout.data.execution.buffers import Buffers
@@ -217,7 +217,7 @@ class ArraySource:
         data, size, used = self.data, self.plan.batch_size, self.plan.used
         whole = Batch(data.inputs, data.targets, data.weight, order, used)
         for start in range(first, used, size):
-            yield rows(whole, start, min(start + size, used))._replace(start=0, whole=0)
+            yield whole.rows(start, min(start + size, used))._replace(start=0, whole=0)
 
     def _tensor_taker(self, tensor: Tensor, scaled: bool = False) -> Callable[[Tensor], Tensor]:
         if scaled and tensor.dtype == torch.uint8:

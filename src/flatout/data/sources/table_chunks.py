@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,7 +16,7 @@ from pyarrow import ipc
 from flatout.data.block import Block, offsets_of
 from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, files_words
-from flatout.data.indexed import content_words
+from flatout.data.indexed import files_digest
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.arrow_columns import BadValue, to_columns
 from flatout.data.sources.arrow_schema import (
@@ -188,8 +187,7 @@ class TableChunks:
     @cached_property
     def digest(self) -> str:
         """Over the files' sizes, their first and last bytes, and the schema."""
-        words = [*(content_words(one.file) for one in self._files), self.schema.dumps()]
-        return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+        return files_digest([one.file for one in self._files], self.schema.dumps())
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
         """Decode a part.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flatout.data.batch import Batch, map_tensors, rows_of_samples, without_padding
+from flatout.data.batch import Batch, map_tensors, rows_of_samples
 from flatout.data.sources.keras_data import WEIGHTS
 from flatout.models.keras.model import call
 from flatout.models.keras.ranks import adds_up, over_all, put_back, shared_losses, whole_batch
@@ -73,7 +73,7 @@ class KerasJob:
         with training_step() if self._training else nullcontext():
             y_pred = in_full_precision(call(model, batch.inputs, training=self._training))
         if batch.samples:
-            y_pred, batch = _outputs_of_samples(y_pred, batch), without_padding(batch)
+            y_pred, batch = _outputs_of_samples(y_pred, batch), batch.without_padding()
         else:
             batch = batch._replace(weight=None)  # whatever its loss, it counts nothing
         y, weight = targets_of(batch)
@@ -82,7 +82,7 @@ class KerasJob:
         )
         y_pred = _with_masks(torch.Tensor.detach, y_pred)
         if batch.padding:  # nothing else, so that metrics get nothing
-            y_pred, batch = _outputs_of_samples(y_pred, batch), without_padding(batch)
+            y_pred, batch = _outputs_of_samples(y_pred, batch), batch.without_padding()
             y, weight = targets_of(batch)
         return loss, (batch.inputs, y, y_pred, weight)
 
