@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import sys
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from torch import distributed
 
 from flatout.cures.cache import Cached
 from flatout.cures.ddp import _all_reduce
-from flatout.cures.install import in_words, is_tested, wanted
+from flatout.cures.install import CURES, in_words, is_tested, wanted
 from flatout.cures.later import Later
 from flatout.cures.sample_store import Store, form_of
 from flatout.data.execution.unchanged import Attributes
-from flatout.recipe import FIELDS, PLAIN, Choice, Parity, Recipe
+from flatout.recipe import FIELDS, PLAIN, SETTINGS, Choice, Parity, Recipe
 
 
 def test_fields_that_are_open_or_as_in_plain_torch_ask_for_nothing():
@@ -45,6 +46,48 @@ def test_fp32_and_no_workers_are_asked_for_by_name_but_not_by_a_resolved_recipe(
     assert "compute.precision" not in wanted(resolved.request())
     assert wanted(resolved.request())["script.cache"] == "memory"
     assert wanted(resolved.anew()) == {"script.cache": "memory"}
+
+
+def test_which_settings_take_hold_in_a_script_and_how():
+    assert set(CURES) == {
+        "compute.precision",
+        "compute.memory_format",
+        "compute.rewrites",
+        "compute.fused_optimizer",
+        "compute.compile",
+        "compute.matmul_precision",
+        "memory.allocator",
+        "process.threads",
+        "process.interop_threads",
+        "process.affinity",
+        "process.flush_denormals",
+        "input.workers",
+        "input.pin_memory",
+        "script.persistent_workers",
+        "script.cache",
+        "script.features",
+        "script.zero_grad",
+        "script.garbage",
+        "script.empty_cache",
+        "script.host_syncs",
+        "script.log_every",
+        "script.evaluation",
+        "script.cudnn_benchmark",
+        "script.gradient_sync",
+        "script.unused_parameters",
+    }
+    for field in CURES:
+        cure = SETTINGS[field].cure
+        assert callable(resolve_name(cure) if isinstance(cure, str) else cure), field
+    around = [field for field in CURES if SETTINGS[field].around]
+    assert sorted(around, key=lambda field: SETTINGS[field].around) == [
+        "script.features",
+        "compute.rewrites",
+        "compute.compile",
+        "compute.memory_format",
+        "compute.precision",
+        "script.evaluation",
+    ]
 
 
 @pytest.mark.parametrize(

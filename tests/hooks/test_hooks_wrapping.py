@@ -153,7 +153,7 @@ def test_backward_is_wrapped_in_order_by_all_rooms(comes, monkeypatch):
 
     def by_cures():
         record.begin({})
-        steps = Steps()
+        steps = Steps({})
         without_graph(seam, steps)
         drop_gradients(seam, steps)
         ours = object.__new__(Accumulation)

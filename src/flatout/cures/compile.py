@@ -6,10 +6,16 @@ from typing import Any
 
 from flatout.console import first_line
 from flatout.cures.record import leave, took
-from flatout.cures.roots import Call
+from flatout.cures.roots import Call, Cure
+from flatout.cures.steps import Steps
 from flatout.observe.model_facts import unwrapped
 
 FIELD = "compute.compile"
+
+
+def cure(torch: Any, steps: Steps) -> Cure:
+    """What is put around the calls of root modules."""
+    return compiled
 
 
 def compiled(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:

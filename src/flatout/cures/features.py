@@ -13,7 +13,8 @@ from typing import Any
 from weakref import ref
 
 from flatout.cures.record import leave, took
-from flatout.cures.roots import Call
+from flatout.cures.roots import Call, Cure
+from flatout.cures.steps import Steps
 from flatout.hooks.compiling import is_anything_compiled
 from flatout.measure.meters import available_bytes
 from flatout.observe.inside import acts_in_training, frozen_parts
@@ -28,6 +29,11 @@ _SAME_IN_HALF = 2e-2
 # Of the memory that is free, what the ranks of a machine may take together.
 _SHARE = 0.25
 _FIRST_ROWS = 256
+
+
+def cure(torch: Any, steps: Steps) -> Cure:
+    """What is put around the calls of root modules."""
+    return keep_features
 
 
 def keep_features(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:

@@ -10,7 +10,7 @@ from flatout.cures.steps import Steps
 FIELD = "compute.fused_optimizer"
 
 
-def fuse_steps(steps: Steps) -> None:
+def fuse_steps(torch: Any, steps: Steps) -> None:
     """Looks at each optimizer before it steps; one whose state was loaded is fused again."""
     refused: set[int] = set()
 

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from flatout.cures.record import is_on, leave, took
-from flatout.cures.steps import caller
+from flatout.cures.steps import Steps, caller
 from flatout.data.execution.unchanged import Attributes
 from flatout.devices.memory import read_shm
 from flatout.hooks import wrap
@@ -29,12 +29,12 @@ class Loaders:
 
     Args:
         torch: the module.
-        asked: value by dotted name, of those above that are asked for.
+        steps: of the script.
     """
 
-    def __init__(self, torch: Any, asked: dict[str, Any]) -> None:
+    def __init__(self, torch: Any, steps: Steps) -> None:
         self._torch = torch
-        self._asked = asked
+        self._asked = steps.asked
         self._staying: WeakValueDictionary[int, Any] = WeakValueDictionary()
         owner = sys.modules["torch.utils.data.dataloader"].DataLoader
         wrap(owner, "__init__", "cures", self._set_up)

@@ -27,13 +27,13 @@ class Log:
     comes more seldom than once in each step, and what packages tell by themselves.
 
     Args:
+        torch: the module.
         steps: of the script.
-        every: which steps are told: each Nth.
     """
 
-    def __init__(self, steps: Steps, every: int) -> None:
+    def __init__(self, torch: Any, steps: Steps) -> None:
         self._steps = steps
-        self._every = every
+        self._every = steps.asked[FIELD]
         self._process = os.getpid()
         self.left_out = 0
         wrap(builtins, "print", "cures", self._print)

@@ -11,11 +11,10 @@ from flatout.cures.steps import Steps
 FIELD = "compute.memory_format"
 
 
-def channels_last(steps: Steps) -> Cure:
+def channels_last(torch: Any, steps: Steps) -> Cure:
     """Lays out a root module with convolutions, and its 4-D inputs at each call."""
 
     def cure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
-        import torch
         from torch.utils._pytree import tree_leaves, tree_map_only
 
         from flatout.models import uses_convolution

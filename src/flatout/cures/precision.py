@@ -5,10 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.cures.record import is_on, leave, took
-from flatout.cures.roots import Call
+from flatout.cures.roots import Call, Cure
+from flatout.cures.steps import Steps
 from flatout.hooks import wrap
 
 FIELD = "compute.precision"
+
+
+def autocast(torch: Any, steps: Steps) -> Cure | None:
+    """What is put around the calls of root modules, where anything is."""
+    match steps.asked[FIELD]:
+        case "bf16":
+            return in_bf16
+        case "fp32":
+            without_autocast(torch)
+        case "fp16":
+            leave(FIELD, "it needs the loss scaled, which a script does itself")
+    return None
 
 
 def in_bf16(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:

@@ -1,4 +1,4 @@
-"""What holds for the whole process: threads, affinity, denormals, allocator, torch's switches."""
+"""What holds for the whole process: threads, affinity, denormals, allocator."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from flatout.cures.steps import Steps
 from flatout.devices import allocator
 from flatout.devices import process as settings
 from flatout.hooks import wrap
-from flatout.recipe import Recipe
+from flatout.recipe import Process
 
 
-def set_up(torch: Any, steps: Steps, recipe: Recipe, asked: dict[str, Any]) -> None:
+def set_up(torch: Any, steps: Steps) -> None:
     """Applies, as a Loop does, what the Recipe asks of the process; torch has just been loaded."""
-    of_process = {field: value for field, value in asked.items() if field.startswith("process.")}
-    late = settings.apply(recipe.process) if of_process else []
-    for field, value in of_process.items():
+    fields = [field for field in steps.asked if field.startswith("process.")]
+    late = settings.apply(Process(**{f.partition(".")[2]: steps.asked[f] for f in fields}))
+    for field in fields:
+        value = steps.asked[field]
         reason = next((words for words in late if words.startswith(field)), "")
         if reason:
             leave(field, reason)
@@ -28,17 +29,6 @@ def set_up(torch: Any, steps: Steps, recipe: Recipe, asked: dict[str, Any]) -> N
                 wrap(torch, "set_num_threads", "cures", _keeping_threads, steps, value)
             elif field == "process.interop_threads":
                 wrap(torch, "set_num_interop_threads", "cures", _keeping_interop_threads)
-    if "memory.allocator" in asked:
-        _keep_memory()
-    if "compute.matmul_precision" in asked:
-        torch.set_float32_matmul_precision(asked["compute.matmul_precision"])
-        took("compute.matmul_precision", words_of("", asked["compute.matmul_precision"]))
-    if "script.cudnn_benchmark" in asked:
-        if torch.backends.cudnn.is_available():
-            torch.backends.cudnn.benchmark = True
-            took("script.cudnn_benchmark", "cuDNN benchmark")
-        else:
-            leave("script.cudnn_benchmark", "there is no cuDNN here")
 
 
 def _keeping_threads(original: Any, steps: Steps, count: int) -> Any:
@@ -68,7 +58,8 @@ def _keeping_interop_threads(original: Any) -> Any:
     return set_num_interop_threads
 
 
-def _keep_memory() -> None:
+def keep_memory(torch: Any, steps: Steps) -> None:
+    """Tells the allocator so, if it is glibc's."""
     if allocator.current() == "keep" or allocator.keep_memory():
         took("memory.allocator", "allocator=keep")
     else:

@@ -7,9 +7,8 @@ import sys
 from typing import Any
 
 from flatout.console import say
+from flatout.recipe import SETTINGS
 from flatout.world.place import place
-
-_PLAIN_WORDS = ("compute.precision", "compute.memory_format")
 
 _asked: dict[str, Any] = {}
 _applied: dict[str, str] = {}
@@ -87,7 +86,7 @@ def _is_speaker() -> bool:
 def words_of(field: str, value: Any) -> str:
     """A field with its value as users see it: `workers=2`, `bf16`, `persistent_workers`."""
     name = field.rpartition(".")[2]
-    if field in _PLAIN_WORDS:
+    if SETTINGS[field].words == "{}":
         return str(value)
     if value == "on":
         return name

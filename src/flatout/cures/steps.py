@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
 
-from flatout.cures.record import is_on
+from flatout.cures.record import is_on, leave, took
 from flatout.hooks import wrap
 
 
@@ -22,9 +22,13 @@ class Steps:
         after: called after an optimizer has stepped.
         generation: changes whenever an optimizer gets parameters.
         thread: the one that trains.
+        asked: of the script: value by dotted name.
     """
 
-    def __init__(self) -> None:
+    took, leave = staticmethod(took), staticmethod(leave)
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked = asked
         self.count = 0
         self.generation = 0
         self.thread = get_ident()

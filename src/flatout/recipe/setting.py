@@ -82,6 +82,11 @@ class Setting:
         learns: the value that changes what is learned, where others do not.
         trial: of another value than the plain one.
         live: how a live model is switched to it; None where that needs a new process or Loop.
+        cure: how a script written without Flatout gets it: a function of torch and cures.Steps, or
+            its name in the form of pkgutil.resolve_name; settings with the same one share it.
+        around: what `cure` returns is put around the calls of the script's models, the lowest
+            first; 0 for a cure of other things.
+        cures_plain: a script may be written otherwise, so the plain value is a cure, too.
         unmeasured: what `auto` takes where nothing was measured, and why, given the Switch.
         written: what a script has, by its Observation; None where that was not seen.
         of_input: it concerns the input alone, and may redraw only what that draws.
@@ -96,6 +101,9 @@ class Setting:
     learns: Value = None
     trial: Trial | None = None
     live: Live | None = None
+    cure: str | Callable[[Any, Any], Any] | None = None
+    around: int = 0
+    cures_plain: bool = False
     unmeasured: Callable[[Any], tuple[Value, str]] | None = None
     written: Callable[[Any], Value] = lambda seen: None
     of_input: bool = False

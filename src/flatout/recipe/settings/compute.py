@@ -1,6 +1,6 @@
 """`compute`: how the arithmetic of a step runs."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
 from flatout.recipe.setting import Flag, Live, Section, Switch, Trial, setting
@@ -9,6 +9,12 @@ from flatout.recipe.setting import Flag, Live, Section, Switch, Trial, setting
 def _memory_format(facts: ModelFacts) -> Parity:
     # Other kernels round otherwise, and torch fills a random mask in the order of memory.
     return redrawn_if(facts.draws_from_a_stream and facts.draws_by_layout, Parity.TOLERANT)
+
+
+def _set_matmul_precision(torch: Any, steps: Any) -> None:
+    precision = steps.asked["compute.matmul_precision"]
+    torch.set_float32_matmul_precision(precision)
+    steps.took("compute.matmul_precision", f"matmul {precision}")
 
 
 class Compute(Section):
@@ -25,6 +31,9 @@ class Compute(Section):
             "bf16", lambda job: job.could_use_bf16, why="bf16 units are there", by_size=False
         ),
         live=Live(),
+        cure="flatout.cures.precision:autocast",
+        around=5,
+        cures_plain=True,
     )
     memory_format: Literal["auto", "contiguous", "channels_last"] = setting(
         "auto",
@@ -39,6 +48,8 @@ class Compute(Section):
             by_size=False,
         ),
         live=Live(lambda at, value: at.lay_out(value), now=lambda at: at.memory_format),
+        cure="flatout.cures.memory_format:channels_last",
+        around=4,
     )
     rewrites: Switch = setting(
         "auto",
@@ -50,6 +61,8 @@ class Compute(Section):
         words="rewrites",
         trial=Trial("on", lambda job: job.has_rewrites, why="less memory traffic"),
         live=Live(lambda at, value: at.rewrite(), layer=2),
+        cure="flatout.cures.rewrites:cure",
+        around=2,
     )
     fused_optimizer: Switch = setting(
         "auto",
@@ -63,6 +76,7 @@ class Compute(Section):
             now=lambda at: "on" if at.is_fused else "off",
             may_change=True,
         ),
+        cure="flatout.cures.fused:fuse_steps",
     )
     compile: Switch = setting(
         "auto",
@@ -73,6 +87,8 @@ class Compute(Section):
         words="torch.compile",
         trial=Trial("on", lambda job: job.can_compile),
         live=Live(lambda at, value: at.compile(), layer=3),
+        cure="flatout.cures.compile:cure",
+        around=3,
     )
     matmul_precision: Literal["auto", "highest", "high", "medium"] = setting(
         "auto",
@@ -86,6 +102,7 @@ class Compute(Section):
             now=lambda at: at.torch.get_float32_matmul_precision(),
         ),
         unmeasured=lambda at: (at.now.matmul_precision, "plain"),
+        cure=_set_matmul_precision,
     )
     dropout: Literal["torch", "by_sample"] = setting(
         "torch",

@@ -45,4 +45,5 @@ class Memory(Section):
         trial=Trial("keep", lambda job: job.returns_memory, why="fewer page faults"),
         live=Live(lambda at, value: at.set_allocator(value), now=lambda at: at.allocator.current()),
         unmeasured=lambda at: (at.now.allocator, "as the process started"),
+        cure="flatout.cures.process:keep_memory",
     )

@@ -1,9 +1,17 @@
 """`script`: what is done differently in a script that was written without Flatout."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from flatout.recipe.parity import Parity, redrawn_if
 from flatout.recipe.setting import Section, Steps, Trial, setting
+
+
+def _benchmark_cudnn(torch: Any, steps: Any) -> None:
+    if torch.backends.cudnn.is_available():
+        torch.backends.cudnn.benchmark = True
+        steps.took("script.cudnn_benchmark", "cuDNN benchmark")
+    else:
+        steps.leave("script.cudnn_benchmark", "there is no cuDNN here")
 
 
 class Script(Section):
@@ -18,6 +26,7 @@ class Script(Section):
         trial=Trial("on", lambda job: job.restarts_workers),
         of_input=True,
         in_epochs=True,
+        cure="flatout.cures.loaders:Loaders",
     )
     cache: Literal["as_written", "memory"] = setting(
         "as_written",
@@ -29,6 +38,7 @@ class Script(Section):
         of_input=True,
         in_epochs=True,
         fills=True,
+        cure="flatout.cures.cache:keep_samples",
     )
     features: Literal["as_written", "memory"] = setting(
         "as_written",
@@ -38,12 +48,15 @@ class Script(Section):
         parity=Parity.TOLERANT,
         words="features of frozen layers kept",
         fills=True,
+        cure="flatout.cures.features:cure",
+        around=1,
     )
     zero_grad: Literal["as_written", "set_to_none"] = setting(
         "as_written",
         "`set_to_none` drops gradients where the script fills them with zeros.",
         parity=Parity.EXACT,
         words="gradients set to None",
+        cure="flatout.cures.zero_grad:drop_gradients",
     )
     garbage: Literal["as_written", "scheduled"] = setting(
         "as_written",
@@ -52,12 +65,14 @@ class Script(Section):
         parity=Parity.EXACT,
         words="garbage collection scheduled",
         trial=Trial("scheduled", lambda job: True),
+        cure="flatout.cures.garbage:Garbage",
     )
     empty_cache: Literal["as_written", "skip"] = setting(
         "as_written",
         "`skip` lets the device's allocator keep its memory in each step.",
         parity=Parity.EXACT,
         words="no empty_cache",
+        cure="flatout.cures.empty_cache:skip_empty_cache",
     )
     host_syncs: Literal["as_written", "deferred"] = setting(
         "as_written",
@@ -65,6 +80,7 @@ class Script(Section):
         "for.",
         parity=Parity.EXACT,
         words="numbers read when they are used",
+        cure="flatout.cures.host_syncs:defer",
     )
     log_every: Steps = setting(
         None,
@@ -72,6 +88,7 @@ class Script(Section):
         "written.",
         parity=Parity.EXACT,
         words="a log line every {} steps",
+        cure="flatout.cures.log_every:Log",
     )
     evaluation: Literal["as_written", "no_grad"] = setting(
         "as_written",
@@ -80,6 +97,8 @@ class Script(Section):
         words="evaluation without gradients",
         in_epochs=True,
         between_steps=True,
+        cure="flatout.cures.evaluation:without_graph",
+        around=6,
     )
     cudnn_benchmark: Literal["as_written", "on"] = setting(
         "as_written",
@@ -88,6 +107,15 @@ class Script(Section):
         parity=Parity.TOLERANT,
         words="cuDNN benchmark",
         trial=Trial("on", lambda job: job.has_gpu and job.has_convolutions),
+        cure=_benchmark_cudnn,
+    )
+    unused_parameters: Literal["as_written", "no_search"] = setting(
+        "as_written",
+        "`no_search`: DistributedDataParallel does not look for parameters without gradients, "
+        "where all have one.",
+        parity=Parity.EXACT,
+        words="no search for unused parameters",
+        cure="flatout.cures.ddp:Search",
     )
     gradient_sync: Literal["as_written", "last_backward"] = setting(
         "as_written",
@@ -96,11 +124,5 @@ class Script(Section):
         # The same gradients added up in another order.
         parity=Parity.TOLERANT,
         words="gradients summed once per step",
-    )
-    unused_parameters: Literal["as_written", "no_search"] = setting(
-        "as_written",
-        "`no_search`: DistributedDataParallel does not look for parameters without gradients, "
-        "where all have one.",
-        parity=Parity.EXACT,
-        words="no search for unused parameters",
+        cure="flatout.cures.ddp:Accumulation",
     )
