@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -334,3 +335,28 @@ def test_too_many_labels_are_no_classes():
     tally.add(count(Block({"y": np.arange(20_000)}, np.arange(20_000)), "y"))
     assert tally.classes is None
     assert tally.mean == 9999.5
+
+
+def test_bad_rows_that_are_alike_are_told_once(tmp_path):
+    lines = ["a,b", *(f"{i},{i}.5" for i in range(3000)), "1,oops", "x,2", "2,more"]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    said = inspect(tmp_path / "a.csv", progress=False).bad_line()
+    assert said.count("column 'b': expected float32, found 'oops'") == 1
+    assert said.count("expected float32") == 1
+    assert re.search(r"a.csv:3003 .*'a': .*, \S*a.csv:3002 .*'oops'.* \(and alike \S*:3004 ", said)
+
+
+def test_one_row_and_dates_that_are_left_out(tmp_path):
+    (tmp_path / "one.csv").write_text("a,b\n1,2\n")
+    one = str(inspect(tmp_path / "one.csv", progress=False))
+    assert "bytes 1 row " in one
+    assert "1 row takes" in one
+    assert "1 rows" not in one
+    days = [f"{1 + i % 28:02}.02.2024,{i}" for i in range(60)]
+    (tmp_path / "days.csv").write_text("\n".join(["day,x", *days]) + "\n")
+    found = inspect(tmp_path / "days.csv", progress=False)
+    assert found.notes[0] == "columns of text left out: day"
+    assert "--date day=%d.%m.%Y" in found.notes[1]
+    again = inspect(tmp_path / "days.csv", progress=False, dates={"day": "%d.%m.%Y"})
+    assert "day" in {column.name for column in again.columns}
+    assert not any("--date" in note for note in again.notes)

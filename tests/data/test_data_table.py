@@ -118,3 +118,23 @@ def test_one_row_to_predict(tmp_path):
 def test_what_is_no_table(rows, match):
     with pytest.raises(DataError, match=match):
         flatout.data.table(rows)
+
+
+def test_an_empty_text_among_numbers_is_a_missing_value(tmp_path):
+    columns = {"day": ["01.02.2020", ""], "x": [1.5, ""], "y": ["", 2], "n": ["", ""]}
+    (tmp_path / "a.csv").write_text("day,x,y,n\n01.02.2020,1.5,,\n,,2,\n9.9.2020,,1,3\n")
+    options = {"target": "y", "dates": {"day": "%d.%m.%Y"}, "default": -1}
+    pipeline = flatout.data.csv(tmp_path / "a.csv", **options)
+    wanted = _all(pipeline)
+    for rows in (columns, [{name: values[i] for name, values in columns.items()} for i in (0, 1)]):
+        found = _all(flatout.data.table(rows, schema=pipeline.schema))
+        assert found.targets.tolist() == wanted.targets.tolist()[:2] == [-1, 2]
+        for name, values in found.inputs.items():
+            assert values.tolist() == wanted.inputs[name].tolist()[:2]
+    with pytest.raises(DataError, match="a missing value, and there is no default") as caught:
+        _all(flatout.data.table({"x": [1.5, ""]}))
+    assert caught.value.where == "row 1 of the table"
+    pd = pytest.importorskip("pandas")
+    empty = pd.DataFrame({"day": ["01.02.2020"], "x": [""], "y": [1], "n": [""]})
+    found = _all(flatout.data.table(empty, schema=pipeline.schema))
+    assert (found.inputs["x"].tolist(), found.inputs["n"].tolist()) == ([-1], [-1])

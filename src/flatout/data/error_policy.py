@@ -35,7 +35,7 @@ class ErrorPolicy:
         self.skip = on_error == "skip"
         self.max_errors = max_errors
         self.count = 0
-        self._told: list[str] = []
+        self._told: list[tuple[str, str]] = []
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,9 +58,9 @@ class ErrorPolicy:
         with self._lock:
             self.count += 1
             if len(self._told) < _TOLD:
-                self._told.append(f"{where} {what}")
+                self._told.append((where, what))
             if self.count > self.max_errors:
-                first = f"; the first: {self._told[0]}" if self.count > 1 else ""
+                first = f"; the first: {' '.join(self._told[0])}" if self.count > 1 else ""
                 raise DataError(
                     f"{self.count:,} {'rows are' if self.count > 1 else 'row is'} bad, and "
                     f"max_errors is {self.max_errors:,}{first}; the last: {what}",
@@ -72,6 +72,14 @@ class ErrorPolicy:
         """How many rows were skipped and which came first, or nothing."""
         if not self.count:
             return []
+        alike: dict[str, list[str]] = {}
+        for where, what in self._told:  # what differs in the value found alone is said once
+            told = alike.setdefault(what.partition(", found ")[0], [])
+            told.append(where if told else f"{where} {what}")
+        words = [
+            first + (f" (and alike {', '.join(rest)})" if rest else "")
+            for first, *rest in alike.values()
+        ]
         more = ", …" if self.count > len(self._told) else ""
         rows = "row" if self.count == 1 else "rows"
-        return [f"{self.count:,} bad {rows} skipped: {', '.join(self._told)}{more}"]
+        return [f"{self.count:,} bad {rows} skipped: {', '.join(words)}{more}"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flatout.words import count_words, duration, size_words
+from flatout.words import count_words, counted, duration, size_words
 
 # Below this share of what is free, files and decoded rows are held without a second thought.
 _ROOM = 0.5
@@ -172,7 +172,8 @@ def _order(facts: Facts) -> Iterator[Advice]:
 
 
 def _memory(facts: Facts) -> Iterator[Advice]:
-    decoded = f"{facts.rows:,} rows take {size_words(facts.decoded)} decoded"
+    take = "takes" if facts.rows == 1 else "take"
+    decoded = f"{counted(facts.rows, 'row')} {take} {size_words(facts.decoded)} decoded"
     if facts.decoded <= _ROOM * facts.memory:
         words = f"{decoded}: .cache() keeps them in memory ({size_words(facts.memory)} free)"
     elif facts.decoded <= facts.disk:

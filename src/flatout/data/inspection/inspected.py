@@ -107,7 +107,7 @@ class Report:
     def headline(self) -> str:
         """Such as "19 files 18.4 GB 41.2M rows · clicks 3.1% · 39 fields · max id 1,048,570"."""
         files = counted(self.files, "file")
-        first = f"{files} {size_words(self.bytes)} {self.rows:,} rows"
+        first = f"{files} {size_words(self.bytes)} {counted(self.rows, 'row')}"
         if self.packed:
             first += f" (unpacked {size_words(self.unpacked_bytes)})"
         parts = [first, self._classes(), self._fields()]

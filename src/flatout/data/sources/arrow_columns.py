@@ -192,6 +192,8 @@ class _Reader:
 
     def _dates(self, texts: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
         """Dates as they are written."""
+        # An empty text is a missing value, as in CSV.
+        texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
         if self.date in ISO_TYPES:
             wanted = ISO_TYPES[self.date]
             try:

@@ -75,6 +75,7 @@ class Wanted:
         dates: how columns of dates are written, by name; or their names.
         unknown: columns whose categories count from 1, and 0 is any other value.
         left_out: columns of text that nothing was made of.
+        numberish: those of them whose texts look like numbers or dates.
         leave_out: leave such columns out, instead of refusing them.
     """
 
@@ -88,6 +89,7 @@ class Wanted:
     dates: Dates = None
     unknown: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    numberish: tuple[str, ...] = ()
     leave_out: bool = False
 
     def fixed_categories(self, known: Iterable[str]) -> dict[str, list[Any]]:

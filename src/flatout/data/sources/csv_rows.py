@@ -182,7 +182,7 @@ def _inferred(
     if bools:
         schema = schema.model_copy(update={"options": {**schema.options, "bools": bools}})
     check_options(schema, _OPTIONS)
-    notes = [*opened.notes, *notes_of(schema.options)]
+    notes = [*opened.notes, *notes_of(schema.options, wanted.numberish)]
     decoder = CsvDecoder(schema, names, opened.headers, notes)
     if rows is None:
         return IndexedRows(files, decoder, faults, "CSV")

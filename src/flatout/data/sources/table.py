@@ -143,7 +143,7 @@ def table(
         with_vocabularies,
     )
 
-    found = _without_views(_as_table(rows))
+    found = _without_blanks(_without_views(_as_table(rows)))
     fields = {field.name: field.type for field in found.schema}
     wanted = Wanted(
         target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
@@ -157,7 +157,7 @@ def table(
         wanted, fields, lambda names, few: merged([texts_of(found[:1000] if few else found, names)])
     )
     inferred = infer_schema("table", fields, wanted, options)
-    return Pipeline(TableRows(found, inferred, notes_of(inferred.options)))
+    return Pipeline(TableRows(found, inferred, notes_of(inferred.options, wanted.numberish)))
 
 
 def _without_absent(schema: Schema, fields: Mapping[str, Any]) -> Schema:
@@ -187,7 +187,7 @@ def _as_table(rows: Any) -> pa.Table:
             return pa.table({name: _column(values) for name, values in rows.items()})
         if isinstance(rows, Sequence) and rows and all(isinstance(r, Mapping) for r in rows):
             names = dict.fromkeys(name for row in rows for name in row)
-            return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
+            return pa.table({name: _column([row.get(name) for row in rows]) for name in names})
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise DataError(f"these rows are no table: {error}") from error
     raise DataError(
@@ -203,6 +203,18 @@ def _without_views(table: pa.Table) -> pa.Table:
     for at, field in enumerate(table.schema):
         if pa.types.is_string_view(field.type):
             table = table.set_column(at, field.name, table[at].cast(pa.large_string()))
+    return table
+
+
+def _without_blanks(table: pa.Table) -> pa.Table:
+    """Of a column of empty texts alone, missing values, as CSV takes them."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for at, field in enumerate(table.schema):
+        is_text = pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
+        if is_text and len(table) and not pc.any(pc.not_equal(table[at], "")).as_py():
+            table = table.set_column(at, field.name, pa.nulls(len(table)))
     return table
 
 
@@ -226,4 +238,9 @@ def _column(values: Any) -> pa.Array:
     import pyarrow as pa
 
     is_one = values is None or isinstance(values, (str, bytes)) or not hasattr(values, "__len__")
-    return pa.array([values] if is_one else values)
+    values = [values] if is_one else values
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, TypeError):
+        # Among numbers, an empty text is a missing value, as in CSV.
+        return pa.array([None if isinstance(v, str) and not v else v for v in values])

@@ -287,7 +287,7 @@ def table_chunks(
             )
     wanted = with_vocabularies(wanted, fields, lambda names, few: _texts(files, names, few))
     inferred = infer_schema(format, fields, wanted, options)
-    return TableChunks(files, inferred, notes_of(inferred.options))
+    return TableChunks(files, inferred, notes_of(inferred.options, wanted.numberish))
 
 
 def _texts(files: Sequence[TableFile], names: Sequence[str], few: bool) -> dict[str, Texts]:

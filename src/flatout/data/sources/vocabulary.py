@@ -24,6 +24,7 @@ from flatout.errors import DataError
 _FEW, _SHARE, _SHARE_OF_SOME = 32, 0.5, 0.95
 _NUMBERISH = re.compile(r"[\s€$£%+-]*\d[\d\s.,'/:%€$£TZ+-]*")
 _MOSTLY = 0.9
+_ALIKE = "which look like numbers or dates"
 
 
 class Texts(NamedTuple):
@@ -87,6 +88,7 @@ def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: 
         categories={**fixed, **learned},
         unknown=tuple(name for name in learned if roles[name] == "input"),
         left_out=(*wanted.left_out, *refused),
+        numberish=tuple(name for name, why in refused.items() if why.endswith(_ALIKE)),
         unused=[*listed(wanted.unused), *refused],
     )
 
@@ -98,7 +100,7 @@ def _no_categories(found: Texts, share: float) -> str:
         return ""
     alike = [text for text in values if _NUMBERISH.fullmatch(text)]
     if len(alike) >= _MOSTLY * len(values):
-        return f"texts such as {min(alike)!r}, which look like numbers or dates"
+        return f"texts such as {min(alike)!r}, {_ALIKE}"
     if len(values) > _FEW and len(values) > share * rows:
         return f"{len(values):,} different texts in {rows:,} rows"
     return ""
@@ -108,7 +110,7 @@ def _refusal(refused: Mapping[str, str]) -> DataError:
     words = "; ".join(f"column {name!r} holds {why}" for name, why in refused.items())
     names = list(refused)
     do = f"leave out what is no input: unused={names!r}; or number the texts: categories={names!r}"
-    if any("look like" in why for why in refused.values()):
+    if any(why.endswith(_ALIKE) for why in refused.values()):
         do += (
             f"; for dates say how they are written: dates={{{names[0]!r}: '%d.%m.%Y'}}; for "
             "numbers, the decimal sign: decimal=','"
@@ -142,14 +144,25 @@ def texts_of(table: pa.Table, names: Sequence[str]) -> dict[str, Texts]:
     return found
 
 
-def notes_of(options: Mapping[str, Any]) -> list[str]:
-    """What is said of the categories that were learned, and of columns that were left out."""
+def notes_of(options: Mapping[str, Any], numberish: Sequence[str] = ()) -> list[str]:
+    """What is said of the categories that were learned, and of columns that were left out.
+
+    Args:
+        options: of the schema.
+        numberish: columns of texts that look like numbers or dates.
+    """
     known, notes = options.get("categories", {}), []
     learned = [f"{name} {len(known[name]):,}" for name in options.get("unknown", ())]
     if learned:
         notes.append(f"categories by their texts, 0 for unknown ones: {', '.join(learned)}")
     if options.get("left_out"):
         notes.append(f"columns of text left out: {', '.join(options['left_out'])}")
+    if numberish:
+        first = numberish[0]
+        notes.append(
+            f"texts of {', '.join(numberish)} look like numbers or dates: for dates say how they "
+            f"are written, such as --date {first}=%d.%m.%Y (dates={{{first!r}: '%d.%m.%Y'}})"
+        )
     return notes
 
 
