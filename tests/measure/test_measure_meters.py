@@ -40,15 +40,13 @@ def test_touched_memory_is_resident():
     assert held > 0.9 * size
 
 
-def test_cpu_seconds_count_work_and_not_waiting():
-    before = cpu_seconds()
-    time.sleep(0.2)
-    waited = cpu_seconds() - before
-    before = cpu_seconds()
-    while cpu_seconds() - before < 0.2:
-        sum(range(1000))
-    assert waited < 0.1
-    assert 0.2 <= cpu_seconds() - before < 0.4
+def test_cpu_seconds_count_the_work_of_this_process_and_nothing_else():
+    before = time.process_time()
+    counted = cpu_seconds()
+    after = time.process_time()
+    # What other threads have done since the scheduler's last tick may be missing.
+    assert before - 0.05 <= counted <= after + 1e-5
+    assert before > 0.1  # imports, at least
 
 
 def test_available_is_within_the_machine_and_its_limits(tmp_path):

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import psutil
 import pytest
 
+from flatout.measure import pulse as pulse_module
 from flatout.measure.processes import Processes
 from flatout.measure.pulse import Stretch, Watched, pulse_of
 
@@ -54,16 +56,31 @@ def test_some_seconds_are_needed_and_half_of_them():
     assert not pulse_of([], workers=0).is_starved
 
 
-def test_a_process_that_sleeps_is_idle_and_one_that_ends_is_no_error():
+class Clock:
+    """Its time passes only where somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_a_process_that_sleeps_is_idle_and_one_that_ends_is_no_error(monkeypatch):
+    monkeypatch.setattr(pulse_module, "time", Clock())
     script = "import time; print(1, flush=True); time.sleep(60)"
     job = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     try:
         job.stdout.readline()
+        while psutil.Process(job.pid).status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.01)
         watched, processes = Watched(job.pid), Processes()
-        watched.wait(0.3)
+        watched.wait(30)
         pulse = watched.pulse(processes.read(job.pid), None)
-        assert pulse.watched_s >= 0.25
-        assert pulse.still_s >= 0.8 * pulse.watched_s
+        assert pulse.watched_s == pytest.approx(30)
+        assert pulse.still_s == pytest.approx(30, abs=0.1)  # what it had to do before it slept
         assert (pulse.works, pulse.workers, pulse.on_gpu) == (False, 0, False)
     finally:
         job.kill()
