@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -31,6 +32,45 @@ def _on_its_own(monkeypatch, tmp_path):
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() > 2:
         torch.set_num_threads(2)
+
+
+class FakeClock:
+    """In place of perf_counter_ns: a microsecond passes with each look, and what a test sleeps."""
+
+    def __init__(self):
+        self.now = time.perf_counter_ns()
+
+    def __call__(self):
+        self.now += 1000
+        return self.now
+
+    def perf_counter(self):
+        return self() / 1e9
+
+    def sleep(self, seconds):
+        self.now += round(seconds * 1e9)
+
+
+@pytest.fixture
+def fake_clock(monkeypatch):
+    """The clock of all modules of Flatout, those included that are imported meanwhile."""
+    clock, real = FakeClock(), time.perf_counter_ns
+    monkeypatch.setattr(time, "perf_counter_ns", clock)
+    for module, name in _names_of(real):
+        monkeypatch.setattr(module, name, clock)
+    yield clock
+    for module, name in _names_of(clock):
+        setattr(module, name, real)
+
+
+def _names_of(function):
+    return [
+        (module, name)
+        for key, module in list(sys.modules.items())
+        if key.startswith("flatout")
+        for name, value in list(vars(module).items())
+        if value is function
+    ]
 
 
 @pytest.fixture

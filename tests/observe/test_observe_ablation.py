@@ -21,15 +21,17 @@ from flatout.world.place import Place
 SLOW = """
 import sys, time, torch
 class Slow(torch.utils.data.Dataset):
+    reads = 0
     def __len__(self):
         return 30
     def __getitem__(self, i):
+        Slow.reads += 1
         time.sleep(0.01)
         return {"x": torch.full((4,), float(i))}
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
-sizes = open("sizes", "w")
+sizes, reads = open("sizes", "w"), open("reads", "w")
 for epoch in range(10_000):
     steps = 0
     for batch in torch.utils.data.DataLoader(Slow(), 1, num_workers=int(sys.argv[1])):
@@ -43,6 +45,7 @@ for epoch in range(10_000):
         if steps % 10 == 0:
             print(steps)
     print(steps, file=sizes, flush=True)
+    print(Slow.reads, file=reads, flush=True)
 """
 
 RANKS = """
@@ -88,7 +91,7 @@ def _seen(tmp_path, rank=0):
 
 
 @pytest.mark.slow
-def test_a_script_that_waits_for_input_steps_several_times_as_fast_without(tmp_path):
+def test_a_script_that_waits_for_input_steps_without_reading_any(tmp_path):
     ran = _run(tmp_path, SLOW, "0", options=("--steps", "12", "--ablate", "3"))
     assert ran.returncode == 0, ran.stderr
     seen = _seen(tmp_path)
@@ -97,12 +100,12 @@ def test_a_script_that_waits_for_input_steps_several_times_as_fast_without(tmp_p
     assert (seen.ended, seen.steps, len(seen.step_ms)) == ("stopped", 12, 12)
     assert sum(call.count for call in seen.calls if call.kind == "print") == 1
     found = seen.ablations["input"]
-    assert found.ratio > 1.3  # 5 on a machine that has nothing else to do
     assert found.pairs >= 2
-    assert found.returns_ms > 5
-    # An epoch has as many batches as ever.
+    # An epoch has as many batches as ever, and many of them were not read.
     sizes = (tmp_path / "sizes").read_text().split()
     assert set(sizes) == {"30"}
+    *_, reads = map(int, (tmp_path / "reads").read_text().split())
+    assert reads < 30 * len(sizes) * 3 / 4
     assert not {path.name for path in (tmp_path / "seen").iterdir()} - {"rank-0.json"}
 
 
