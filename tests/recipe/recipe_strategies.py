@@ -2,55 +2,40 @@
 
 from hypothesis import strategies as st
 
-from flatout.recipe import FIELDS, PLAIN, Choice, Parity, Recipe
+from flatout.recipe import FIELDS, PLAIN, SECTIONS, Choice, Parity, Recipe
 from flatout.recipe.recipe import of_fields
 
-switch = st.sampled_from(["on", "off"])
-positive = st.integers(1, 10_000)
-cpus = st.lists(st.integers(0, 255), min_size=1, unique=True).map(lambda one: tuple(sorted(one)))
 
-CONCRETE = {
-    "compute.precision": st.sampled_from(["fp32", "bf16", "fp16"]),
-    "compute.memory_format": st.sampled_from(["contiguous", "channels_last"]),
-    "compute.rewrites": switch,
-    "compute.fused_optimizer": switch,
-    "compute.compile": switch,
-    "compute.matmul_precision": st.sampled_from(["highest", "high", "medium"]),
-    "compute.dropout": st.sampled_from(["torch", "by_sample"]),
-    "compute.deterministic": st.booleans(),
-    "memory.micro_batch": st.just("whole") | positive,
-    "memory.activation_checkpointing": switch,
-    "memory.allocator": st.sampled_from(["default", "keep"]),
-    "process.threads": positive,
-    "process.interop_threads": st.just("default") | positive,
-    "process.affinity": st.sampled_from(("per_rank", "off")) | cpus,
-    "process.flush_denormals": st.just("default") | switch,
-    "input.workers": st.integers(0, 64) | st.just("thread"),
-    "input.pin_memory": switch,
-    "world.device": st.sampled_from(["cpu", "cuda"]) | st.integers(0, 15).map("cuda:{}".format),
-    "world.placement": st.sampled_from(["soft", "strict"]),
-    "world.reduction": st.sampled_from(["all_reduce", "ring", "to_one", "hierarchical"]),
-    "world.compression": st.sampled_from(["off", "fp16", "bf16", "powersgd"]),
-    "world.powersgd_rank": positive,
-    "world.timeout": positive,
-    "world.patience": positive,
-    "save.every": st.none() | positive,
-    "save.keep_last": positive,
-    "save.asynchronous": st.booleans(),
-    "save.pieces": st.sampled_from(["merged", "per_rank"]),
-    "script.persistent_workers": st.sampled_from(["as_written", "on"]),
-    "script.cache": st.sampled_from(["as_written", "memory"]),
-    "script.features": st.sampled_from(["as_written", "memory"]),
-    "script.zero_grad": st.sampled_from(["as_written", "set_to_none"]),
-    "script.garbage": st.sampled_from(["as_written", "scheduled"]),
-    "script.empty_cache": st.sampled_from(["as_written", "skip"]),
-    "script.host_syncs": st.sampled_from(["as_written", "deferred"]),
-    "script.log_every": st.none() | positive,
-    "script.evaluation": st.sampled_from(["as_written", "no_grad"]),
-    "script.cudnn_benchmark": st.sampled_from(["as_written", "on"]),
-    "script.gradient_sync": st.sampled_from(["as_written", "last_backward"]),
-    "script.unused_parameters": st.sampled_from(["as_written", "no_search"]),
-}
+def values_of(field):
+    """Any value of a field but `auto`, by the schema of its section."""
+    section, _, name = field.partition(".")
+    return _values(SECTIONS[section].model_json_schema()["properties"][name])
+
+
+def _values(schema):
+    if "anyOf" in schema:
+        return st.one_of(map(_values, schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        words = [word for word in schema.get("enum", [schema.get("const")]) if word != "auto"]
+        return st.sampled_from(words) if words else st.nothing()
+    if "pattern" in schema:
+        assert schema["allowed"] == "cuda:N"
+        return st.integers(0, 15).map("cuda:{}".format)
+    match schema["type"]:
+        case "boolean":
+            return st.booleans()
+        case "null":
+            return st.none()
+        case "integer":
+            least = schema.get("minimum", schema.get("exclusiveMinimum", -1) + 1)
+            return st.integers(least, 10_000)
+        case "array":
+            several = st.lists(_values(schema["items"]), min_size=schema["minItems"], unique=True)
+            return several.map(lambda numbers: tuple(sorted(numbers)))
+    raise AssertionError(schema)
+
+
+CONCRETE = {field: values_of(field) for field in FIELDS}
 
 TAKES_AUTO = [field for field in FIELDS if Recipe().get(field) == "auto"]
 

@@ -5,21 +5,18 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recipe_strategies import REQUESTED, TAKES_AUTO
+from recipe_strategies import REQUESTED
 
 from flatout.errors import RecipeError
 from flatout.recipe import (
     FIELDS,
-    PLAIN,
     SECTIONS,
-    SETTINGS,
     Compute,
     Memory,
     Process,
     Recipe,
     Save,
     World,
-    phrase,
 )
 from flatout.recipe.refusal import allowed
 from flatout.recipe.sections import split
@@ -30,10 +27,6 @@ def test_every_field_is_described_and_has_a_strategy():
     for section in SECTIONS.values():
         for name, field in section.model_fields.items():
             assert len(field.description) > 15, name
-
-
-def test_plain_covers_all_but_the_threads():
-    assert set(FIELDS) - set(PLAIN) == {"process.threads"}
 
 
 def test_what_nothing_measures_is_not_auto():
@@ -57,24 +50,6 @@ def test_each_value_is_taken_and_kept(data, field):
     kept = getattr(SECTIONS[section](**{name: value}), name)
     assert kept == value
     assert type(kept) is type(value)
-
-
-def test_what_measurement_may_decide_defaults_to_auto():
-    assert set(TAKES_AUTO) == {
-        "compute.precision",
-        "compute.memory_format",
-        "compute.rewrites",
-        "compute.fused_optimizer",
-        "compute.compile",
-        "compute.matmul_precision",
-        "memory.micro_batch",
-        "memory.allocator",
-        "process.threads",
-        "input.workers",
-        "input.pin_memory",
-        "world.device",
-        "world.reduction",
-    }
 
 
 BAD = [
@@ -202,40 +177,3 @@ def test_import_is_light():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("compute.precision", "fp32", "fp32"),
-        ("compute.rewrites", "on", "rewrites"),
-        ("compute.rewrites", "off", "compute.rewrites=off"),
-        ("memory.allocator", "default", "memory.allocator=default"),
-        ("process.threads", 1, "1 thread"),
-        ("process.threads", 4, "4 threads"),
-        ("save.asynchronous", False, "waits for each checkpoint"),
-        ("save.asynchronous", True, "save.asynchronous=true"),
-        ("script.log_every", 50, "a log line every 50 steps"),
-    ],
-)
-def test_a_setting_in_words(field, value, words):
-    assert phrase(field, value) == words
-
-
-def test_what_trials_are_told_of_settings():
-    def those(fact):
-        return {field for field, one in SETTINGS.items() if getattr(one, fact)}
-
-    assert those("of_input") == {
-        "input.workers",
-        "input.pin_memory",
-        "script.persistent_workers",
-        "script.cache",
-    }
-    assert those("in_epochs") == {
-        "script.persistent_workers",
-        "script.cache",
-        "script.evaluation",
-    }
-    assert those("fills") == {"script.cache", "script.features"}
-    assert those("between_steps") == {"script.evaluation", "save.asynchronous"}

@@ -16,7 +16,7 @@ from flatout.data.source import as_source
 from flatout.devices import allocator
 from flatout.measure import OutOfTime, run_trial
 from flatout.models import Rewrite
-from flatout.recipe import Parity, Recipe, ResolvedRecipe
+from flatout.recipe import FIELDS, PLAIN, Parity, Recipe, ResolvedRecipe
 from flatout.train import auto, auto_budget, auto_trials
 from flatout.train.loop import Loop
 from flatout.train.snapshot import random_state
@@ -429,18 +429,16 @@ def test_what_is_taken_where_nothing_is_measured(monkeypatch):
     monkeypatch.setattr(auto, "usable_cpus", torch.get_num_threads)
     loop, model = Loop(recipe=Recipe(world={"device": "cpu"}), say=lambda line: None), small_net()
     loop.prepare(model, torch.optim.Adam(model.parameters()))
-    choices, asked = loop.resolved.choices.items(), ("default", "asked for")
-    assert {f: (one.value, one.reason) for f, one in choices if one.reason not in asked} == {
-        "compute.precision": ("fp32", "plain"),
-        "compute.memory_format": ("contiguous", "plain"),
-        "compute.rewrites": ("off", "plain"),
-        "compute.fused_optimizer": ("off", "plain"),
-        "compute.compile": ("off", "plain"),
+    chosen = {f: (one.value, one.reason) for f, one in loop.resolved.choices.items()}
+    special = {
         "compute.matmul_precision": (torch.get_float32_matmul_precision(), "plain"),
         "memory.micro_batch": ("whole", "split only if memory runs out"),
         "memory.allocator": (allocator.current(), "as the process started"),
         "process.threads": (torch.get_num_threads(), "torch's own"),
         "input.workers": (0, "plain, until batches are waited for"),
         "input.pin_memory": ("off", "no GPU"),
-        "world.reduction": ("all_reduce", "plain"),
+        "world.device": ("cpu", "asked for"),
     }
+    for field in FIELDS:
+        if Recipe().get(field) == "auto":
+            assert chosen[field] == special.get(field, (PLAIN.get(field), "plain"))

@@ -303,29 +303,6 @@ def test_a_resolved_recipe_says_all_of_it():
 LIVE = {field.partition(".")[2]: one for field, one in SETTINGS.items() if one.live is not None}
 
 
-def test_which_settings_a_live_model_is_switched_to():
-    assert set(LIVE) == {
-        "precision",
-        "memory_format",
-        "rewrites",
-        "fused_optimizer",
-        "compile",
-        "matmul_precision",
-        "activation_checkpointing",
-        "allocator",
-        "threads",
-    }
-    # What measuring may decide is tried on the live model.
-    assert {f.partition(".")[2] for f, one in SETTINGS.items() if one.trial and one.trial.why} == {
-        "precision",
-        "memory_format",
-        "rewrites",
-        "fused_optimizer",
-        "matmul_precision",
-        "allocator",
-    }
-
-
 @pytest.mark.parametrize("name", [n for n, one in LIVE.items() if one.trial and n != "allocator"])
 def test_what_a_trial_tries_is_put_on_a_live_model_and_taken_off(name):
     switch = switched()
