@@ -136,7 +136,9 @@ SAMPLES = {
     "in another order": lambda i: (torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1) + i,),
     "half": lambda i: torch.full((7,), i, dtype=torch.bfloat16),
     "dict": lambda i: {"x": np.full((3, 2), i, order="F"), "y": np.int16(i), "z": [i / 3, True]},
-    "nothing": lambda i: (torch.zeros(0, 4), None, i),
+    "nothing": lambda i: (torch.zeros(0, 4), None, i, np.zeros((2, 0), np.float32)),
+    "None alone": lambda i: [None],
+    "one channel": lambda i: torch.arange(6).reshape(2, 3, 1).permute(2, 0, 1) + i,
 }
 
 
@@ -146,11 +148,11 @@ def test_a_sample_comes_back_as_it_was(name):
     store = Store(form_of(make(0)), 10)
     for i in range(12):
         store.keep(i, make(i))
-    assert [store.has(i) for i in range(12)] == [True] * 10 + [False] * 2
-    assert not store.has(-1)
+    assert store.has([*range(12), -1]) == [True] * 10 + [False] * 3
     for i in range(10):
-        assert same(store.get(i), make(i))
-        assert store.get(i) is not store.get(i)
+        assert same(store.get([i]), [make(i)])
+        assert store.get([i])[0] is not store.get([i])[0]
+    assert same(store.get([7, 2, 7]), [make(7), make(2), make(7)])
 
 
 def same(a, b):
@@ -176,7 +178,7 @@ def test_what_is_of_another_form_is_not_kept():
     ]
     for i, sample in enumerate(other):
         store.keep(i, sample)
-        assert not store.has(i)
+        assert store.has([i]) == [False]
     for sample in ("text", (torch.zeros(3), "text"), torch.zeros(3, requires_grad=True), 2**70):
         assert form_of(sample) is None
 
@@ -185,8 +187,8 @@ def test_a_store_that_was_sent_to_a_process_is_the_same_memory():
     store = Store(form_of(torch.zeros(3)), 4)
     sent = pickle.loads(pickle.dumps(store))
     sent.keep(2, torch.ones(3))
-    assert store.has(2)
-    assert torch.equal(store.get(2), torch.ones(3))
+    assert store.has([1, 2]) == [False, True]
+    assert torch.equal(store.get([2])[0], torch.ones(3))
 
 
 class Held:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from itertools import compress
+from operator import not_
 from time import monotonic
 from typing import Any
 from weakref import ref
@@ -15,7 +17,7 @@ from weakref import ref
 import numpy as np
 
 from flatout.cures.record import is_on, leave, took
-from flatout.cures.sample_store import Form, Store, form_of
+from flatout.cures.sample_store import Form, Store, are_same, form_of
 from flatout.cures.steps import Steps
 from flatout.cures.stream import Stream
 from flatout.data.execution.unchanged import Attributes, parts_of
@@ -28,7 +30,6 @@ FIELD = "script.cache"
 _TRIED, _TRIED_LEAST, _TRIED_S = 16, 4, 2.0
 # Of the memory that is free, what the ranks of a machine may take together.
 _SHARE = 0.5
-_LACKING = object()
 
 
 class Cached:
@@ -42,25 +43,24 @@ class Cached:
         self.__dict__["_flatout"] = (dataset, store)
 
     def __getitem__(self, index: Any) -> Any:
-        dataset, store = self.__dict__["_flatout"]
-        number = _number(index)
-        if store.has(number):
-            return store.get(number)
-        sample = dataset[index]
-        store.keep(number, sample)
-        return sample
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         dataset, store = self.__dict__["_flatout"]
-        if not hasattr(dataset, "__getitems__"):
-            return [self[index] for index in indices]
         numbers = [_number(index) for index in indices]
-        found = [store.get(number) if store.has(number) else _LACKING for number in numbers]
-        lacking = [at for at, sample in enumerate(found) if sample is _LACKING]
-        made = dataset.__getitems__([indices[at] for at in lacking]) if lacking else []
-        for at, sample in zip(lacking, made, strict=True):
-            store.keep(numbers[at], sample)
-            found[at] = sample
+        are_kept = store.has(numbers)
+        if all(are_kept):
+            return list(store.get(numbers))
+        lacking = list(compress(indices, map(not_, are_kept)))
+        if len(indices) > 1 and hasattr(dataset, "__getitems__"):
+            made = iter(dataset.__getitems__(lacking))
+        else:
+            made = (dataset[index] for index in lacking)
+        found = []
+        for number, is_kept in zip(numbers, are_kept, strict=True):
+            found.append(store.get([number])[0] if is_kept else next(made))
+            if not is_kept:
+                store.keep(number, found[-1])
         return found
 
     def __len__(self) -> int:
@@ -227,10 +227,10 @@ def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]
     if form is None:
         return None, f"samples of {name} are not made of tensors, arrays and numbers alone"
     for one, other in zip(first, again, strict=True):
-        a, b = form.packed(one), form.packed(other)
+        a, b = form.columns(one), form.columns(other)
         if a is None or b is None:
             return None, f"samples of {name} differ in shape"
-        if not np.array_equal(a, b):
+        if not are_same(a, b):
             return None, f"samples of {name} are not the same each time"
     return form, ""
 

@@ -1,39 +1,41 @@
-"""Samples of one form, packed into memory that all processes of a loader share."""
+"""Samples of one form, as rows in memory that all processes of a loader share."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import pickle
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from flatout.data.execution.buffers import Buffers
+from flatout.data.execution.row_store import layout_of
+from flatout.data.execution.shared_rows import SharedRows
 from flatout.measure.meters import available_bytes
 
 # After so many samples that a process has kept it looks whether so much memory is still free.
 _LOOK_EVERY, _RESERVE = 256, 512 * 2**20
-_ALIGNED = 16
+
+Columns = Mapping[str, Any]
+"""Samples as rows are kept: by the number of a part, uint8 of shape (samples, bytes) each."""
 
 
 class Leaf(NamedTuple):
-    """A part of a sample: what it is, and where its bytes lie.
+    """A part of a sample, in one piece of memory.
 
     Attributes:
         kind: torch.Tensor, np.ndarray, NoneType, or the type of a number.
         dtype: of torch for a tensor, else of numpy.
         shape, strides: strides in elements for a tensor, else in bytes.
-        at, bytes: its place.
+        bytes: how many.
     """
 
     kind: Any
     dtype: Any
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    at: int
     bytes: int
 
 
@@ -41,165 +43,130 @@ class Form:
     """How samples look that are all alike: nested containers of tensors, arrays and numbers."""
 
     def __init__(self, spec: Any, leaves: list[Leaf]) -> None:
-        self.spec = spec
-        self.leaves = leaves
-        self.bytes = max((_aligned(leaf.at + leaf.bytes) for leaf in leaves), default=0)
-        self.bytes = max(_ALIGNED, self.bytes)
+        self._spec = spec
+        self._leaves = {str(at): leaf for at, leaf in enumerate(leaves)}
+        self.layout = layout_of(self._zeros(0))
+        self.bytes = max(1, self.layout.stride)
 
     def __reduce__(self) -> Any:
         # Any sample has it. As bytes: torch would send a tensor's memory by a descriptor, which is
         # closed with the tensor before the other process has it.
-        return _form_in, (pickle.dumps(self.unpack(np.zeros(self.bytes, np.uint8))),)
+        return _form_in, (pickle.dumps(self.samples(self._zeros(1))[0]),)
 
-    def packed(self, sample: Any) -> Any:
-        """A row with the bytes of a sample; None where it is of another form."""
-        row = np.zeros(self.bytes, np.uint8)
-        return row if self.pack(sample, row) else None
+    def _zeros(self, count: int) -> Columns:
+        return {at: np.zeros((count, leaf.bytes), np.uint8) for at, leaf in self._leaves.items()}
 
-    def pack(self, sample: Any, row: Any) -> bool:
-        """Writes a sample into a row of bytes; False where it is of another form."""
+    def columns(self, sample: Any) -> Columns | None:
+        """A sample's bytes, which may be its own memory; None where it is of another form."""
         values, spec = pytree.tree_flatten(sample)
-        if spec != self.spec:
-            return False
-        for leaf, value in zip(self.leaves, values, strict=True):
-            if _leaf_of(value, leaf.at) != leaf:
-                return False
-        for leaf, value in zip(self.leaves, values, strict=True):
-            if leaf.kind is torch.Tensor:
-                _tensor_in(row, leaf).copy_(value)
-            elif leaf.bytes:
-                _array_in(row, leaf)[...] = value
-        return True
+        leaves = [_leaf_of(value) for value in values]
+        if spec != self._spec or leaves != [*self._leaves.values()]:
+            return None
+        return {str(at): _bytes_of(value)[None] for at, value in enumerate(values)}
 
-    def unpack(self, row: Any) -> Any:
-        """A new sample, as it was packed."""
-        return pytree.tree_unflatten([_unpacked(row, leaf) for leaf in self.leaves], self.spec)
+    def samples(self, columns: Columns) -> list[Any]:
+        """The samples that have these bytes, in their memory."""
+        parts = [_values(columns[at], leaf) for at, leaf in self._leaves.items()]
+        return [pytree.tree_unflatten(values, self._spec) for values in zip(*parts, strict=True)]
 
 
 def form_of(sample: Any) -> Form | None:
-    """The form of a sample; None where it holds anything else."""
+    """The form of a sample; None where it holds anything else, or nothing."""
     values, spec = pytree.tree_flatten(sample)
-    leaves: list[Leaf] = []
-    at = 0
-    for value in values:
-        leaf = _leaf_of(value, at)
-        if leaf is None:
-            return None
-        leaves.append(leaf)
-        at = _aligned(at + leaf.bytes)
-    return Form(spec, leaves)
+    leaves = [leaf for value in values if (leaf := _leaf_of(value)) is not None]
+    return Form(spec, leaves) if leaves and len(leaves) == len(values) else None
 
 
 def _form_in(sample: bytes) -> Form | None:
     return form_of(pickle.loads(sample))
 
 
-def _leaf_of(value: Any, at: int) -> Leaf | None:
+def _leaf_of(value: Any) -> Leaf | None:
     kind = type(value)
     if kind is torch.Tensor:
-        return _leaf_of_tensor(value, at)
+        return _leaf_of_tensor(value)
     if kind is np.ndarray:
-        return _leaf_of_array(value, at)
+        in_memory = value.transpose(_order(value.strides))
+        if value.dtype.hasobject or not in_memory.flags.c_contiguous:
+            return None
+        return Leaf(kind, value.dtype, value.shape, value.strides, value.nbytes)
     if value is None:
-        return Leaf(kind, None, (), (), at, 0)
+        return Leaf(kind, None, (), (), 0)
     if kind in (bool, float) or (kind is int and -(2**63) <= value < 2**63):
-        return Leaf(kind, np.dtype(kind), (), (), at, np.dtype(kind).itemsize)
+        return Leaf(kind, np.dtype(kind), (), (), np.dtype(kind).itemsize)
     if isinstance(value, (np.number, np.bool_)):
-        return Leaf(kind, value.dtype, (), (), at, value.dtype.itemsize)
+        return Leaf(kind, value.dtype, (), (), value.dtype.itemsize)
     return None
 
 
-def _leaf_of_tensor(value: torch.Tensor, at: int) -> Leaf | None:
+def _leaf_of_tensor(value: torch.Tensor) -> Leaf | None:
     # In one piece, in whatever order of its axes; so are arrays.
     is_plain = value.layout is torch.strided and value.device.type == "cpu"
-    if not is_plain or value.requires_grad or value.is_quantized or value.is_conj():
+    if not is_plain or value.requires_grad or value.is_quantized:
         return None
-    strides = value.stride()
-    order = sorted(range(value.dim()), key=lambda axis: -strides[axis])
-    if not value.permute(order).is_contiguous():
+    if value.is_conj() or value.is_neg():
         return None
-    size = value.numel() * value.element_size()
-    return Leaf(torch.Tensor, value.dtype, tuple(value.shape), strides, at, size)
-
-
-def _leaf_of_array(value: Any, at: int) -> Leaf | None:
-    order = sorted(range(value.ndim), key=lambda axis: -value.strides[axis])
-    if value.dtype.hasobject or not value.transpose(order).flags.c_contiguous:
+    if not value.permute(_order(value.stride())).is_contiguous():
         return None
-    return Leaf(np.ndarray, value.dtype, value.shape, value.strides, at, value.nbytes)
+    return Leaf(torch.Tensor, value.dtype, tuple(value.shape), value.stride(), value.nbytes)
 
 
-def _tensor_in(row: Any, leaf: Leaf) -> torch.Tensor:
-    whole = torch.from_numpy(row[leaf.at : leaf.at + leaf.bytes])
-    return whole.view(leaf.dtype).as_strided(leaf.shape, leaf.strides)
+def _order(strides: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(strides)), key=lambda axis: -strides[axis])
 
 
-def _array_in(row: Any, leaf: Leaf) -> Any:
-    return np.ndarray(leaf.shape, leaf.dtype, row.data, leaf.at, leaf.strides or None)
+def _bytes_of(value: Any) -> Any:
+    """The memory of a part of a sample, uint8 of shape (bytes,)."""
+    if value is None:
+        return np.empty(0, np.uint8)
+    if type(value) is torch.Tensor:
+        return value.as_strided((value.numel(),), (1,)).view(torch.uint8).numpy()
+    array = np.asarray(value)
+    return array.transpose(_order(array.strides)).reshape(-1).view(np.uint8)
 
 
-def _unpacked(row: Any, leaf: Leaf) -> Any:
+def _values(rows: Any, leaf: Leaf) -> Sequence[Any]:
+    """A part of several samples, of which `rows` has the bytes."""
+    if leaf.dtype is None:
+        return [None] * len(rows)
+    shape = (len(rows), *leaf.shape)
     if leaf.kind is torch.Tensor:
-        made = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype)
-        return made.copy_(_tensor_in(row, leaf))
-    if leaf.kind is np.ndarray:
-        return _array_in(row, leaf).copy(order="K")
-    if not leaf.bytes:
-        return None
-    number = _array_in(row, leaf)[()]
-    return number if issubclass(leaf.kind, np.generic) else leaf.kind(number)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+        flat = torch.from_numpy(rows).reshape(-1).view(leaf.dtype)
+        return flat.as_strided(shape, (len(flat) // len(rows), *leaf.strides)).unbind()
+    array = np.ndarray(shape, leaf.dtype, rows, 0, (leaf.bytes, *leaf.strides))
+    return list(array) if issubclass(leaf.kind, (np.ndarray, np.generic)) else array.tolist()
 
 
 class Store:
-    """Rows of one form by number, in an anonymous file that workers share, however they start.
-
-    Only rows that were kept take memory.
+    """Samples of one form by number.
 
     Args:
         form: of the samples.
-        count: rows 0 to count - 1 can be kept.
-        owner: process and file descriptor of the one that has made it; None makes it.
+        count: those numbered 0 to count - 1 can be kept.
     """
 
-    def __init__(self, form: Form, count: int, owner: tuple[int, int] | None = None) -> None:
+    def __init__(self, form: Form, count: int) -> None:
         self._form = form
-        self._count = count
+        self._rows = SharedRows(form.layout, count)
+        self._buffers = Buffers()
         self._kept = 0
         self._is_full = False
-        size = count * (form.bytes + 1)
-        if owner is None:
-            file = os.memfd_create("flatout-samples", os.MFD_CLOEXEC)
-            os.ftruncate(file, size)
-            owner = (os.getpid(), file)
-        else:
-            file = os.open(f"/proc/{owner[0]}/fd/{owner[1]}", os.O_RDWR | os.O_CLOEXEC)
-        finalize(self, os.close, file)
-        self._owner = owner
-        bytes_ = np.frombuffer(mmap.mmap(file, size), np.uint8)
-        self._rows = bytes_[: count * form.bytes].reshape(count, form.bytes)
-        self._there = bytes_[count * form.bytes :]
 
-    def __reduce__(self) -> Any:
-        return Store, (self._form, self._count, self._owner)
+    def has(self, numbers: Sequence[int]) -> list[bool]:
+        """Which of these samples are kept."""
+        return list(self._rows.has(np.array(numbers, np.int64)))
 
-    def has(self, number: int) -> bool:
-        """Whether this sample is kept."""
-        return 0 <= number < self._count and bool(self._there[number])
-
-    def get(self, number: int) -> Any:
-        """A sample that is kept, as a copy."""
-        return self._form.unpack(self._rows[number])
+    def get(self, numbers: Sequence[int]) -> list[Any]:
+        """Samples that are kept, as copies."""
+        return self._form.samples(self._rows.get(np.array(numbers, np.int64), self._buffers))
 
     def keep(self, number: int, sample: Any) -> None:
         """Keeps a sample, while memory has room and where it is of the form of the others."""
-        if self._is_full or not 0 <= number < self._count:
+        if self._is_full or not 0 <= number < len(self._rows.rows):
             return
-        if self._form.pack(sample, self._rows[number]):
-            self._there[number] = 1
+        columns = self._form.columns(sample)
+        if columns is not None:
+            self._rows.put(np.array([number]), columns)
             self._kept += 1
             self._is_full = is_memory_short(self._kept)
 
@@ -207,3 +174,8 @@ class Store:
 def is_memory_short(kept: int) -> bool:
     """Whether memory is nearly used up; looked at once in many samples that were kept."""
     return kept % _LOOK_EVERY == 0 and available_bytes() < _RESERVE
+
+
+def are_same(one: Columns, other: Columns) -> bool:
+    """Whether two samples of one form have the same bytes."""
+    return all(np.array_equal(one[at], other[at]) for at in one)

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from flatout.cures import record
 from flatout.cures.record import leave
-from flatout.cures.sample_store import Form, form_of, is_memory_short
+from flatout.cures.sample_store import Columns, Form, are_same, form_of, is_memory_short
 from flatout.data.execution.unchanged import Attributes
 from flatout.data.randomness import random_state, same_state
 
@@ -43,7 +41,7 @@ class Stream:
         self._room = room
         self._before = Attributes(dataset)
         self._epochs = 0
-        self._rows: list[tuple[Form, Any]] = []
+        self._rows: list[tuple[Form, Columns]] = []
         self._alike = 0  # so many of them, from the first one on, came twice
         self._length: int | None = None
         self._ends = 0  # so often it ended there
@@ -66,8 +64,8 @@ class Stream:
         at = behind = 0
         while True:
             if at < self._alike:
-                form, row = self._rows[at]
-                sample = form.unpack(row)
+                form, kept = self._rows[at]
+                (sample,) = form.samples(_copy(kept))
                 behind += 1
             elif at == self._length and self._ends > 1:
                 return
@@ -101,23 +99,23 @@ class Stream:
 
     def _keep(self, sample: Any) -> None:
         form = self._rows[-1][0] if self._rows else None
-        row = form.packed(sample) if form else None
-        if row is None:
+        columns = form.columns(sample) if form else None
+        if columns is None:
             form = form_of(sample)
-            row = form.packed(sample) if form else None
-        if form is None or row is None:
+            columns = form.columns(sample) if form else None
+        if form is None or columns is None:
             why = "are not made of tensors, arrays and numbers alone"
             self._give_up(f"samples of {self._name} {why}")
             return
-        self._rows.append((form, row))
+        self._rows.append((form, _copy(columns)))
         self._room -= form.bytes + _OF_A_ROW
         if self._room < 0 or is_memory_short(len(self._rows)):
             self._give_up(f"memory has no room for the samples of {self._name}")
 
     def _compare(self, at: int, sample: Any) -> None:
-        form, row = self._rows[at]
-        now = form.packed(sample)
-        if now is None or not np.array_equal(now, row):
+        form, kept = self._rows[at]
+        now = form.columns(sample)
+        if now is None or not are_same(now, kept):
             self._give_up(f"samples of {self._name} are not the same in each epoch")
         elif at == self._alike:
             self._alike += 1
@@ -134,3 +132,7 @@ class Stream:
         record.fill(is_full=True)
         self.is_kept = False
         self._rows, self._alike, self._length = [], 0, None
+
+
+def _copy(columns: Columns) -> Columns:
+    return {part: values.copy() for part, values in columns.items()}
