@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from flatout.console import printable
 
 
@@ -38,6 +41,15 @@ class DeviceError(FlatoutError, RuntimeError):
 
 class DataError(FlatoutError, ValueError):
     """The input is empty, corrupt, or does not fit the model."""
+
+
+@contextmanager
+def as_data_error(what: str, where: str | None = None, do: str | None = None) -> Iterator[None]:
+    """Make a DataError of what the system says: "cannot be read: Permission denied"."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{what}: {error.strerror or error}", where=where, do=do) from error
 
 
 class ModelError(FlatoutError, ValueError):

@@ -113,7 +113,7 @@ def test_rows_that_are_skipped_stay_away():
 def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch):
     from flatout.data.execution import cache
 
-    with pytest.raises(DataError, match=r"100 decoded samples take .* but memory has 0\.0 MB"):
+    with pytest.raises(DataError, match=r"100 decoded samples take .* but memory has 10 bytes"):
         list(plain().cache("memory").options(memory=10).batches(0))
 
     class Usage:

@@ -16,7 +16,7 @@ from flatout.data.error_policy import OnError
 from flatout.data.files import File, Paths, find
 from flatout.data.schema import Given, Schema, read_toml
 from flatout.data.sources.tfrecord_schema import TARGETS
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 from flatout.kernels.example import masked_crc32c
 
 if TYPE_CHECKING:
@@ -123,11 +123,8 @@ def _by_name(name: str) -> str | None:
 
 
 def _by_content(file: File) -> str:
-    try:
-        with open(file.path, "rb") as opened:
-            begin = opened.read(_LOOKED_AT)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=file.name) from error
+    with as_data_error("cannot be read", file.name), open(file.path, "rb") as opened:
+        begin = opened.read(_LOOKED_AT)
     if not begin:
         raise DataError("the file is empty", where=file.name)
     kind = format_of(begin)

@@ -36,7 +36,7 @@ from flatout.data.origins import Rows
 from flatout.data.schema import Schema
 from flatout.data.sealed import Seals
 from flatout.data.threads import Pool
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 from flatout.kernels import lines
 from flatout.measure import available_bytes, usable_cpus
 from flatout.words import size_words
@@ -268,12 +268,8 @@ class _FileBytes:
     def _open(self, at: int) -> int:
         with self._lock:
             if at not in self._numbers:
-                try:
+                with as_data_error("cannot be opened", self.files[at].name):
                     self._numbers[at] = _open_one_more(self.files[at].path)
-                except OSError as error:
-                    raise DataError(
-                        f"cannot be opened: {error.strerror}", where=self.files[at].name
-                    ) from error
             return self._numbers[at]
 
     def _check_now_and_then(self) -> None:
@@ -362,17 +358,14 @@ def _open_one_more(path: str) -> int:
 
 
 def _read_piece(file: File, whole: Bytes, start: int) -> None:
-    try:
-        with open(file.path, "rb", buffering=0) as opened:
-            opened.seek(start)
-            view = memoryview(whole.data)[start : start + _PIECE]
-            while view:
-                count = opened.readinto(view)
-                if not count:
-                    break
-                view = view[count:]
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=file.name) from error
+    with as_data_error("cannot be read", file.name), open(file.path, "rb", buffering=0) as opened:
+        opened.seek(start)
+        view = memoryview(whole.data)[start : start + _PIECE]
+        while view:
+            count = opened.readinto(view)
+            if not count:
+                break
+            view = view[count:]
 
 
 def index_of(
@@ -495,13 +488,10 @@ def files_digest(files: Iterable[File], *words: str) -> str:
 
 def content_words(file: File) -> str:
     """A file's size and a digest of its first and last 64 KiB."""
-    try:
-        with open(file.path, "rb") as opened:
-            digest = hashlib.sha256(opened.read(_ENDS))
-            opened.seek(max(0, file.size - _ENDS))
-            digest.update(opened.read(_ENDS))
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=file.name) from error
+    with as_data_error("cannot be read", file.name), open(file.path, "rb") as opened:
+        digest = hashlib.sha256(opened.read(_ENDS))
+        opened.seek(max(0, file.size - _ENDS))
+        digest.update(opened.read(_ENDS))
     return f"{file.size} {digest.hexdigest()}"
 
 

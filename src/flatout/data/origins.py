@@ -12,23 +12,39 @@ from flatout.data.execution.buffers import Buffers
 from flatout.data.schema import Schema
 
 
-class Rows(Protocol):
-    """Rows by number: seekable and counted. All methods may be called by several threads at once.
+class Origin(Protocol):
+    """What all of them offer.
 
     Attributes:
         schema: of the blocks.
-        rows: how many there are; rows that were skipped for errors are not counted.
-        random: whether rows in any order cost about as much as in sequence.
     """
 
     schema: Schema
-    rows: int
-    random: bool
 
     @property
     def digest(self) -> str:
         """16 hex digits that differ for other data."""
         ...
+
+    def describe(self) -> str:
+        """One line for people, such as "19 LibSVM files, 18.4 GB, 41,200,000 rows"."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What the user should know, such as how many rows were skipped."""
+        return []
+
+
+class Rows(Origin, Protocol):
+    """Rows by number: seekable and counted. All methods may be called by several threads at once.
+
+    Attributes:
+        rows: how many there are; rows that were skipped for errors are not counted.
+        random: whether rows in any order cost about as much as in sequence.
+    """
+
+    rows: int
+    random: bool
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Decode these rows, in this order, into arrays from `buffers`.
@@ -50,26 +66,12 @@ class Rows(Protocol):
         """Where a row stands, such as "day.svm:88121"."""
         ...
 
-    def describe(self) -> str:
-        """One line for people, such as "19 LibSVM files, 18.4 GB, 41,200,000 rows"."""
-        ...
 
-    def notes(self) -> list[str]:
-        """What the user should know, such as how many rows were skipped."""
-        return []
-
-
-class Chunks(Protocol):
+class Chunks(Origin, Protocol):
     """Rows that are decoded in chunks, such as Parquet's row groups. Methods as those of Rows."""
 
-    schema: Schema
     sizes: Numbers
     """Rows of each chunk, int64 of shape (chunks,)."""
-
-    @property
-    def digest(self) -> str:
-        """16 hex digits that differ for other data."""
-        ...
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
         """Decode one chunk; `numbers` count from 0 over all chunks."""
@@ -79,41 +81,18 @@ class Chunks(Protocol):
         """Where a row stands."""
         ...
 
-    def describe(self) -> str:
-        """One line for people."""
-        ...
 
-    def notes(self) -> list[str]:
-        """What the user should know."""
-        ...
-
-
-class Stream(Protocol):
+class Stream(Origin, Protocol):
     """Rows that come one after the other, such as from a pipe: not seekable.
 
     Attributes:
-        schema: of the blocks.
         rows: how many come in an epoch, where that is known.
     """
 
-    schema: Schema
     rows: int | None
-
-    @property
-    def digest(self) -> str:
-        """16 hex digits that differ for other data."""
-        ...
 
     def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
         """The rows of an epoch from its begin, in blocks of any size; `numbers` count from 0."""
-        ...
-
-    def describe(self) -> str:
-        """One line for people."""
-        ...
-
-    def notes(self) -> list[str]:
-        """What the user should know."""
         ...
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from flatout.console import say_as_is
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 
 STANDARD_INPUT = "-"
 # What a pipe may hold, where Linux allows, so that its writer goes on while rows are decoded.
@@ -153,10 +153,8 @@ class Pipe:
         self._wait(is_there, lambda: f"a FIFO {self._path} or {self._path}_{self._turn}")
         assert found is not None
         self.name = found
-        try:
+        with as_data_error("cannot be opened", found):
             number = os.open(found, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise DataError(f"cannot be opened: {error.strerror}", where=found) from error
         self._never_blocks = True
         return number
 

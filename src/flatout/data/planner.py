@@ -281,8 +281,8 @@ def build_rows(
         if begun.order is not None:
             stage.check_mixed()
         stage.choose(chosen)
-        if hasattr(chosen.base, "first") and len(chosen.numbers):
-            chosen.base.first = int(chosen.numbers[0])
+        if begun.order is None and len(chosen.numbers):
+            chosen.base.probe = int(chosen.numbers[0])
     numbers = chosen.numbers
     if not len(numbers):
         raise DataError("no sample is left for this rank", do="use fewer ranks, or more data")

@@ -26,7 +26,7 @@ import numpy as np
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 from flatout.recipe.toml import parse
 
 # Characters of a wrong value in an error.
@@ -182,12 +182,8 @@ class Schema(BaseModel):
         Raises:
             DataError: it cannot be written.
         """
-        try:
+        with as_data_error("the schema cannot be written", os.fspath(path)):
             Path(path).write_text(self.dumps(), encoding="utf-8")
-        except OSError as error:
-            raise DataError(
-                f"the schema cannot be written: {error.strerror}", where=os.fspath(path)
-            ) from error
 
 
 def as_schema(given: Given, format: str, also: Sequence[str] = ()) -> Schema:

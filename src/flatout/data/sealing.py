@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flatout.data import formats
 from flatout.data.files import Paths, find
 from flatout.data.sealed import Sealed, has_seal, write_seal
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 
 # What compares seals: arrays in files, and rows in lines or records.
 KINDS = ("npy", "npz", "hdf5", "libsvm", "csv", "criteo", "tfrecord")
@@ -68,10 +68,6 @@ def seal(paths: Paths, *, format: str | None = None) -> list[Sealed]:
             )
     done = []
     for file in files:
-        try:
+        with as_data_error("the seal cannot be written", file.name):
             done.append(write_seal(file.path, file.name))
-        except OSError as error:
-            raise DataError(
-                f"the seal cannot be written: {error.strerror or error}", where=file.name
-            ) from error
     return done

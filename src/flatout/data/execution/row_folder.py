@@ -34,7 +34,7 @@ from flatout.data.checksums import Checksums, Verified, sealed, unsealed
 from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.row_store import PLACE, Arena, Field, Layout, RowStore, fetch
 from flatout.data.form import Form, Leaf
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 from flatout.kernels.example import crc32c
 
 Opener: TypeAlias = Callable[[str, int], int]
@@ -458,10 +458,8 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 def _size(path: Path) -> int:
-    try:
+    with as_data_error("cannot be read", str(path)):
         return path.stat().st_size
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
 
 
 def _layout_words(layout: Layout) -> dict[str, Any]:

@@ -106,23 +106,13 @@ class Decoded:
         self.rows = source.rows
         self.random = source.random
         self.name = "decode"
-        self.first = 0
-        self._form = form_of(source.schema)
-
-    @property
-    def form(self) -> Form:
-        """By the roles of the schema."""
-        return self._form
+        self.probe = 0  # the first that takes part
+        self.form: Form = form_of(source.schema)
 
     @property
     def digest(self) -> str:
         """The source's own."""
         return self.source.digest
-
-    @property
-    def probe(self) -> int:
-        """The first that takes part."""
-        return self.first
 
     def content(self) -> str | None:
         """The digest, all bytes of a table in memory, and when files were last written."""
@@ -147,6 +137,7 @@ class Made:
 
     name: str
     rows: int
+    probe: int = 0  # the first that takes part
 
     def __init__(self) -> None:
         self._form: Form | None = None
@@ -161,11 +152,6 @@ class Made:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = Lock()
-
-    @property
-    def probe(self) -> int:
-        """A number that takes part."""
-        raise NotImplementedError
 
     @property
     def form(self) -> Form:
@@ -228,12 +214,6 @@ class Fetched(Made):
         self.rows = len(dataset)
         self.name = f"fetch {type(dataset).__name__}"
         self.digest = digest
-        self.first = 0
-
-    @property
-    def probe(self) -> int:
-        """The first that takes part."""
-        return self.first
 
     def content(self) -> str | None:
         """None: only reading all samples would tell one Dataset from another of its kind."""
@@ -284,7 +264,7 @@ class Mapped(Made):
         return digest_of(self.inner.digest, "map", function_digest(self.function))
 
     @property
-    def probe(self) -> int:
+    def probe(self) -> int:  # type: ignore[override]
         """The inner one's."""
         return self.inner.probe
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flatout.data.inspection.advice import Advice
 from flatout.data.schema import Schema
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 from flatout.words import counted, rounded, size_words
 
 # Classes that are named one by one.
@@ -151,7 +151,7 @@ class Report:
         """
         if self.schema is None:
             raise DataError(f"files of {self.format} say themselves what they hold: no schema")
-        try:
+        with as_data_error("the schema cannot be written", os.fspath(path)):
             if not overwrite and os.path.exists(path) and not self._is_written(path):
                 raise DataError(
                     "the file is there already, and holds something else than the schema found: "
@@ -161,10 +161,6 @@ class Report:
                     "(overwrite=True)",
                 )
             self.schema.dump(path)
-        except OSError as error:
-            raise DataError(
-                f"the schema cannot be written: {error.strerror}", where=os.fspath(path)
-            ) from error
 
     def _is_written(self, path: str | os.PathLike[str]) -> bool:
         assert self.schema is not None

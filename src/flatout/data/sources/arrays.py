@@ -244,7 +244,7 @@ class ArraySamples:
 
     def __init__(self, data: Arrays) -> None:
         self.data = data
-        self.first = 0
+        self.probe = 0  # the first that takes part
         self.rows = data.samples
         self._columns: dict[str, Tensor] = {}
         trees = {"inputs": data.inputs, "targets": data.targets, "weight": data.weight}
@@ -261,11 +261,6 @@ class ArraySamples:
     def digest(self) -> str:
         """The data's own."""
         return self.data.digest
-
-    @property
-    def probe(self) -> int:
-        """The first that takes part."""
-        return self.first
 
     def content(self) -> str | None:
         """Over all bytes of the data."""

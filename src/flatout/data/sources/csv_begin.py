@@ -17,7 +17,7 @@ from flatout.data.files import File
 from flatout.data.sources.arrow_schema import ISO, Wanted, is_date
 from flatout.data.sources.csv_split import Dialect, split_rows
 from flatout.data.sources.csv_text import in_one_piece, not_utf8, read_text
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 
 UNNAMED = "Unnamed: "
 BOM = b"\xef\xbb\xbf"
@@ -52,11 +52,8 @@ def begin_of(file: File, dialect: Dialect) -> Begin:
     Raises:
         DataError: it is empty, cannot be read, or is not written as CSV in UTF-8 is.
     """
-    try:
-        with open(file.path, "rb") as opened:
-            content = opened.read(SAMPLE)
-    except OSError as error:
-        raise DataError(f"the file cannot be read: {error.strerror}", where=file.name) from error
+    with as_data_error("the file cannot be read", file.name), open(file.path, "rb") as opened:
+        content = opened.read(SAMPLE)
     if not content.strip():
         raise DataError("the file is empty: expected rows", where=file.name)
     if b"\0" in content:

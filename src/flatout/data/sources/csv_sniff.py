@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from flatout.data.files import File
-from flatout.errors import DataError
+from flatout.errors import as_data_error
 
 # In this order where several fit: what parts all rows alike is seldom anything but the delimiter,
 # only commas stand in numbers and texts as well.
@@ -45,11 +45,8 @@ def sample_of(file: File) -> str:
 
 
 def _begin(file: File, size: int) -> bytes:
-    try:
-        with open(file.path, "rb") as opened:
-            return opened.read(size)
-    except OSError as error:
-        raise DataError(f"the file cannot be read: {error.strerror}", where=file.name) from error
+    with as_data_error("the file cannot be read", file.name), open(file.path, "rb") as opened:
+        return opened.read(size)
 
 
 def fields_of(text: str, delimiter: str, quote: str) -> list[list[str]]:

@@ -13,14 +13,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 from flatout import unfinished
 from flatout.atomic_file import atomic_write
 from flatout.console import say_as_is
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 
 _TIMEOUT_S = 30.0
 _PIECE = 1 << 20
@@ -170,17 +170,9 @@ def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
         )
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """A failure to read or write here, told as one."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"the file cannot be read or written: {error.strerror or error}",
-            where=str(path),
-            do="choose another folder, or make room",
-        ) from error
+def _writing(path: Path) -> AbstractContextManager[None]:
+    what, do = "the file cannot be read or written", "choose another folder, or make room"
+    return as_data_error(what, str(path), do)
 
 
 def _digest(path: Path) -> str:

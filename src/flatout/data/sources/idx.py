@@ -22,7 +22,7 @@ import torch
 
 from flatout.data.files import most_unpacked
 from flatout.data.sources.arrays import Arrays
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 
 _DTYPES: dict[int, np.dtype[Any]] = {
     0x08: np.dtype(">u1"),
@@ -49,15 +49,12 @@ def read(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
             gzip checksum does not match. Names file and byte.
     """
     file = Path(path)
-    try:
-        with file.open("rb") as raw:
-            file_size = os.fstat(raw.fileno()).st_size
-            if raw.peek(2)[:2] != _GZIP:
-                return _read(_Reader(raw, file), file_size)
-            with gzip.GzipFile(fileobj=raw) as unpacked:
-                return _read(_Reader(unpacked, file), file_size)
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror or error}") from error
+    with as_data_error(f"cannot read {file}"), file.open("rb") as raw:
+        file_size = os.fstat(raw.fileno()).st_size
+        if raw.peek(2)[:2] != _GZIP:
+            return _read(_Reader(raw, file), file_size)
+        with gzip.GzipFile(fileobj=raw) as unpacked:
+            return _read(_Reader(unpacked, file), file_size)
 
 
 def write(path: str | os.PathLike[str], array: npt.ArrayLike) -> None:

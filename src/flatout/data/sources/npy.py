@@ -22,7 +22,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Role
 from flatout.data.sources.arrays_in_files import Names, Place, schema_of, wanted_columns
 from flatout.data.sources.mapped import MappedRows
-from flatout.errors import DataError
+from flatout.errors import DataError, as_data_error
 
 _read_header_2 = np.lib.format.read_array_header_2_0
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -130,19 +130,15 @@ def npz_rows(
 
 
 def _npy_place(file: File) -> Place:
-    try:
-        with open(file.path, "rb") as stream:
-            if stream.read(4) == b"PK\x03\x04":
-                raise DataError(
-                    "expected one array, found an archive",
-                    where=file.name,
-                    do="read it with flatout.data.npz",
-                )
-            stream.seek(0)
-            place = _place(stream, file, "", file.size)
-    except OSError as error:
-        raise DataError(f"the file cannot be read: {error.strerror}", where=file.name) from error
-    return place
+    with as_data_error("the file cannot be read", file.name), open(file.path, "rb") as stream:
+        if stream.read(4) == b"PK\x03\x04":
+            raise DataError(
+                "expected one array, found an archive",
+                where=file.name,
+                do="read it with flatout.data.npz",
+            )
+        stream.seek(0)
+        return _place(stream, file, "", file.size)
 
 
 def _npz_place(file: File, name: str, most: int | None) -> Place:
