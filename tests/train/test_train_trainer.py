@@ -400,7 +400,7 @@ def test_what_is_printed_of_trainer_and_data():
 def test_what_is_noted_while_training_is_said_once(capsys, progress):
     class Noting(flatout.Callback):
         def on_epoch_start(self, state):
-            trainer.loop._note("a pipe has run dry")
+            trainer.loop.note("a pipe has run dry")
 
     trainer = flatout.Trainer(nn.Linear(2, 2))
     x, y = torch.ones(8, 2), torch.zeros(8, dtype=torch.int64)

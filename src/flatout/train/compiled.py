@@ -124,7 +124,7 @@ class CompiledObjective(Objective):
 
     def build(self, source: Source, loop: Loop) -> Signature | None:
         """Build what of model, loss, metrics and optimizer waits for a first batch."""
-        compiled.build(self.model, loop.inputs(source.peek(1)[0]))
+        compiled.build(self.model, loop.feed.inputs(source.peek(1)[0]))
         optimizer, variables = self.model.optimizer, self.model.trainable_variables
         if self.optimizer is not None and self.optimizer.drives(optimizer, variables):
             return None

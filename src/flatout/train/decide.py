@@ -78,10 +78,11 @@ def decide(
         steps: that are planned.
     """
     estimated = 1
+    if compute is not None:
+        estimated = _agree_on_pieces(loop, compute, first, 1)
     if first and compute is not None:
-        estimated = _estimate_pieces(loop, compute, first[0])
         own = loop.told is None
-        check = partial(check_first_batch, loop.model, compute, source=loop.source, is_own=own)
+        check = partial(check_first_batch, loop.model, compute, source=loop.feed.source, is_own=own)
         loop.stepper.look(first[0], check)
         _warn_of_trips(loop, compute, first[0])
     resolved = _with_device(loop, _resolved(loop, facts, compute, first, steps), facts)
@@ -94,10 +95,9 @@ def decide(
         reduction, resolved = _reduction(loop, found)
         loop.stepper.train_with(loop.world, samples, reduction)
     loop.stepper.use(Settings.of(resolved))
-    if first and compute is not None and estimated > 1:
-        if loop.stepper.pieces == estimated:  # the settings chosen may need less
-            _estimate_pieces(loop, compute, first[0])
-        _tell_of_pieces(loop, first[0])
+    if compute is not None and estimated > 1:
+        _agree_on_pieces(loop, compute, first, estimated)  # the settings chosen may need less
+        _tell_of_pieces(loop, first)
     return resolved
 
 
@@ -172,18 +172,22 @@ def _warn_of_trips(loop: Loop, compute: Compute, batch: Batch) -> None:
         loop.say(trip.words)
 
 
-def _estimate_pieces(loop: Loop, compute: Compute, batch: Batch) -> int:
-    """Into how many micro-batches the steps split a batch, by the memory that is free."""
+def _agree_on_pieces(loop: Loop, compute: Compute, first: list[Batch], known: int) -> int:
+    """Into how many micro-batches the steps split a batch, by the memory that is free.
+
+    All ranks ask, also one without a batch; what one has split further since stays so.
+    """
     if loop.device.type == "cpu" and loop.stepper.micro_batch == "auto":
-        # The most that any rank needs.
-        pieces = max(loop.world.gather(estimate_pieces(loop.model, compute, batch)))
-        loop.stepper.pieces = pieces
+        own = loop.stepper.pieces
+        if first and own == known:
+            own = estimate_pieces(loop.model, compute, first[0])
+        loop.stepper.pieces = max(loop.world.gather(own))  # the most that any rank needs
     return loop.stepper.pieces
 
 
-def _tell_of_pieces(loop: Loop, batch: Batch) -> None:
-    if loop.stepper.pieces > 1:
+def _tell_of_pieces(loop: Loop, first: list[Batch]) -> None:
+    if first and loop.stepper.pieces > 1:
         loop.say(
-            f"a batch of {batch.size} would not fit in the free memory: "
+            f"a batch of {first[0].size} would not fit in the free memory: "
             f"it runs in {loop.stepper.pieces} micro-batches, same global batch"
         )

@@ -266,8 +266,7 @@ class Fit:
 
     def _mend_run(self) -> None:
         """Make a run folder again that was removed while the job runs."""
-        if self.loop.mend_folder():
-            assert self.loop.run is not None
+        if self.loop.run is not None and self.loop.checkpointing.mend():
             assert self.loop.resolved is not None
             dump(self.loop.resolved, Path(self.loop.run) / "recipe.toml")
             note = f"{self.loop.run} was removed while this job runs: made again, with what follows"
@@ -310,11 +309,12 @@ class Fit:
 
     def _note_workers(self) -> None:
         """Who made the batches in the end, for who runs this Recipe again."""
-        self.loop.note_workers()
-        self.state.history.recipe = self.loop.resolved
+        loop = self.loop
+        assert loop.resolved is not None
+        loop.resolved = loop.feed.with_workers(loop.requested, loop.resolved)
+        self.state.history.recipe = loop.resolved
         if (folder := self._run_folder()) is not None:
-            assert self.loop.resolved is not None
-            dump(self.loop.resolved, folder / "recipe.toml")
+            dump(loop.resolved, folder / "recipe.toml")
 
     def _tell_of_waiting(self) -> None:
         """Say that the input held the training back, if it did, and what would help."""
@@ -406,8 +406,6 @@ class Fit:
 
         Reading all weights takes as long as many a small epoch.
         """
-        if self.loop.world.size == 1:
-            return False
         is_last = self.state.epoch + 1 >= self.state.epochs
         is_due = is_last or time.monotonic() > self._compare_at
         if self.loop.world.from_first(is_due, "time to compare the replicas"):
@@ -417,10 +415,7 @@ class Fit:
 
     def _take_notes(self) -> None:
         """What the user should know, of all ranks, and which of them is slow."""
-        notes = self.loop.notes()
-        if self.loop.world.size > 1:
-            notes = self._times.end_epoch(notes)
-        self.state.history.notes.extend(notes)
+        self.state.history.notes.extend(self._times.end_epoch(self.loop.notes()))
 
     def _results(self) -> dict[str, float]:
         """The metrics over what all ranks have trained on."""

@@ -105,10 +105,6 @@ class KerasCallbacks(Callback):
         begin = first_epoch(self._model) or self._initial_epoch
         if begin > state.trainer.loop.epoch:
             state.epoch = state.trainer.loop.epoch = begin
-        if self._world.size > 1:
-            self._check_begin(state)
-
-    def _check_begin(self, state: FitState) -> None:
         begins = self._world.gather(state.trainer.loop.epoch)
         if len(set(begins)) > 1:
             raise WorldError(
@@ -146,7 +142,7 @@ class KerasCallbacks(Callback):
         seconds = state.logs["seconds"]
         state.logs.clear()
         state.logs.update(logs, seconds=seconds)
-        if self._wants_to_stop(self._world.size > 1):
+        if self._wants_to_stop(ask_others=True):
             state.stop(_STOPPED)
 
     def _wants_to_stop(self, ask_others: bool) -> bool:

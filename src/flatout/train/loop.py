@@ -31,42 +31,38 @@ from torch import nn
 
 from flatout.console import say
 from flatout.data.batch import Batch
-from flatout.data.execution.prefetch import prefetch
-from flatout.data.own_pipes import is_pipe
-from flatout.data.pipeline import Pipeline
-from flatout.data.source import Source, found_of
-from flatout.devices import place, process
-from flatout.errors import CheckpointError, FlatoutError, ModelError
-from flatout.measure import Timeline, fingerprint
+from flatout.data.source import Source
+from flatout.devices import Placement, process
+from flatout.errors import FlatoutError, ModelError
+from flatout.measure import Timeline
 from flatout.measure.live import Live
 from flatout.models import weights_of
 from flatout.optim import LrRule, LrScale, Optimizers, as_tuple
-from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe, dumps, effective, from_file
+from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps
 from flatout.save.checkpoint import Checkpoints
 from flatout.strategies import check_replicas
-from flatout.strategies.reductions import check_reduction
 from flatout.train import guard
 from flatout.train.broadcast import watched
 from flatout.train.checkpointing import Checkpointing, no_run_folder
-from flatout.train.decide import decide, make_stepper, samples_of
-from flatout.train.inputs import Inputs
-from flatout.train.large_batch import as_rule, resumed_words, scale_rates
+from flatout.train.decide import decide, make_stepper
+from flatout.train.feed import Feed
+from flatout.train.large_batch import as_rule
 from flatout.train.micro_batch import Parts
 from flatout.train.numbers_guard import NumbersGuard, Step
-from flatout.train.preflight import check_last_batch, one_sample
+from flatout.train.preflight import one_sample
+from flatout.train.prepare import first_batches, follow_rule, place_model, show
 from flatout.train.rank_device import device_here
 from flatout.train.rank_trial import RankTrial, is_trial
-from flatout.train.ranks import agreed, check_ranks, part_of
-from flatout.train.resume import Resume, first_samples, own_state_of, source_state, state_of
+from flatout.train.requested import requested_here
+from flatout.train.resume import Resume, own_state_of, state_of
 from flatout.train.running_mean import mean_of
 from flatout.train.same_job import job_of
 from flatout.train.settings import Switch
 from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace
 from flatout.train.tables import outside
-from flatout.train.turn import Turn
+from flatout.train.turn import Turn, check_gathered
 from flatout.world import ONE, World, join, restarts
-from flatout.world import place as place_here
 from flatout.world.cpus import share_cpus
 
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
@@ -109,7 +105,7 @@ class Loop:
         told: what a Trainer tells of its job, for a resume to compare; None without a Trainer.
         job: all that tells this job from others, as a checkpoint keeps it.
         fresh_groups: the optimizers' groups as `prepare` found them.
-        inputs: what becomes of a batch's images on the device; as a Trainer sets it.
+        feed: gives the batches.
         metadata: text that goes with the weights into checkpoints; as a Trainer sets it.
         resume: the checkpoint that this Loop went on from; None where there was none.
         undo: what `close` puts back.
@@ -133,10 +129,8 @@ class Loop:
         if accumulate < 1:
             raise FlatoutError(f"accumulate must be at least 1, found {accumulate}")
         self.say = say
-        self._first_words: list[str] = []
-        self._elsewhere: list[str] = []
         self.why_device = ""
-        self.requested = self._effective(recipe)
+        self.requested, self._first_words = requested_here(recipe)
         self.allow = Parity.from_name(allow)
         self.seed = seed
         self.accumulate = accumulate
@@ -147,9 +141,10 @@ class Loop:
         self.step_in_epoch = 0
         self.batch_in_epoch = 0
         self.resolved: ResolvedRecipe | None = None
-        self.source: Source | None = None
+        self.feed = Feed()
         self.first_samples: list[int] | None = None
         self.first_batch_size: int | None = None
+        self.placement: Placement
         self.lr_scale: LrScale | None = None
         self.planned_epochs: int | None = None
         self.shows_notes = False
@@ -161,19 +156,15 @@ class Loop:
         self.job: dict[str, Any] = {}
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.fresh_groups: list[list[dict[str, Any]]] = []
-        self.inputs = Inputs()
         self.metadata: dict[str, str] = {}
         self.lr_rule = as_rule(lr_rule)
         # After a rank was killed all start again, and go on where the last checkpoint was.
         self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
         self.resume: Resume | None = None
-        self._taken = 0
-        self._lanes: tuple[int, int, int, int] | None = None
         self._checkpointing: Checkpointing | None = None
         self._saved: tuple[int, int] | None = None
         self.undo = ExitStack()
         self._stepper: Stepper | None = None
-        self._channels_last = False
         self._world: World | None = None
         self._trial: RankTrial | None = None
         self._live: Live | None = None
@@ -197,28 +188,14 @@ class Loop:
         return self._stepper
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.feed.device
+
+    @property
     def together(self) -> World:
         """The ranks that run the same code right now: all within a step, else this one alone."""
         return ONE if self._stepper is None else self._stepper.together
-
-    def _effective(self, recipe: Recipe | ResolvedRecipe | None) -> Recipe:
-        """`--set` over code over `--recipe`; what another machine measured is decided anew."""
-        file = from_file()
-        return effective(
-            None if recipe is None else self._for_here(recipe),
-            file=None if file is None else self._for_here(file),
-        )
-
-    def _for_here(self, recipe: Recipe | ResolvedRecipe) -> Recipe:
-        if isinstance(recipe, Recipe):
-            return recipe
-        same, differences = recipe.on_this_machine(fingerprint().as_dict())
-        if same:
-            return recipe.request()
-        self._first_words.append(
-            f"the Recipe is from another machine ({'; '.join(differences)}): decided anew"
-        )
-        return recipe.anew()
 
     # -- before training ---------------------------------------------------------------------
 
@@ -267,20 +244,20 @@ class Loop:
             self.checkpointing.begin()
         for line in process.apply(self.requested.process):
             self.say(line)
-        self._place(model)
-        first = self._first_batches(data, compute)
+        elsewhere = place_model(self, model)
+        first = first_batches(self, data, compute)
         self._decide(compute, first, steps)
         if self.resume is not None:
             self.resume.put_back(self)
             self.restored_own = self.resume.own
             self._saved = (self.epoch, self.step_count)
         elif self.world.is_first:
-            self.stepper.notes += self._elsewhere  # after a resume the History has them
-        self._scale_rates(self.source)
+            self.stepper.notes += elsewhere  # after a resume the History has them
+        follow_rule(self)
         check_replicas(model, self.world, "at the start")
         if is_trial():
             self._trial = RankTrial(lambda: self.step_count, self.world.is_first)
-        self._live = self._show()
+        self._live = show(self)
         return model, optimizer
 
     def _find_checkpoint(self, compute: Compute | None) -> None:
@@ -295,31 +272,6 @@ class Loop:
             self.requested = self.resume.recipe(self)
             self._checkpointing = None  # made anew, as the saved settings say
 
-    def _first_batches(self, data: Source | None, compute: Compute | None) -> list[Batch]:
-        """The first batches on the device, where all is checked that can be before a step."""
-        if data is not None and is_pipe(data):
-            data = agreed(data, self.world)
-        if data is not None and self.run is not None:
-            # What tells the data is told before a function that draws has drawn.
-            source_state(data)
-        check_ranks(self.model, data, self.world)
-        check_reduction(self.requested.world, self.world, self.say)
-        self.source = data
-        if data is None or compute is None:
-            return []
-        part = part_of(data, self.world, self._note)
-        first = part.peek(2)
-        if first:
-            # The first rank's part begins with the same samples on any World.
-            self.first_samples = first_samples(first) if self.world.is_first else None
-            self.first_batch_size = round(sum(self.world.gather(samples_of(first))))
-            if self.resume is not None:
-                self.resume.check_data(part, self.first_samples)
-        ready = [self.inputs(batch.to(self.device)) for batch in first]
-        if ready:
-            check_last_batch(self.model, compute, ready, data)
-        return ready
-
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
         self._stepper, facts = make_stepper(self, compute, first)
@@ -327,21 +279,10 @@ class Loop:
         self._guard = NumbersGuard(
             self.stepper,
             self.world,
-            lambda batch: self.inputs(batch.to(self.device)),
+            self.feed.first,
             self._latest,
         )
-        self._channels_last = self.resolved.compute.memory_format == "channels_last"
-
-    def _show(self) -> Live:
-        """Let `flatout top` see the steps."""
-        here = self.world.place
-        return Live(
-            self.timeline,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            job=None if self.world.size == 1 else f"{here.address}:{here.port}",
-            run=self.run,
-        )
+        self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
 
     def join(self) -> World:
         """Meet the ranks that were started beside this one; from now on the first speaks for all.
@@ -351,9 +292,6 @@ class Loop:
         """
         if self._world is not None:
             return self._world
-        if place_here().world_size == 1:
-            self._world = ONE
-            return ONE
         device, asked = device_here(self.requested.world)[0].type, self.requested.world
         self._world = join(device, asked.timeout, asked.patience)
         if not self._world.is_first:
@@ -362,55 +300,20 @@ class Loop:
             share_cpus(self._world, self.requested.process)
         return self._world
 
-    def _place(self, model: nn.Module) -> None:
-        asked = self.requested.world
-        self.device, self.why_device = device_here(asked)
-        self._reads_are_free = self.device.type == "cpu"
-        self.placement = place(model, self.device, strict=asked.placement == "strict")
-        self._elsewhere = self.placement.words_of_fallbacks()
-        if asked.device not in ("auto", str(self.device), self.device.type):
-            self._elsewhere.insert(0, f"running on {self.device} {self.why_device}")
-        for line in self._elsewhere:
-            self.say(line)
-        for optimizer in self.optimizers:
-            if self.device.type != "cpu" and optimizer.state:
-                # State of earlier steps follows its parameters: torch moves what it loads.
-                optimizer.load_state_dict(optimizer.state_dict())
-
     def be_ready(self, model: nn.Module) -> None:
         """Place a model that is evaluated before it was trained."""
         if self.resolved is None:
-            self._place(model)
+            place_model(self, model)
 
     def follow(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, resolved: ResolvedRecipe
     ) -> None:
         """Evaluate in this process, at the precision at which ranks elsewhere have trained."""
         self.model, self.optimizers, self.resolved = model, (optimizer,), resolved
-        self._place(model)
+        place_model(self, model)
         switch = Switch(model, optimizer, self.device)
         switch.now = switch.now.but(precision=resolved.compute.precision)
         self._stepper = Stepper(switch)
-
-    def _scale_rates(self, data: Source | None) -> None:
-        """Follow the user's rule for the learning rate; trials ran without it."""
-        scale, words = scale_rates(
-            self.lr_rule,
-            self.optimizers,
-            data,
-            self.first_batch_size,
-            self.accumulate,
-            scheduled=bool(self.schedulers),
-        )
-        if self.resume is None:
-            self.stepper.notes += words  # after a resume the History has them
-        elif scale is not None and scale.changes:
-            words = [resumed_words(scale, self.step_count)]
-        for line in words:
-            self.say(line)
-        self.lr_scale = scale
-        if scale is not None and scale.changes:
-            self.stepper.lr_scale = scale
 
     # -- training ----------------------------------------------------------------------------
 
@@ -425,7 +328,7 @@ class Loop:
         """Count the epoch and forget its loss."""
         self.epoch += 1
         self.step_in_epoch = 0
-        self.batch_in_epoch = self._taken = 0
+        self.batch_in_epoch = self.feed.taken = 0
         for turn in self.stepper.turns.values():
             turn.tally.reset()
 
@@ -435,45 +338,17 @@ class Loop:
         Raises:
             DataError: where the source cannot give them, or a resume finds other data.
         """
-        self.source = source
-        iterator, log = self._begin(source), self.world.collectives
-        while True:
-            start, before = clock(), log.waited
-            batch = next(iterator, None)
-            if batch is None:
-                break
-            # Where ranks agree on whether all have a batch, the slowest keeps the others waiting.
-            fetched, others = clock(), log.waited - before
-            self._taken += 1
-            batch = self.ready(batch)
-            ready = clock()
-            first, fetch, copy, waited = self._lanes or (start, 0, 0, 0)
-            # Of several batches that make a step together all count.
-            fetch += fetched - start - others
-            self._lanes = (first, fetch, copy + ready - fetched, waited + others)
-            yield batch
+        self.feed.source = source
+        if self.resume is not None:
+            self.resume.put_back_source(source)
+        self.feed.taken = self.batch_in_epoch
+        return self.feed.batches(self.world, self.note, self.epoch, self.planned_epochs)
 
     def ready(self, batch: Batch) -> Batch:
         """The batch on the device, in the memory format that was chosen."""
-        if not self._reads_are_free:
-            batch = batch.to(self.device, True)
-        if not self._channels_last:
-            return self.inputs(batch)
-        return self.inputs(batch, torch.channels_last).to_memory_format(torch.channels_last)
+        return self.feed.ready(batch)
 
-    def _begin(self, source: Source) -> Iterator[Batch]:
-        if self.resume is not None:
-            self.resume.put_back_source(source)
-        self._taken = self.batch_in_epoch
-        part = part_of(source, self.world, self._note)
-        if hasattr(source, "expect_epochs"):
-            source.expect_epochs(self.planned_epochs)
-        batches = part.batches(self.epoch, self.batch_in_epoch)
-        if isinstance(source, Pipeline) and source.prefetches is None and self.device.type != "cpu":
-            return prefetch(batches, self.device)
-        return batches
-
-    def _note(self, line: str) -> None:
+    def note(self, line: str) -> None:
         """Say what the user should know, and keep it for the History of the rank that speaks."""
         if not self.shows_notes:
             self.say(line)
@@ -501,7 +376,7 @@ class Loop:
         turn = self._turn_of(optimizer)
         if self.accumulate > 1:
             if not turn.gathered:
-                turn.gathered_from = self._taken
+                turn.gathered_from = self.feed.taken
             turn.gathered.append(batch)
             if len(turn.gathered) < self.accumulate:
                 return False
@@ -522,14 +397,13 @@ class Loop:
     def _latest(self, batches: int) -> Step:
         """The step that was just made, of so many batches, and is not counted yet."""
         rate = self._rate_of(self.stepper.turn)
-        return Step(self.step_count + 1, self.epoch, self._taken - batches, batches, rate)
+        return Step(self.step_count + 1, self.epoch, self.feed.taken - batches, batches, rate)
 
     def _turn_of(self, optimizer: Optimizers | None) -> Turn:
         return self.stepper.joint if optimizer is None else self.stepper.turn_of(optimizer)
 
     def _step(self, compute: Compute, batches: tuple[Batch, ...], turn: Turn) -> None:
-        start, fetch, copy, others = self._lanes or (clock(), 0, 0, 0)
-        self._lanes = None
+        start, fetch, copy, others = self.feed.lanes()
         # A Trainer's loss is looked at where its outputs and targets are known.
         looks = self.told is None and not turn.has_stepped
         try:
@@ -537,16 +411,16 @@ class Loop:
             done = self.stepper(run, batches, self.step_count + 1, turn)
         except (IndexError, RuntimeError, ValueError) as error:
             found = one_sample(error, batches, self.step_count + 1)
-            found = found or outside(error, self.model, batches, compute, self.source)
+            found = found or outside(error, self.model, batches, compute, self.feed.source)
             if found is None:
                 raise
             raise found from error
         stepped = clock()
         turn.has_stepped = True
-        self._guard.after_step(turn, compute, batches, self.source)
+        self._guard.after_step(turn, compute, batches, self.feed.source)
         self.step_count += 1
         self.step_in_epoch += 1
-        self.batch_in_epoch = self._taken
+        self.batch_in_epoch = self.feed.taken
         turn.tally.add(done.loss, done.weight)
         now = clock()
         self.timeline.record(
@@ -562,8 +436,7 @@ class Loop:
         )
         if self._live is not None and now >= self._live.due:
             self._live.write()
-        if self.stepper.world.size > 1:
-            self.pace.mark()
+        self.pace.mark()
 
     def mean_loss(self, optimizer: Optimizers | None = None) -> float:
         """Weighted mean loss of this epoch so far; waits for the device.
@@ -591,27 +464,7 @@ class Loop:
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""
         notes, self.stepper.notes = self.stepper.notes, []
-        found = found_of(self.source)
-        if found is not None:
-            notes += [f"input: {note}" for note in found.notes]
-            found.notes.clear()
-        return notes
-
-    def note_workers(self) -> None:
-        """Say in the Recipe who makes the batches, where that was found while training."""
-        found = found_of(self.source)
-        if found is None or not found.trials or self.requested.input.workers != "auto":
-            return
-        assert self.resolved is not None
-        choice = Choice(
-            value=found.settled,
-            reason=f"measured on the job's own steps: {'; '.join(found.trials)}",
-            parity=Parity.EXACT,
-            ratio=None if found.kept is None else found.kept.ratio,
-            floor=None if found.kept is None else found.kept.floor,
-        )
-        choices = {**self.resolved.choices, "input.workers": choice}
-        self.resolved = self.requested.resolve(choices, self.resolved.machine)
+        return [*notes, *self.feed.notes()]
 
     def check_numbers(self, compute: Compute | None = None) -> None:
         """Read the flags of steps that are still unread; call it before evaluating or saving.
@@ -622,7 +475,7 @@ class Loop:
         Raises:
             NumbersError: naming the first step that was bad.
         """
-        self._guard.check(self.source, compute)
+        self._guard.check(self.feed.source, compute)
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -648,14 +501,6 @@ class Loop:
         """
         return self.checkpointing.checkpoints
 
-    def mend_folder(self) -> bool:
-        """Whether the run folder was removed while this job runs; it is taken again then.
-
-        Raises:
-            CheckpointError: another job has begun in its place.
-        """
-        return self.run is not None and self.checkpointing.mend()
-
     def save(self, extra: Any = None, score: float | None = None, own: Any = None) -> str:
         """Write a checkpoint of everything; returns its path. Resuming from it is bitwise.
 
@@ -671,7 +516,7 @@ class Loop:
                 wait for others to make a step would be lost in a resume.
         """
         assert self.resolved is not None
-        self._check_gathered()
+        check_gathered(self.stepper.turns.values(), self.step_count, self.batch_in_epoch)
         guard.check_state(self.model, "saving")
         path = self.checkpointing.write(
             self.step_count,
@@ -684,19 +529,6 @@ class Loop:
         )
         self._saved = (self.epoch, self.step_count)
         return path
-
-    def _check_gathered(self) -> None:
-        """A resume goes on behind the last batch of any optimizer's step."""
-        for turn in self.stepper.turns.values():
-            if turn.gathered and 0 < turn.gathered_from <= self.batch_in_epoch:
-                names = ", ".join(type(optimizer).__name__ for optimizer in turn.optimizers)
-                raise CheckpointError(
-                    f"{len(turn.gathered)} batches that {names} has gathered for a step would be "
-                    "lost in a resume, since another optimizer has stepped behind them",
-                    where=f"step {self.step_count:,}, batch {self.batch_in_epoch:,} of the epoch",
-                    do="save where no optimizer waits for batches, or call "
-                    "loop.flush(compute, optimizer) first",
-                )
 
     @property
     def is_saved(self) -> bool:

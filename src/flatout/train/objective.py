@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from flatout.data.batch import Batch
@@ -25,7 +26,7 @@ from flatout.optim import Lamb, Lars
 from flatout.train.callbacks import Callback
 from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import call
-from flatout.train.evaluate import evaluate
+from flatout.train.evaluate import evaluate, evaluating
 from flatout.train.history import History
 from flatout.train.job import Job, TorchJob, metrics_of
 from flatout.train.job_facts import Facts, fact, losses_facts, metrics_fact
@@ -34,7 +35,7 @@ from flatout.train.metrics import Given
 from flatout.train.narrow import Narrow
 from flatout.train.several_losses import SeveralLosses, check_names
 from flatout.train.signature import Signature
-from flatout.train.takes import takes
+from flatout.train.snapshot import untouched
 from flatout.train.warm_start import warm_start
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class Objective:
     def takes_bytes(self, batch: Batch) -> bool:
         """Whether the model computes with bytes as they are, because it scales them itself."""
         scales = self.adapter.scales_images()
-        return takes(self.model, batch.rows(0, 2)) if scales is None else scales
+        return _takes(self.model, batch.rows(0, 2)) if scales is None else scales
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -245,6 +246,20 @@ class Objective:
 def validates(every: int | Collection[int], epoch: int) -> bool:
     """Whether to validate after this epoch, of every so many or of those counted from 1."""
     return (epoch + 1) % every == 0 if isinstance(every, int) else epoch + 1 in every
+
+
+def _takes(model: nn.Module, batch: Batch) -> bool:
+    """Whether the model's forward comes to an end with these inputs, tried without a trace."""
+    parameters = list(model.parameters())
+    if any(map(is_lazy, [*parameters, *model.buffers()])):
+        return False
+    device = parameters[0].device if parameters else torch.device("cpu")
+    with untouched(model), evaluating(model):
+        try:
+            call(model, batch.to(device).inputs)
+        except Exception:  # whatever a model raises at inputs that it does not take
+            return False
+    return True
 
 
 def _check_counted(steps: int | None) -> None:

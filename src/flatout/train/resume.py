@@ -145,7 +145,7 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "optimizer_kinds": [kind_of(optimizer) for optimizer in loop.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
         "turns": [turn.state_dict() for turn in loop.stepper.turns.values()],
-        "source": None if loop.source is None else source_state(loop.source),
+        "source": None if loop.feed.source is None else source_state(loop.feed.source),
         "first_samples": loop.first_samples,
         "extra": extra,
     }
@@ -155,7 +155,7 @@ def own_state_of(loop: Loop, own: Any) -> dict[str, Any]:
     """What the next step depends on and each rank has for itself."""
     return {
         "random": random_state(),
-        "source": None if loop.source is None else loop.source.state_dict(),
+        "source": None if loop.feed.source is None else loop.feed.source.state_dict(),
         "reduction": _reduction_state(loop),
         "own": own,
     }

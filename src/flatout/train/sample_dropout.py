@@ -69,11 +69,12 @@ def sample_dropout(
         except BaseException:
             keyed.close()
             raise
-        # The more samples of its own a rank has, the more it can tell.
-        if world.size > 1:
-            own = {site: tuple(layout) for site, layout in keyed.layouts.items()}
-            _, layouts = max(world.gather((batch.size, own)), key=itemgetter(0))
-            keyed.layouts = {site: Layout(*layout) for site, layout in layouts.items()}
+    if compute is not None:
+        # The more samples of its own a rank has, the more it can tell; it may have none.
+        own = {site: tuple(layout) for site, layout in keyed.layouts.items()}
+        size = first[0].size if first else 0
+        _, layouts = max(world.gather((size, own)), key=itemgetter(0))
+        keyed.layouts = {site: Layout(*layout) for site, layout in layouts.items()}
     if others:
         say(
             f"{others[0]} draws random numbers that are not keyed by sample: "

@@ -139,7 +139,7 @@ class Straggler(NamedTuple):
 def straggler(found: Sequence[Times]) -> Straggler | None:
     """The ranks that are clearly slower than the others, if there are any."""
     stretches = min(len(times.own_ms) for times in found)
-    if stretches < _FEWEST:
+    if stretches < _FEWEST or len(found) == 1:
         return None
     own = np.array([times.own_ms[:stretches] for times in found])
     slow = sorted((r for r in range(len(own)) if _is_slow(own, r)), key=lambda r: -own[r].mean())

@@ -455,7 +455,7 @@ class Trainer:
         except DataError:
             self.signature = before
             raise
-        self.loop.inputs = self._inputs(self.signature, train, checked)
+        self.loop.feed.inputs = self._inputs(self.signature, train, checked)
         self.loop.metadata = self.metadata()
         lines = [words_of(self.signature, source), renumbered_words(source, train)]
         if validation is not None and checked is not None:
@@ -480,11 +480,11 @@ class Trainer:
         for words in (renumbered_words(source, found), resized_words(signature, source)):
             if words is not None:
                 self.loop.say(f"input: {words}")
-        before, self.loop.inputs = self.loop.inputs, self._inputs(signature, found)
+        before, self.loop.feed.inputs = self.loop.feed.inputs, self._inputs(signature, found)
         try:
             yield found
         finally:
-            self.loop.inputs = before
+            self.loop.feed.inputs = before
 
     def _agreed(self, source: Source) -> Source:
         """The source, of which batches can be looked at: all ranks know how many there are."""

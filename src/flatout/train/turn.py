@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flatout.data.batch import Batch
+from flatout.errors import CheckpointError
 from flatout.optim import Update
 from flatout.train.running_mean import RunningMean
 
@@ -95,3 +97,21 @@ class Turn:
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
         self.tally.load_state_dict(state["loss"])
+
+
+def check_gathered(turns: Iterable[Turn], step: int, batch: int) -> None:
+    """Refuse to save where batches are gathered: a resume goes on behind the last step's batch.
+
+    Raises:
+        CheckpointError: batches that wait for others to make a step would be lost.
+    """
+    for turn in turns:
+        if turn.gathered and 0 < turn.gathered_from <= batch:
+            names = ", ".join(type(optimizer).__name__ for optimizer in turn.optimizers)
+            raise CheckpointError(
+                f"{len(turn.gathered)} batches that {names} has gathered for a step would be "
+                "lost in a resume, since another optimizer has stepped behind them",
+                where=f"step {step:,}, batch {batch:,} of the epoch",
+                do="save where no optimizer waits for batches, or call "
+                "loop.flush(compute, optimizer) first",
+            )

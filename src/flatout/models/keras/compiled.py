@@ -139,7 +139,7 @@ class KerasJob:
                 if own != "loss":
                     plain[own] = as_number(number)
         # The same bits on all ranks, whatever their processors: callbacks decide by them.
-        return plain if world.size == 1 else world.from_first(plain)
+        return dict(world.from_first(plain))
 
     def reset(self) -> None:
         """Forget all batches."""

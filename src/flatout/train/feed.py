@@ -1,0 +1,113 @@
+"""Batches of a source on the device, and the time that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import perf_counter_ns as clock
+
+import torch
+
+from flatout.data.batch import Batch
+from flatout.data.execution.prefetch import prefetch
+from flatout.data.pipeline import Pipeline
+from flatout.data.source import Source, found_of
+from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
+from flatout.train.inputs import Inputs
+from flatout.train.ranks import part_of
+from flatout.world import World
+
+
+class Feed:
+    """Gives a rank its batches, as steps take them.
+
+    Attributes:
+        source: that batches are taken from.
+        device: where they go.
+        channels_last: whether images lie so there.
+        inputs: what becomes of a batch's images on the device; as a Trainer sets it.
+        taken: batches of this epoch that were taken.
+    """
+
+    def __init__(self) -> None:
+        self.source: Source | None = None
+        self.device = torch.device("cpu")
+        self.channels_last = False
+        self.inputs = Inputs()
+        self.taken = 0
+        self._lanes: tuple[int, int, int, int] | None = None
+
+    def batches(
+        self, world: World, note: Callable[[str], None], epoch: int, epochs: int | None
+    ) -> Iterator[Batch]:
+        """The batches of an epoch that were not taken yet.
+
+        Args:
+            world: of this rank.
+            note: gets what the user should know.
+            epoch: its number.
+            epochs: of the whole run, where that is known.
+        """
+        assert self.source is not None
+        part, log = part_of(self.source, world, note), world.collectives
+        if hasattr(self.source, "expect_epochs"):
+            self.source.expect_epochs(epochs)
+        iterator = part.batches(epoch, self.taken)
+        is_ahead = not isinstance(self.source, Pipeline) or self.source.prefetches is not None
+        if not is_ahead and self.device.type != "cpu":
+            iterator = prefetch(iterator, self.device)
+        while True:
+            start, before = clock(), log.waited
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            # Where ranks agree on whether all have a batch, the slowest keeps the others waiting.
+            fetched, others = clock(), log.waited - before
+            self.taken += 1
+            batch = self.ready(batch)
+            ready = clock()
+            first, fetch, copy, waited = self._lanes or (start, 0, 0, 0)
+            # Of several batches that make a step together all count.
+            fetch += fetched - start - others
+            self._lanes = (first, fetch, copy + ready - fetched, waited + others)
+            yield batch
+
+    def ready(self, batch: Batch) -> Batch:
+        """The batch on the device, in the memory format that was chosen."""
+        if self.device.type != "cpu":
+            batch = batch.to(self.device, True)
+        if not self.channels_last:
+            return self.inputs(batch)
+        return self.inputs(batch, torch.channels_last).to_memory_format(torch.channels_last)
+
+    def first(self, batch: Batch) -> Batch:
+        """The batch on the device as the model was given, to decide on or to look for a cause."""
+        return self.inputs(batch.to(self.device))
+
+    def lanes(self) -> tuple[int, int, int, int]:
+        """When the present step began, and its times of fetching, copying and waiting, in ns."""
+        lanes, self._lanes = self._lanes, None
+        return lanes or (clock(), 0, 0, 0)
+
+    def notes(self) -> list[str]:
+        """What happened since the last call that the user should know."""
+        found = found_of(self.source)
+        if found is None:
+            return []
+        notes = [f"input: {note}" for note in found.notes]
+        found.notes.clear()
+        return notes
+
+    def with_workers(self, requested: Recipe, resolved: ResolvedRecipe) -> ResolvedRecipe:
+        """The Recipe with who makes the batches, where that was found while training."""
+        found = found_of(self.source)
+        if found is None or not found.trials or requested.input.workers != "auto":
+            return resolved
+        choice = Choice(
+            value=found.settled,
+            reason=f"measured on the job's own steps: {'; '.join(found.trials)}",
+            parity=Parity.EXACT,
+            ratio=None if found.kept is None else found.kept.ratio,
+            floor=None if found.kept is None else found.kept.floor,
+        )
+        choices = {**resolved.choices, "input.workers": choice}
+        return requested.resolve(choices, resolved.machine)

@@ -1,0 +1,101 @@
+"""What `Loop.prepare` does before it decides: the model's place, and the first batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from flatout.data.batch import Batch
+from flatout.data.own_pipes import is_pipe
+from flatout.data.source import Source
+from flatout.devices import place
+from flatout.measure.live import Live
+from flatout.strategies.reductions import check_reduction
+from flatout.train.decide import samples_of
+from flatout.train.large_batch import resumed_words, scale_rates
+from flatout.train.preflight import check_last_batch
+from flatout.train.rank_device import device_here
+from flatout.train.ranks import agreed, check_ranks, part_of
+from flatout.train.resume import first_samples, source_state
+from flatout.train.step import Compute
+
+if TYPE_CHECKING:
+    from flatout.train.loop import Loop
+
+
+def place_model(loop: Loop, model: nn.Module) -> list[str]:
+    """Move the model, and what its optimizers hold; returns what is said of another place."""
+    asked = loop.requested.world
+    loop.feed.device, loop.why_device = device_here(asked)
+    loop.placement = place(model, loop.device, strict=asked.placement == "strict")
+    words = loop.placement.words_of_fallbacks()
+    if asked.device not in ("auto", str(loop.device), loop.device.type):
+        words.insert(0, f"running on {loop.device} {loop.why_device}")
+    for line in words:
+        loop.say(line)
+    for optimizer in loop.optimizers:
+        if loop.device.type != "cpu" and optimizer.state:
+            # State of earlier steps follows its parameters: torch moves what it loads.
+            optimizer.load_state_dict(optimizer.state_dict())
+    return words
+
+
+def first_batches(loop: Loop, data: Source | None, compute: Compute | None) -> list[Batch]:
+    """The first batches on the device, where all is checked that can be before a step."""
+    if data is not None and is_pipe(data):
+        data = agreed(data, loop.world)
+    if data is not None and loop.run is not None:
+        # What tells the data is told before a function that draws has drawn.
+        source_state(data)
+    check_ranks(loop.model, data, loop.world)
+    check_reduction(loop.requested.world, loop.world, loop.say)
+    loop.feed.source = data
+    if data is None or compute is None:
+        return []
+    part = part_of(data, loop.world, loop.note)
+    first = part.peek(2)
+    # A rank may have none where others have some; all ask.
+    loop.first_batch_size = round(sum(loop.world.gather(samples_of(first)))) or None
+    if first:
+        # The first rank's part begins with the same samples on any World.
+        loop.first_samples = first_samples(first) if loop.world.is_first else None
+        if loop.resume is not None:
+            loop.resume.check_data(part, loop.first_samples)
+    ready = [loop.feed.first(batch) for batch in first]
+    if ready:
+        check_last_batch(loop.model, compute, ready, data)
+    return ready
+
+
+def follow_rule(loop: Loop) -> None:
+    """Follow the user's rule for the learning rate; trials ran without it."""
+    scale, words = scale_rates(
+        loop.lr_rule,
+        loop.optimizers,
+        loop.feed.source,
+        loop.first_batch_size,
+        loop.accumulate,
+        scheduled=bool(loop.schedulers),
+    )
+    if loop.resume is None:
+        loop.stepper.notes += words  # after a resume the History has them
+    elif scale is not None and scale.changes:
+        words = [resumed_words(scale, loop.step_count)]
+    for line in words:
+        loop.say(line)
+    loop.lr_scale = scale
+    if scale is not None and scale.changes:
+        loop.stepper.lr_scale = scale
+
+
+def show(loop: Loop) -> Live:
+    """Let `flatout top` see the steps."""
+    here, world = loop.world.place, loop.world
+    return Live(
+        loop.timeline,
+        rank=world.rank,
+        world_size=world.size,
+        job=None if world.size == 1 else f"{here.address}:{here.port}",
+        run=loop.run,
+    )
