@@ -90,25 +90,41 @@ def test_a_collective_that_failed_is_not_said_to_be_over(watches, capsys):
     assert made[0].blame() == "rank 0 did not come to my sum"
 
 
+class Timed:
+    """A watch of rank 0 without its thread, on a clock that passes from look to look."""
+
+    def __init__(self, store, monkeypatch, patience_s):
+        self.now, self.log = 100.0, CollectiveLog()
+        monkeypatch.setattr(watching, "monotonic", lambda: self.now)
+        monkeypatch.setattr(watching, "clock", lambda: round(self.now * 1e9))
+        place = Place(0, 2, 0, 2, address="127.0.0.1", port=store.port)
+        self._watch = Watch(place, self.log, patience_s)
+        self._watch._store = dist.PrefixStore("flatout-watch-0", store)
+
+    def come(self, what):
+        self.log.waiting = Waiting(self.log.begin(what), watching.clock())
+
+    def look(self):
+        self.now += self._watch._next_look()
+        self._watch._mind_own_waiting()
+
+
 def test_a_wait_is_told_when_patience_ends_and_not_some_beats_later(store, monkeypatch, capsys):
-    now = 100.0
-    monkeypatch.setattr(watching, "monotonic", lambda: now)
-    monkeypatch.setattr(watching, "clock", lambda: round(now * 1e9))
-    log, place = CollectiveLog(), Place(0, 2, 0, 2, address="127.0.0.1", port=store.port)
-    watch = Watch(place, log, 4.0)
-    watch._store = dist.PrefixStore("flatout-watch-0", store)
-    log.waiting = Waiting(log.begin("my sum"), watching.clock())
+    timed = Timed(store, monkeypatch, 4.0)
+    timed.come("my sum")
     while "has waited" not in capsys.readouterr().err:
-        now += watch._next_look()
-        watch._mind_own_waiting()
-    assert now == pytest.approx(100 + 4)
+        timed.look()
+    assert timed.now == pytest.approx(100 + 4)
 
 
-def test_short_waits_are_nobodys_business(watches, capsys):
-    _, logs = watches(2)
+def test_short_waits_are_not_told(store, monkeypatch, capsys):
+    timed = Timed(store, monkeypatch, 4.0)
     for _ in range(10):
-        come(logs[0], "my sum")
-        time.sleep(PATIENCE_S / 3)
+        timed.come("my sum")
+        since = timed.now
+        while timed.now < since + 4 / 3:
+            timed.look()
+    assert timed.now > 100 + 4
     assert capsys.readouterr().err == ""
 
 

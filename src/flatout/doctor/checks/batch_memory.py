@@ -20,7 +20,7 @@ _ROOM = 4.0
 """A batch so many times as large has to fit before it is told: memory is no end in itself."""
 
 _SWAPPED_MB = 64.0
-"""Less than this the kernel moves to swap by itself, of what nobody uses."""
+"""Less than this the kernel moves to swap by itself, of what is not used."""
 
 _SMALLER = (
     "a smaller batch with gradients accumulated over several, activation checkpointing "

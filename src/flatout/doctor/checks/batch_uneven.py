@@ -38,7 +38,7 @@ def look(seen: Sequence[Observation]) -> Findings:
     return _found(known, first.models[0].site, "ranks")
 
 
-def _found(parts: list[int], site: Site | None, who: str) -> Findings:
+def _found(parts: list[int], site: Site | None, owners: str) -> Findings:
     least, most = min(parts), max(parts)
     if not parts or most < _UNEVEN * least or most == least:
         return
@@ -46,10 +46,10 @@ def _found(parts: list[int], site: Site | None, who: str) -> Findings:
         idle = f"those with fewer wait, and a sample there weighs {most / least:.2g} times as much"
     else:
         idle = f"{parts.count(0)} of them get nothing"
-    skew = idle if who == "ranks" or not least else "those with fewer wait"
+    skew = idle if owners == "ranks" or not least else "those with fewer wait"
     yield Finding(
         kind="note",
-        what=f"the {who} get {', '.join(map(str, parts))} samples of a batch: {skew}",
+        what=f"the {owners} get {', '.join(map(str, parts))} samples of a batch: {skew}",
         do=f"a batch that is a multiple of {len(parts)}; else weigh each loss by its share "
         "of the samples",
         where=at(site),

@@ -52,7 +52,7 @@ def look(seen: Observation) -> list[Finding]:
 
 
 def _memory(seen: Observation, loader: Loader) -> tuple[list[int], list[float]]:
-    """Steps, and the memory at them of those who make samples; the first may still fill it."""
+    """Steps, and the memory then of what makes samples; the first steps may still fill it."""
     steps, memory = (
         (seen.job_at, seen.job_mb) if loader.num_workers else (seen.memory_at, seen.own_mb)
     )

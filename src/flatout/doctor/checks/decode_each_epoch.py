@@ -1,4 +1,4 @@
-"""The same samples are decoded anew in each epoch, though all of them would fit in memory."""
+"""The same samples are decoded again in each epoch, though all of them would fit in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory goes back to the system and comes anew in each step."""
+"""Memory goes back to the system and comes again in each step."""
 
 from __future__ import annotations
 

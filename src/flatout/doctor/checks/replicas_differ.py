@@ -14,7 +14,7 @@ from flatout.observe import Model, Observation
 def look(seen: Sequence[Observation]) -> list[Finding]:
     """Whether two ranks made their first step with equal gradients and unequal weights.
 
-    Ranks with gradients of their own may be several jobs, or average their weights: no replicas.
+    Ranks whose gradients differ may be several jobs, or average their weights: no replicas.
     """
     if not has_peers(seen):
         return []

@@ -13,7 +13,7 @@ from flatout.observe import Observation
 
 @rank_check()
 def look(seen: Sequence[Observation]) -> list[Finding]:
-    """Whether two ranks saved to one file in the same step, or equal tensors to files of their own.
+    """Whether two ranks saved to one file in the same step, or equal tensors to several files.
 
     Shards are told apart by their files and by what is in them.
     """
@@ -28,7 +28,7 @@ def look(seen: Sequence[Observation]) -> list[Finding]:
     ranks, path = _shared(files, "path")
     if ranks:
         what = (
-            f"ranks {_listed(ranks)} write {path} in the same step: who reads it may find the "
+            f"ranks {_listed(ranks)} write {path} in the same step: a reader may find the "
             "parts of two files in it"
         )
         return [_found(seen, ranks, "danger", what)]

@@ -19,7 +19,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _ONE_EACH = 0.5
-"""Opened files per sample from which on samples lie in files of their own, or nearly so."""
+"""Opened files per sample from which on each sample lies in another file, or nearly so."""
 
 
 @check(lane="input")

@@ -25,7 +25,7 @@ def look(seen: Observation) -> Findings:
 def _found(loader: Loader, states: list[int]) -> Finding:
     is_own = loader.worker_draws not in ("", "torch", "random", "numpy")
     cure = (
-        "give each worker's copy a seed of its own in worker_init_fn: "
+        "give each worker's copy another seed in worker_init_fn: "
         "torch.utils.data.get_worker_info() has its dataset and its seed"
         if is_own
         else "seed from torch.initial_seed() in worker_init_fn; it differs in each worker"

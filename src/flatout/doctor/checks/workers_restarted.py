@@ -1,4 +1,4 @@
-"""Loader workers are started anew for each epoch."""
+"""Loader workers are started again for each epoch."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def look(seen: Observation) -> Findings:
 def _found(loader: Loader, slow: float, cost: float) -> Finding:
     return Finding(
         kind="slow",
-        what=f"{loader.num_workers} workers start anew in each epoch: its first batch takes "
+        what=f"{loader.num_workers} workers start again in each epoch: its first batch takes "
         f"{ms(slow)}, the others {ms(loader.wait_ms or 0.0)}",
-        do="DataLoader(..., persistent_workers=True); random augmentation is drawn anew",
+        do="DataLoader(..., persistent_workers=True); random augmentation is redrawn",
         where=at(loader.site),
         cost_ms=cost,
         parity=parity_of_workers(loader),

@@ -19,7 +19,7 @@ def look(seen: Observation) -> list[Finding]:
     wait = lane(seen, "input")
     if seen.usable_cpus is None:
         raise NoSignal("how many CPUs are usable was not seen")
-    # What one core loads, all of them can share; a device of its own leaves them all free. Where
+    # What one core loads, all of them can share; another device leaves them all free. Where
     # the model computes on the same cores, sharing the work is all that can be won.
     hidden = wait if is_gpu(seen) else wait * (1 - 1 / seen.usable_cpus)
     if share(seen, wait) < HUNGRY or share(seen, hidden) < HUNGRY / 2:
@@ -31,9 +31,9 @@ def _found(loader: Loader, wait: float, hidden: float, cpus: int) -> Finding:
     workers = max(1, min(_MANY, cpus - 1))
     # Each worker of an IterableDataset would give all of its samples.
     then = (
-        "where each worker takes a part of its own (torch.utils.data.get_worker_info)"
+        "where each worker takes another part (torch.utils.data.get_worker_info)"
         if loader.is_iterable
-        else "same samples in the same order, random augmentation is drawn anew"
+        else "same samples in the same order, random augmentation is redrawn"
     )
     do = f"DataLoader(..., num_workers={workers}, persistent_workers=True); {then}"
     if loader.dataset.startswith("keras."):
