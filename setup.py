@@ -6,13 +6,14 @@ from glob import glob
 from setuptools import Extension, setup
 
 free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+shared = [f"src/flatout/kernels/{name}.h" for name in ("_module", "_buffers")]
 
 setup(
     ext_modules=[
         Extension(
             f"flatout.kernels.{name}",
             sources=[f"src/flatout/kernels/{name}.c"],
-            depends=glob(f"src/flatout/kernels/{name}*.h"),
+            depends=glob(f"src/flatout/kernels/{name}*.h") + shared,
             extra_compile_args=["-O3", "-fno-math-errno", "-ffp-contract=off"],
             define_macros=[] if free_threaded else [("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=not free_threaded,

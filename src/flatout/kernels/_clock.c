@@ -4,8 +4,8 @@
    looks up costs as much as a call does here. The Python twin is clock_fallback.py, which says what
    the lanes are. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_module.h"
+
 #include <limits.h>
 #include <structmember.h>
 
@@ -410,22 +410,4 @@ static int execute(PyObject *module)
     return 0;
 }
 
-static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, execute},
-#ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
-#endif
-    {0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_clock",
-    .m_doc = "The clock of a training loop.",
-    .m_slots = slots,
-};
-
-PyMODINIT_FUNC PyInit__clock(void)
-{
-    return PyModuleDef_Init(&definition);
-}
+MODULE(_clock, "The clock of a training loop.", NULL, {Py_mod_exec, execute},)

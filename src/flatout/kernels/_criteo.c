@@ -4,8 +4,7 @@
    ValueError, a row that is not as it should be gets a status, and nothing crashes. The parser
    itself is in _criteo_core.h. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_buffers.h"
 #include "_criteo_core.h"
 
 enum { TEXT, STARTS, ENDS, LABELS, INTEGERS, CATEGORIES, STATUS, AT, VIEWS };
@@ -13,65 +12,18 @@ enum { TEXT, STARTS, ENDS, LABELS, INTEGERS, CATEGORIES, STATUS, AT, VIEWS };
 static const char *const NAMES[VIEWS] = {"buffer",   "starts",     "ends",   "labels",
                                          "integers", "categories", "status", "at"};
 
-/* numpy says ValueError and the standard library BufferError for the same thing. */
-static int get_buffer(PyObject *object, Py_buffer *view, const char *name, int is_written)
-{
-    int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (is_written ? PyBUF_WRITABLE : 0);
-    if (PyObject_GetBuffer(object, view, flags) == 0)
-        return 1;
-    if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError)) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "%s: expected C-contiguous memory%s", name,
-                     is_written ? " that can be written" : "");
-    }
-    return 0;
-}
-
-/* The one letter of a native single-item format, or 0. No format at all means bytes. */
-static char letter(const Py_buffer *view)
-{
-    const char *format = view->format;
-    if (format == NULL)
-        return 'B';
-    if (*format == '@' || *format == '=')
-        format++;
-    return format[0] != 0 && format[1] == 0 ? format[0] : 0;
-}
-
 static Kind kind_of(const Py_buffer *view)
 {
-    char kind = letter(view);
-    if ((uintptr_t)view->buf % (size_t)(view->itemsize > 0 ? view->itemsize : 1) != 0)
-        return NOTHING;
-    if (view->itemsize == 4)
-        return kind == 'f' ? FLOAT32 : kind == 'i' || kind == 'l' ? INT32 : NOTHING;
-    return view->itemsize == 8 && (kind == 'l' || kind == 'q') ? INT64 : NOTHING;
+    return holds(view, "float32") ? FLOAT32
+           : holds(view, "int32") ? INT32
+           : holds(view, "int64") ? INT64
+                                  : NOTHING;
 }
 
 static int refuse(int which, const char *expected)
 {
     PyErr_Format(PyExc_ValueError, "%s: expected %s", NAMES[which], expected);
     return 0;
-}
-
-static int overlap(const Py_buffer *a, const Py_buffer *b)
-{
-    uintptr_t a0 = (uintptr_t)a->buf, b0 = (uintptr_t)b->buf;
-    return a->len > 0 && b->len > 0 && a0 < b0 + (uintptr_t)b->len && b0 < a0 + (uintptr_t)a->len;
-}
-
-static int check_apart(const Py_buffer *views)
-{
-    for (int written = LABELS; written < VIEWS; written++) {
-        for (int other = 0; other < written; other++) {
-            if (overlap(&views[written], &views[other])) {
-                PyErr_Format(PyExc_ValueError, "%s shares memory with %s", NAMES[written],
-                             NAMES[other]);
-                return 0;
-            }
-        }
-    }
-    return 1;
 }
 
 static int check_views(Criteo *job, const Py_buffer *views, int has_labels)
@@ -92,13 +44,13 @@ static int check_views(Criteo *job, const Py_buffer *views, int has_labels)
         return refuse(STARTS, "native, aligned int64, as for ends");
     if (kind_of(&views[AT]) != INT64)
         return refuse(AT, "native, aligned int64");
-    if (views[STATUS].itemsize != 1 || letter(&views[STATUS]) != 'B')
+    if (!holds(&views[STATUS], "uint8"))
         return refuse(STATUS, "uint8");
     job->starts = views[STARTS].buf;
     job->ends = views[ENDS].buf;
     job->status = views[STATUS].buf;
     job->at = views[AT].buf;
-    return check_apart(views);
+    return are_apart(views, NAMES, LABELS, VIEWS);
 }
 
 static int check_columns(Criteo *job, const Py_buffer *views, int has_labels)
@@ -198,8 +150,7 @@ static PyObject *parse(PyObject *module, PyObject *args)
     if (ok && check_views(&job, views, has_labels) && check_columns(&job, views, has_labels) &&
         check_numbers(&job, missing_integer, buckets))
         answer = run(&job, is_plain);
-    for (int which = 0; which < VIEWS; which++)
-        PyBuffer_Release(&views[which]);
+    release(views, VIEWS);
     return answer;
 }
 
@@ -208,22 +159,4 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {
-#ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
-#endif
-    {0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_criteo",
-    .m_doc = "Rows of Criteo's click logs to columns.",
-    .m_methods = methods,
-    .m_slots = slots,
-};
-
-PyMODINIT_FUNC PyInit__criteo(void)
-{
-    return PyModuleDef_Init(&definition);
-}
+MODULE(_criteo, "Rows of Criteo's click logs to columns.", methods)

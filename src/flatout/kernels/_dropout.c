@@ -3,10 +3,7 @@
    The gradient is the same pass over the gradient of the result. The work runs on the threads of
    the OpenMP that torch itself uses: a pool of our own would fight with it for the CPUs. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-
+#include "_module.h"
 #include "_dropout_core.h"
 
 /* Elements that a thread takes at a time, and whose bytes lie on its stack at a time. */
@@ -213,22 +210,4 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {
-#ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
-#endif
-    {0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_dropout",
-    .m_doc = "Dropout whose draws are a function of the sample.",
-    .m_methods = methods,
-    .m_slots = slots,
-};
-
-PyMODINIT_FUNC PyInit__dropout(void)
-{
-    return PyModuleDef_Init(&definition);
-}
+MODULE(_dropout, "Dropout whose draws are a function of the sample.", methods)

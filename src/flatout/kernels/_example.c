@@ -4,9 +4,9 @@
    ValueError, a record that is not as it should be gets a status, and nothing crashes. The work
    itself is in _example_core.h and _example_writer.h. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
 #include <math.h>
+
+#include "_buffers.h"
 #include "_example_core.h"
 #include "_example_writer.h"
 
@@ -34,34 +34,9 @@ static int hold_room(Held *held, Py_ssize_t room)
 
 static void let_go(Held *held)
 {
-    for (Py_ssize_t i = 0; i < held->count; i++)
-        PyBuffer_Release(&held->views[i]);
+    release(held->views, held->count);
     PyMem_Free(held->views);
     PyMem_Free(held->is_written);
-}
-
-/* The one letter of a native single-item format, or 0. No format at all means bytes. */
-static char letter(const Py_buffer *view)
-{
-    const char *format = view->format;
-    if (format == NULL)
-        return 'B';
-    if (*format == '@' || *format == '=')
-        format++;
-    return format[0] != 0 && format[1] == 0 ? format[0] : 0;
-}
-
-/* What a buffer holds, as numpy calls it; "" for anything else. */
-static const char *dtype(const Py_buffer *view)
-{
-    char kind = letter(view);
-    if ((uintptr_t)view->buf % (size_t)(view->itemsize > 0 ? view->itemsize : 1) != 0)
-        return "";
-    if (view->itemsize == 1)
-        return kind == 'B' ? "uint8" : "";
-    if (view->itemsize == 4)
-        return kind == 'f' ? "float32" : kind == 'i' || kind == 'l' ? "int32" : "";
-    return view->itemsize == 8 && (kind == 'l' || kind == 'q') ? "int64" : "";
 }
 
 /* The view of an object whose dtype is in `dtypes` (NULL: any). `number` follows its name, unless
@@ -72,16 +47,8 @@ static Py_buffer *hold(Held *held, PyObject *object, const char *name, Py_ssize_
     char label[64];
     Py_buffer *view = &held->views[held->count];
     PyOS_snprintf(label, sizeof label, number < 0 ? "%s" : "%s[%zd]", name, number);
-    if (PyObject_GetBuffer(object, view,
-                           PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (is_written ? PyBUF_WRITABLE : 0))) {
-        /* numpy says ValueError and the standard library BufferError for the same thing. */
-        if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError)) {
-            PyErr_Clear();
-            PyErr_Format(PyExc_ValueError, "%s: expected C-contiguous memory%s", label,
-                         is_written ? " that can be written" : "");
-        }
+    if (!get_buffer(object, view, label, is_written))
         return NULL;
-    }
     held->is_written[held->count++] = (uint8_t)is_written;
     const char *found = dtype(view);
     if (dtypes == NULL || (*found != 0 && strstr(dtypes, found) != NULL))
@@ -720,23 +687,4 @@ static int prepare(PyObject *module)
     return 0;
 }
 
-static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, prepare},
-#ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
-#endif
-    {0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_example",
-    .m_doc = "TFRecord files of tf.train.Example messages.",
-    .m_methods = methods,
-    .m_slots = slots,
-};
-
-PyMODINIT_FUNC PyInit__example(void)
-{
-    return PyModuleDef_Init(&definition);
-}
+MODULE(_example, "TFRecord files of tf.train.Example messages.", methods, {Py_mod_exec, prepare},)

@@ -4,11 +4,9 @@
    ValueError and a wrong index an IndexError, never a crash. Built on the stable ABI and the buffer
    protocol, so that one binary serves every Python from 3.11 and every numpy. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
+
+#include "_buffers.h"
 
 /* The rows that one call moves. `rows` of `row_bytes` bytes each, `count` of them wanted. */
 typedef struct {
@@ -16,28 +14,11 @@ typedef struct {
     Py_ssize_t rows, row_bytes, count;
 } Gather;
 
-static void release(Gather *g)
+static void let_go(Gather *g)
 {
     PyBuffer_Release(&g->source);
     PyBuffer_Release(&g->index);
     PyBuffer_Release(&g->out);
-}
-
-/* The one letter of a native single-item format, or 0. No format at all means bytes. */
-static char letter(const Py_buffer *buffer)
-{
-    const char *format = buffer->format;
-    if (format == NULL)
-        return 'B';
-    if (*format == '@' || *format == '=')
-        format++;
-    return format[0] != 0 && format[1] == 0 ? format[0] : 0;
-}
-
-static int overlap(const Py_buffer *a, const Py_buffer *b)
-{
-    uintptr_t a0 = (uintptr_t)a->buf, b0 = (uintptr_t)b->buf;
-    return a->len > 0 && b->len > 0 && a0 < b0 + (uintptr_t)b->len && b0 < a0 + (uintptr_t)a->len;
 }
 
 static int check_source(Gather *g)
@@ -58,10 +39,7 @@ static int check_source(Gather *g)
 
 static int check_index(Gather *g)
 {
-    char kind = letter(&g->index);
-    int is_int64 = g->index.itemsize == 8 && (kind == 'l' || kind == 'q');
-    int is_aligned = (uintptr_t)g->index.buf % sizeof(int64_t) == 0;
-    if (g->index.ndim != 1 || !is_int64 || !is_aligned) {
+    if (g->index.ndim != 1 || !holds(&g->index, "int64")) {
         PyErr_SetString(PyExc_ValueError, "index: expected one dimension of native, aligned int64");
         return 0;
     }
@@ -117,7 +95,7 @@ static int acquire(Gather *g, PyObject *source, PyObject *index, PyObject *out,
         PyObject_GetBuffer(out, &g->out, flags | PyBUF_WRITABLE) == 0 && check_source(g) &&
         check_index(g) && check_out(g, bytes_out_per_byte))
         return 1;
-    release(g);
+    let_go(g);
     /* numpy says ValueError and the standard library BufferError for the same thing. */
     if (PyErr_ExceptionMatches(PyExc_BufferError)) {
         PyErr_Clear();
@@ -172,7 +150,7 @@ static Py_ssize_t scale_rows(const Gather *g, float scale, float shift)
 static PyObject *finish(Gather *g, Py_ssize_t done)
 {
     Py_ssize_t count = g->count;
-    release(g);
+    let_go(g);
     if (done < count)
         return PyErr_Format(PyExc_IndexError, "index[%zd] was changed while rows were gathered", done);
     Py_RETURN_NONE;
@@ -217,9 +195,8 @@ static PyObject *gather_scaled(PyObject *module, PyObject *args)
     }
     if (!acquire(&g, source, index, out, sizeof(float)))
         return NULL;
-    if (g.source.itemsize != 1 || letter(&g.source) != 'B' || g.out.itemsize != sizeof(float) ||
-        letter(&g.out) != 'f' || (uintptr_t)g.out.buf % sizeof(float) != 0) {
-        release(&g);
+    if (!holds(&g.source, "uint8") || !holds(&g.out, "float32")) {
+        let_go(&g);
         PyErr_SetString(PyExc_ValueError, "scaling wants a uint8 source and an aligned float32 out");
         return NULL;
     }
@@ -235,22 +212,4 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {
-#ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
-#endif
-    {0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_gather",
-    .m_doc = "Gathering rows by index.",
-    .m_methods = methods,
-    .m_slots = slots,
-};
-
-PyMODINIT_FUNC PyInit__gather(void)
-{
-    return PyModuleDef_Init(&definition);
-}
+MODULE(_gather, "Gathering rows by index.", methods)

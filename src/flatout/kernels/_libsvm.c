@@ -4,8 +4,7 @@
    ValueError, a row that is not as it should be gets a status, and nothing crashes. The parser
    itself is in _libsvm_core.h. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_buffers.h"
 #include "_libsvm_core.h"
 
 /* All buffers that a call may have; those from LABELS on are written. */
@@ -24,26 +23,12 @@ static int refuse(int which, const char *expected)
 static int get_buffers(PyObject *const *given, Py_buffer *views)
 {
     for (int which = 0; which < VIEWS; which++) {
-        int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (which >= LABELS ? PyBUF_WRITABLE : 0);
         if (given[which] == NULL || (which == QID && given[which] == Py_None))
             continue;
-        if (PyObject_GetBuffer(given[which], &views[which], flags) == 0)
-            continue;
-        /* numpy says ValueError and the standard library BufferError for the same thing. */
-        if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError)) {
-            PyErr_Clear();
-            refuse(which, which >= LABELS ? "C-contiguous memory that can be written"
-                                          : "C-contiguous memory");
-        }
-        return 0;
+        if (!get_buffer(given[which], &views[which], NAMES[which], which >= LABELS))
+            return 0;
     }
     return 1;
-}
-
-static void release(Py_buffer *views)
-{
-    for (int which = 0; which < VIEWS; which++)
-        PyBuffer_Release(&views[which]);
 }
 
 static int is_given(const Py_buffer *view)
@@ -51,32 +36,23 @@ static int is_given(const Py_buffer *view)
     return view->obj != NULL;
 }
 
-/* The one letter of a native single-item format, or 0. No format at all means bytes. */
-static char letter(const Py_buffer *view)
+static Kind kind_named(const char *name)
 {
-    const char *format = view->format;
-    if (format == NULL)
-        return 'B';
-    if (*format == '@' || *format == '=')
-        format++;
-    return format[0] != 0 && format[1] == 0 ? format[0] : 0;
+    return strcmp(name, "float32") == 0   ? FLOAT32
+           : strcmp(name, "float64") == 0 ? FLOAT64
+           : strcmp(name, "int32") == 0   ? INT32
+           : strcmp(name, "int64") == 0   ? INT64
+                                          : NOTHING;
 }
 
-/* What native, aligned numbers a buffer holds. */
 static Kind kind_of(const Py_buffer *view)
 {
-    char kind = letter(view);
-    int is_integer = kind == 'i' || kind == 'l' || kind == 'q';
-    if (view->itemsize < 4 || (uintptr_t)view->buf % (size_t)view->itemsize != 0)
-        return NOTHING;
-    if (view->itemsize == 4)
-        return kind == 'f' ? FLOAT32 : is_integer ? INT32 : NOTHING;
-    return view->itemsize != 8 ? NOTHING : kind == 'd' ? FLOAT64 : is_integer ? INT64 : NOTHING;
+    return kind_named(dtype(view));
 }
 
 static int check_bytes(const Py_buffer *views, int which)
 {
-    if (views[which].ndim == 1 && letter(&views[which]) == 'B')
+    if (views[which].ndim == 1 && holds(&views[which], "uint8"))
         return 1;
     return refuse(which, "one dimension of uint8");
 }
@@ -95,22 +71,6 @@ static int check_numbers(const Py_buffer *views, int which, Kind kind, const cha
         PyErr_Format(PyExc_ValueError, "%s: expected %lld numbers, found %zd", NAMES[which],
                      (long long)count, view->shape[0]);
         return 0;
-    }
-    return 1;
-}
-
-static int check_apart(const Py_buffer *views)
-{
-    for (int one = LABELS; one < VIEWS; one++) {
-        for (int other = 0; other < one; other++) {
-            uintptr_t a = (uintptr_t)views[one].buf, b = (uintptr_t)views[other].buf;
-            if (views[one].len > 0 && views[other].len > 0 && a < b + (uintptr_t)views[other].len &&
-                b < a + (uintptr_t)views[one].len) {
-                PyErr_Format(PyExc_ValueError, "%s shares memory with %s", NAMES[one],
-                             NAMES[other]);
-                return 0;
-            }
-        }
     }
     return 1;
 }
@@ -148,7 +108,7 @@ static int check_rows(Libsvm *job, const Py_buffer *views)
                      (long long)job->limit);
         return 0;
     }
-    return check_apart(views);
+    return are_apart(views, NAMES, LABELS, VIEWS);
 }
 
 static int check_offsets(const Libsvm *job)
@@ -183,14 +143,6 @@ PyDoc_STRVAR(survey_doc,
 "Read rows, and write all but their pairs. Returns how many are bad, and the smallest and the\n"
 "largest index of the others.");
 
-static Kind kind_named(const char *name)
-{
-    return strcmp(name, "float32") == 0   ? FLOAT32
-           : strcmp(name, "float64") == 0 ? FLOAT64
-           : strcmp(name, "int64") == 0   ? INT64
-                                          : NOTHING;
-}
-
 static PyObject *survey(PyObject *module, PyObject *args)
 {
     PyObject *given[VIEWS] = {NULL}, *answer = NULL;
@@ -211,7 +163,8 @@ static PyObject *survey(PyObject *module, PyObject *args)
     if (!get_buffers(given, views) || !check_rows(&job, views) ||
         !check_numbers(views, LENGTHS, INT32, "int32", job.rows))
         goto done;
-    if (job.label_as == NOTHING || job.value_as == NOTHING || job.value_as == INT64 || room < 0) {
+    if (job.label_as == NOTHING || job.label_as == INT32 ||
+        (job.value_as != FLOAT32 && job.value_as != FLOAT64) || room < 0) {
         PyErr_SetString(PyExc_ValueError, "expected labels as float32, float64 or int64, values as "
                                           "float32 or float64, and a width of 0 or more");
         goto done;
@@ -224,7 +177,7 @@ static PyObject *survey(PyObject *module, PyObject *args)
     long long bad = run(&job, is_plain);
     answer = Py_BuildValue("LLL", bad, (long long)job.low, (long long)job.high);
 done:
-    release(views);
+    release(views, VIEWS);
     return answer;
 }
 
@@ -271,7 +224,7 @@ static PyObject *parse(PyObject *module, PyObject *args)
     if (check_offsets(&job))
         answer = PyLong_FromLongLong(run(&job, is_plain));
 done:
-    release(views);
+    release(views, VIEWS);
     return answer;
 }
 
@@ -305,7 +258,7 @@ static PyObject *dense(PyObject *module, PyObject *args)
     job.out = views[OUT].buf;
     answer = PyLong_FromLongLong(run(&job, is_plain));
 done:
-    release(views);
+    release(views, VIEWS);
     return answer;
 }
 
@@ -316,22 +269,4 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {
-#ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
-#endif
-    {0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_libsvm",
-    .m_doc = "Rows of LibSVM text.",
-    .m_methods = methods,
-    .m_slots = slots,
-};
-
-PyMODINIT_FUNC PyInit__libsvm(void)
-{
-    return PyModuleDef_Init(&definition);
-}
+MODULE(_libsvm, "Rows of LibSVM text.", methods)

@@ -3,42 +3,16 @@
    Everything that comes in is checked here, whatever the caller checked before: a wrong buffer is a
    ValueError and a wrong index an IndexError, never a crash. The work is done in _lines_core.h. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_buffers.h"
 #include "_lines_core.h"
 
-/* numpy says ValueError and the standard library BufferError for the same thing. */
-static int get_buffer(PyObject *object, Py_buffer *view, const char *name, int flags)
-{
-    if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags) == 0)
-        return 1;
-    if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError)) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "%s: expected C-contiguous memory%s", name,
-                     flags & PyBUF_WRITABLE ? " that can be written" : "");
-    }
-    return 0;
-}
-
-/* The one letter of a native single-item format, or 0. No format at all means bytes. */
-static char letter(const Py_buffer *view)
-{
-    const char *format = view->format;
-    if (format == NULL)
-        return 'B';
-    if (*format == '@' || *format == '=')
-        format++;
-    return format[0] != 0 && format[1] == 0 ? format[0] : 0;
-}
-
 /* `count` of int64, or any number of them where it is -1. */
-static int get_int64(PyObject *object, Py_buffer *view, const char *name, int64_t count, int flags)
+static int get_int64(PyObject *object, Py_buffer *view, const char *name, int64_t count,
+                     int is_written)
 {
-    if (!get_buffer(object, view, name, flags))
+    if (!get_buffer(object, view, name, is_written))
         return 0;
-    char kind = letter(view);
-    if (view->ndim != 1 || view->itemsize != 8 || (kind != 'l' && kind != 'q') ||
-        (uintptr_t)view->buf % sizeof(int64_t) != 0) {
+    if (view->ndim != 1 || !holds(view, "int64")) {
         PyErr_Format(PyExc_ValueError, "%s: expected one dimension of native, aligned int64", name);
         return 0;
     }
@@ -50,27 +24,16 @@ static int get_int64(PyObject *object, Py_buffer *view, const char *name, int64_
     return 1;
 }
 
-static int get_bytes(PyObject *object, Py_buffer *view, const char *name, int dims, int flags)
+static int get_bytes(PyObject *object, Py_buffer *view, const char *name, int dims,
+                     int is_written)
 {
-    if (!get_buffer(object, view, name, flags))
+    if (!get_buffer(object, view, name, is_written))
         return 0;
-    if (view->ndim == dims && view->itemsize == 1 && letter(view) == 'B')
+    if (view->ndim == dims && holds(view, "uint8"))
         return 1;
     PyErr_Format(PyExc_ValueError, "%s: expected uint8 in %d dimension(s), found %d of %zd bytes",
                  name, dims, view->ndim, view->itemsize);
     return 0;
-}
-
-static int overlap(const Py_buffer *a, const Py_buffer *b)
-{
-    uintptr_t a0 = (uintptr_t)a->buf, b0 = (uintptr_t)b->buf;
-    return a->len > 0 && b->len > 0 && a0 < b0 + (uintptr_t)b->len && b0 < a0 + (uintptr_t)a->len;
-}
-
-static void release(Py_buffer *views, Py_ssize_t count)
-{
-    for (Py_ssize_t i = 0; i < count; i++)
-        PyBuffer_Release(&views[i]);
 }
 
 /* ---- lines ---- */
@@ -94,8 +57,8 @@ static PyObject *index_(PyObject *module, PyObject *args)
                           &lines.skip_blank, &lines.comment, &comment_bytes, &white, &white_bytes))
         return NULL;
     if (!get_bytes(text, &views[0], "text", 1, 0) ||
-        !get_int64(starts, &views[1], "starts", -1, PyBUF_WRITABLE) ||
-        !get_int64(ends, &views[2], "ends", views[1].len / 8, PyBUF_WRITABLE))
+        !get_int64(starts, &views[1], "starts", -1, 1) ||
+        !get_int64(ends, &views[2], "ends", views[1].len / 8, 1))
         goto done;
     if (start < 0 || stop < start || stop > views[0].len) {
         PyErr_Format(PyExc_ValueError, "expected 0 <= start <= stop <= %zd, found %lld and %lld",
@@ -197,7 +160,7 @@ static PyObject *read_(PyObject *module, PyObject *args)
     if (!get_int64(starts, &views[0], "starts", -1, 0) ||
         !get_int64(ends, &views[1], "ends", views[0].len / 8, 0) ||
         !get_int64(places, &views[2], "places", views[0].len / 8, 0) ||
-        !get_bytes(out, &views[3], "out", 1, PyBUF_WRITABLE))
+        !get_bytes(out, &views[3], "out", 1, 1))
         goto done;
     for (int i = 0; i < 3; i++) {
         if (overlap(&views[i], &views[3])) {
@@ -249,7 +212,7 @@ static void free_columns(Columns *columns)
 }
 
 static int get_column(Columns *columns, Py_ssize_t i, PyObject *item, int64_t rows,
-                      int64_t row_bytes, int flags)
+                      int64_t row_bytes, int is_written)
 {
     Py_buffer *view = &columns->views[i];
     long long offset, width;
@@ -260,7 +223,7 @@ static int get_column(Columns *columns, Py_ssize_t i, PyObject *item, int64_t ro
     }
     if (!PyArg_ParseTuple(item, "LLO;columns: expected tuples (offset, width, array)", &offset,
                           &width, &array) ||
-        !get_buffer(array, view, "column", flags))
+        !get_buffer(array, view, "column", is_written))
         return 0;
     if (view->format != NULL && strchr(view->format, 'O') != NULL) {
         PyErr_SetString(PyExc_ValueError, "a column holds Python objects, not plain bytes");
@@ -284,7 +247,7 @@ static int get_column(Columns *columns, Py_ssize_t i, PyObject *item, int64_t ro
 }
 
 static int get_columns(Columns *columns, PyObject *given, int64_t rows, int64_t row_bytes,
-                       int flags)
+                       int is_written)
 {
     PyObject *items = PySequence_Tuple(given);
     if (items == NULL)
@@ -298,7 +261,7 @@ static int get_columns(Columns *columns, PyObject *given, int64_t rows, int64_t 
     if (!ok)
         PyErr_NoMemory();
     for (Py_ssize_t i = 0; ok && i < columns->count; i++)
-        ok = get_column(columns, i, PyTuple_GetItem(items, i), rows, row_bytes, flags);
+        ok = get_column(columns, i, PyTuple_GetItem(items, i), rows, row_bytes, is_written);
     Py_DECREF(items);
     return ok;
 }
@@ -357,7 +320,7 @@ static PyObject *split(PyObject *module, PyObject *args)
         goto done;
     int64_t rows = views[0].shape[0], row_bytes = views[0].shape[1], count = views[1].len / 8;
     if (!check_index(&views[1], rows) ||
-        !get_columns(&columns, given, count, row_bytes, PyBUF_WRITABLE) ||
+        !get_columns(&columns, given, count, row_bytes, 1) ||
         !check_apart(&columns, &views[0]) || !check_apart(&columns, &views[1]))
         goto done;
     for (Py_ssize_t i = 0; i < columns.count; i++) {
@@ -388,7 +351,7 @@ static PyObject *join(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "OLOO:join", &given, &rows, &out, &index))
         return NULL;
-    if (!get_bytes(out, &views[0], "out", 2, PyBUF_WRITABLE))
+    if (!get_bytes(out, &views[0], "out", 2, 1))
         goto done;
     int64_t count = views[0].shape[0], row_bytes = views[0].shape[1];
     if (!get_columns(&columns, given, rows, row_bytes, 0) || !check_apart(&columns, &views[0]))
@@ -425,22 +388,4 @@ static PyMethodDef methods[] = {
     {"join", join, METH_VARARGS, join_doc},     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {
-#ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
-#endif
-    {0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_lines",
-    .m_doc = "Lines of a text, byte ranges of a file, and rows of bytes to and from columns.",
-    .m_methods = methods,
-    .m_slots = slots,
-};
-
-PyMODINIT_FUNC PyInit__lines(void)
-{
-    return PyModuleDef_Init(&definition);
-}
+MODULE(_lines, "Lines of a text, byte ranges of a file, and rows of bytes to and from columns.", methods)

@@ -7,10 +7,7 @@
    and all others are clamped. The work runs on the threads of the OpenMP that torch itself uses: a
    pool of our own would fight with it for the CPUs. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
+#include "_module.h"
 
 enum { CLAMPED = 4 };
 
@@ -174,22 +171,4 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {
-#ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
-#endif
-    {0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_relu_pool",
-    .m_doc = "ReLU and 2x2 max-pooling in one pass.",
-    .m_methods = methods,
-    .m_slots = slots,
-};
-
-PyMODINIT_FUNC PyInit__relu_pool(void)
-{
-    return PyModuleDef_Init(&definition);
-}
+MODULE(_relu_pool, "ReLU and 2x2 max-pooling in one pass.", methods)

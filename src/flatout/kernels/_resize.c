@@ -3,11 +3,7 @@
    Everything that comes in is checked here, whatever the caller checked before: a wrong buffer or
    table is a ValueError, never a crash. Tables are `bytes`, which nobody can change meanwhile. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
-
+#include "_module.h"
 #include "_resize_core.h"
 
 static int is_image(const Py_buffer *image, const char *name)
@@ -135,22 +131,4 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {
-#ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
-#endif
-    {0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_resize",
-    .m_doc = "Images of 8 bits resized by linear interpolation.",
-    .m_methods = methods,
-    .m_slots = slots,
-};
-
-PyMODINIT_FUNC PyInit__resize(void)
-{
-    return PyModuleDef_Init(&definition);
-}
+MODULE(_resize, "Images of 8 bits resized by linear interpolation.", methods)
