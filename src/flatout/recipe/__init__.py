@@ -4,7 +4,7 @@ from flatout.recipe.overrides import apply, effective, from_file, from_set
 from flatout.recipe.parity import ModelFacts, Parity
 from flatout.recipe.recipe import ASKED, Change, Choice, Recipe, ResolvedRecipe
 from flatout.recipe.sections import FIELDS, PLAIN, SECTIONS, SETTINGS, of_change, phrase
-from flatout.recipe.setting import Setting, Value
+from flatout.recipe.setting import Setting, Trial, Value
 from flatout.recipe.settings import Compute, Input, Memory, Process, Save, Script, World
 from flatout.recipe.toml import dump, dumps, load, loads
 
@@ -27,6 +27,7 @@ __all__ = [
     "Save",
     "Script",
     "Setting",
+    "Trial",
     "Value",
     "World",
     "apply",

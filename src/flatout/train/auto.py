@@ -179,22 +179,22 @@ class _Job:
     """What is trained as settings ask about it."""
 
     def __init__(self, switch: Switch) -> None:
-        on_gpu = switch.device.type == "cuda"
-        self.could_use_bf16 = _has_bf16_units(switch.device)
-        self.has_tf32_units = on_gpu and torch.cuda.get_device_capability(switch.device) >= (8, 0)
+        device = switch.device
+        self.has_gpu = device.type == "cuda"
+        self.could_use_bf16 = _has_bf16_units(device)
+        self.has_tf32_units = self.has_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
         self.has_convolutions = uses_convolution(switch.model)
         self.has_rewrites = bool(find_rewrites(switch.model))
         self.can_fuse = any(map(can_switch, switch.optimizers))
-        self.returns_memory = (
-            switch.device.type == "cpu" and allocator.supported() and switch.now.allocator != "keep"
-        )
+        keeps = switch.now.allocator == "keep"
+        self.returns_memory = device.type == "cpu" and allocator.supported() and not keeps
 
 
 def _options(requested: Recipe, stepper: Stepper, facts: ModelFacts, allow: Parity) -> list[Option]:
     """Options that are open in the request, fit model and machine, and lie within `allow`."""
     job = _Job(stepper.switch)
     return [
-        Option(field, trial.value, trial.why, trial.by_size)
+        Option(field, trial)
         for field in _MEASURED
         if (trial := SETTINGS[field].trial) is not None
         and requested.get(field) == "auto"
@@ -219,13 +219,13 @@ def _choices(trials: Trials, options: list[Option], best: Settings, facts: Model
     for option in options:
         trial = trials.results.get(option.field)
         plain = getattr(trials.plain, option.setting)
-        if getattr(best, option.setting) == option.value:
-            parity = of_change(option.field, "plain", option.value, facts)
+        if getattr(best, option.setting) == option.trial.value:
+            parity = of_change(option.field, "plain", option.trial.value, facts)
             why = trials.evidence(option)
             measured = trial or trials.together
-            choices[option.field] = _choice(option.value, why, parity, measured)
+            choices[option.field] = _choice(option.trial.value, why, parity, measured)
         else:
-            why = f"{option.value} {trials.objection(option)}"
+            why = f"{option.trial.value} {trials.objection(option)}"
             choices[option.field] = _choice(plain, why, Parity.EXACT)
     trial = trials.results.get("process.threads")
     if trial is not None and best.threads != trials.plain.threads:

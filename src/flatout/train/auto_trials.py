@@ -23,7 +23,7 @@ from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.measure import OutOfTime, TrialResult, page_faults, run_trial
 from flatout.models import adapter_of
-from flatout.recipe import ModelFacts
+from flatout.recipe import ModelFacts, Trial
 from flatout.train import auto_budget
 from flatout.train.auto_budget import Budget
 from flatout.train.settings import Settings
@@ -68,14 +68,11 @@ class Option:
 
     Attributes:
         field: its dotted name in the Recipe.
-        value: that may be faster than the plain one.
-        why, by_size: as of the setting's Trial.
+        trial: of another value than the plain one.
     """
 
     field: str
-    value: Any
-    why: str
-    by_size: bool = True
+    trial: Trial
 
     @property
     def setting(self) -> str:
@@ -196,7 +193,7 @@ class Trials:
         """
         if option.setting == "allocator":
             return True  # trying it would be using it: it cannot be undone
-        settings = self.plain.but(**{option.setting: option.value})
+        settings = self.plain.but(**{option.setting: option.trial.value})
         step = _FORWARDS * self._forward_s
         try:
             if option.setting == "rewrites":
@@ -344,7 +341,7 @@ class Trials:
 
         Options that there is no time to measure alone stay if the whole set was measured faster.
         """
-        best = self.plain.but(**{option.setting: option.value for option in options})
+        best = self.plain.but(**{option.setting: option.trial.value for option in options})
         rest = [option for option in options if option.setting != "allocator"]
         if len(rest) < len(options):
             best = self._without_useless_allocator(best, bool(rest))
@@ -357,7 +354,7 @@ class Trials:
             without = best.but(**{option.setting: getattr(self.plain, option.setting)})
             # What is left has to be confirmed against plain.
             confirming = self._round_s(self.plain, best)
-            trial = None if option.by_size else self._quick_trial(without, best, confirming)
+            trial = None if option.trial.by_size else self._quick_trial(without, best, confirming)
             if trial is None or not is_faster(trial):
                 # A quick look that shows nothing decides nothing.
                 trial = self.trial(without, best, confirming)
@@ -529,8 +526,8 @@ class Trials:
         if option.setting == "allocator":
             return "page faults a step: {:,} before, {:,} after".format(*self._faults)
         if option.field not in self.results:
-            return f"{option.why}; measured together with the others{self._on_part()}"
-        return option.why + self._on_part()
+            return f"{option.trial.why}; measured together with the others{self._on_part()}"
+        return option.trial.why + self._on_part()
 
     def objection(self, option: Option) -> str:
         """Why an option is not chosen."""

@@ -129,19 +129,19 @@ def _joined(one: Cure, other: Cure) -> Cure:
 
 
 def _parity(finding: Finding, seen: Observation) -> Parity:
-    facts = _facts(seen)
     said = Parity.from_words(finding.parity) if finding.parity else Parity.EXACT
-    changes = (of_change(name, None, value, facts) for name, value in finding.recipe.items())
-    return max([said, *changes])
+    return max(said, _of_recipe(finding.recipe, seen))
+
+
+def _of_recipe(recipe: Mapping[str, Any], seen: Observation) -> Parity:
+    facts = _facts(seen)
+    return max((of_change(n, None, v, facts) for n, v in recipe.items()), default=Parity.EXACT)
 
 
 def _same_input(recipe: Mapping[str, Any], parity: Parity, seen: Observation) -> Parity:
     """What a Recipe may change beyond the input; all that it may, where it is none of the input."""
     rest = {name: value for name, value in recipe.items() if not SETTINGS[name].of_input}
-    if len(rest) == len(recipe):
-        return parity
-    facts = _facts(seen)
-    return max((of_change(n, None, v, facts) for n, v in rest.items()), default=Parity.EXACT)
+    return parity if len(rest) == len(recipe) else _of_recipe(rest, seen)
 
 
 def _facts(seen: Observation) -> ModelFacts:
@@ -192,8 +192,7 @@ def _beside_threads(cure: Cure, verdict: Verdict) -> Cure | None:
 def _changed(cure: Cure, change: Mapping[str, Any], verdict: Verdict) -> Cure:
     """The same cure with other values, and with the edits that say the same."""
     seen = verdict.observations[0]
-    facts = _facts(seen)
-    parity = max([cure.parity, *(of_change(name, None, v, facts) for name, v in change.items())])
+    parity = max(cure.parity, _of_recipe(change, seen))
     return replace(
         cure,
         recipe=dict(change),
