@@ -64,6 +64,22 @@ JOB = """
         found["own"] = str(error)
     except FlatoutError as error:
         found["own"] = f"{error.what}, {error.where}"
+    loop = flatout.Loop(run=folder / "run", say=lambda line: None)
+    loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+    def full(*arguments, **options):
+        raise CheckpointError("the disk is full")
+
+
+    if world.is_first:
+        vars(loop.checkpoints).update(save=full, wait=full)
+    found["full"] = []
+    for write in (loop.save, loop.checkpointing.wait):
+        try:
+            write()
+        except CheckpointError as error:
+            found["full"].append(error.what)
     found["given"] = world.by_first(lambda: {"rank": world.rank})
     torch.save(found, folder / f"{world.rank}.pt")
 """
@@ -74,6 +90,7 @@ def test_all_ranks_come_to_the_end(tmp_path):
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first["size"] == second["size"] == 2
     assert first["save"] == second["save"]
+    assert first["full"] == second["full"] == ["the disk is full"] * 2
     assert first["own"] == "of the user's own code"
     assert second["own"] == "ValueError: of the user's own code, rank 0"
     assert first["given"] == second["given"] == {"rank": 0}

@@ -113,12 +113,20 @@ class Checkpointing:
             name = self.checkpoints.save(*told, [own], ["optimizers"], metadata)
             return f"{self._folder}/{name}"
         by_rank = self._world.gather(own)
-        path = self.next_path(step)
-        if self._world.is_first:
-            # The same name: nobody else writes into a run folder.
-            name = self.checkpoints.save(*told, by_rank, metadata=metadata)
-            path = f"{self._folder}/{name}"
-        return path
+        name = self._world.by_first(
+            lambda: self.checkpoints.save(*told, by_rank, metadata=metadata), "saving"
+        )
+        return f"{self._folder}/{name}"
+
+    def wait(self) -> None:
+        """Until the last checkpoint is written; all ranks call it.
+
+        Raises:
+            CheckpointError: on all ranks, it could not be written.
+        """
+        if self._in_pieces:
+            self.checkpoints.wait()
+        self._world.by_first(self.checkpoints.wait, "the last checkpoint")
 
     def find(self, resume: bool | str) -> LoadedCheckpoint | None:
         """The checkpoint to go on from; None where there is none.

@@ -127,7 +127,7 @@ class Fit:
         self._asked.append(score)
         if not self._running:
             self._checkpoint()
-            self.loop.checkpoints.wait()
+            self.loop.checkpointing.wait()
         return path
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class Fit:
             if loop.run is not None:
                 if not loop.is_saved:
                     self._checkpoint()
-                loop.checkpoints.wait()
+                loop.checkpointing.wait()
             self._tell_of_waiting()
             self._close_run()
             self._call("on_fit_end")
@@ -492,10 +492,9 @@ class Fit:
             name = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}"
             loop.run = loop.world.from_first(name)
         with suppress(CheckpointError):
-            loop.checkpoints.wait()  # what failed before is no reason not to try again
+            loop.checkpointing.wait()  # what failed before is no reason not to try again
         path = self._path if self._path and loop.is_saved else self._checkpoint()
-        loop.checkpoints.wait()
-        loop.world.wait()  # nobody leaves before it is written
+        loop.checkpointing.wait()
         name = "^C" if signum == signal.SIGINT else signal.Signals(signum).name
         prompt = signum == signal.SIGINT and is_interactive()
         loop.say(

@@ -391,7 +391,7 @@ class Trainer:
                 do="Trainer(model, run=folder) writes one; or name one: load_best(folder)",
             )
         if run is None:
-            self.loop.checkpoints.wait()
+            self.loop.checkpointing.wait()
         self.world().wait()  # until the first rank has written what it writes
         found = read_weights_of(folder, "best")
         check_fits(weights_of(self.model), found.tensors, where=found.where)
