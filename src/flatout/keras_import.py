@@ -9,15 +9,9 @@ does a mere look whether Keras is installed.
 from __future__ import annotations
 
 import os
-import sys
-from importlib.machinery import ModuleSpec, PathFinder
-from typing import TYPE_CHECKING, Any
 
 from flatout.errors import FlatoutError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import ModuleType
+from flatout.importing import before_import
 
 # The modules that each backend imports.
 _NEEDS = {
@@ -33,51 +27,15 @@ class KerasBackendError(FlatoutError, ImportError):
     """Keras is to take a backend that does not exist, or is not installed."""
 
 
-class _Finder:
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Keras' own spec, with a look at the backend before its code runs."""
-        if name != "keras":
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Explained(spec.loader)  # type: ignore[assignment]
-        return spec
-
-
-class _Explained:
-    """Keras' loader, which steps aside once Keras' code is about to run."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As Keras' own loader."""
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Look at the backend, then run Keras' code.
-
-        Raises:
-            KerasBackendError: the backend cannot be imported.
-        """
-        found = problem()
-        if found is not None:
-            raise found
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-
-
 def explain() -> None:
     """Look at Keras' backend whenever Keras is imported from now on."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    before_import("keras", _look)
+
+
+def _look() -> None:
+    found = problem()
+    if found is not None:
+        raise found
 
 
 def problem() -> KerasBackendError | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from flatout.cures import record
 from flatout.cures.steps import Steps
+from flatout.hooks import when_imported
 from flatout.hooks.compiling import skip_our_frames
-from flatout.hooks.importing import when_imported
 from flatout.recipe import FIELDS, SETTINGS, Recipe
 
 TESTED = ("2.11", "2.12", "2.13")

@@ -11,8 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from flatout.data.execution.buffers import Buffers
-from flatout.data.execution.row_store import layout_of
-from flatout.data.execution.shared_rows import SharedRows
+from flatout.data.execution.row_store import SharedRows, layout_of
 from flatout.measure.meters import available_bytes
 
 # After so many samples that a process has kept it looks whether so much memory is still free.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any
 from weakref import WeakSet
@@ -20,13 +21,13 @@ _RANKS = {kind: rank for rank, (kind, _) in enumerate(reversed(ORDER))}
 _stacks: WeakSet[_Stack] = WeakSet()
 
 
+@dataclass(eq=False)
 class Hook:
     """One wrapper in a stack."""
 
-    def __init__(self, stack: _Stack, rank: int, around: Callable[[Any], Any]) -> None:
-        self.stack = stack
-        self.rank = rank
-        self.around = around
+    stack: _Stack
+    rank: int
+    around: Callable[[Any], Any]
 
     def remove(self) -> bool:
         """Takes the wrapper off; False where another package has wrapped the function since."""
@@ -69,13 +70,10 @@ class _Stack:
         if self.hooks:
             call._flatout_stack = self
         for other in list(_stacks):
-            if other._inherits_from(self):
+            is_above = isinstance(other.owner, type) and self.owner in other.owner.__mro__[1:]
+            inherits = is_above and other.name == self.name and not other._is_own
+            if inherits and other.hooks and other.is_in_place():
                 other.build()
-
-    def _inherits_from(self, other: _Stack) -> bool:
-        is_below = isinstance(self.owner, type) and other.owner in self.owner.__mro__[1:]
-        is_wrapped = self.hooks and self.name == other.name and not self._is_own
-        return bool(is_below and is_wrapped and self.is_in_place())
 
 
 def wrap(owner: Any, name: str, kind: str, around: Callable[..., Any], *args: Any) -> Hook:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.console import say
+from flatout.hooks import when_imported
 from flatout.hooks.compiling import skip_our_frames
-from flatout.hooks.importing import when_imported
 from flatout.observe.ablation import Ablations
 from flatout.observe.backward import watch_backward
 from flatout.observe.compiles import Compiles

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from flatout.doctor.edits.source import Source, by_file
 from flatout.doctor.finding import Edit
-from flatout.hooks.importing import when_imported
+from flatout.hooks import when_imported
 
 _edits: tuple[Edit, ...] = ()
 _edited: dict[str, Source] = {}

@@ -22,8 +22,8 @@ from typing import Any
 from flatout.doctor.trials import step_sync
 from flatout.doctor.trials.recording import Stepping
 from flatout.doctor.trials.whole import Whole
+from flatout.hooks import when_imported
 from flatout.hooks.compiling import skip_our_frames
-from flatout.hooks.importing import when_imported
 from flatout.observe.backward import watch_backward
 from flatout.observe.keras import watch_keras
 from flatout.observe.loaders import watch_loaders

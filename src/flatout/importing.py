@@ -1,35 +1,40 @@
-"""Runs hooks right after a module was imported, without importing it."""
+"""Runs hooks right before or after a module is imported, without importing it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Hook = Callable[[Any], None]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
-_hooks: dict[str, list[Hook]] = {}
+_before: dict[str, Callable[[], None]] = {}
+_after: dict[str, list[Callable[[Any], None]]] = {}
 
 
-def when_imported(name: str, hook: Hook) -> None:
+def before_import(name: str, hook: Callable[[], None]) -> None:
+    """Calls `hook()` before the module's code runs; what it raises, the import raises."""
+    _before[name] = hook
+    _begin()
+
+
+def when_imported(name: str, hook: Callable[[Any], None]) -> None:
     """Calls `hook(module)` once the module is whole; at once where it is already."""
     module = sys.modules.get(name)
     if module is not None:
         hook(module)
         return
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
-    _hooks.setdefault(name, []).append(hook)
+    _after.setdefault(name, []).append(hook)
+    _begin()
 
 
-class _AfterImport(MetaPathFinder):
+class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _hooks:
+        if name not in _before and name not in _after:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -41,7 +46,12 @@ class _AfterImport(MetaPathFinder):
         return None
 
 
-_FINDER = _AfterImport()
+_FINDER = _Finder()
+
+
+def _begin() -> None:
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
 def _wait_for(spec: ModuleSpec, name: str) -> None:
@@ -54,10 +64,12 @@ def _wait_for(spec: ModuleSpec, name: str) -> None:
         return
     execute = loader.exec_module
 
-    def execute_then_hooks(module: ModuleType) -> None:
+    def execute_between_hooks(module: ModuleType) -> None:
         loader.__dict__.pop("exec_module", None)
+        if name in _before:
+            _before[name]()
         execute(module)
-        for hook in _hooks.pop(name, []):
+        for hook in _after.pop(name, []):
             hook(module)
 
-    loader.exec_module = execute_then_hooks
+    loader.exec_module = execute_between_hooks
