@@ -12,7 +12,7 @@ sparse tensor has the place of each value in `keys`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from flatout.data.decoder import Bytes, Encoded, Lengths, Split
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.execution.buffers import Buffers
 from flatout.data.framing import split_recordio
+from flatout.data.protobuf import WireError, fields
 from flatout.data.schema import Column, Schema
 
 _FEATURES, _LABEL = 1, 2
@@ -85,6 +86,8 @@ class RecordioDecoder:
                 good.append(row)
             except _Bad as bad:
                 faults.bad(str(bad), rows.where(row, start))
+            except WireError as error:
+                faults.bad(f"no Record: {error}", rows.where(row, start))
         columns: dict[str, Values] = {}
         for at, column in enumerate(self.schema.columns):
             columns[column.name] = _put_together(column, [row[at] for row in values], buffers)
@@ -184,38 +187,38 @@ def read_record(record: bytes) -> dict[int, dict[str, Tensor]]:
     """The tensors of a Record by name: {1: features, 2: label}.
 
     Raises:
-        _Bad: it is no Record.
+        WireError: it is no Record.
     """
     maps: dict[int, dict[str, Tensor]] = {_FEATURES: {}, _LABEL: {}}
-    for number, entry in _fields(record):
+    for number, entry in fields(record):
         if number not in maps:
             continue
         name, tensor = "", None
-        for part, content in _fields(_message(entry)):
+        for part, content in fields(entry):
             if part == 1:
                 name = _message(content).decode(errors="replace")
             elif part == 2:
-                tensor = _read_value(_message(content))
+                tensor = _read_value(content)
         if tensor is not None:
             maps[number][name] = tensor
     return maps
 
 
-def _read_value(value: bytes) -> Tensor | None:
+def _read_value(value: int | bytes) -> Tensor | None:
     tensor = None
-    for number, content in _fields(value):
+    for number, content in fields(value):
         if number == _BYTES:
-            found = [_message(part) for key, part in _fields(_message(content)) if key == 1]
+            found = [_message(part) for key, part in fields(content) if key == 1]
             values = np.frombuffer(found[-1] if found else b"", np.uint8)
             tensor = Tensor("bytes", values, _NONE, _NONE)
         elif number in _KINDS:
-            tensor = _read_tensor(_message(content), _KINDS[number])
+            tensor = _read_tensor(content, _KINDS[number])
     return tensor
 
 
-def _read_tensor(content: bytes, kind: str) -> Tensor:
+def _read_tensor(content: int | bytes, kind: str) -> Tensor:
     parts: dict[int, list[npt.NDArray[Any]]] = {1: [], 2: [], 3: []}
-    for number, data in _fields(content):
+    for number, data in fields(content):
         if number not in parts:
             continue
         if number == 1 and kind != "int32":
@@ -240,7 +243,7 @@ def _all(parts: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray
 def _floats(data: int | bytes, kind: str) -> npt.NDArray[Any]:
     dtype = np.dtype(kind).newbyteorder("<")
     if isinstance(data, int) or len(data) % dtype.itemsize:
-        raise _Bad(f"no Record: expected packed {kind} values")
+        raise WireError(f"expected packed {kind} values")
     return np.frombuffer(data, dtype)
 
 
@@ -253,12 +256,12 @@ def _integers(data: int | bytes) -> Numbers:
     if not len(raw) or is_last.all():
         return raw.astype(np.int64)
     if not is_last[-1]:
-        raise _Bad("no Record: packed values end within one")
+        raise WireError("packed values end within one")
     ends = np.flatnonzero(is_last) + 1
     starts = np.concatenate([[0], ends[:-1]])
     places = np.arange(len(raw)) - np.repeat(starts, ends - starts)
     if int(places.max()) > 9:
-        raise _Bad("no Record: a varint of more than ten bytes")
+        raise WireError("a varint of more than ten bytes")
     bits = (raw & 127).astype(np.uint64) << (7 * places).astype(np.uint64)
     sums: npt.NDArray[np.uint64] = np.add.reduceat(bits, starts)
     return sums.view(np.int64)
@@ -266,40 +269,5 @@ def _integers(data: int | bytes) -> Numbers:
 
 def _message(content: int | bytes) -> bytes:
     if isinstance(content, int):
-        raise _Bad("no Record: expected a message, found a number")
+        raise WireError("expected a message, found a number")
     return content
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and content of each field: varints as integers, all others as their bytes."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        wire = tag & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield tag >> 3, value
-            continue
-        if wire == 2:
-            size, at = _varint(data, at)
-        elif wire in (1, 5):
-            size = 8 if wire == 1 else 4
-        else:
-            raise _Bad(f"no Record: wire type {wire}")
-        if size > len(data) - at:
-            raise _Bad(f"no Record: a field wants {size:,} bytes, and {len(data) - at:,} are left")
-        yield tag >> 3, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data):
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value & (1 << 64) - 1, at
-        if shift > 63:
-            raise _Bad("no Record: a varint of more than ten bytes")
-    raise _Bad("no Record: it ends within a number")

@@ -9,11 +9,12 @@
 #ifndef FLATOUT_CRITEO_CORE_H
 #define FLATOUT_CRITEO_CORE_H
 
-#include <stdint.h>
 #include <string.h>
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
+
+#include "_rows.h"
 
 /* What is wrong with a row: `Bad` in criteo.py. */
 enum {
@@ -56,19 +57,8 @@ typedef struct {
 } Criteo;
 
 #define SLACK 16
-/* Rows that are fetched before their turn. */
-#define ROWS_AHEAD 4
-#define PAGES_AT_ONCE 8
-#define ROW_FETCH 512
 /* The fast way reads this far beyond a row. */
 #define BEYOND 64
-
-#define EACH_BYTE(x) (0x0101010101010101u * (uint64_t)(x))
-
-static inline int64_t once(const int64_t *numbers, int64_t i)
-{
-    return ((const volatile int64_t *)numbers)[i];
-}
 
 /* ---- values into columns ---- */
 
@@ -80,7 +70,7 @@ static int64_t float_bits(float number)
 }
 
 /* Without a branch on `is_missing`, which nothing could predict. */
-static inline __attribute__((always_inline)) void put(const Column *column, int64_t place,
+static ALWAYS_INLINE void put(const Column *column, int64_t place,
                                                       int64_t value, int is_missing)
 {
     int64_t bits = column->kind == FLOAT32 ? float_bits((float)value) : value;
@@ -111,7 +101,7 @@ static Hashing hashing_of(int64_t buckets)
 
 /* `hash % buckets` by two multiplications: Lemire, Kaser and Kurz, "Faster remainder by direct
    computation", 2019; exact for 32 bits. */
-static inline __attribute__((always_inline)) int64_t in_bucket(Hashing hashing, uint32_t hash)
+static ALWAYS_INLINE int64_t in_bucket(Hashing hashing, uint32_t hash)
 {
     if (hashing.buckets == 0)
         return hash;
@@ -229,7 +219,7 @@ static int exact_row(Criteo *job, int64_t row, int64_t start, int64_t stop, int6
 
 /* ---- the fast way ---- */
 
-static inline __attribute__((always_inline)) uint64_t load_8(const uint8_t *bytes)
+static ALWAYS_INLINE uint64_t load_8(const uint8_t *bytes)
 {
     uint64_t word;
     memcpy(&word, bytes, 8);
@@ -240,7 +230,7 @@ static inline __attribute__((always_inline)) uint64_t load_8(const uint8_t *byte
 }
 
 /* Bit i: byte i of these 64 is a tab. */
-static inline __attribute__((always_inline)) uint64_t tabs_of(const uint8_t *bytes)
+static ALWAYS_INLINE uint64_t tabs_of(const uint8_t *bytes)
 {
     uint64_t mask = 0;
 #ifdef __x86_64__
@@ -263,7 +253,7 @@ static inline __attribute__((always_inline)) uint64_t tabs_of(const uint8_t *byt
 
 /* Where the tabs are: tabs[0] is before the row, tabs[fields] its end. 0 unless there are as many
    as there should be. */
-static inline __attribute__((always_inline)) int find_tabs(const uint8_t *row, int64_t bytes,
+static ALWAYS_INLINE int find_tabs(const uint8_t *row, int64_t bytes,
                                                            int64_t fields, int32_t *tabs)
 {
     int64_t count = 1;
@@ -288,14 +278,14 @@ static inline __attribute__((always_inline)) int find_tabs(const uint8_t *row, i
 }
 
 /* The field's bytes, less '0' if they are digits, the last one on top; all of 8 or fewer. */
-static inline __attribute__((always_inline)) uint64_t digits_of(const uint8_t *field, int32_t bytes)
+static ALWAYS_INLINE uint64_t digits_of(const uint8_t *field, int32_t bytes)
 {
     unsigned half = (unsigned)(32 - 4 * bytes) & 63;
     return (load_8(field) ^ EACH_BYTE('0')) << half << half;
 }
 
 /* The number in 8 decimal digits. 0 unless all of them are. */
-static inline __attribute__((always_inline)) int decimal(uint64_t digits, int64_t *value)
+static ALWAYS_INLINE int decimal(uint64_t digits, int64_t *value)
 {
     int is_good = (((digits + EACH_BYTE(0x76)) | digits) & EACH_BYTE(0x80)) == 0;
     digits = digits * 10 + (digits >> 8); /* pairs, in every second byte */
@@ -306,7 +296,7 @@ static inline __attribute__((always_inline)) int decimal(uint64_t digits, int64_
 }
 
 /* The number in 8 hexadecimal digits. 0 unless all of them are. */
-static inline __attribute__((always_inline)) int hexadecimal(uint64_t digits, uint32_t *value)
+static ALWAYS_INLINE int hexadecimal(uint64_t digits, uint32_t *value)
 {
     /* 'A' to 'F' and 'a' to 'f', less '0', are 0x71 and 0x51 and more: bit 6 tells them apart. */
     uint64_t letter = digits >> 6 & EACH_BYTE(1);
@@ -322,7 +312,7 @@ static inline __attribute__((always_inline)) int hexadecimal(uint64_t digits, ui
 }
 
 /* Fields into a column, one by one. 0 where that has to be done the exact way. */
-static inline __attribute__((always_inline)) int put_integers(const Column *column, int64_t place,
+static ALWAYS_INLINE int put_integers(const Column *column, int64_t place,
                                                               const uint8_t *text,
                                                               const int32_t *tabs, int64_t count)
 {
@@ -338,7 +328,7 @@ static inline __attribute__((always_inline)) int put_integers(const Column *colu
     return 1;
 }
 
-static inline __attribute__((always_inline)) int put_categories(const Column *column,
+static ALWAYS_INLINE int put_categories(const Column *column,
                                                                 Hashing hashing, int64_t place,
                                                                 const uint8_t *text,
                                                                 const int32_t *tabs, int64_t count)
@@ -475,7 +465,7 @@ typedef int PutCategories(const Column *column, Hashing hashing, int64_t place, 
                           const int32_t *tabs, int64_t count);
 
 /* 1 if the row was read; else whatever was written has to be written again. */
-static inline __attribute__((always_inline)) int fast_row(const Criteo *job, int64_t row,
+static ALWAYS_INLINE int fast_row(const Criteo *job, int64_t row,
                                                           int64_t start, int64_t stop,
                                                           PutIntegers *write_integers,
                                                           PutCategories *write_categories)
@@ -500,41 +490,15 @@ static inline __attribute__((always_inline)) int fast_row(const Criteo *job, int
                           tabs + integers.width, categories.width);
 }
 
-/* Always inline: gcc takes a call for one without effects, and drops it. */
-static inline __attribute__((always_inline)) void fetch(const Criteo *job, int64_t row)
-{
-    uintptr_t start = (uintptr_t)job->text + (uintptr_t)once(job->starts, row);
-    uintptr_t end = (uintptr_t)job->text + (uintptr_t)once(job->ends, row);
-    end = end - start < ROW_FETCH ? end : start + ROW_FETCH;
-    for (start &= ~(uintptr_t)63; start < end; start += 64)
-        __builtin_prefetch((const void *)start);
-}
-
-/* A fetch waits for the address of its page. Where rows are far apart that takes long, but several
-   pages take no longer than one: so the begins of some rows are fetched at once, then row by row
-   what follows them. */
-static inline __attribute__((always_inline)) void fetch_ahead(const Criteo *job, int64_t row)
-{
-    if (row % PAGES_AT_ONCE == 0) {
-        int64_t last = row + ROWS_AHEAD + 2 * PAGES_AT_ONCE;
-        for (int64_t i = last - PAGES_AT_ONCE; i < last && i < job->rows; i++) {
-            uintptr_t start = (uintptr_t)job->text + (uintptr_t)once(job->starts, i);
-            __builtin_prefetch((const void *)start);
-        }
-    }
-    if (row + ROWS_AHEAD < job->rows)
-        fetch(job, row + ROWS_AHEAD);
-}
-
-static inline __attribute__((always_inline)) int64_t parse_rows(Criteo *job,
+static ALWAYS_INLINE int64_t parse_rows(Criteo *job,
                                                                 PutIntegers *write_integers,
                                                                 PutCategories *write_categories)
 {
     int64_t bad = 0;
     for (int64_t row = 0; row < job->rows; row++) {
-        int64_t start = once(job->starts, row), stop = once(job->ends, row), wrong = start;
+        int64_t start = read_once(job->starts, row), stop = read_once(job->ends, row), wrong = start;
         int code = GOOD;
-        fetch_ahead(job, row);
+        fetch_ahead(job->text, job->starts, job->ends, job->rows, row, 0);
         if (start < 0 || stop < start || stop > job->bytes)
             code = OUTSIDE;
         else if (!fast_row(job, row, start, stop, write_integers, write_categories))

@@ -122,7 +122,7 @@ static const int64_t *hold_offsets(Held *held, PyObject *object, Py_ssize_t numb
         return NULL;
     int64_t last = 0, is_good = 1;
     for (int64_t row = 0; row <= rows; row++) {
-        int64_t offset = once(view->buf, row);
+        int64_t offset = read_once(view->buf, row);
         is_good &= offset >= last;
         last = offset;
     }

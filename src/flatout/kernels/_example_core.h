@@ -13,10 +13,6 @@
 
 /* The fast way reads this far beyond a record: the longest key that is compared at once. */
 #define BEYOND 160
-/* Records that are fetched before their turn. */
-#define ROWS_AHEAD 4
-#define PAGES_AT_ONCE 8
-#define ROW_FETCH 512
 
 /* ---- a record ---- */
 
@@ -223,33 +219,6 @@ static ALWAYS_INLINE int fast_row(const Job *job, int64_t row, int64_t start, in
 
 /* ---- all rows ---- */
 
-/* Always inline: gcc takes a call for one without effects, and drops it. */
-static ALWAYS_INLINE void fetch(const Job *job, int64_t row)
-{
-    uintptr_t start = (uintptr_t)job->text + (uintptr_t)once(job->starts, row);
-    uintptr_t end = (uintptr_t)job->text + (uintptr_t)once(job->ends, row);
-    start -= HEADER;
-    end = end - start < ROW_FETCH ? end : start + ROW_FETCH;
-    for (start &= ~(uintptr_t)63; start < end; start += 64)
-        __builtin_prefetch((const void *)start);
-}
-
-/* A fetch waits for the address of its page. Where rows are far apart that takes long, but several
-   pages take no longer than one: so the begins of some rows are fetched at once, then row by row
-   what follows them. */
-static ALWAYS_INLINE void fetch_ahead(const Job *job, int64_t row)
-{
-    if (row % PAGES_AT_ONCE == 0) {
-        int64_t last = row + ROWS_AHEAD + 2 * PAGES_AT_ONCE;
-        for (int64_t i = last - PAGES_AT_ONCE; i < last && i < job->rows; i++) {
-            uintptr_t start = (uintptr_t)job->text + (uintptr_t)once(job->starts, i);
-            __builtin_prefetch((const void *)start);
-        }
-    }
-    if (row + ROWS_AHEAD < job->rows)
-        fetch(job, row + ROWS_AHEAD);
-}
-
 /* How many rows are bad. */
 static ALWAYS_INLINE int64_t decode_rows(const Job *job, PutInts *put_ints, Crc *crc, int is_exact)
 {
@@ -258,9 +227,9 @@ static ALWAYS_INLINE int64_t decode_rows(const Job *job, PutInts *put_ints, Crc 
     for (int64_t i = 0; i <= copy.plan->count; i++)
         copy.memory[i] = (Memory){.row = -1};
     for (int64_t row = 0; row < copy.rows; row++) {
-        int64_t start = once(copy.starts, row), stop = once(copy.ends, row), wrong = start;
+        int64_t start = read_once(copy.starts, row), stop = read_once(copy.ends, row), wrong = start;
         int code = GOOD, is_inside = start >= 0 && stop >= start && stop <= copy.bytes;
-        fetch_ahead(&copy, row);
+        fetch_ahead(copy.text, copy.starts, copy.ends, copy.rows, row, HEADER);
         if (is_exact || !is_inside || !fast_row(&copy, row, start, stop, put_ints, crc))
             code = exact_row(&copy, row, start, stop, &wrong);
         copy.status[row] = (uint8_t)code;

@@ -10,7 +10,6 @@
 #ifndef FLATOUT_EXAMPLE_CRC_H
 #define FLATOUT_EXAMPLE_CRC_H
 
-#include <stdint.h>
 #include <string.h>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -19,7 +18,7 @@
 #include <sys/auxv.h>
 #endif
 
-#define ALWAYS_INLINE inline __attribute__((always_inline))
+#include "_rows.h"
 
 /* From one state of the checksum to that behind these bytes. The state before the first byte is
    all ones; the checksum is the complement of the last state. */

@@ -103,13 +103,6 @@ enum { WIRE_VARINT, WIRE_8_BYTES, WIRE_BYTES, WIRE_GROUP, WIRE_END_GROUP, WIRE_4
 /* Tag and length before a name. */
 #define KEY_HEAD 2
 
-#define EACH_BYTE(x) (0x0101010101010101u * (uint64_t)(x))
-
-static inline int64_t once(const int64_t *numbers, int64_t i)
-{
-    return ((const volatile int64_t *)numbers)[i];
-}
-
 static ALWAYS_INLINE uint32_t load_4(const uint8_t *bytes)
 {
     uint32_t word;
@@ -290,8 +283,8 @@ static ALWAYS_INLINE int row_places(const Feature *feature, const Output *output
         *capacity = feature->width;
         return 1;
     }
-    int64_t stop = once(output->offsets, row + 1);
-    *first = once(output->offsets, row);
+    int64_t stop = read_once(output->offsets, row + 1);
+    *first = read_once(output->offsets, row);
     *capacity = stop - *first;
     return *first >= 0 && stop >= *first && stop <= output->room;
 }

@@ -50,8 +50,8 @@ static int find_sizes(const Column *column, int64_t row, Sizes *sizes)
     sizes->first = row * column->width;
     sizes->count = column->width;
     if (column->width == RAGGED) {
-        sizes->first = once(column->offsets, row);
-        sizes->count = once(column->offsets, row + 1) - sizes->first;
+        sizes->first = read_once(column->offsets, row);
+        sizes->count = read_once(column->offsets, row + 1) - sizes->first;
         if (sizes->first < 0 || sizes->count < 0 || sizes->count > column->room - sizes->first)
             return 0;
     }
@@ -118,7 +118,7 @@ static uint8_t *write_values(const Column *column, const Sizes *sizes, uint8_t *
         return to + sizes->count;
     }
     for (int64_t i = sizes->first; column->kind == INTS && i < sizes->first + sizes->count; i++) {
-        uint64_t value = (uint64_t)once(column->values, i);
+        uint64_t value = (uint64_t)read_once(column->values, i);
         if (end - to < LONG_VARINT && varint_bytes(value) > end - to)
             return NULL;
         to = write_varint(to, value);
@@ -152,7 +152,7 @@ static uint8_t *write_entry(const Column *column, int64_t row, uint8_t *to, cons
 /* 0 if the row does not fit into its place any more. */
 static int write_row(const Writing *job, int64_t row)
 {
-    int64_t start = once(job->offsets, row), stop = once(job->offsets, row + 1);
+    int64_t start = read_once(job->offsets, row), stop = read_once(job->offsets, row + 1);
     if (start < 0 || stop > job->out_bytes || stop < start)
         return 0;
     int64_t bytes = stop - start - HEADER - FOOTER, features = bytes;

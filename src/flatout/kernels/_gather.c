@@ -7,6 +7,7 @@
 #include <math.h>
 
 #include "_buffers.h"
+#include "_rows.h"
 
 /* The rows that one call moves. `rows` of `row_bytes` bytes each, `count` of them wanted. */
 typedef struct {
@@ -103,13 +104,6 @@ static int acquire(Gather *g, PyObject *source, PyObject *index, PyObject *out,
                         "expected C-contiguous buffers, and a writable one for out");
     }
     return 0;
-}
-
-/* Another thread may write into the index while the GIL is free. Each value is therefore read once
-   and checked again where it is used; a row that went bad is not read. */
-static int64_t read_once(const int64_t *index, Py_ssize_t i)
-{
-    return ((const volatile int64_t *)index)[i];
 }
 
 static Py_ssize_t copy_rows(const Gather *g)

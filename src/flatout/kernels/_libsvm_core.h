@@ -9,12 +9,13 @@
 #define FLATOUT_LIBSVM_CORE_H
 
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
+
+#include "_rows.h"
 
 /* What is wrong with a row: `Bad` in libsvm.py. */
 enum {
@@ -75,13 +76,6 @@ typedef struct {
 /* Rows that are fetched before their turn, and how much of them. */
 #define AHEAD 4
 #define MOST_FETCH 512
-
-#define EACH_BYTE(x) (0x0101010101010101u * (uint64_t)(x))
-
-static inline int64_t read_once(const int64_t *numbers, int64_t i)
-{
-    return ((const volatile int64_t *)numbers)[i];
-}
 
 /* ---- eight bytes at once ---- */
 
@@ -452,7 +446,7 @@ typedef struct {
 } Way;
 
 /* The index of one pair. */
-static inline __attribute__((always_inline)) int fast_index(Chunk *chunk, const uint8_t *text,
+static ALWAYS_INLINE int fast_index(Chunk *chunk, const uint8_t *text,
                                                             uint32_t pair)
 {
     uint32_t start = chunk->blanks[pair] + 1, colon = chunk->colons[pair], count = colon - start;
@@ -477,7 +471,7 @@ static __attribute__((noinline)) int slow_value(Chunk *chunk, const uint8_t *tex
 
 /* How many of the pairs from `pair` on have plain values. Without a call in the loop, constants stay
    in registers. */
-static inline __attribute__((always_inline)) uint32_t fast_values(
+static ALWAYS_INLINE uint32_t fast_values(
     Chunk *chunk, const uint8_t *text, uint32_t pair, uint32_t pairs, const Way *way)
 {
     for (; pair < pairs; pair++) {
@@ -493,7 +487,7 @@ static inline __attribute__((always_inline)) uint32_t fast_values(
 
 /* Read pairs from `size` bytes that begin with a token, as long as indices are above `last`.
    `is_end` says that the row ends there. Returns how many. */
-static inline __attribute__((always_inline)) int read_chunk(
+static ALWAYS_INLINE int read_chunk(
     Chunk *chunk, const uint8_t *text, uint32_t size, int is_end, int64_t last,
     const Way *way)
 {
@@ -904,7 +898,7 @@ static int read_row(const Libsvm *job, Row *row, Chunk *chunk, ReadChunk *read, 
 }
 
 /* Always inline: gcc takes a call for one without effects, and drops it. */
-static inline __attribute__((always_inline)) void fetch_row(const Libsvm *job, int64_t row)
+static ALWAYS_INLINE void fetch_row(const Libsvm *job, int64_t row)
 {
     uintptr_t start = (uintptr_t)read_once(job->starts, row);
     uintptr_t bytes = (uintptr_t)read_once(job->ends, row) - start;

@@ -7,17 +7,13 @@
 #define FLATOUT_LINES_CORE_H
 
 #include <errno.h>
-#include <stdint.h>
 #include <string.h>
 #include <sys/uio.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
-static inline int64_t read_once(const int64_t *numbers, int64_t i)
-{
-    return ((const volatile int64_t *)numbers)[i];
-}
+#include "_rows.h"
 
 /* ---- newlines ---- */
 

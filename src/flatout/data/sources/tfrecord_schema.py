@@ -6,9 +6,10 @@ messages are those of TensorFlow's `example.proto` and `feature.proto`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from flatout.data.protobuf import fields
 from flatout.data.schema import Column, Schema
 from flatout.errors import DataError
 
@@ -40,7 +41,7 @@ def infer_schema(records: Iterable[bytes], where: str) -> Schema:
         total += 1
         try:
             found = features_of(record)
-        except (IndexError, ValueError) as error:
+        except ValueError as error:
             raise DataError(
                 f"record {total - 1} is no tf.train.Example: {error}", where=where
             ) from error
@@ -75,21 +76,21 @@ def _column(name: str, seen: list[Seen], total: int, where: str) -> Column:
 def features_of(record: bytes) -> dict[str, Seen]:
     """Kind and number of values of each feature of an Example."""
     found = {}
-    for number, features in _fields(record):
+    for number, features in fields(record):
         if number != 1:
             continue
-        for key, entry in _fields(features):
+        for key, entry in fields(features):
             if key == 1:
-                parts = dict(_fields(entry))
+                parts = dict(fields(entry))
                 found[bytes(parts.get(1, b"")).decode()] = _seen(parts.get(2, b""))
     return found
 
 
 def _seen(feature: Any) -> Seen:
     kind, count = "", 0
-    for number, values in _fields(feature):
+    for number, values in fields(feature):
         kind = _KINDS.get(number, "")
-        count += sum(_count(kind, value) for key, value in _fields(values) if key == 1)
+        count += sum(_count(kind, value) for key, value in fields(values) if key == 1)
     return Seen(kind, count)
 
 
@@ -101,37 +102,3 @@ def _count(kind: str, value: Any) -> int:
     if kind == "float":
         return len(value) // 4 or 1
     return sum(byte < 128 for byte in value)
-
-
-def _fields(data: Any) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field; integers for those that have no length."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        wire = tag & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield tag >> 3, value
-            continue
-        if wire == 2:
-            size, at = _varint(data, at)
-        elif wire in (1, 5):
-            size = 8 if wire == 1 else 4
-        else:
-            raise ValueError(f"wire type {wire}")
-        if at + size > len(data):
-            raise ValueError("a field ends beyond the record")
-        yield tag >> 3, data[at : at + size] if wire == 2 else 0
-        at += size
-
-
-def _varint(data: Any, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
-        if shift > 63:
-            raise ValueError("a varint of more than ten bytes")

@@ -1,0 +1,50 @@
+"""Protocol Buffers, field by field: https://protobuf.dev/programming-guides/encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class WireError(ValueError):
+    """What is wrong with a message."""
+
+
+def fields(data: int | bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and content of each field: varints as integers, all others as their bytes.
+
+    Raises:
+        WireError: it is no message.
+    """
+    if isinstance(data, int):
+        raise WireError("expected a message, found a number")
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        wire = tag & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield tag >> 3, value
+            continue
+        if wire == 2:
+            size, at = _varint(data, at)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+        else:
+            raise WireError(f"wire type {wire}")
+        if size > len(data) - at:
+            raise WireError(f"a field wants {size:,} bytes, and {len(data) - at:,} are left")
+        yield tag >> 3, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(data):
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value & (1 << 64) - 1, at
+        if shift > 63:
+            raise WireError("a varint of more than ten bytes")
+    raise WireError("it ends within a number")

@@ -1,0 +1,53 @@
+/* What the parsers of rows share; without Python. */
+
+#ifndef FLATOUT_ROWS_H
+#define FLATOUT_ROWS_H
+
+#include <stdint.h>
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+#define EACH_BYTE(x) (0x0101010101010101u * (uint64_t)(x))
+
+/* Rows that are fetched before their turn. */
+#define ROWS_AHEAD 4
+#define PAGES_AT_ONCE 8
+#define ROW_FETCH 512
+
+/* Another thread may write into the numbers meanwhile: each is read once, and checked where it is
+   used. */
+static inline int64_t read_once(const int64_t *numbers, int64_t i)
+{
+    return ((const volatile int64_t *)numbers)[i];
+}
+
+/* `head`: bytes before a row that belong to it. Always inline: gcc takes a call for one without
+   effects, and drops it. */
+static ALWAYS_INLINE void fetch(const uint8_t *text, const int64_t *starts, const int64_t *ends,
+                                int64_t row, int head)
+{
+    uintptr_t start = (uintptr_t)text + (uintptr_t)read_once(starts, row) - (uintptr_t)head;
+    uintptr_t end = (uintptr_t)text + (uintptr_t)read_once(ends, row);
+    end = end - start < ROW_FETCH ? end : start + ROW_FETCH;
+    for (start &= ~(uintptr_t)63; start < end; start += 64)
+        __builtin_prefetch((const void *)start);
+}
+
+/* A fetch waits for the address of its page. Where rows are far apart that takes long, but several
+   pages take no longer than one: so the begins of some rows are fetched at once, then row by row
+   what follows them. */
+static ALWAYS_INLINE void fetch_ahead(const uint8_t *text, const int64_t *starts,
+                                      const int64_t *ends, int64_t rows, int64_t row, int head)
+{
+    if (row % PAGES_AT_ONCE == 0) {
+        int64_t last = row + ROWS_AHEAD + 2 * PAGES_AT_ONCE;
+        for (int64_t i = last - PAGES_AT_ONCE; i < last && i < rows; i++) {
+            uintptr_t start = (uintptr_t)text + (uintptr_t)read_once(starts, i);
+            __builtin_prefetch((const void *)start);
+        }
+    }
+    if (row + ROWS_AHEAD < rows)
+        fetch(text, starts, ends, row + ROWS_AHEAD, head);
+}
+
+#endif
