@@ -121,27 +121,28 @@ class Batch(NamedTuple):
         return self._replace(inputs=inputs)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same structure with `function` applied to each tensor; None stays None."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if value is None:
-        return None
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same structure, lists as tuples, with `function` applied to each tensor or whatever else
+    is no dict, tuple, list or None."""
     if isinstance(value, dict):
         return {key: map_tensors(function, part) for key, part in value.items()}
-    return tuple(map_tensors(function, part) for part in value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map_tensors(function, part) for part in value)
+    return None if value is None else function(value)
 
 
 def named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of a structure with its name, such as `inputs['image']`."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, part in value.items():
+    if isinstance(value, (dict, tuple, list)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from named_tensors(f"{name}[{key!r}]", part)
     elif value is not None:
-        for number, part in enumerate(value):
-            yield from named_tensors(f"{name}[{number}]", part)
+        yield name, value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a structure, whatever else is in it."""
+    return [part for _, part in named_tensors("", value) if isinstance(part, Tensor)]
 
 
 def rows_of_samples(value: Any, batch: Batch) -> Any:

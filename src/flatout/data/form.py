@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flatout.data.batch import Batch
+from flatout.data.batch import Batch, map_tensors
 from flatout.data.block import Block, Ragged, Values, offsets_of
 from flatout.data.execution.buffers import Buffers
 from flatout.data.schema import Column, Role, Schema
@@ -18,7 +19,8 @@ from flatout.data.tensors import as_tensors, parts_of
 from flatout.errors import DataError
 
 
-class Leaf(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Leaf:
     """A tensor of a batch.
 
     Attributes:
@@ -56,14 +58,16 @@ class Form(NamedTuple):
 
     def batch(self, block: Block, buffers: Buffers) -> Batch:
         """The block as tensors that share its memory; ragged columns are padded."""
-        inputs, targets, weight = (
-            _map(lambda leaf: _tensor(leaf, block, buffers), tree) for tree in self
+        inputs, targets, weight = map_tensors(
+            lambda leaf: _tensor(leaf, block, buffers), tuple(self)
         )
         return Batch(inputs, targets, weight, torch.from_numpy(block.numbers.copy()), len(block))
 
     def sample(self, block: Block, row: int) -> tuple[Any, ...]:
         """One row as a user's function gets it: (inputs,), or (inputs, targets[, weight])."""
-        inputs, targets, weight = (_map(lambda leaf: _row(leaf, block, row), tree) for tree in self)
+        inputs, targets, weight = (
+            map_tensors(lambda leaf: _row(leaf, block, row), tree) for tree in self
+        )
         if weight is not None:
             return inputs, targets, weight
         return (inputs,) if targets is None else (inputs, targets)
@@ -219,13 +223,3 @@ def _row(leaf: Leaf, block: Block, row: int) -> Tensor:
         if leaf.is_lengths
         else torch.from_numpy(values.values[start:stop])
     )
-
-
-def _map(function: Callable[[Leaf], Any], tree: Tree) -> Any:
-    if tree is None:
-        return None
-    if isinstance(tree, Leaf):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: _map(function, part) for key, part in tree.items()}
-    return tuple(_map(function, part) for part in tree)

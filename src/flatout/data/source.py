@@ -16,7 +16,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.sources.arrays import Arrays, array_source
 from flatout.data.sources.dataset import dataset, from_loader
 from flatout.data.sources.iterable import iterable
-from flatout.data.tensors import is_array, parts_of
+from flatout.data.tensors import are_arrays, is_array, parts_of
 from flatout.errors import DataError
 
 
@@ -165,7 +165,7 @@ def as_source(
         "clip_batch": clip_batch,
     }
     if y is not None:
-        if not _holds_arrays(train):
+        if not are_arrays(train):
             raise DataError(
                 f"y goes with arrays, and {type(train).__name__} is none",
                 do="let it give (x, y) itself",
@@ -258,11 +258,3 @@ def last_batch_of(source: Source) -> int | None:
 def _is_source(value: Any) -> bool:
     wanted = ("batches", "peek", "describe", "labels_range", "state_dict", "load_state_dict")
     return all(callable(getattr(type(value), name, None)) for name in wanted)
-
-
-def _holds_arrays(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_holds_arrays, value.values()))
-    if isinstance(value, (tuple, list)):
-        return all(map(_holds_arrays, value))
-    return is_array(value)

@@ -19,6 +19,15 @@ def is_array(value: Any) -> bool:
     return isinstance(value, Tensor) or hasattr(value, "__array__")
 
 
+def are_arrays(value: Any) -> bool:
+    """Whether this is an array, or a tuple, list or dict of arrays alone."""
+    if isinstance(value, dict):
+        return all(map(are_arrays, value.values()))
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(map(are_arrays, value))
+    return is_array(value)
+
+
 def as_tensor(name: str, value: Any, where: str | None = None) -> Tensor:
     """A tensor of the same dtype; numpy arrays share their memory with it where torch can.
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from flatout.data.batch import Batch
+from flatout.data.batch import Batch, tensors_in
 from flatout.errors import ModelError
 
 # What to do where output and target are (n, 1) and (n,), or the other way round.
@@ -97,8 +97,8 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._name = name
         self._rows = {batch.size, batch.samples} - {0, 1}
-        self._outputs = _tensors(output)
-        self._targets = _tensors(batch.targets)
+        self._outputs = tensors_in(output)
+        self._targets = tensors_in(batch.targets)
         # By identity; they are held, so that no other tensor takes their place.
         self._of_output = {id(tensor): tensor for tensor in self._outputs}
         self._of_target = {id(tensor): tensor for tensor in self._targets}
@@ -106,7 +106,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = _tensors((*args, *(kwargs or {}).values()))
+        given = tensors_in((*args, *(kwargs or {}).values()))
         outputs = [tensor for tensor in given if id(tensor) in self._of_output]
         targets = [tensor for tensor in given if id(tensor) in self._of_target]
         pairs = [(o, t) for o in outputs for t in targets if self._differ(o, t)]
@@ -170,7 +170,7 @@ class _WatchCompute(_Watch):
     def __init__(self, batch: Batch) -> None:
         super().__init__("compute", (), batch)
         if batch.targets is None:  # they may be among the inputs
-            self._of_target = {id(tensor): tensor for tensor in _tensors(batch.inputs)}
+            self._of_target = {id(tensor): tensor for tensor in tensors_in(batch.inputs)}
 
     def __enter__(self) -> Any:
         self._hook = register_module_forward_hook(lambda module, args, output: self._keep(output))
@@ -181,13 +181,13 @@ class _WatchCompute(_Watch):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def _keep(self, output: object) -> None:
-        rows = [tensor for tensor in _tensors(output) if self._has_rows(tensor)]
+        rows = [tensor for tensor in tensors_in(output) if self._has_rows(tensor)]
         self._of_output |= {id(t): t for t in rows if id(t) not in self._of_target}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = _tensors((*args, *(kwargs or {}).values()))
+        given = tensors_in((*args, *(kwargs or {}).values()))
         if func in _ONE_SHAPE and len(given) > 1 and self._would_broadcast(*given[:2]):
             ours, theirs = (tuple(tensor.shape) for tensor in given[:2])
             raise ModelError(
@@ -197,7 +197,7 @@ class _WatchCompute(_Watch):
             )
         result = super().__torch_function__(func, types, args, kwargs)
         if any(tensor.is_leaf and tensor.requires_grad for tensor in given):
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 self._of_target.pop(id(tensor), None)
             self._keep(result)
         return result
@@ -210,16 +210,6 @@ class _WatchCompute(_Watch):
         except RuntimeError:
             return False  # torch says it better
         return whole not in (one.shape, other.shape)
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
 
 
 def _is_in(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:

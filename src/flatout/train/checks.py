@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, Tensors, named_tensors
+from flatout.data.batch import Batch, Tensors, named_tensors, tensors_in
 from flatout.data.normalization import holds_bytes
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
@@ -156,7 +156,7 @@ def loss_misfit(error: Exception, loss: Loss, output: object, batch: Batch) -> D
         check_targets(loss, output, batch)
     except DataError as found:
         return found
-    outputs = ", ".join(_words(t) for t in _all_tensors(output)) or type(output).__name__
+    outputs = ", ".join(_words(t) for t in tensors_in(output)) or type(output).__name__
     return DataError(
         f"the loss {loss.name} does not take this batch: {_first_line(error)}",
         where=f"output {outputs}; batch: {describe(batch)}",
@@ -166,8 +166,8 @@ def loss_misfit(error: Exception, loss: Loss, output: object, batch: Batch) -> D
 
 def describe(batch: Batch) -> str:
     """Shapes and dtypes of a batch in words."""
-    inputs = ", ".join(_words(t) for t in _all_tensors(batch.inputs))
-    targets = ", ".join(_words(t) for t in _all_tensors(batch.targets))
+    inputs = ", ".join(_words(t) for t in tensors_in(batch.inputs))
+    targets = ", ".join(_words(t) for t in tensors_in(batch.targets))
     return f"inputs {inputs or 'none'}, targets {targets or 'none'}"
 
 
@@ -248,17 +248,6 @@ def _first_layer(model: nn.Module) -> str:
             own = own_names(model, [name])[name]
             return f"first layer {own or 'itself'} is {module}"
     return f"{type(model).__name__} without parameters"
-
-
-def _all_tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _all_tensors(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _all_tensors(part)
 
 
 def _words(tensor: torch.Tensor) -> str:

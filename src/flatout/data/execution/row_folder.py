@@ -502,7 +502,7 @@ def _tree_words(tree: Any) -> Any:
     if tree is None:
         return None
     if isinstance(tree, Leaf):
-        return {"leaf": list(tree)}
+        return {"leaf": [tree.column, tree.pad, tree.is_lengths]}
     if isinstance(tree, dict):
         return {"dict": {key: _tree_words(part) for key, part in tree.items()}}
     return {"tuple": [_tree_words(part) for part in tree]}

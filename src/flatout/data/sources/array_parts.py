@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import TensorDataset
 
+from flatout.data.batch import map_tensors, named_tensors
 from flatout.data.sources.arrays import Arrays
-from flatout.data.tensors import is_array, parts_of
+from flatout.data.tensors import are_arrays, is_array, parts_of
 from flatout.errors import DataError
 
 
@@ -52,28 +52,10 @@ def split_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[
             do="pass validation_data; a pipeline has .split(), and torch.utils.data.random_split "
             "parts a Dataset",
         )
-    split = _split(len(next(_leaves(x))), share)
-    first = tuple(map_arrays(lambda part: part[:split], part) for part in (x, y, sample_weight))
-    last = tuple(map_arrays(lambda part: part[split:], part) for part in (x, y, sample_weight))
+    split = _split(len(next(named_tensors("", x))[1]), share)
+    first = tuple(map_tensors(lambda part: part[:split], part) for part in (x, y, sample_weight))
+    last = tuple(map_tensors(lambda part: part[split:], part) for part in (x, y, sample_weight))
     return first, last
-
-
-def are_arrays(value: Any) -> bool:
-    """Whether this is an array, or a tuple, list or dict of arrays alone."""
-    if isinstance(value, dict):
-        return all(map(are_arrays, value.values()))
-    if isinstance(value, (tuple, list)):
-        return bool(value) and all(map(are_arrays, value))
-    return is_array(value)
-
-
-def map_arrays(function: Any, value: Any) -> Any:
-    """The same structure, lists as tuples, with `function` applied to each array."""
-    if isinstance(value, dict):
-        return {name: map_arrays(function, part) for name, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return tuple(map_arrays(function, part) for part in value)
-    return None if value is None else function(value)
 
 
 def _parts(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
@@ -105,11 +87,3 @@ def _split(samples: int, share: float) -> int:
             do="choose a share between 0 and 1 that leaves both parts at least one sample",
         )
     return split
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (dict, tuple, list)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(part)
-    elif value is not None:
-        yield value

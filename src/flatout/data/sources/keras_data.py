@@ -8,13 +8,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from flatout.data.batch import map_tensors
 from flatout.data.execution.read_ahead import EpochReader
 from flatout.data.execution.worker_tuner import Workers
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source, as_source
-from flatout.data.sources.array_parts import are_arrays, map_arrays
 from flatout.data.sources.arrays import Arrays, array_source
 from flatout.data.sources.iterable import IterableSource, name_digest
+from flatout.data.tensors import are_arrays
 from flatout.errors import DataError
 
 # Where a batch's targets hold sample weights that are not one number a sample.
@@ -91,7 +92,7 @@ def _in_floatx(value: Any) -> Any:
         tensor = array if torch.is_tensor(array) else torch.from_numpy(_plain(np.asarray(array)))
         return tensor.to(wanted) if tensor.is_floating_point() else tensor
 
-    return map_arrays(convert, value)
+    return map_tensors(convert, value)
 
 
 def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
