@@ -5,7 +5,6 @@ Those of a map-style dataset by their number; those of an iterable one by their 
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterator
 from itertools import compress
@@ -20,9 +19,10 @@ from flatout.cures.record import is_on, leave, took
 from flatout.cures.sample_store import Form, Store, are_same, form_of
 from flatout.cures.steps import Steps
 from flatout.cures.stream import Stream
-from flatout.data.execution.unchanged import Attributes, parts_of
+from flatout.data.execution.unchanged import Attributes
 from flatout.hooks import wrap
 from flatout.measure.meters import available_bytes
+from flatout.observe.generators import generators_of
 from flatout.world.place import place
 
 FIELD = "script.cache"
@@ -166,7 +166,7 @@ def _stream_of(torch: Any, dataset: Any) -> Stream | None:
     if isinstance(dataset, torch.utils.data.IterDataPipe):  # a loader treats it as one
         leave(FIELD, f"{type(dataset).__name__} is a DataPipe")
         return None
-    if _draws(torch, dataset):
+    if _draws(dataset):
         return None
     return Stream(FIELD, dataset, _room())
 
@@ -181,7 +181,7 @@ def _try_out(torch: Any, dataset: Any) -> Store | None:
     if isinstance(dataset, (data.TensorDataset, list, tuple)):
         leave(FIELD, f"{name} is in memory already")
         return None
-    if _draws(torch, dataset):
+    if _draws(dataset):
         return None
     try:
         count = len(dataset)
@@ -235,10 +235,10 @@ def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]
     return form, ""
 
 
-def _draws(torch: Any, dataset: Any) -> bool:
-    """Whether the dataset, or what it holds, has a random generator of its own, which is told."""
-    kinds = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-    owner = next((name for name, part in parts_of(dataset) if isinstance(part, kinds)), "")
-    if owner:
+def _draws(dataset: Any) -> bool:
+    """Whether the dataset, or what it uses, has a random generator of its own, which is told."""
+    for name, _ in generators_of(dataset):
+        owner = name.replace("dataset.", f"{type(dataset).__name__}.", 1)
         leave(FIELD, f"{owner} draws random numbers")
-    return bool(owner)
+        return True
+    return False

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 _DEPTH, _MOST = 4, 10_000
 _PLAIN = (bool, int, float, str, bytes, type(None))
-
-
-def parts_of(one: Any) -> Iterator[tuple[str, Any]]:
-    """An object and what it holds, by name."""
-    for name, (part, _, _) in _all_of((one,)).items():
-        yield name, part
 
 
 class Attributes:
