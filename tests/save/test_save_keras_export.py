@@ -261,6 +261,24 @@ def test_weights_alone(tmp_path: Path) -> None:
         export(tmp_path / "m.weights.h5", tmp_path / "whole.keras")
 
 
+def test_weights_beside_an_optimizer(tmp_path: Path) -> None:
+    model = real()
+    model.compile("adam", "mse")
+    model.fit(X, model.predict(X, verbose=0), verbose=0)
+    model.save_weights(tmp_path / "m.weights.h5")
+    done = export(tmp_path / "m.weights.h5")
+    assert done.left_out == ("optimizer",)
+    found = safetensors.torch.load_file(done.target)
+    assert len(found) == 8
+    assert not any("optimizer" in name for name in found)
+    done = export(tmp_path / "m.weights.h5", tmp_path / "plain.weights.h5")
+    with h5py.File(done.target) as file:
+        assert "optimizer" not in file
+    other = real(1)
+    other.load_weights(done.target)
+    assert np.array_equal(other.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
 def test_old_weights_alone(tmp_path: Path) -> None:
     for layers_of in (wrapped("sequential_1", 2), bare("Sequential")):
         arrays = write_old(tmp_path / "w.h5", None, layers_of)

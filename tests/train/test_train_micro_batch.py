@@ -59,7 +59,7 @@ def test_twice_as_many_until_each_sample_is_alone():
     assert seen == [2, 4, 8, 11]
     with pytest.raises(OutOfMemory, match="single sample") as caught:
         smaller(model, 11, 11, "step 5")
-    assert caught.value.where == "step 5, batch of 11 in 11 micro-batch(es)"
+    assert caught.value.where == "step 5, batch of 11 in 11 micro-batches"
 
 
 def test_batch_norm_in_training_is_not_split():
@@ -267,7 +267,7 @@ def test_a_forward_pass_that_does_not_fit_runs_in_pieces(micro_batch):
 def test_a_forward_pass_that_cannot_be_split():
     with pytest.raises(OutOfMemory, match="BatchNorm forbids splitting") as caught:
         fitted(Hungry(), nn.BatchNorm1d(12))
-    assert caught.value.where == "before the first step, batch of 32 in 1 micro-batch(es)"
+    assert caught.value.where == "before the first step, batch of 32 in 1 micro-batch"
     with pytest.raises(OutOfMemory, match="memory ran out") as caught:
         fitted(Hungry(), micro_batch="whole")
     assert "micro_batch='auto'" in caught.value.do

@@ -59,3 +59,9 @@ def test_another_order_on_another_rank():
 def test_what_flatout_orders_is_not_compared():
     source = as_source(torch.ones(8, 1), torch.zeros(8), batch_size=4)
     assert len(list(part_of(source, Two(["0123", "4567"])).batches(0))) == 2
+
+
+def test_data_of_other_values_are_told_apart():
+    with pytest.raises(WorldError, match="train on different data, of other values") as caught:
+        check_ranks(nn.Linear(3, 3), Data(), Two(("4567", 10, 7, "some data")))
+    assert "a seed" in caught.value.do

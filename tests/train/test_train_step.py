@@ -431,7 +431,7 @@ def test_batch_norm_forbids_splitting():
     stepper, compute = job(model, micro_batch="auto")
     with pytest.raises(OutOfMemory, match="BatchNorm forbids splitting") as caught:
         stepper(compute, [data(10)], 3)
-    assert caught.value.where == "step 3, batch of 10 in 1 micro-batch(es)"
+    assert caught.value.where == "step 3, batch of 10 in 1 micro-batch"
     assert "Memory(micro_batch=5)" in caught.value.do
     assert "batch_size" in caught.value.do
     assert all(p.grad is None for p in model.parameters())

@@ -138,7 +138,7 @@ class KerasFile:
             return {
                 "/".join(p for p in path.split("/") if p not in ("layers", "vars")): _tensor(array)
                 for path, array in _arrays(group)
-                if not is_text(path)
+                if not is_text(path) and not path.startswith("optimizer/")
             }
 
     def write_weights(self, target: str) -> int:
@@ -154,7 +154,7 @@ class KerasFile:
                     do="name a target in .safetensors",
                 )
             group, _ = self._layers_of(file)
-            for name in {**dict.fromkeys(group), **self.metadata}:
+            for name in {**dict.fromkeys(group), **self.metadata}.keys() - {"optimizer"}:
                 (group if name in group else file).copy(name, plain)
         folder, name = Folder(target).parent()
         return folder.write_whole(name, [made.getbuffer()]).size
@@ -192,6 +192,8 @@ class KerasFile:
                     self.left_out.append("optimizer")
             elif "layers" in file or "vars" in file:
                 _, self.wrapper = self._layers_of(file)
+                if "optimizer" in file:
+                    self.left_out.append("optimizer")
             elif not _is_old(file):
                 raise CheckpointError(
                     f"expected a Keras model or its weights, found {_listed(list(file))}",

@@ -19,6 +19,7 @@ from flatout.errors import OutOfMemory
 from flatout.measure import available_bytes
 from flatout.models import is_batch_coupled
 from flatout.train.snapshot import untouched
+from flatout.words import counted
 
 _T = TypeVar("_T")
 
@@ -59,7 +60,7 @@ def smaller(model: nn.Module, pieces: int, size: int, when: str, on_rank: str = 
     Raises:
         OutOfMemory: where splitting is not possible, or would change what is learned.
     """
-    where = f"{when}, batch of {size} in {pieces} micro-batch(es)"
+    where = f"{when}, batch of {size} in {counted(pieces, 'micro-batch', 'micro-batches')}"
     if pieces >= size:
         raise OutOfMemory(
             f"memory ran out on a single sample{on_rank}",

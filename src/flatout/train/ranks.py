@@ -47,10 +47,12 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
     found = world.gather(own)
     for rank, theirs in enumerate(found):
         if theirs[:3] != found[0][:3]:
+            alike = theirs[1:] == found[0][1:]
             raise WorldError(
-                f"ranks 0 and {rank} train on different data",
+                f"ranks 0 and {rank} train on different data" + ", of other values" * alike,
                 where=f"rank 0: {_words(found[0])}\n  rank {rank}: {_words(theirs)}",
-                do="give all ranks the same data: Flatout hands each its part of every batch",
+                do="give all ranks the same data: Flatout hands each its part of every batch"
+                + "; what is drawn at random wants a seed" * alike,
             )
     if isinstance(data, Pipeline):
         _check_names(data, world)
