@@ -10,17 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.data.error_policy import OnError
 from flatout.data.files import File, Paths, find
+from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema, read_toml
 from flatout.data.sources.tfrecord_schema import TARGETS
 from flatout.errors import DataError, as_data_error
 from flatout.kernels.example import masked_crc32c
-
-if TYPE_CHECKING:
-    from flatout.data.pipeline import Pipeline
 
 FORMATS = (
     *("libsvm", "tfrecord", "criteo", "csv", "parquet", "arrow", "images", "rows"),
@@ -262,7 +260,6 @@ def _open_table(
 
 def _open_folder(kind: str, paths: Paths, schema: Given | None) -> Pipeline:
     """What one path names: a folder."""
-    from flatout.data.pipeline import Pipeline
     from flatout.data.sources.idx import idx
     from flatout.data.sources.rows import rows
 

@@ -11,14 +11,13 @@ Only Flatout's own stages move, and only where the batches stay the same:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from flatout.data.batch import Batch as Made
 from flatout.data.block import Numbers
 from flatout.data.chunked import ChunkedRows
 from flatout.data.execution.batch_sampler import (
@@ -54,14 +53,6 @@ from flatout.errors import DataError
 from flatout.measure import usable_cpus
 
 
-class Runs(Protocol):
-    """What gives the batches."""
-
-    def batches(self, epoch: int, start_step: int) -> Iterator[Made]:
-        """The batches of an epoch from `start_step` on."""
-        ...
-
-
 @dataclass
 class Begun:
     """Samples where stages begin.
@@ -74,7 +65,7 @@ class Begun:
 
     samples: Samples
     order: Order | None = None
-    direct: Callable[[BatchSampler], Runs] | None = None
+    direct: Callable[[BatchSampler], Any] | None = None
 
 
 @dataclass

@@ -39,7 +39,7 @@ class Cached:
     """Samples as they were when they were first made; the order is never kept, only the samples.
 
     Args:
-        inner: makes a sample the first time; the same one in every epoch (`running/varying.py`).
+        inner: makes a sample the first time; the same one in every epoch (`varying.py`).
         numbers: which of them there will be, ascending; the others are never asked for.
         where: "memory", "disk", or "auto": memory where it fits, else the disk.
         budget: bytes of memory that it may take; None means half of what is free.
