@@ -2,7 +2,7 @@
 
     python bench/kills.py [--kills 1000] [--seed 1] [--only KIND ...] [--json [FILE]]
 
-Each series works in a folder of its own, is killed some times by SIGKILL, and goes on until its
+Each series works in its own folder, is killed some times by SIGKILL, and goes on until its
 work is done. Nothing may be lost, hang, live on or be left. Only processes that this one has
 started are killed. A seed replays the choices. The exit code is 1 where anything was found.
 """

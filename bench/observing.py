@@ -124,7 +124,7 @@ def middle(values: Sequence[float]) -> Interval:
 
 
 def once(quadruples: int) -> tuple[dict[str, list[float]], float, float]:
-    """In a process of its own: the differences, what the doctor counts, and a step's time."""
+    """In its own process: the differences, what the doctor counts, and a step's time."""
     torch.set_num_threads(1)
     plain = torch.autograd.backward
     watch = watched()

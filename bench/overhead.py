@@ -6,7 +6,7 @@
 less the same epoch by a plain loop over tensors in the same process; the two take turns.
 
 `measuring_share`: seconds in which `fit` measures, over seconds of the whole `fit`, with an empty
-cache: the largest over jobs that last from 2 to 60 seconds, each in a process of its own.
+cache: the largest over jobs that last from 2 to 60 seconds, each in its own process.
 """
 
 from __future__ import annotations

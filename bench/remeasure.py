@@ -118,7 +118,7 @@ def _python(ranks: int) -> list[str]:
 
 
 def _copied(script: Path, folder: Path, edits: Sequence[Mapping[str, Any]]) -> Path:
-    """The script in a folder of its own, changed as prescribed."""
+    """The script in its own folder, changed as prescribed."""
     folder.mkdir()
     copy = folder / script.name
     shutil.copy(script, copy)

@@ -28,7 +28,7 @@ PEERS = Path(__file__).parent / "peers"
 
 @dataclass(frozen=True)
 class Peer:
-    """A job in a process of its own.
+    """A job in its own process.
 
     Args:
         name: what the table calls it.
@@ -80,7 +80,7 @@ def absence(peer: Peer) -> str:
 
 
 def run_once(peer: Peer) -> dict[str, Any]:
-    """Run a peer's process to its end, in a folder of its own, and return what it reported.
+    """Run a peer's process to its end, in its own folder, and return what it reported.
 
     Raises:
         PeerFailed: if it ended with an error, or without a report.

@@ -2,7 +2,7 @@
 
     python bench/starved.py [--restarts 3] [--only waiting] [--json [FILE]]
 
-Each fit runs in a process of its own, in turn, forwards and backwards; a fit's whole time counts,
+Each fit runs in its own process, in turn, forwards and backwards; a fit's whole time counts,
 trials included. `auto_vs_best` is the time of the fastest way that could be asked for over that of
 `auto`, `auto_vs_plain` the same for `input.workers` of 0; both of the kind of Dataset for which it
 is worst. All fits of a kind end with the same loss.

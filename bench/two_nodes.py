@@ -32,7 +32,7 @@ def why_not() -> str:
 
 
 def on_node(name: str) -> list[str]:
-    """What begins a command that is to run on a node, and to end with whoever started it."""
+    """What begins a command that is to run on a node, and to end with the one who started it."""
     return ["nsenter", f"--net=/run/netns/{name}", "setpriv", "--pdeathsig", "KILL"]
 
 

@@ -149,7 +149,7 @@ SECTIONS = (
     Section(
         "kills",
         "Random kills",
-        "Each series works in a folder of its own, is killed some times, goes on each time, and is "
+        "Each series works in its own folder, is killed some times, goes on each time, and is "
         "then left to end.",
     ),
 )

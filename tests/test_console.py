@@ -49,7 +49,7 @@ def test_a_process_says_it_at_once(variables):
 @buffered_or_not
 def test_a_stderr_that_was_closed_changes_no_exit_code(variables):
     for how in ("os.close(2)", "sys.stderr.close()", "sys.stderr = None"):
-        done = ran(f"{how}\nsay('nobody hears this')", **variables)
+        done = ran(f"{how}\nsay('no one hears this')", **variables)
         assert (done.returncode, done.stdout) == (0, ""), how
 
 

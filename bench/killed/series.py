@@ -159,7 +159,7 @@ def _killed(
 
 
 def looking(look: Look, folder: Path, variation: str, told: Sequence[str]) -> None:
-    """Look from a process of its own: this one must start no thread.
+    """Look from its own process: this one must start no thread.
 
     Raises:
         Lost: it does not find what it expects.

@@ -47,7 +47,7 @@ def digest(made: flatout.data.Pipeline, epochs: int) -> str:
 
 
 class Scaled:
-    """A function of one row. One with a lock has no name, so nobody else finds its cache."""
+    """A function of one row. One with a lock has no name, so no one else finds its cache."""
 
     def __init__(self, nameless: bool) -> None:
         if nameless:

@@ -23,7 +23,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=10, help="timed, after one of warm-up")
     parser.add_argument("--samples", type=int, default=4096)
-    parser.add_argument("--bound", action="store_true", help="each rank to a core of its own")
+    parser.add_argument("--bound", action="store_true", help="each rank to its own core")
     return parser.parse_args()
 
 

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from flatout.world.cpus import own_cpus
 from two_nodes import ADDRESSES, LINK, on_node
 
-PORT = 29500  # of the namespace, where nobody else listens
+PORT = 29500  # of the namespace, where no one else listens
 
 
 def main() -> int:

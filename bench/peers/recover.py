@@ -52,7 +52,7 @@ def process_of(rank: int, command: subprocess.Popen[bytes]) -> psutil.Process:
 
 
 def seconds_of_import() -> float:
-    """To import torch, in a process of its own."""
+    """To import torch, in its own process."""
 
     def seconds(code: str) -> float:
         began = time.monotonic()

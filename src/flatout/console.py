@@ -40,7 +40,7 @@ def say_once(line: str) -> None:
 def say_as_is(*lines: str) -> None:
     """Print lines on stderr, at once and in one piece, as other processes may print too.
 
-    Where stderr was closed nobody is told, and nothing fails for that: what lay in its buffer would
+    Where stderr was closed no one is told, and nothing fails for that: what lay in its buffer would
     be tried again when Python ends, and turn an exit code of 0 into 120.
     """
     text = printable("\n".join(lines))

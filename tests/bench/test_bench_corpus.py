@@ -123,7 +123,7 @@ def run(script, ranks, folder):
 
 
 def as_main(script, folder, environment):
-    """In a process of its own: what `python script --epochs 1 --steps 2` does."""
+    """In its own process: what `python script --epochs 1 --steps 2` does."""
     os.environ.update(environment, OMP_NUM_THREADS="1")
     os.chdir(folder)
     multiprocessing.set_start_method("fork", force=True)  # as in a process that was started plainly

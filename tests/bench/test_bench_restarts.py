@@ -47,7 +47,7 @@ def failing(tmp_path):
 
 
 def silent(line):
-    """Nobody listens."""
+    """No one listens."""
 
 
 def test_a_step_is_the_median_epoch_divided_by_its_steps(make_peer):

@@ -1,4 +1,4 @@
-"""`flatout demo`, as a process of its own; small IDX files keep it short."""
+"""`flatout demo`, as its own process; small IDX files keep it short."""
 
 from __future__ import annotations
 

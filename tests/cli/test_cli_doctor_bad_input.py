@@ -97,7 +97,7 @@ BAD = {
 
 
 def run(bad, tmp_path):
-    """Runs the doctor in a folder of its own beside another; returns it and what it has said."""
+    """Runs the doctor in its own folder beside another; returns it and what it has said."""
     here, other = tmp_path / "here", tmp_path / "other"
     for folder in (here, other):
         folder.mkdir()

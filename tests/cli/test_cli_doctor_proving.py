@@ -63,7 +63,7 @@ def command(*arguments):
 
 
 class Terminal:
-    """The doctor on a terminal of its own, of 100 columns."""
+    """The doctor on its own terminal, of 100 columns."""
 
     def __init__(self, folder, *arguments):
         self._own, theirs = pty.openpty()

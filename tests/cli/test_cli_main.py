@@ -76,7 +76,7 @@ def test_streams_that_were_closed_lead_nowhere(closed, tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
-        "sys.stderr.write('nobody hears this')\n"
+        "sys.stderr.write('no one hears this')\n"
         "print(*(os.readlink(f'/proc/self/fd/{number}') for number in (0, 2)))\n"
     )
     begin = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", MAIN]

@@ -1,4 +1,4 @@
-"""`flatout run --devices 2`: each rank reads a pipe of its own."""
+"""`flatout run --devices 2`: each rank reads its own pipe."""
 
 import os
 import subprocess

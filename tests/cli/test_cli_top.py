@@ -17,7 +17,7 @@ from flatout.measure import usable_cpus
 from flatout.measure.timeline import LANES
 
 TOP = [sys.executable, "-c", "from flatout.cli.main import main; main()", "top"]
-# Decided beforehand, so that no time goes to measuring.
+# Decided in advance, so that no time goes to measuring.
 RECIPE = """
 [compute]
 precision = "fp32"
@@ -148,7 +148,7 @@ def _end_a_screen_with_ctrl_c(folder):
     while select.select([own], [], [], 1.0)[0]:
         try:
             seen += os.read(own, 65536)
-        except OSError:  # nobody writes any more
+        except OSError:  # no one writes any more
             break
     os.close(own)
     assert screen.wait(timeout=30) == 0

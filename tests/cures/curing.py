@@ -1,4 +1,4 @@
-"""Runs scripts by cures, each in a forked process of its own: torch is loaded once for all.
+"""Runs scripts by cures, each in its own forked process: torch is loaded once for all.
 
 As a program it reads a line of JSON for each script and answers with one.
 """

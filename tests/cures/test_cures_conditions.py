@@ -101,7 +101,7 @@ CONDITIONS = {
         "with torch.autocast('cpu', torch.bfloat16):\n    train(model, loader)\n"
         "tell(model, set(SAY))\n",
         "compute.precision=bf16",
-        "the script has an autocast of its own",
+        "the script has its own autocast",
     ),
     "in double": (
         "model = nn.Linear(4, 2).double()\n"
@@ -127,7 +127,7 @@ CONDITIONS = {
         STREAM + "                yield torch.full((4,), float(i)), i % 2\n"
         "model = nn.Linear(4, 2)\nloader = DataLoader(Stream(), 8, num_workers=1)\n" + TRAIN,
         "script.cache=memory",
-        "workers make the samples of Stream, anew in each epoch",
+        "workers make the samples of Stream, again in each epoch",
     ),
     "random": (
         "class Noisy(Numbers):\n"

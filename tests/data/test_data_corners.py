@@ -32,7 +32,7 @@ def same(x, y):
     return x, y
 
 
-# -- what samples look like is learnt from a row that takes part ----------------------------------
+# -- what samples look like is learned from a row that takes part ----------------------------------
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

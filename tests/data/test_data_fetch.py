@@ -151,7 +151,7 @@ def test_a_folder_that_is_a_file(server, tmp_path):
 
 
 def test_a_full_disk(server, tmp_path):
-    """In a process of its own, whose files may hold 100,000 bytes."""
+    """In its own process, whose files may hold 100,000 bytes."""
     program = (
         "import resource, signal, sys\n"
         "from flatout.data.sources.fetch import fetch\n"

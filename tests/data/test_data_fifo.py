@@ -350,7 +350,7 @@ def test_a_line_without_end_takes_no_memory(made, start):
     with pytest.raises(DataError, match="a record of at most 3,145,728 bytes, found a longer") as e:
         list(data.batch(32).batches(0))
     assert e.value.where == f"{fifo}:2 (byte 6)"
-    copy.wait(LIMIT_S)  # nobody reads any more
+    copy.wait(LIMIT_S)  # no one reads any more
 
 
 def test_a_long_line_below_the_limit(made, write):
@@ -456,7 +456,7 @@ def test_a_pass_that_is_left_early_frees_the_pipe(made, write):
     for batch in data.batches(0):
         assert features([batch]) == list(range(100))
         break
-    assert first.wait(LIMIT_S) != 0  # it was told that nobody reads any more
+    assert first.wait(LIMIT_S) != 0  # it was told that no one reads any more
     write(libsvm_rows(), fifo)
     assert features(data.batches(1)) == list(range(ROWS))
 

@@ -81,7 +81,7 @@ def test_packed_files_are_unpacked_once(tmp_path, monkeypatch, kind):
     assert len(list((tmp_path / "cache" / "files").glob(f"*.svm.{kind}"))) == 1
     (whole,) = files.find(packed, unpack=False)
     assert read(whole) == packed.read_bytes()
-    os.utime(packed, ns=(1, 1))  # written anew
+    os.utime(packed, ns=(1, 1))  # written again
     assert files.find(packed)[0].path != file.path
 
 

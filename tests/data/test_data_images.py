@@ -393,14 +393,14 @@ def test_what_is_interpolated_is_the_same_without_the_extension(tmp_path, monkey
     write(tmp_path / "all/b.jpg", encoded(photo(632, 400, 2, enlarged=2), exif=exif(6)))
     source = rows(tmp_path / "all", labels=False, size=(180, 290), resize=resize, reduced=True)
     with_it = pixels(source)
-    twin, sizes = kernel._twin, []
+    fallback, sizes = kernel._fallback, []
 
     def counted(image, out):
         sizes.append(out.shape)
-        twin(image, out)
+        fallback(image, out)
 
     monkeypatch.setattr(kernel, "_use_c", False)
-    monkeypatch.setattr(kernel, "_twin", counted)
+    monkeypatch.setattr(kernel, "_fallback", counted)
     np.testing.assert_array_equal(pixels(source), with_it)
     height, width = {"stretch": (180, 290), "crop": (180, 290), "fit": (180, 284)}[resize]
     assert sizes == [(height, width, 3), (width, height, 3)]

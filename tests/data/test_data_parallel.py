@@ -105,7 +105,7 @@ def test_a_notice_for_a_thread_that_ends_goes_to_another():
 
 
 def test_a_loop_may_be_closed_by_one_of_its_own_threads():
-    """As the garbage collector may do, once nobody takes items any more."""
+    """As the garbage collector may do, once no one takes items any more."""
     gone, closed = threading.Event(), threading.Event()
 
     def make(at):

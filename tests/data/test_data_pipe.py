@@ -126,7 +126,7 @@ def said_and_raised(path, turn=0, before=lambda: None):
 
 
 def test_no_writer(fifo, soon):
-    assert said_and_raised(fifo) == f"a writer: nobody has opened {fifo} to write"
+    assert said_and_raised(fifo) == f"a writer: no one has opened {fifo} to write"
     assert said_and_raised(fifo, 2).endswith("to write again, for pass 3")
 
 
@@ -257,7 +257,7 @@ def test_a_second_process_is_refused(fifo, start):
     assert second.returncode == 3
     assert f"the pipe is being read already, by process {first.pid}:" in words
     assert fifo in words
-    assert "do: give each worker a pipe of its own" in words
+    assert "do: give each worker its own pipe" in words
     with pytest.raises(DataError, match=f"by process {first.pid}:"), opened(fifo):
         pass
     first.kill()  # by pid; the lock goes with the process

@@ -122,7 +122,7 @@ def test_the_cache_of_a_pipeline_is_no_data_set(tmp_path):
 
 
 def sealed_again(folder, **changes):
-    """Checksums that fit what lies there, as whoever made it wrong would have written them."""
+    """Checksums that fit what lies there, as the one who made it wrong would have written them."""
     meta = {**json.loads((folder / "meta.json").read_text()), **changes}
     del meta["checksum"]
     meta["files"] = {name: Checksums.of(folder / name).words() for name in meta["files"]}

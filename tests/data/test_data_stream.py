@@ -140,7 +140,7 @@ def test_an_error_in_the_stream_comes_to_the_loop():
         (lambda p: p.batch(4).cache(), "cache wants rows that can be found by number"),
         (lambda p: p.batch(4).split(0.5)[0], "split wants rows"),
         (lambda p: p.batch(4).shard(0, 2, by="rows"), r"shard\(by='rows'\) wants rows"),
-        (lambda p: p.batch(4).shard(0, 8), "each of which reads a pipe of its own"),
+        (lambda p: p.batch(4).shard(0, 8), "each of which reads its own pipe"),
         (lambda p: p.batch(4, last="pad"), 'last="pad"'),
     ],
 )

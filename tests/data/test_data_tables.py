@@ -244,7 +244,7 @@ def test_texts_of_all_rows_and_files_are_learned_whatever_the_order(tmp_path, mo
     codes = {int(i): int(c) for b in seen for i, c in zip(b.indices, b.inputs, strict=True)}
     known = sorted({*names, "last"})
     assert [known[codes[i] - 1] for i in range(201)] == [*names, "last"]
-    # Found in the cache, and learned anew once a file has changed.
+    # Found in the cache, and learned again once a file has changed.
     again = flatout.data.csv(tmp_path / "*.csv", categories="k")
     assert again.schema == pipeline.schema
     _write(tmp_path / "b.csv", "k\nnew")

@@ -112,7 +112,7 @@ def test_without_a_namespace_landlock_holds_signals():
 
 LEAVES = """
 import os, subprocess, sys, time
-# A daemon: its parent ends at once, and it leads a session of its own.
+# A daemon: its parent ends at once, and it leads its own session.
 os.system("(setsid sleep 600 </dev/null >/dev/null 2>&1 &)")
 child = subprocess.Popen(["sh", "-c", "setsid sleep 601 & wait"])
 with open(sys.argv[1] + "/began", "w"):

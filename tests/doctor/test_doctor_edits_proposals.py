@@ -186,11 +186,11 @@ def test_threads_beside_workers_are_set_before_the_loader_is_made(tmp_path):
 
 def test_arguments_on_lines_of_their_own(tmp_path):
     code = LOADERS.replace("a, batch", "\n        a,  # all\n        batch").replace(
-        "shuffle=True", "\n        shuffle=True  # anew\n    "
+        "shuffle=True", "\n        shuffle=True  # again\n    "
     )
     after = code.replace(
-        "True  # anew\n",
-        "True,  # anew\n        num_workers=2,\n        persistent_workers=True\n",
+        "True  # again\n",
+        "True,  # again\n        num_workers=2,\n        persistent_workers=True\n",
     )
     check(tmp_path, "workers_zero", code, after, recipe={"input.workers": 2})
 
@@ -595,9 +595,9 @@ def test_set_epoch(tmp_path):
     check(tmp_path, "set_epoch_missing", inline, after)
     refuse(tmp_path, "set_epoch_missing", code, loaders=[])
     refuse(tmp_path, "set_epoch_missing", code.replace("for epoch in range(9):", "while True:"))
-    anew = code.replace("    # steps", "    loader = DataLoader(data, sampler=sampler)")
-    anew = anew.replace("sampler=sampler)", "sampler=Own(data))")
-    refuse(tmp_path, "set_epoch_missing", anew)
+    again = code.replace("    # steps", "    loader = DataLoader(data, sampler=sampler)")
+    again = again.replace("sampler=sampler)", "sampler=Own(data))")
+    refuse(tmp_path, "set_epoch_missing", again)
     function = """
         def train(loader, epoch):
             for x in loader:  #!

@@ -231,7 +231,7 @@ def test_each_pitfall_with_an_edit_has_one_that_is_python(name, tmp_path):
 
 
 def trained(script, folder, edits=(), ranks=1):
-    """The weights that a script leaves after a few steps, each rank in a process of its own."""
+    """The weights that a script leaves after a few steps, each rank in its own process."""
     import torch
 
     # Forked from a process that has imported all this once, and computed nothing: what was

@@ -90,7 +90,7 @@ def test_threads(clean):
     assert names(clean, cpus=two) == ["threads"]
     asked = dataclasses.replace(clean, environ={"OMP_NUM_THREADS": "1"})
     assert names(asked, cpus=cpus(clean, torch_threads=1)) == ["threads"]
-    # Two logical CPUs of a core are one thread's: nobody has asked for fewer.
+    # Two logical CPUs of a core are one thread's: no one has asked for fewer.
     assert names(clean, cpus=cpus(clean, torch_threads=4)) == []
     words = check_machine(
         dataclasses.replace(clean, machine=dataclasses.replace(clean.machine, cpus=two))

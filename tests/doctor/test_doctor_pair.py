@@ -284,10 +284,10 @@ def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_pa
     with measured_against(same, 60, lambda side, process: started.append(side)) as against:
         pairs = [against.measure(same, terms, budget_s=20) for _ in range(2)]
         assert "".join(started) == ("abab" if slower_ms else "abb")
-        pairs.append(against.measure(same, terms, budget_s=20, anew=True))
+        pairs.append(against.measure(same, terms, budget_s=20, fresh=True))
         assert started[-2:] == ["a", "b"]
         started.clear()
-        pairs.append(against.measure(same, replace(terms, lives=3), budget_s=20, anew=True))
+        pairs.append(against.measure(same, replace(terms, lives=3), budget_s=20, fresh=True))
         # What it becomes is seen in one long life.
         assert "".join(started) == ("ab" if slower_ms else "abab")
     for pair in pairs:
@@ -344,8 +344,8 @@ def test_a_script_that_ends_before_a_block_does_finds_its_pace_anew(tmp_path, mo
         side.meet()
         side.warm_up(2)
         assert side.block(60, 60).step_s == 0.002
-        assert side.block(2, 40, dropped_anew=60).step_s == 0.002  # it had no 42 steps left
-        assert side.block(2, 30, dropped_anew=60).step_s == 0.002  # and now it has
+        assert side.block(2, 40, dropped_again=60).step_s == 0.002  # it had no 42 steps left
+        assert side.block(2, 30, dropped_again=60).step_s == 0.002  # and now it has
         assert side.block(2, 40).step_s > 0.002
 
 

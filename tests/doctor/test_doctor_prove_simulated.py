@@ -39,7 +39,7 @@ class Machine:
         self.left_s, self.needed_s = budget_s, 7.0
         self.setup_s = dict[frozenset[str], float]()
         self.out_of_reach = set[str]()
-        self.too_long = list[frozenset[str]]()  # to be measured anew
+        self.too_long = list[frozenset[str]]()  # to be measured again
         self.faults = dict[frozenset[str], int]()  # per step
         self._step_ms = step_ms
         self._rng = np.random.default_rng(seed)
@@ -65,7 +65,7 @@ class Machine:
         block_s=0.5,
         precision=math.inf,
         pace_s=0.0,
-        anew=False,
+        fresh=False,
         lives=1,
     ) -> Pair:
         if min_pairs > 2 and cure.fields in self.too_long:

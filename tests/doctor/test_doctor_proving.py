@@ -129,7 +129,7 @@ def test_what_a_cure_may_do_where_the_input_is_the_same():
     assert same_input({"script.cache": "memory"}) == (Parity.EXACT, Parity.EXACT)
     assert same_input({"input.workers": 2}, threads=1) == (Parity.EXACT, Parity.EXACT)
     assert same_input({"input.workers": 2}, threads=4) == (Parity.TOLERANT, Parity.TOLERANT)
-    # Dropout draws anew in another memory format, whatever comes in.
+    # Dropout draws again in another memory format, whatever comes in.
     drawn = same_input({"compute.memory_format": "channels_last"}, ["Dropout"])
     assert drawn == (Parity.REDRAWN, Parity.REDRAWN)
 
@@ -197,7 +197,7 @@ def test_equal_losses_hold_for_every_parity(parity):
     assert found.holds
     assert found.is_equal
     assert found.words == "the same in all 120 steps"
-    # Nothing was drawn anew, as these losses show.
+    # Nothing was drawn again, as these losses show.
     assert found.parity is (Parity.EXACT if parity is Parity.REDRAWN else parity)
 
 
@@ -251,7 +251,7 @@ def test_what_was_not_drawn_anew_is_judged_by_rounding():
     scaled = losses([1.12 * loss for loss in CURVE], contents={"0": [1]})
     given = {"is_repeatable": True, "same_input": Parity.EXACT}
     assert not compare(a, scaled, Parity.REDRAWN, **given).holds
-    # What the model draws anew is not seen in its input.
+    # What the model draws again is not seen in its input.
     other = losses(rounded, contents={"0": [1]})
     drawn = {"is_repeatable": True, "same_input": Parity.REDRAWN}
     assert compare(a, other, Parity.REDRAWN, **drawn).parity is Parity.REDRAWN

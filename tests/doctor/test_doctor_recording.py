@@ -133,7 +133,7 @@ def test_an_evaluation_lasts_until_the_next_step_begins():
     lanes = Watch().lanes
     lanes.begin_evaluation(SimpleNamespace(was_evaluated=lambda step: None))
     lanes.switch(FORWARD)
-    let_pass(lanes, HOUR)  # nobody looks at the clock
+    let_pass(lanes, HOUR)  # no one looks at the clock
     lanes.judge()
     assert lanes.spent[EVALUATION] >= HOUR * 1e9
     assert lanes.spent[FORWARD] < MINUTE * 1e9

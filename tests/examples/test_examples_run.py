@@ -1,4 +1,4 @@
-"""Every example runs as a user would start it, in a folder of its own."""
+"""Every example runs as a user would start it, in its own folder."""
 
 import json
 import os

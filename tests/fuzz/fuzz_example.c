@@ -309,7 +309,7 @@ static void fuzz_raw(const uint8_t *data, int64_t bytes, const Plan *plan, const
     free(text);
 }
 
-/* ---- WRITTEN: columns of what follows, written and decoded again, as they are or spoilt ---- */
+/* ---- WRITTEN: columns of what follows, written and decoded again, as they are or spoiled ---- */
 
 /* The next number of so many bytes, or zeros. */
 static uint64_t next_number(const uint8_t **data, int64_t *left, int bytes)

@@ -1,4 +1,4 @@
-"""Wrappers stand in the order that is written down, whoever comes first, and leave no trace."""
+"""Wrappers stand in the order that is written down, whatever comes first, and leave no trace."""
 
 import sys
 from functools import wraps

@@ -256,7 +256,7 @@ def test_a_clock_that_was_never_begun_does_no_harm():
             assert one.steps == 1
 
 
-def test_without_the_extension_the_twin_serves():
+def test_without_the_extension_the_fallback_serves():
     code = "from flatout.kernels import clock; print(clock.available(), clock.Clock.__module__)"
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],

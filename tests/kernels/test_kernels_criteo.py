@@ -1,4 +1,4 @@
-"""Rows of Criteo's click logs: C, its twin, polars and plain Python agree, on good and bad rows."""
+"""Rows of Criteo's click logs: C, its fallback, polars and Python agree, on good and bad rows."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ _SOUP = st.text(alphabet="\t\t\t0123456789abcdefABCDEF-+ .\n\0gGxX\x7f\xff", max
     st.booleans(),
     st.sampled_from([("f4", "f4", "i8"), ("i4", "i4", "i4"), ("i8", "i8", "i8")]),
 )
-def test_on_any_bytes_the_twin_says_the_same(text, ranges, widths, has_label, dtypes):
+def test_on_any_bytes_the_fallback_says_the_same(text, ranges, widths, has_label, dtypes):
     starts, ends = [a for a, _ in ranges], [b for _, b in ranges]
     for buffer in (text, text + _REST):
         _parse(
@@ -251,7 +251,7 @@ def test_on_any_bytes_the_twin_says_the_same(text, ranges, widths, has_label, dt
 
 @settings(deadline=None, max_examples=300)
 @given(_tables(), st.data())
-def test_on_spoilt_rows_the_twin_says_the_same(table, data):
+def test_on_spoilt_rows_the_fallback_says_the_same(table, data):
     _, rows, widths, has_label = table
     row = bytearray(data.draw(st.sampled_from(rows)))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -528,7 +528,7 @@ def test_other_threads_run_meanwhile():
         done.append(Parsed(text, starts, ends, use_c=True).bad)
 
     before = sys.getswitchinterval()
-    # So long that nobody gets the interpreter unless it is given away.
+    # So long that no one gets the interpreter unless it is given away.
     sys.setswitchinterval(100)
     try:
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""TFRecord and tf.train.Example: what Protocol Buffers read, what the twin gives, and no crash."""
+"""TFRecord and tf.train.Example: what Protocol Buffers read, and the fallback gives; no crash."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TAILS = st.sampled_from([b"", bytes(200), b"\xff" * 200])
 
 
 def _both(function):
-    """What C and the twin give for the same call."""
+    """What C and the fallback give for the same call."""
     results = []
     for use_c in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -254,7 +254,7 @@ def _measure_both(*arguments, **options):
 
 
 def _one(record, features, **options):
-    """Status and place, in the record, of what is wrong with it; C and the twin agree."""
+    """Status and place, in the record, of what is wrong with it; C and the fallback agree."""
     for tail in (b"", bytes(200)):
         buffer, starts, ends = _file([record], tail)
         ragged = sum(feature.width is None for feature in features)
@@ -452,9 +452,9 @@ def test_scan_reports_a_record_that_is_too_long_for_the_buffer():
 def test_scan_compares_the_checksum_of_each_length():
     data = bytearray(_frame(b"good") + _frame(b"bad"))
     for place in range(20, 32):
-        spoilt = data.copy()
-        spoilt[place] ^= 1
-        found = _same_scans(lambda spoilt=spoilt: example.scan(spoilt, final=False))
+        spoiled = data.copy()
+        spoiled[place] ^= 1
+        found = _same_scans(lambda spoiled=spoiled: example.scan(spoiled, final=False))
         assert (found.end, found.consumed, len(found.starts)) == (End.LENGTH_CRC, 20, 1)
         assert found.problem.startswith("expected the checksum 0x")
 
@@ -828,19 +828,19 @@ def test_both_checksums_are_compared():
     buffer, starts, ends = _file(records, bytes(200))
     frame = len(records[0]) + 16
     for place in range(frame):
-        spoilt = bytearray(buffer)
-        spoilt[frame + place] ^= 16
-        _, (values,), present, status, at, _ = _decode_both(bytes(spoilt), starts, ends, _I)
+        spoiled = bytearray(buffer)
+        spoiled[frame + place] ^= 16
+        _, (values,), present, status, at, _ = _decode_both(bytes(spoiled), starts, ends, _I)
         expected = Bad.LENGTH_CRC if place < 12 else Bad.DATA_CRC
         assert status.tolist() == [0, expected, 0]
         assert at.tolist() == [-9, frame if place < 12 else frame + 12, -9]
         assert values.tolist() == [[1, 2], [0, 0], [1, 2]]
         assert present.tolist() == [[1], [0], [1]]
-        _, _, measured, _ = _measure_both(bytes(spoilt), starts, ends, _I)
+        _, _, measured, _ = _measure_both(bytes(spoiled), starts, ends, _I)
         assert measured.tolist() == status.tolist()
         if place < 12 or place >= frame - 4:
             _, (values,), _, status, _, _ = _decode_both(
-                bytes(spoilt), starts, ends, _I, check=False
+                bytes(spoiled), starts, ends, _I, check=False
             )
             assert values.tolist() == [[1, 2]] * 3
             assert not status.any()
@@ -1004,11 +1004,11 @@ def test_any_bytes(records, features, tail):
 def test_spoilt_records(entries_message, record, features, tail, changes):
     from google.protobuf.message import DecodeError
 
-    spoilt = bytearray(record)
+    spoiled = bytearray(record)
     for place, byte in changes:
-        if spoilt:
-            spoilt[place % len(spoilt)] = byte
-    records = [record, bytes(spoilt), record]
+        if spoiled:
+            spoiled[place % len(spoiled)] = byte
+    records = [record, bytes(spoiled), record]
     buffer, starts, ends = _file(records, tail)
     _, lengths, measured, _ = _measure_both(buffer, starts, ends, features)
     _, outputs, _, status, at, offsets = _decode_both(buffer, starts, ends, features, lengths)
@@ -1017,9 +1017,9 @@ def test_spoilt_records(entries_message, record, features, tail, changes):
     assert ((at >= starts - 12) & (at <= ends))[bad].all()
     if not bad[1]:
         try:
-            truth = _truth(entries_message, bytes(spoilt))
+            truth = _truth(entries_message, bytes(spoiled))
         except DecodeError:
-            return  # in what nobody looks for
+            return  # in what no one looks for
         for i, feature in enumerate(features):
             own = offsets[i]
             found = outputs[i][1] if own is None else outputs[i][own[1] : own[2]]
@@ -1492,14 +1492,14 @@ print(example.available(), found.tolist(), example.crc32c(b"123456789"))
 """
 
 
-def test_without_the_extension_the_twin_serves_and_says_so_once():
+def test_without_the_extension_the_fallback_serves_and_says_so_once():
     absent = "sys.modules['flatout.kernels._example'] = None"
     done = _run(_CODE.format(prelude=absent), PYTHONWARNINGS="always")
     assert done.stdout == f"False [[1, 2]] {0xE3069283}\n"
     assert done.stderr.count("RuntimeWarning: flatout's C extension is absent") == 1
 
 
-def test_the_environment_can_ask_for_the_twin_without_a_warning():
+def test_the_environment_can_ask_for_the_fallback_without_a_warning():
     done = _run(_CODE.format(prelude=""), PYTHONWARNINGS="always", FLATOUT_KERNELS="numpy")
     assert (done.stdout, done.stderr) == (f"False [[1, 2]] {0xE3069283}\n", "")
 

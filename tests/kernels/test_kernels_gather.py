@@ -1,4 +1,4 @@
-"""The C extension and its numpy twin: the same bytes, the same refusals, never a crash."""
+"""The C extension and its numpy fallback: the same bytes, the same refusals, never a crash."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ print(available(), rows.tolist())
 """
 
 
-def test_without_the_extension_the_twin_serves_and_says_so_once():
+def test_without_the_extension_the_fallback_serves_and_says_so_once():
     absent = "sys.modules['flatout.kernels._gather'] = None"
     done = _run(_GATHER_TWICE.format(prelude=absent), PYTHONWARNINGS="always")
     assert done.stdout == "False [2.0, 1.0]\n"
@@ -278,7 +278,7 @@ def test_without_the_extension_the_twin_serves_and_says_so_once():
     assert "install a C compiler" in done.stderr
 
 
-def test_the_environment_can_ask_for_the_twin_without_a_warning():
+def test_the_environment_can_ask_for_the_fallback_without_a_warning():
     done = _run(_GATHER_TWICE.format(prelude=""), PYTHONWARNINGS="always", FLATOUT_KERNELS="numpy")
     assert done.stdout == "False [2.0, 1.0]\n"
     assert done.stderr == ""

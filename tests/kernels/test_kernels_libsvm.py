@@ -1,4 +1,4 @@
-"""Rows of LibSVM text: C, its twin, scikit-learn and Python agree, on good and bad rows."""
+"""Rows of LibSVM text: C, its fallback, scikit-learn and Python agree, on good and bad rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if libsvm._c is None:
 
 _AGARICUS = Path(__file__).parents[3] / "shared/data/agaricus"
 
-# The processor's best, what is left without AVX2, and the twin.
+# The processor's best, what is left without AVX2, and the fallback.
 _WAYS = [(True, False), (True, True), (False, False)]
 # The fast way reads so much behind a row.
 _REST = b"\n" + b"1:1 " * 16
@@ -753,7 +753,7 @@ def test_other_threads_run_meanwhile(monkeypatch):
         done.append(libsvm.survey(row, starts, ends, **outputs))
 
     before = sys.getswitchinterval()
-    # So long that nobody gets the interpreter unless it is given away.
+    # So long that no one gets the interpreter unless it is given away.
     sys.setswitchinterval(100)
     try:
         for _ in range(20):
@@ -911,7 +911,7 @@ print(libsvm.available(), bad, ids.tolist(), values.tolist())
         ("", {"FLATOUT_KERNELS": "numpy"}, 0),
     ],
 )
-def test_without_the_extension_the_twin_serves(prelude, environment, warnings):
+def test_without_the_extension_the_fallback_serves(prelude, environment, warnings):
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT.format(prelude=prelude)],
         env={"PATH": "/usr/bin:/bin", "PYTHONWARNINGS": "always", **environment},

@@ -1,4 +1,4 @@
-"""Lines, byte ranges and rows: C, its twin and plain Python agree, and wrong input is refused."""
+"""Lines, byte ranges and rows: C, its fallback and Python agree, and wrong input is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if lines._c is None:
     pytest.skip("the C extension is not built", allow_module_level=True)
 
 
-@pytest.fixture(params=[True, False], ids=["c", "twin"])
+@pytest.fixture(params=[True, False], ids=["c", "fallback"])
 def use_c(request, monkeypatch):
     monkeypatch.setattr(lines, "_use_c", request.param)
     assert lines.available() is request.param
@@ -30,7 +30,7 @@ def use_c(request, monkeypatch):
 
 
 def _both(function):
-    """What C gives, having compared it with the twin."""
+    """What C gives, having compared it with the fallback."""
     results = []
     for use_c in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -201,7 +201,7 @@ def test_rows_are_the_bytes_of_the_file(numbers, ranges, is_sorted, random):
     size = int((lengths + 3).sum())
     fast, slow = np.full(size, 7, np.uint8), np.full(size, 7, np.uint8)
     lines._c.read(fd, starts, starts + lengths, fast, places)
-    assert lines._read_twin(fd, starts, starts + lengths, slow, places) is None
+    assert lines._read_fallback(fd, starts, starts + lengths, slow, places) is None
     expected = np.full(size, 7, np.uint8)
     for (start, length), place in zip(ranges, places.tolist(), strict=True):
         expected[place : place + length] = list(content[start : start + length])
@@ -585,7 +585,7 @@ def test_other_threads_run_meanwhile(prepare, tmp_path, monkeypatch):
         done.append(True)
 
     before = sys.getswitchinterval()
-    # So long that nobody gets the interpreter unless it is given away.
+    # So long that no one gets the interpreter unless it is given away.
     sys.setswitchinterval(100)
     try:
         for _ in range(20):

@@ -252,10 +252,10 @@ def test_spoilt_tables_never_reach_outside(seed, table):
     # What is written is then anything, within `out`: an address sanitizer watches the rest.
     random = np.random.default_rng(seed)
     tables = _tables()
-    spoilt = np.frombuffer(tables[table], np.uint8).copy()
-    at = random.integers(0, len(spoilt), 3)
-    spoilt[at] = random.integers(0, 256, 3)
-    tables[table] = spoilt.tobytes()
+    spoiled = np.frombuffer(tables[table], np.uint8).copy()
+    at = random.integers(0, len(spoiled), 3)
+    spoiled[at] = random.integers(0, 256, 3)
+    tables[table] = spoiled.tobytes()
     around = np.full((7, 7, 3), 77, np.uint8)
     with suppress(ValueError):
         resize._c.linear(_IMAGE, around[1:-1], *tables)
@@ -275,7 +275,7 @@ print(resize.available(), out.reshape(-1).tolist())
 
 
 @pytest.mark.parametrize("absent", [True, False])
-def test_without_the_extension_the_twin_serves(absent):
+def test_without_the_extension_the_fallback_serves(absent):
     prelude = "sys.modules['flatout.kernels._resize'] = None" if absent else ""
     done = subprocess.run(
         [sys.executable, "-c", _RESIZE_TWICE.format(prelude=prelude)],

@@ -133,7 +133,7 @@ def test_a_killed_job_is_gone_and_its_file_is_swept_away(shows):
         assert job.stdout.readline() == "up\n"
         assert [rank.pid for rank in Ranks().read()] == [job.pid]
         job.send_signal(signal.SIGKILL)
-        # It is gone also while nobody has asked for its end.
+        # It is gone also while no one has asked for its end.
         os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOWAIT)
         assert Ranks().read() == []
     finally:

@@ -26,7 +26,7 @@ def test_waiting_while_workers_compute_is_starvation():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"workers_cpu_s": 0.1},  # nobody makes anything: other ranks, a network, a timer
+        {"workers_cpu_s": 0.1},  # no one makes anything: other ranks, a network, a timer
         {"cpu_s": 0.9, "idle_s": 0.1},  # it hardly waits
         {"cpu_s": 0.001, "idle_s": 0.999},  # a launcher, which only waits for others
     ],

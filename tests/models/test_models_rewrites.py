@@ -196,7 +196,7 @@ def test_pools_of_all_dimensions(dimensions, dtype, autocast):
 
 
 class Pooled(nn.Module):
-    """Only the pair, so that inputs are what the pair sees; times one, to be nobody else's."""
+    """Only the pair, so that inputs are what the pair sees; times one, to be no one else's."""
 
     def __init__(self, activation, pool):
         super().__init__()
@@ -266,7 +266,7 @@ def make(kinds):
                 "drop": lambda: nn.Dropout(0.3),
             }[kind]()
         )
-    # An input that nobody writes into in place.
+    # An input that no one writes into in place.
     return nn.Sequential(nn.Conv2d(1, channels, 1), *layers)
 
 

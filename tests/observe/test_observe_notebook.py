@@ -1,4 +1,4 @@
-"""What a live kernel needs of the observer: pauses between cells, and beginning anew."""
+"""What a live kernel needs of the observer: pauses between cells, and beginning again."""
 
 from flatout.measure.timeline import LANES
 from flatout.observe.lanes import BACKWARD, HOST, OPTIMIZER
@@ -62,8 +62,8 @@ def test_a_step_may_take_several_cells_but_not_an_error():
 
 def test_all_that_was_seen_is_forgotten():
     watch = Watch()
-    anew = []
-    watch.on_renewal.append(lambda: anew.append(True))
+    again = []
+    watch.on_renewal.append(lambda: again.append(True))
     looked = []
     watch.at(2, lambda: looked.append(watch.lanes.steps))
     _step(watch)
@@ -75,7 +75,7 @@ def test_all_that_was_seen_is_forgotten():
     watch.renew()
     assert (watch.lanes, watch.calls) == (lanes, calls)  # hooks hold them
     assert (lanes.steps, calls.all(), watch.saved, watch.notes) == (0, [], [], {})
-    assert anew == [True]
+    assert again == [True]
     _step(watch)
     watch.calls.note("item", 5, depth=1)
     assert lanes.lanes_ms().keys() == set(LANES)

@@ -1,4 +1,4 @@
-"""Scripts as they are, each in a process of its own: what is seen, and that nothing changes."""
+"""Scripts as they are, each in its own process: what is seen, and that nothing changes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Users of rules, of LARS and of LAMB are told what was never tried; nobody else is."""
+"""Users of rules, of LARS and of LAMB are told what was never tried; no one else is."""
 
 import torch
 from torch import nn

@@ -128,10 +128,10 @@ def test_the_file_can_be_replaced_by_who_looked_at_it(tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_SET", '["compute.precision=bf16"]')
     file = from_file()
     assert not file.on_this_machine({"cpu": "mine"})[0]
-    anew = effective(None, file=file.anew())
-    assert anew.get("save.every") == 7
-    assert anew.get("compute.precision") == "bf16"
-    assert all(anew.get(f) == "auto" for f in TAKES_AUTO if f != "compute.precision")
+    again = effective(None, file=file.undecided())
+    assert again.get("save.every") == 7
+    assert again.get("compute.precision") == "bf16"
+    assert all(again.get(f) == "auto" for f in TAKES_AUTO if f != "compute.precision")
 
 
 def test_a_bad_file_is_an_error_even_where_code_says_otherwise(tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def save_for_ever(folder: str, asynchronous: bool, first: int, done: int) -> NoR
             os.write(done, b"%d\n" % (step - 1) if step > first else b"")
         else:
             os.write(done, b"%d\n" % step)
-    raise AssertionError("nobody killed it")
+    raise AssertionError("no one killed it")
 
 
 def fork(work: object, *args: object) -> tuple[int, int]:

@@ -540,7 +540,7 @@ def test_an_early_stop_is_said_after_its_epoch() -> None:
 
 def test_the_last_epoch_is_said_also_where_the_stop_comes_after_its_line() -> None:
     console = plain_console()
-    # Progress comes first, when nobody has asked to stop yet.
+    # Progress comes first, when no one has asked to stop yet.
     fit = Fit(Progress(console=console), EarlyStopping("val_loss", patience=1), epochs=500)
     fit.run(series("val_loss", [0.1, 0.2]), steps=1)
     assert written(console)[-2].startswith("epoch 2/500 ")

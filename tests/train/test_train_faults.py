@@ -286,7 +286,7 @@ def test_a_recipe_from_another_machine_is_decided_anew_and_says_so(tmp_path, mon
         job = flatout.Trainer(network(), recipe=recipe, allow="exact", say=said.append)
         job.fit(data(), progress=False)
         assert said[0].startswith("the Recipe is from another machine (cpus: 4711 where it was")
-        assert said[0].endswith("): decided anew")
+        assert said[0].endswith("): decided again")
         assert job.resolved.compute.precision == "fp32"
         assert job.resolved.save.every == 7  # no measurement is behind it
 

@@ -105,7 +105,7 @@ def test_saved_json_reads_back_and_nan_is_null(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_saved_history_whole(tmp_path: Path) -> None:
     path = fitted().save(tmp_path / "history.json")
     before = path.read_bytes()
-    # In a process of its own, as the limit cannot be taken back without rights.
+    # In its own process, as the limit cannot be taken back without rights.
     code = """if True:
         import resource, signal, sys
         from flatout.errors import FlatoutError

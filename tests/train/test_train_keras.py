@@ -463,7 +463,7 @@ def fit_with(callbacks, model=None, epochs=4, **more):
 
 def test_early_stopping_stops_and_restores_the_best_weights():
     class Worse(keras.callbacks.Callback):
-        """The figures get worse from the second epoch on, and the weights are spoilt."""
+        """The figures get worse from the second epoch on, and the weights are spoiled."""
 
         def on_epoch_end(self, epoch, logs=None):
             logs["loss"] = [1.0, 0.5, 0.7, 0.8, 0.9][epoch]

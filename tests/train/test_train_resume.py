@@ -325,7 +325,7 @@ def test_on_another_machine_settings_are_decided_anew_and_said(tmp_path, monkeyp
     newest.save(loaded.step, loaded.model, loaded.state, meta, own=loaded.own)
     newest.wait()
     job = Job(run).fit(resume=True)
-    assert job.said[0].startswith('settings are decided anew on this machine: cpu: "Zuse Z4"')
+    assert job.said[0].startswith('settings are decided again on this machine: cpu: "Zuse Z4"')
     job.is_like(whole)
 
 
@@ -350,7 +350,7 @@ def test_resume_may_name_a_checkpoint(tmp_path):
 
 
 def test_an_early_stop_comes_at_the_same_epoch(tmp_path):
-    """With its state resumed the patience does not begin anew."""
+    """With its state resumed the patience does not begin again."""
 
     class Worse(flatout.Callback):
         def on_evaluate_end(self, state):

@@ -192,7 +192,7 @@ def test_a_weight_known_too_late_is_refused_where_it_counts():
     losses = {"kind": "cross_entropy", "size": own_weight}
     trainer(Two(), loss=losses).fit(X, TARGETS, batch_size=32)  # whole: exact
     small = Recipe(memory=Memory(micro_batch=5))
-    with pytest.raises(ModelError, match="output 'size': the loss returns a weight of its own"):
+    with pytest.raises(ModelError, match="output 'size': the loss returns its own weight"):
         trainer(Two(), loss=losses, recipe=small).fit(X, TARGETS, batch_size=32)
     mean = {"kind": "cross_entropy", "size": lambda o, t: ((o - t) ** 2).mean()}
     ours, theirs = Two(), Two()

@@ -248,7 +248,7 @@ def test_torchs_settings_are_as_before():
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
     )
-    # As auto may choose: a number of threads that nobody asked for by name.
+    # As auto may choose: a number of threads that no one asked for by name.
     asked = Recipe(compute=Compute(deterministic=True, matmul_precision="medium"))
     seen = []
 

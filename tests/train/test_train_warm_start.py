@@ -1,4 +1,4 @@
-"""Warm start: weights and optimizer state are kept, steps, schedule and options begin anew."""
+"""Warm start: weights and optimizer state are kept, steps, schedule and options begin again."""
 
 import shutil
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_from_a_run(yesterday, place):
     assert same(today.model, job.model)
     assert same_state(today.optimizer, job.optimizer)
     assert [group["lr"] for group in today.optimizer.param_groups] == [3e-3]
-    assert said == ["warm start from step 10: weights and optimizer kept, step and schedule anew"]
+    assert said == ["warm start from step 10: weights and optimizer kept, step and schedule reset"]
 
 
 def test_from_an_older_checkpoint(yesterday):
@@ -116,7 +116,7 @@ def test_what_does_not_fit_changes_nothing(yesterday, tmp_path):
         run, model, "adam", r"Adam with \[6\] parameters in its groups, found Adam with \[4\]"
     )
     weights = run / "checkpoints" / "step-000000010" / "model.safetensors"
-    spoilt = bytearray(weights.read_bytes())
-    spoilt[-3] ^= 4
-    weights.write_bytes(spoilt)
+    spoiled = bytearray(weights.read_bytes())
+    spoiled[-3] ^= 4
+    weights.write_bytes(spoiled)
     unchanged(run, network(), "adam", "damaged: tensor .* has sha256")

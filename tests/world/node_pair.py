@@ -1,4 +1,4 @@
-"""Runs a script on two nodes, each with an agent of its own, as in two terminals."""
+"""Runs a script on two nodes, each with its own agent, as in two terminals."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ TRAIN = """
 
 
 class Node:
-    """The agent of one node; what stands before the command puts it on a host of its own."""
+    """The agent of one node; what stands before the command puts it on its own host."""
 
     def __init__(self, folder, rank, rendezvous, *arguments, options=(), before=(), script=TRAIN):
         path = folder / "train.py"

@@ -10,7 +10,7 @@ from world_ranks import free_port
 
 from flatout.errors import WorldError
 from flatout.world.agreement import facts_here
-from flatout.world.network import address_towards, interface_of, is_here, listener
+from flatout.world.network import interface_of, is_here, listener, source_address
 from flatout.world.nodes import Nodes
 from flatout.world.rendezvous import Rendezvous
 
@@ -199,7 +199,7 @@ def test_facts_of_scripts_and_modules(tmp_path, monkeypatch):
 def test_interfaces():
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("127.0.1.1") == "lo"
-    assert interface_of(address_towards("127.0.0.1", 1)) == "lo"
+    assert interface_of(source_address("127.0.0.1", 1)) == "lo"
     assert interface_of("192.0.2.1") is None
     assert is_here("localhost")
     assert not is_here("192.0.2.1")

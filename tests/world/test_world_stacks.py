@@ -43,7 +43,7 @@ def test_a_process_that_holds_its_interpreter_writes_its_stack(child):
     assert "does not answer" in state
     assert "in busy" in stack[-1]
     assert "in <module>" in stack[0]
-    # Asked again, it tells anew and not what it told before.
+    # Asked again, it tells again and not what it told before.
     assert len(look_at(known)[1]) == len(stack)
 
 

@@ -88,7 +88,7 @@ def test_a_name_that_leads_to_loopback_does_not(monkeypatch):
     """As many a host has it in /etc/hosts."""
     found = [(2, 1, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr("flatout.world.network.socket.getaddrinfo", lambda *_, **__: found)
-    monkeypatch.setattr("flatout.world.network.address_towards", lambda *_: "10.0.0.7")
+    monkeypatch.setattr("flatout.world.network.source_address", lambda *_: "10.0.0.7")
     assert listening_address("node1") == "10.0.0.7"
     # So the other ranks of that host must not go by the name either.
     assert is_here("node1")
@@ -112,13 +112,13 @@ def test_a_name_that_leads_to_loopback_does_not(monkeypatch):
             raise OSError("no way there")
         return "2001:db8:7::7"
 
-    monkeypatch.setattr("flatout.world.network.address_towards", ipv6_only)
+    monkeypatch.setattr("flatout.world.network.source_address", ipv6_only)
     assert listening_address("node1") == "2001:db8:7::7"
 
     def no_way(*_):
         raise OSError("no way there")
 
-    monkeypatch.setattr("flatout.world.network.address_towards", no_way)
+    monkeypatch.setattr("flatout.world.network.source_address", no_way)
     with pytest.raises(OSError, match="node1 is no address of this node"):
         listening_address("node1")
 

@@ -1,4 +1,4 @@
-"""Two nodes on one machine, as in two terminals: the same result, and nobody left hanging."""
+"""Two nodes on one machine, as in two terminals: the same result, and no one left hanging."""
 
 import os
 import signal

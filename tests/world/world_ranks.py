@@ -1,4 +1,4 @@
-"""Runs a script as the ranks of one job, each a process of its own, as torchrun would."""
+"""Runs a script as the ranks of one job, each its own process, as torchrun would."""
 
 import os
 import socket

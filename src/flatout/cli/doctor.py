@@ -81,7 +81,7 @@ def doctor(
         typer.Option(
             metavar="exact|tolerant|redrawn",
             help="What a cure may do to the result: keep its bits, round otherwise, draw random "
-            "numbers anew. [default: tolerant; exact for --fix]",
+            "numbers again. [default: tolerant; exact for --fix]",
             show_default=False,
         ),
     ] = None,

@@ -219,8 +219,8 @@ def _recipe_here() -> Recipe:
             set_affinity(cpus)
         here, differences = found.on_this_machine(fingerprint().as_dict())
         if not here:
-            say_as_is(f"the Recipe is of another machine ({differences[0]}): auto decides anew")
-            found = found.anew()
+            say_as_is(f"the Recipe is of another machine ({differences[0]}): auto decides again")
+            found = found.undecided()
             reset_affinity()
     return effective(file=found)
 

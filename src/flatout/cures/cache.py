@@ -117,7 +117,7 @@ def _keep_stream(stream: Stream | None, iterator: Any, dataset: Any) -> None:
     if stream is None:
         return
     if iterator._num_workers:
-        leave(FIELD, f"workers make the samples of {type(dataset).__name__}, anew in each epoch")
+        leave(FIELD, f"workers make the samples of {type(dataset).__name__}, again in each epoch")
         return
     iterator._dataset = _Epoch(stream, dataset)
     if stream.is_kept:
@@ -187,7 +187,7 @@ def _try_out(torch: Any, dataset: Any) -> Store | None:
         count = len(dataset)
         form, reason = _made_twice(torch, dataset, count)
     except Exception as error:
-        leave(FIELD, f"samples of {name} cannot be made beforehand: {error}")
+        leave(FIELD, f"samples of {name} cannot be made in advance: {error}")
         return None
     if form is None:
         leave(FIELD, reason)
@@ -236,7 +236,7 @@ def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]
 
 
 def _draws(dataset: Any) -> bool:
-    """Whether the dataset, or what it uses, has a random generator of its own, which is told."""
+    """Whether the dataset, or what it uses, has its own random generator, which is told."""
     for name, _ in generators_of(dataset):
         owner = name.replace("dataset.", f"{type(dataset).__name__}.", 1)
         leave(FIELD, f"{owner} draws random numbers")

@@ -70,7 +70,7 @@ class Search:
             why = "has a hook for what is sent" if module._comm_hooks else f"{words} is unused"
             leave(SEARCH, why)
             return
-        # As unpickling a module does: what adds up gradients is made anew, for the same buckets.
+        # As unpickling a module does: what adds up gradients is made again, for the same buckets.
         module.find_unused_parameters = False
         module.reducer = None
         parameters, is_sparse = module._build_params_for_reducer()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FIELD = "script.evaluation"
-# Calls in eval mode after a step that keep their graph, until it is known that nobody needs it.
+# Calls in eval mode after a step that keep their graph, until it is known that no one needs it.
 _WATCHED = 3
 
 

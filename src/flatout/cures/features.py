@@ -1,6 +1,6 @@
 """script.features=memory: what leading frozen layers give for a sample is kept, and given again.
 
-A sample is known by its bytes, as a BLAKE2b digest of 16 bytes: whoever made the batch, and in
+A sample is known by its bytes, as a BLAKE2b digest of 16 bytes: who made the batch, and in
 which order, is not asked. Before anything kept is given, some batches of it are computed as well:
 layers for which a sample depends on the rest of its batch are left alone.
 """
@@ -68,7 +68,7 @@ def keep_features(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ca
 class Features:
     """What one frozen module has given, by sample.
 
-    Its `forward` is another one only while its root module is called: nobody copies or saves it.
+    Its `forward` is another one only while its root module is called: no one copies or saves it.
     """
 
     def __init__(self, torch: Any, part: Any) -> None:

@@ -47,7 +47,7 @@ class Later:
         return self._value
 
     def is_known(self) -> bool:
-        """Whether nobody has to wait for it."""
+        """Whether no one has to wait for it."""
         return self._fetch is None or self._is_here is None or self._is_here()
 
     @property

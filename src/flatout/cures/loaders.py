@@ -59,13 +59,13 @@ class Loaders:
             original(**{**written, **changes})
             if changes.get("persistent_workers") or self._is_remade(given.arguments):
                 loader._flatout_unchanged = None
-                with suppress(TypeError):  # a list, say, which is known by nobody else
+                with suppress(TypeError):  # a list, say, which is known by no one else
                     self._staying[id(loader.dataset)] = loader.dataset
 
         return init
 
     def _is_remade(self, given: dict[str, Any]) -> bool:
-        """Whether a framework makes a loader of its own from one whose workers stay by a cure."""
+        """Whether a framework makes its own loader from one whose workers stay by a cure."""
         is_known = id(given["dataset"]) in self._staying
         return is_known and bool(given["persistent_workers"]) and not is_users(caller()[0])
 

@@ -35,7 +35,7 @@ def channels_last(torch: Any, steps: Steps) -> Cure:
             leave(FIELD, f"{name} takes no images")
             return call
         if isinstance(module, torch.jit.ScriptModule) or "FullyShardedDataParallel" in name:
-            leave(FIELD, f"{name} holds its weights in a form of its own")
+            leave(FIELD, f"{name} holds its weights in its own form")
             return call
         lay_out(module, torch.channels_last)
         for optimizer in steps.optimizers():

@@ -41,7 +41,7 @@ def in_bf16(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Ca
 
     def cast(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if is_enabled(device):
-            leave(FIELD, "the script has an autocast of its own")
+            leave(FIELD, "the script has its own autocast")
             return call(module, *args, **kwargs)
         with torch.autocast(device, bf16):
             output = call(module, *args, **kwargs)

@@ -88,6 +88,6 @@ class Roots:
             modules = [seen() for seen, _ in self._calls.values()]
             classes = {type(m) for module in modules for m in unwrapped(module)}
             plain = unwrap(self._torch.nn.Module.__call__)
-            # One with a call of its own ends in the one that is wrapped now.
+            # One with its own call ends in the one that is wrapped now.
             if all(unwrap(owner.__call__) is plain for owner in classes):
                 self._module_calls.narrow(classes)

@@ -47,7 +47,7 @@ def recipe_here() -> Recipe:
         if not is_here:
             if "FLATOUT_RUN" not in os.environ:  # else `flatout run` has said so
                 say(f"the Recipe is of another machine ({differences[0]})")
-            found = found.anew()
+            found = found.undecided()
     return effective(file=found)
 
 

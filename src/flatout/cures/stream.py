@@ -1,7 +1,7 @@
 """script.cache=memory for an IterableDataset: what it gave twice alike is given without being made.
 
 Its samples have no numbers, but places: the first one of an epoch, the second, and so on. What
-comes in the first epoch is kept, what comes in the second one is made anew and compared. From the
+comes in the first epoch is kept, what comes in the second one is made again and compared. From the
 third one on, what was alike is given from memory, and the dataset is asked only behind that.
 """
 

@@ -122,7 +122,7 @@ class ChunkedRows(Rows):
         try:
             block = self.chunks.read(chunk, buffers)
         except BaseException as error:
-            # Whoever asks next tries anew.
+            # The one who asks next tries again.
             with self._lock:
                 del self._decoded[chunk]
             future.set_exception(error)

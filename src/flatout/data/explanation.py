@@ -22,7 +22,7 @@ class Explanation:
         stages: milliseconds of one thread per batch, by stage; empty before the first batch.
         threads: that make batches.
         trials: what was tried to find that number.
-        waited: share of the time that whoever loops waited for a batch; None before it is known.
+        waited: share of the time that the loop waited for a batch; None before it is known.
         processes: that make batches in place of threads.
         padding: which part of the batches' values is padding; None where rows are equally long.
     """

@@ -1,7 +1,7 @@
 """Paths as users write them, as files of this machine: globs, lists, URLs, packed files.
 
 What lies elsewhere, or is packed where rows must be found by their place, is brought into a cache
-folder once: whole or absent, and anew when the original changes.
+folder once: whole or absent, and again when the original changes.
 """
 
 from __future__ import annotations

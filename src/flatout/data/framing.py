@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<II")
 _LENGTH_BITS = 29
 _MOST = (1 << _LENGTH_BITS) - 1
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
-# Of a record's framing, which does not count towards its size.
+# Of a record's framing, which does not count toward its size.
 _FRAMING = 1 << 12
 
 

@@ -509,11 +509,11 @@ def _save(index: Index, path: Path) -> None:
     same: dict[str, str] = {}
     own: dict[str, Numbers] = {}
     for name, lengths in index.lengths.items():
-        twin = next((other for other in own if np.array_equal(own[other], lengths)), None)
-        if twin is None:
+        equal = next((other for other in own if np.array_equal(own[other], lengths)), None)
+        if equal is None:
             own[name] = lengths
         else:
-            same[name] = twin
+            same[name] = equal
     rest = {"lengths": list(own), "same": same, "facts": index.facts, "notes": index.notes}
     # A cache that cannot be written costs time at the next start, nothing else.
     with suppress(OSError):

@@ -72,7 +72,7 @@ class Normalization:
 
         Args:
             images: uint8 of shape (size, ...).
-            channels: the dimension of the channels, where each has a mean of its own.
+            channels: the dimension of the channels, where each has its own mean.
             memory_format: of the result, where there are four dimensions.
 
         Raises:

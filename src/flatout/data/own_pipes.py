@@ -49,7 +49,7 @@ def own_pipe(
         raise DataError(
             f"this is rank {rank} of {world_size}, but the pipeline is the part of rank "
             f"{shard.rank} of {shard.world_size}",
-            do="write .shard(presharded=True), or leave it out: each rank reads a pipe of its own",
+            do="write .shard(presharded=True), or leave it out: each rank reads its own pipe",
         )
     places: list[str] = getattr(pipeline.origin, "places", list)()
     known, turns = pipeline.samples, passes(pipeline.stages)
@@ -60,7 +60,7 @@ def own_pipe(
     steps = shard.steps or _steps([one["rows"] for one in found], pipeline.batch_size, turns)
     stages = [stage for stage in pipeline.stages if not isinstance(stage, Shard)]
     own = pipeline.with_stages((*stages, replace(shard, presharded=True, steps=steps)))
-    # What was looked at beforehand is gone from the pipe: only the same object still has it.
+    # What was looked at in advance is gone from the pipe: only the same object still has it.
     own.of_rank = pipeline.of_rank = own
     return own
 
@@ -74,7 +74,7 @@ def _check_apart(places: list[list[str]]) -> None:
                     f"ranks {readers[place]} and {rank} read one pipe, and would tear its records "
                     "apart",
                     where=place.rpartition(" ")[2],
-                    do="give each rank a pipe of its own, such as "
+                    do="give each rank its own pipe, such as "
                     'fifo(f"train-{place().rank}"), with place of flatout.world',
                 )
             readers[place] = rank

@@ -1,7 +1,7 @@
 """Pipes: opened without hanging, kept from a second reader, read in large pieces.
 
 A FIFO is opened without waiting for its writer, so that it can be said what is waited for. On Linux
-`poll` tells a FIFO that nobody has written to yet from one whose writers have gone (pipe(7)); a
+`poll` tells a FIFO that no one has written to yet from one whose writers have gone (pipe(7)); a
 `read` of nothing tells neither.
 """
 
@@ -128,7 +128,7 @@ class Pipe:
             )
         try:
             if stat.S_ISFIFO(os.fstat(0).st_mode):
-                # A description of its own: processes that share number 0 would share its lock.
+                # Its own description: processes that share number 0 would share its lock.
                 with suppress(OSError):
                     number = os.open("/proc/self/fd/0", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                     self._never_blocks = True
@@ -191,7 +191,7 @@ class Pipe:
                 f"the pipe is being read already, by {reader}: two readers would tear its records "
                 "apart",
                 where=self.name,
-                do="give each worker a pipe of its own, or end the other reader",
+                do="give each worker its own pipe, or end the other reader",
             ) from None
         except OSError:  # a file system without locks
             pass
@@ -225,7 +225,7 @@ class Pipe:
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", where=self.name) from error
         if count == 0 and not events and not self._begun:
-            return None  # nobody has opened it to write yet
+            return None  # no one has opened it to write yet
         self._begun = True
         return count
 
@@ -237,7 +237,7 @@ class Pipe:
         if self._has_writer:
             return f"the first bytes: {self.name} has a writer, which is silent"
         again = f" again, for pass {self._turn + 1}" if self._turn and not self._numbered else ""
-        return f"a writer: nobody has opened {self.name} to write{again}"
+        return f"a writer: no one has opened {self.name} to write{again}"
 
     @property
     def _numbered(self) -> bool:

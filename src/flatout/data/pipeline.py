@@ -208,7 +208,7 @@ class Pipeline(Staged["Pipeline"]):
         return self.sharded is not None and self.sharded.has_own_rows
 
     def agreed(self, gather: Callable[[int], list[int]]) -> Pipeline:
-        """With the number of steps that presharded data make, where nobody has said it.
+        """With the number of steps that presharded data make, where no one has said it.
 
         Args:
             gather: gives the numbers of all ranks for this rank's own.
@@ -244,7 +244,7 @@ class Pipeline(Staged["Pipeline"]):
     def rows_to_cut(self) -> int | None:
         """Samples that batches are cut from, over all ranks, those included that `last` drops.
 
-        Those of an epoch, or of one pass where each pass ends with a last batch of its own. None
+        Those of an epoch, or of one pass where each pass ends with its own last batch. None
         where they are not known, as of presharded data before the ranks have agreed.
         """
         if self.sharded is not None and self.sharded.presharded:
@@ -297,7 +297,7 @@ class Pipeline(Staged["Pipeline"]):
         return self._built.where(number)
 
     def labels_range(self) -> tuple[int, int] | None:
-        """Smallest and largest target, where they are integers and known beforehand."""
+        """Smallest and largest target, where they are integers and known in advance."""
         if only(self.stages, Map) is not None:
             return None
         if hasattr(self.origin, "labels_range"):

@@ -77,7 +77,7 @@ class Built:
         program: gives the batches.
         cut: how rows become batches.
         rows_to_cut: the rows of all ranks that batches are cut from: of an epoch, or of one pass
-            where each pass ends with a last batch of its own.
+            where each pass ends with its own last batch.
     """
 
     plan: Plan

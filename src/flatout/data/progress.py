@@ -28,7 +28,7 @@ def progress(what: str, total: int | None, show: bool = True) -> Iterator[Told]:
 
     Args:
         what: is being done, such as "converting".
-        total: rows that there are; None where nobody knows.
+        total: rows that there are; None where it is not known.
         show: False says nothing.
     """
     if not show:

@@ -92,7 +92,7 @@ class _Ranked:
         if size is None or samples is None:
             return batch
         whole = min(size, samples - step * size)
-        # Where a batch is filled up, each rank has a part of its own, if only of filling.
+        # Where a batch is filled up, each rank has its own part, if only of filling.
         if whole < self._world_size and not batch.padding:
             return self._copy(batch)
         return batch._replace(start=whole * self._rank // self._world_size, whole=whole)

@@ -37,7 +37,7 @@ def supported() -> bool:
     """Whether glibc's allocator serves this process: no other C library, none preloaded over it."""
     if not sys.platform.startswith("linux"):
         return False
-    # A program with an allocator of its own has this, too.
+    # A program with its own allocator has this, too.
     whole = _owner(ctypes.CDLL(None), "malloc_usable_size") == _LIBC
     return whole and _first_with_malloc() == _LIBC
 
@@ -67,7 +67,7 @@ def _first_with_malloc() -> bytes | None:
 
 
 def _owner(library: ctypes.CDLL, name: str) -> bytes | None:
-    """The name of the file that a symbol is from; None for one that nobody has."""
+    """The name of the file that a symbol is from; None for one that no one has."""
     symbol = getattr(library, name, None)
     found = _SymbolInfo()
     if symbol is None or not library.dladdr(

@@ -22,7 +22,7 @@ class Cpus:
         allowed: logical CPUs that the process' affinity names.
         quota: CPUs' worth of time that the cgroups allow; None where they set no quota.
         usable: how many CPUs the process may keep busy, both limits together.
-        torch_threads: the threads that torch starts for one operator if nobody says otherwise.
+        torch_threads: the threads that torch starts for one operator if no one says otherwise.
         instructions: the instruction sets that matter to training, as the kernel spells them.
     """
 
@@ -54,7 +54,7 @@ def read_cpus(root: Path = Path("/")) -> Cpus:
 
 
 def default_torch_threads(root: Path = Path("/")) -> int:
-    """Returns the threads that torch starts for one operator if nobody says otherwise.
+    """Returns the threads that torch starts for one operator if no one says otherwise.
 
     x86 wheels ask MKL, which counts the physical cores of the affinity; from the environment it
     takes any number up to the machine's physical cores. Others ask OpenMP, which counts the
@@ -76,7 +76,7 @@ def _from_environment(name: str) -> int | None:
 
 
 def _core(cpu: int, root: Path) -> tuple[str, str]:
-    """Returns the socket and the core that a logical CPU belongs to; itself if nobody says."""
+    """Returns the socket and the core that a logical CPU belongs to; itself if no one says."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     try:
         socket = (topology / "physical_package_id").read_text().strip()

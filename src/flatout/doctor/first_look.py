@@ -60,7 +60,7 @@ class FirstLook:
 
     @property
     def failed(self) -> bool:
-        """Whether the script ended with an error of its own."""
+        """Whether the script ended with its own error."""
         return bool(self.exit_code) or any(rank.ended == "failed" for rank in self.observations)
 
 
@@ -93,7 +93,7 @@ def first_look(
         FlatoutError: torchrun's command line cannot be read.
     """
     began = time.monotonic()
-    met: list[int] = []  # signals that would end this process: whoever waits looks there
+    met: list[int] = []  # signals that would end this process: the one who waits looks there
     with scratch() as folder, asked_to_end(lambda number, _: met.append(number)):
         seen = temporary_of(folder) / "seen"
         seen.mkdir()

@@ -25,7 +25,7 @@ _SMALL_DISK = 2 * 2**30
 _SMALL_MEMORY = 0.1
 # torch's oldest version that Flatout runs on.
 _OLDEST_TORCH = (2, 11)
-# Set by libraries for themselves, and by nobody who wants to be faster.
+# Set by libraries for themselves, and by no one who wants to be faster.
 _NOT_MEANT = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
 
 # What the checks of a script say as well.

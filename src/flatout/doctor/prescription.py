@@ -55,7 +55,7 @@ class Prescription:
         together: all that is prescribed at once; None where nothing is.
         floor: how far from 1 a ratio of the script to itself may lie here.
         seconds: that the trials took.
-        run_steps: steps of the user's whole run; None where nobody knows.
+        run_steps: steps of the user's whole run; None where it is not known.
         before_s, after_s: of the user's whole run, warm-up and setup included; None likewise.
         step_before_s, step_after_s: of a step, with its share of evaluation and saving; None where
             nothing is prescribed.

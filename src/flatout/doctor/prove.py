@@ -4,13 +4,13 @@
     2  alone      each cure against the script as it is; numbers of workers and threads in variants
     3  beside     what did not win alone is tried on top of what did: bf16 alone may be slower where
                   bf16 with channels_last is three times faster. So is the cure of what another
-                  brings about, such as memory that comes anew in each step. What adds nothing goes
-    4  together   all that is left against the script as it is, measured anew, which also keeps a
+                  brings about, such as memory that comes again in each step. What adds nothing goes
+    4  together   all that is left against the script as it is, measured again, which also keeps a
                   chance win of step 2 from being prescribed. Where nothing has won, what looked
                   most like it: this trial is the longest, and sees what noise has hidden
 
 The script as it is stays alive, stopped, from the first trial to the last but one. For the
-last it is started anew, where there is time: both sides are equally old there.
+last it is started again, where there is time: both sides are equally old there.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class Proving:
         return [best] if best and self._ratio(best) > 1 + 3 * self._bench.floor else []
 
     def _together(self, plain: Against, chosen: list[Cure]) -> None:
-        """The last word: what is left, measured anew, against the script as it is."""
+        """The last word: what is left, measured again, against the script as it is."""
         everything = together(chosen)
         while True:
             final = self._confirmed(plain, everything)
@@ -286,7 +286,7 @@ class Proving:
                 for cure in chosen:
                     self._keep(cure, f"pays with the others: {everything.words}")
                 return
-            worst = f"{final.proof.reason} when measured anew"
+            worst = f"{final.proof.reason} when measured again"
             if len(chosen) == 1:
                 self._drop(chosen[0], worst)
                 return
@@ -301,10 +301,10 @@ class Proving:
             chosen, everything = [best], best
 
     def _confirmed(self, plain: Against, cure: Cure) -> _Tried:
-        """A trial of its own where there is time for it, else the one that was made."""
+        """Its own trial where there is time for it, else the one that was made."""
         if not self._has_time(1) and cure.names in self._tried:
             return self._tried[cure.names]
-        self._told(f"measuring anew: {cure.words} ...")
+        self._told(f"measuring again: {cure.words} ...")
         pair = self._bench.measure(
             plain,
             cure,
@@ -314,7 +314,7 @@ class Proving:
             block_s=1.0,
             precision=_PRECISION,
             pace_s=_PACE_S,
-            anew=self._has_time(1, starts=2),
+            fresh=self._has_time(1, starts=2),
             lives=_LIVES,
         )
         proof = self._judging.proof(cure, pair)

@@ -122,7 +122,7 @@ class InPlace:
 
     def has_ended(self, within_s: float) -> bool:
         """Wait for its end, for so long at most; returns whether it has ended."""
-        # Without reaping: as long as it is not reaped, nobody else gets its number.
+        # Without reaping: as long as it is not reaped, no one else gets its number.
         until = time.monotonic() + within_s
         how = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while (ended := os.waitid(os.P_PID, self._script.pid, how)) is None:
@@ -138,7 +138,7 @@ class InPlace:
         os.kill(self._script.pid, signal.SIGINT)
 
     def end(self) -> None:
-        """End it: its group by its number, then whoever has left the group."""
+        """End it: its group by its number, then the one who has left the group."""
         if self.code is None:
             os.kill(self._script.pid, signal.SIGTERM)
             self.has_ended(_TERMINATES_WITHIN_S)

@@ -36,7 +36,7 @@ def _bounded(finding: Finding, seen: Observation) -> Finding:
 
 
 def without(lanes: tuple[str, ...], seen: Observation) -> str:
-    """Says what a step takes without the lanes that it waits for most; "" if nobody tried."""
+    """Says what a step takes without the lanes that it waits for most; "" if no one tried."""
     measured: Ablation | None = seen.ablations.get(lanes[0]) if len(lanes) == 1 else None
     if measured is None or lanes not in _WITHOUT or measured.low <= 1 + measured.floor:
         return ""

@@ -4,7 +4,7 @@
 
 Each seed runs the script twice to its end, contained as in a trial: as it is, and with all that
 was prescribed. What is compared is the mean loss over the last 5% of the steps, since what a
-script prints nobody can know; and how long it took until such a mean was as low as a target. The
+script prints no one can know; and how long it took until such a mean was as low as a target. The
 seeds begin the random generators; a script that seeds itself runs the same each time, which is seen
 and said.
 """

@@ -21,7 +21,7 @@ _OURS = (
 def skip_our_frames(eval_frame: Any) -> None:
     """Marks the code that hooks run, for a hook on torch._dynamo.eval_frame.
 
-    A hook that runs between two compiled frames would else be compiled as a frame of its own.
+    A hook that runs between two compiled frames would else be compiled as its own frame.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith(_OURS):
@@ -32,7 +32,7 @@ def skip_our_frames(eval_frame: Any) -> None:
 
 
 def is_anything_compiled() -> bool:
-    """Whether the script compiles: then a function put in place of torch's compiles all anew."""
+    """Whether the script compiles: then a function put in place of torch's compiles all again."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters)
 

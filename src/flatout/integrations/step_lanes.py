@@ -106,7 +106,7 @@ class Seen:
 class Watches:
     """What the callbacks of all frameworks give.
 
-    Whoever derives from it has a Seen in `_seen`, and tells which lanes it cannot see.
+    The one who derives from it has a Seen in `_seen`, and tells which lanes it cannot see.
     """
 
     _seen: Seen

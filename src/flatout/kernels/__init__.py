@@ -1,4 +1,4 @@
-"""C extensions, and their numpy twins that give the same bytes.
+"""C extensions, and their numpy fallbacks that give the same bytes.
 
 `relu_pool` is imported on its own: it needs torch.
 """

@@ -290,7 +290,7 @@ static PyObject *forward_call(PyObject *object, PyObject *const *args, size_t fl
     Clock *clock = clock_of(self->hook.clock);
     PyObject *result;
     int is_known;
-    /* Within a model, and while a batch is made, nobody asks. */
+    /* Within a model, and while a batch is made, no one asks. */
     if (clock->is_inside || clock->current == INPUT || !is_own_thread(clock))
         return PyObject_Vectorcall(self->hook.original, args, flagged, names);
     is_known = flagged & ~PY_VECTORCALL_ARGUMENTS_OFFSET ? is_as_before(self, args[0]) : 0;

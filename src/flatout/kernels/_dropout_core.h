@@ -57,7 +57,7 @@ static void keep_portable(uint8_t *keep, int64_t first, int64_t groups, uint32_t
 
 #if defined(__x86_64__)
 
-/* Four blocks in the lower halves of 64 bits each; the upper halves hold what nobody reads. */
+/* Four blocks in the lower halves of 64 bits each; the upper halves hold what no one reads. */
 __attribute__((target("avx2"), always_inline)) static inline void
 philox_four(__m256i *c, const __m256i *k0, const __m256i *k1)
 {

@@ -274,7 +274,7 @@ static int plan_name(Plan *plan, int32_t i, const uint8_t *name, int64_t bytes)
 
 /* ---- rows of the outputs ---- */
 
-/* The places of a row's values. 0 if someone has spoilt the offsets meanwhile. */
+/* The places of a row's values. 0 if someone has spoiled the offsets meanwhile. */
 static ALWAYS_INLINE int row_places(const Feature *feature, const Output *output, int64_t row,
                                     int64_t *first, int64_t *capacity)
 {

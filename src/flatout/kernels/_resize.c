@@ -1,7 +1,7 @@
 /* Images of 8 bits resized by linear interpolation, into memory that is there already.
 
    Everything that comes in is checked here, whatever the caller checked before: a wrong buffer or
-   table is a ValueError, never a crash. Tables are `bytes`, which nobody can change meanwhile. */
+   table is a ValueError, never a crash. Tables are `bytes`, which no one can change meanwhile. */
 
 #include "_module.h"
 #include "_resize_core.h"

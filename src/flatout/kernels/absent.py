@@ -1,4 +1,4 @@
-"""Where the C extensions are absent: one warning, whoever misses one first.
+"""Where the C extensions are absent: one warning, no matter who misses one first.
 
 `FLATOUT_KERNELS=numpy` in the environment, set before the first import, does without them on
 purpose and in silence.
@@ -15,7 +15,7 @@ _said = not WANTED
 
 
 def say_once() -> None:
-    """Warn that an extension is absent, if nobody has yet."""
+    """Warn that an extension is absent, if no one has yet."""
     global _said
     if _said:
         return

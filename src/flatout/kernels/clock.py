@@ -1,4 +1,4 @@
-"""The clock of a training loop, and the hooks that look at it: in C, or Python twins.
+"""The clock of a training loop, and the hooks that look at it: in C, or Python fallbacks.
 
 The clock always runs for one of the lanes and keeps the durations of the latest steps. Hooks read
 it several times in each step. The hooks in C (`_clock_hooks.h`) have no fallback here: behind each
@@ -22,5 +22,5 @@ if sys.platform == "linux" and absent.WANTED:
 
 
 def available() -> bool:
-    """Whether the C extension runs; otherwise its Python twin does."""
+    """Whether the C extension runs; otherwise its Python fallback does."""
     return Clock.__module__ == "flatout.kernels._clock"

@@ -37,7 +37,7 @@ class Called:
 class Clock:
     """The clock of a training loop: it always runs for one of the lanes, at first the host's.
 
-    Called again on the same clock, `__init__` begins anew.
+    Called again on the same clock, `__init__` begins again.
 
     Attributes:
         thread: whose clock it is: the calling one's at first.

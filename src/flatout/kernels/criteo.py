@@ -1,6 +1,6 @@
 """Rows of Criteo's click logs to columns: a label, integers, hexadecimal categories.
 
-The C extension and its twin in plain Python give the same bytes.
+The C extension and its fallback in plain Python give the same bytes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _WORDS = {
 
 
 def available() -> bool:
-    """Whether the C extension runs; otherwise its twin does."""
+    """Whether the C extension runs; otherwise its fallback does."""
     return _use_c
 
 
@@ -123,7 +123,7 @@ def parse(
     numbers = (missing_integer, missing_category, buckets)
     if _use_c:
         return _c.parse(buffer, *arrays, has_label, *numbers, _is_plain)
-    return _parse_twin(buffer, *arrays, has_label, *numbers)
+    return _parse_fallback(buffer, *arrays, has_label, *numbers)
 
 
 def _fitting(name: str, value: float, dtype: np.dtype[Any]) -> float:
@@ -177,7 +177,7 @@ class _Wrong(Exception):
         self.at = at
 
 
-def _parse_twin(
+def _parse_fallback(
     buffer: Any,
     starts: Numbers,
     ends: Numbers,

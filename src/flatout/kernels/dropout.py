@@ -45,7 +45,7 @@ class Draw(NamedTuple):
         seed: of the job.
         step: number of the optimizer step.
         draw: number of this call among those of a forward.
-        start: place of the first sample among those of the step, whoever computes them.
+        start: place of the first sample among those of the step, no matter who computes them.
         samples: how many samples the tensor has.
         outer: the tensor is seen as (outer, samples, rest): 1 where samples come first, as many as
             there are time steps where these do.

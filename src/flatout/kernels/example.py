@@ -5,7 +5,7 @@ checksum. Checksums are CRC-32C, masked as in TensorFlow's `record_writer.h`. A 
 of Protocol Buffers (https://protobuf.dev/programming-guides/encoding) as in `example.proto` and
 `feature.proto`: a map from names to lists of integers, floats or bytes.
 
-The C extension and its twin in plain Python give the same bytes.
+The C extension and its fallback in plain Python give the same bytes.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _check_features(features: Sequence[Feature]) -> None:
 
 
 def available() -> bool:
-    """Whether the C extension runs; otherwise its twin does."""
+    """Whether the C extension runs; otherwise its fallback does."""
     return _use_c
 
 

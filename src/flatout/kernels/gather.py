@@ -1,6 +1,6 @@
 """Rows of an array by index, with uint8 images scaled to float32 in the same pass.
 
-The C extension and its numpy twin give the same bytes.
+The C extension and its numpy fallback give the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def available() -> bool:
-    """Whether the C extension runs; otherwise its numpy twin does."""
+    """Whether the C extension runs; otherwise its numpy fallback does."""
     return _use_c
 
 

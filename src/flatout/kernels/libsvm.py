@@ -1,6 +1,6 @@
 """Rows of LibSVM text: `label [qid:n] index:value index:value ... # comment`.
 
-The C extension and its twin in plain Python give the same bytes.
+The C extension and its fallback in plain Python give the same bytes.
 
 A row begins with a label, a decimal number with or without sign, point and exponent. Then there
 may be `qid:` and a whole number. Then come pairs of an index, which ascends within the row, and a
@@ -86,7 +86,7 @@ _WORDS = {
 
 
 def available() -> bool:
-    """Whether the C extension runs; otherwise its twin does."""
+    """Whether the C extension runs; otherwise its fallback does."""
     return _use_c
 
 
@@ -141,7 +141,7 @@ def survey(
     rules = (base, limit, width, np.dtype(label_as).name, np.dtype(value_as).name)
     if _use_c:
         return _c.survey(buffer, starts, ends, *outputs, *rules, _is_plain)
-    return _survey_twin(buffer, starts, ends, *outputs, *rules)
+    return _survey_fallback(buffer, starts, ends, *outputs, *rules)
 
 
 def parse(
@@ -191,7 +191,7 @@ def parse(
     outputs = (labels, qid, ids, values, status, at)
     if _use_c:
         return _c.parse(buffer, starts, ends, offsets, *outputs, base, limit, _is_plain)
-    return _parse_twin(buffer, starts, ends, offsets, *outputs, base, limit)
+    return _parse_fallback(buffer, starts, ends, offsets, *outputs, base, limit)
 
 
 def dense(
@@ -232,10 +232,10 @@ def dense(
     outputs = (labels, qid, out, status, at)
     if _use_c:
         return _c.dense(buffer, starts, ends, *outputs, base, limit, _is_plain)
-    return _dense_twin(buffer, starts, ends, *outputs, base, limit)
+    return _dense_fallback(buffer, starts, ends, *outputs, base, limit)
 
 
-# ---- the twin: a row ----
+# ---- the fallback: a row ----
 
 
 class _Wrong(Exception):
@@ -385,7 +385,7 @@ def _good_row(text: npt.NDArray[np.uint8], start: int, end: int, room: int, rule
         raise _Wrong(bad, start + wrong.at) from None
 
 
-# ---- the twin: rows ----
+# ---- the fallback: rows ----
 
 
 class _Rows(NamedTuple):
@@ -422,7 +422,7 @@ def _each(
         yield number, row
 
 
-def _survey_twin(
+def _survey_fallback(
     buffer: Any,
     starts: Numbers,
     ends: Numbers,
@@ -456,7 +456,7 @@ def _survey_twin(
     return bad, low, high
 
 
-def _parse_twin(
+def _parse_fallback(
     buffer: Any,
     starts: Numbers,
     ends: Numbers,
@@ -492,7 +492,7 @@ def _parse_twin(
     return bad
 
 
-def _dense_twin(
+def _dense_fallback(
     buffer: Any,
     starts: Numbers,
     ends: Numbers,

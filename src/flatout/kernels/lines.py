@@ -1,6 +1,6 @@
 """Lines of a text, byte ranges of a file, and rows of bytes to and from columns.
 
-The C extension and its twin in numpy and plain Python give the same results.
+The C extension and its fallback in numpy and plain Python give the same results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Column: TypeAlias = tuple[int, int, npt.NDArray[Any]]
 
 WHITE = b" \t\v\f\r"
 
-# A thread of its own must be worth starting.
+# Its own thread must be worth starting.
 _LEAST_PER_THREAD = 1 << 20
 _FIRST_ROOM = 1 << 12
 _WINDOW = 1 << 16
@@ -58,7 +58,7 @@ class FileTooShort(EOFError):
 
 
 def available() -> bool:
-    """Whether the C extension runs; otherwise its twin does."""
+    """Whether the C extension runs; otherwise its fallback does."""
     return _use_c
 
 
@@ -104,7 +104,7 @@ def index_lines(
         )
     if comment is not None and (not comment or b"\n" in comment):
         raise ValueError(f"comment: expected bytes of one line, or None; found {comment!r}")
-    index = _index if _use_c else _index_twin
+    index = _index if _use_c else _index_fallback
     if _c is None:
         absent.say_once()
     parts = max(1, min(threads, (stop - start) // _LEAST_PER_THREAD))
@@ -183,7 +183,7 @@ def _index(
     return starts, ends
 
 
-def _index_twin(
+def _index_fallback(
     text: Text, start: int, stop: int, skip_blank: bool, comment: bytes | None, white: bytes
 ) -> Lines:
     ends = np.flatnonzero(text[start:stop] == ord("\n")) + start
@@ -229,14 +229,14 @@ def read_rows(fd: int, starts: Numbers, ends: Numbers, out: Text, out_starts: Nu
     """
     if _c is None:
         absent.say_once()
-    read = _c.read if _use_c else _read_twin
+    read = _c.read if _use_c else _read_fallback
     short = read(fd, starts, ends, out, out_starts)
     if short is not None:
         row, at = short
         raise FileTooShort(row, at, (int(starts[row]), int(ends[row])), os.fstat(fd).st_size)
 
 
-def _read_twin(
+def _read_fallback(
     fd: int, starts: Numbers, ends: Numbers, out: Text, places: Numbers
 ) -> tuple[int, int] | None:
     for name, array in (("starts", starts), ("ends", ends), ("places", places)):
@@ -279,7 +279,7 @@ def split_rows(source: Text, index: Numbers, columns: Sequence[Column]) -> None:
     if _c is None:
         absent.say_once()
     pieces = [(offset, width, _plain(array)) for offset, width, array in columns]
-    (_c.split if _use_c else _split_twin)(source, index, pieces)
+    (_c.split if _use_c else _split_fallback)(source, index, pieces)
 
 
 def join_rows(columns: Sequence[Column], out: Text, index: Numbers | None = None) -> None:
@@ -301,10 +301,10 @@ def join_rows(columns: Sequence[Column], out: Text, index: Numbers | None = None
         absent.say_once()
     pieces = [(offset, width, _plain(array)) for offset, width, array in columns]
     rows = pieces[0][2].shape[0] if pieces and pieces[0][2].ndim else 0
-    (_c.join if _use_c else _join_twin)(pieces, rows, out, index)
+    (_c.join if _use_c else _join_fallback)(pieces, rows, out, index)
 
 
-def _split_twin(source: Text, index: Numbers, columns: Sequence[Column]) -> None:
+def _split_fallback(source: Text, index: Numbers, columns: Sequence[Column]) -> None:
     _check_memory("source", source, 2)
     _check_numbers("index", index, None)
     _check_columns(columns, len(index), source.shape[1])
@@ -314,7 +314,7 @@ def _split_twin(source: Text, index: Numbers, columns: Sequence[Column]) -> None
         _bytes_of(array)[:] = source[index, offset : offset + width]
 
 
-def _join_twin(columns: Sequence[Column], rows: int, out: Text, index: Numbers | None) -> None:
+def _join_fallback(columns: Sequence[Column], rows: int, out: Text, index: Numbers | None) -> None:
     _check_memory("out", out, 2)
     _check_columns(columns, rows, out.shape[1])
     _check_apart([out], [array for _, _, array in columns])

@@ -1,6 +1,6 @@
 """8-bit images resized by linear interpolation in fixed point.
 
-The C extension and its numpy twin give the same bytes. Both compute what OpenCV's
+The C extension and its numpy fallback give the same bytes. Both compute what OpenCV's
 `resize(..., interpolation=INTER_LINEAR)` does, to one gray level at most: OpenCV's vector code
 rounds like this, and its code for what a vector leaves over a little otherwise.
 """
@@ -39,7 +39,7 @@ _KEPT = 512
 
 
 def available() -> bool:
-    """Whether the C extension runs; otherwise its numpy twin does."""
+    """Whether the C extension runs; otherwise its numpy fallback does."""
     return _use_c
 
 
@@ -71,7 +71,7 @@ def resize_linear(source: Pixels, out: Pixels) -> None:
         rows, columns = _bytes_of_axis(height, out.shape[0]), _bytes_of_axis(width, out.shape[1])
         _c.linear(source, out, rows, columns, _values(width, out.shape[1], channels))
     else:
-        _twin(source, out)
+        _fallback(source, out)
 
 
 def _check(name: str, image: npt.NDArray[Any]) -> None:
@@ -91,7 +91,7 @@ def _check(name: str, image: npt.NDArray[Any]) -> None:
         )
 
 
-def _twin(source: Pixels, out: Pixels) -> None:
+def _fallback(source: Pixels, out: Pixels) -> None:
     rows, columns = (
         _axis(length, result)
         for length, result in zip(source.shape[:2], out.shape[:2], strict=True)

@@ -43,7 +43,7 @@ class CollectorClock:
                 gc.callbacks.remove(_on_collection)
 
     def note(self, began: int, took: int) -> None:
-        """Adds a collection. Neighbors are merged when nobody reads, so the memory is bounded."""
+        """Adds a collection. Neighbors are merged when no one reads, so the memory is bounded."""
         if len(self.noted) >= _CAPACITY:
             pairs = zip(self.noted[::2], self.noted[1::2], strict=True)
             self.noted[:] = [(first[0], first[1] + second[1]) for first, second in pairs]
@@ -58,7 +58,7 @@ class CollectorClock:
 
     def take_before(self, when: int) -> list[tuple[int, int]]:
         """Removes and returns the collections that began before `when`."""
-        # A collection may run at any allocation here, so it notes into a list of its own.
+        # A collection may run at any allocation here, so it notes into its own list.
         noted, self.noted = self.noted, []
         count = bisect_left(noted, (when,))
         self.noted[:0] = noted[count:]

@@ -96,7 +96,7 @@ class Live:
 
     def _look(self, now: float) -> deque[_Look]:
         steps = self._timeline.steps
-        if steps < self._looks[-1].steps:  # the Timeline was begun anew
+        if steps < self._looks[-1].steps:  # the Timeline was begun again
             self._looks = deque([_Look(now - _EVERY_NS / 1e9, 0, {})])
         _note(self._looks, self._look_at(now))
         return self._looks

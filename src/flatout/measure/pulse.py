@@ -6,7 +6,7 @@ started is looked at about once a second.
 
 Standing still is called starvation where a loader's workers computed meanwhile, or where it waited
 for a disk. Of a process that computes on a GPU it is the GPU that stands still, while the process
-or its workers compute. What else stands still waits for something that nobody sees from here.
+or its workers compute. What else stands still waits for something that no one sees from here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EVERY_S = 0.05
 _WATCHED_S, _FEWEST_S = 60.0, 5.0
 # As of a job that shows its lanes: a stretch with so much of it is counted.
 _STARVED = 0.25
-# Whoever stands still must have had so much of that time filled by those it waits for,
+# The one who stands still must have had so much of that time filled by those it waits for,
 _EXPLAINED = 0.5
 # and work in so much of the whole: what only waits for others, such as a launcher, is not starved.
 _WORKS = 0.02
@@ -118,7 +118,7 @@ class Watched:
         self._workers = 0
         try:
             self._process: Any = psutil.Process(pid)
-        except psutil.Error:  # whoever asks for it is told elsewhere
+        except psutil.Error:  # the one who asks for it is told elsewhere
             self._process = None
         self._begin()
 

@@ -106,7 +106,7 @@ class Timeline:
             self._collections.noted.clear()
 
     def start(self) -> None:
-        """Begins to time the garbage collector; the pause since `stop()` is nobody's idle time."""
+        """Begins to time the garbage collector; the pause since `stop()` is no one's idle time."""
         self._collections.start()
         if self._stopped_at is not None:
             with self._lock:

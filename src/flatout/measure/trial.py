@@ -132,7 +132,7 @@ def run_trial(
         min_pairs: the fewest, time permitting.
         deadline_s: no quadruple begins that would end, at the pace of the slowest so far, later
             than this many seconds after the start. The first always runs.
-        floor: a floor known beforehand, as from `noise_floor`; the larger of it and the trial's own
+        floor: a floor known in advance, as from `noise_floor`; the larger of it and the trial's own
             counts.
         precision: how far apart the ends of the interval of a clear answer may lie: 0.05 is 5%.
         seed: of the resampling.

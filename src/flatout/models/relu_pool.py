@@ -35,7 +35,7 @@ def relu_pool(
 
 
 def _takes_kernel(images: torch.Tensor) -> bool:
-    """Whether autograd is at work, and nobody looks at single operators: a compiler, a tracer."""
+    """Whether autograd is at work, and no one looks at single operators: a compiler, a tracer."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state()

@@ -44,7 +44,7 @@ _POOL_FUNCTIONS = (
     torch.max_pool2d,
     torch.max_pool3d,
 )
-# What only reads, and gives a new tensor, one that nobody else can hold.
+# What only reads, and gives a new tensor, one that no one else can hold.
 _FRESH_MODULES = (_ConvNd, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.Linear, *_POOLS)
 _FRESH_FUNCTIONS = (
     *_POOL_FUNCTIONS,
@@ -285,9 +285,9 @@ def _numbers(value: Any) -> tuple[Any, ...]:
 
 
 def _is_movable(node: fx.Node, module: nn.Module) -> bool:
-    """Whether the node is an activation that only the pool reads, of a value nobody else reads.
+    """Whether the node is an activation that only the pool reads, of a value no one else reads.
 
-    Afterwards it is the pool that keeps this value for backward, so nobody may write into it.
+    Afterwards it is the pool that keeps this value for backward, so no one may write into it.
     """
     if not node.args or len(node.all_input_nodes) != 1 or len(node.users) != 1:
         return False
@@ -305,7 +305,7 @@ def _is_movable(node: fx.Node, module: nn.Module) -> bool:
 
 
 def _is_fresh(node: fx.Node, module: nn.Module) -> bool:
-    """Whether the node reads its input without writing, and gives a tensor that nobody else has."""
+    """Whether the node reads its input without writing, and gives a tensor that no one else has."""
     if node.op == "call_module":
         source = module.get_submodule(str(node.target))
         is_torchs = type(source).__module__.startswith("torch.") and not is_watched(source)

@@ -148,7 +148,7 @@ class SampleDropout:
         return self.refusal(
             site,
             f"is given a tensor of shape {tuple(shape)}, in which samples cannot be told apart",
-            "use a layer of its own for each shape, with the samples in one dimension",
+            "use its own layer for each shape, with the samples in one dimension",
         )
 
     def refusal(self, site: int, why: str, do: str) -> ModelError:

@@ -201,7 +201,7 @@ def _of_step(*, is_quick: bool) -> float:
     begins, ends = {0: hooks[0]}, {1: hooks[1]}
 
     def step(befores: dict[int, Any], afters: dict[int, Any]) -> None:
-        """As torch does it: its own loops are shorter, too, where nobody is hooked in."""
+        """As torch does it: its own loops are shorter, too, where no one is hooked in."""
         for hook in chain(none.values(), befores.values()):
             hook(optimizer, args, kwargs)
         for hook in chain(none.values(), afters.values()):

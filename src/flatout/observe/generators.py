@@ -58,7 +58,7 @@ def states_of_process() -> dict[str, int]:
 def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
     """The generator, of those that were drawn from, in which the workers differ least.
 
-    One of the dataset's own counts only where two workers drew alike twice: it may be seeded anew
+    One of the dataset's own counts only where two workers drew alike twice: it may be seeded again
     for each sample.
 
     Args:
@@ -75,7 +75,7 @@ def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
         if name in _OF_PROCESS:
             found.append((name, [of_worker[0] for of_worker in states]))
             continue
-        # Whoever has drawn less than twice is told apart from the others.
+        # The one who has drawn less than twice is told apart from the others.
         alike = [
             _number(of_worker) if len(set(of_worker)) > _BATCHES else -at
             for at, of_worker in enumerate(states, 1)

@@ -27,7 +27,7 @@ class Inside:
 
     def _open(self) -> None:
         if is_anything_compiled():
-            return  # something is compiled, and would be compiled anew
+            return  # something is compiled, and would be compiled again
         for seen in self._watch.models:
             module = seen.ref()
             if module is None or not seen.is_stepped:

@@ -68,18 +68,18 @@ class Lanes(Clock):
         self.due = 1
 
     def skip(self) -> None:
-        """The time since the last call was ours, and goes to nobody."""
+        """The time since the last call was ours, and goes to no one."""
         now = perf_counter_ns()
         self.began += now - self.last
         self.last = now
 
     def leave_out(self, ns: int) -> None:
-        """So much of the time since the last call was ours, and goes to nobody."""
+        """So much of the time since the last call was ours, and goes to no one."""
         self.began += ns
         self.last += ns
 
     def takes_each_step(self, ns: float, before: int, after: int) -> None:
-        """In all steps to come so much of one lane's time is another's: nobody looks any more."""
+        """In all steps to come so much of one lane's time is another's: no one looks any more."""
         self._unseen.append((self.steps, ns, before, after))
 
     def begin_batch(self) -> bool:
@@ -169,7 +169,7 @@ class Lanes(Clock):
         self.began = self.last
 
     def pause(self, *, keep: bool = True) -> None:
-        """Nobody's time begins: between two cells of a notebook.
+        """No one's time begins: between two cells of a notebook.
 
         Args:
             keep: a step that is open belongs to what comes next; not after an error.

@@ -26,7 +26,7 @@ _WAITS, _EPOCHS = 20_000, 1000
 _LOOK_EVERY = 16
 # Datapipes of a chain that are named.
 _STAGES = 64
-# Facts by which a loader that is made anew in each epoch is known again.
+# Facts by which a loader that is made again in each epoch is known again.
 _SET_UP = ("kind", "dataset", "length", "batch_size", "num_workers", "shuffles", "drop_last")
 
 
@@ -55,7 +55,7 @@ class SeenLoader:
         return all(getattr(facts, name) == getattr(self.facts, name) for name in _SET_UP)
 
     def renew(self) -> None:
-        """Begins to count anew; what was seen within its batches still holds."""
+        """Begins to count again; what was seen within its batches still holds."""
         looker = self.looker
         self.count()
         self.looker = looker
@@ -309,7 +309,7 @@ def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
 def _met(original: Any, seen_of: Any) -> Any:
     def init(self: Any, loader: Any) -> None:
         original(self, loader)
-        self._flatout_seen = seen_of(loader, None)  # where a subclass has an __iter__ of its own
+        self._flatout_seen = seen_of(loader, None)  # where a subclass has its own __iter__
 
     return init
 

@@ -146,7 +146,7 @@ def held_mb(job: list[int]) -> tuple[float, float] | None:
         if not held.keys() <= told.keys():
             if "VmRSS" in told:
                 return None
-            continue  # it has ended, but nobody has asked for its exit code
+            continue  # it has ended, but no one has asked for its exit code
         for name in held:
             held[name] += int(told[name].split()[0])
     swapped = held["VmSwap"] / 2**10

@@ -53,7 +53,7 @@ class Cells:
         return seen, seconds
 
     def forget(self) -> None:
-        """Begins anew, as if nothing had been seen."""
+        """Begins again, as if nothing had been seen."""
         with self._between():
             self._forget()
 

@@ -68,7 +68,7 @@ class Loader:
         batch_size, num_workers, persistent_workers, pin_memory, drop_last, prefetch_factor: as in
             torch.
         shuffles: whether its sampler draws the order.
-        is_distributed: whether its sampler gives each rank a part of its own.
+        is_distributed: whether its sampler gives each rank its own part.
         epochs: how often an iteration over it was begun.
         first_ms: how long the first batch of each epoch took.
         wait_ms: median wait for one of the other batches.

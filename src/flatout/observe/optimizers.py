@@ -19,7 +19,7 @@ from flatout.observe.watch import Watch
 if TYPE_CHECKING:
     from flatout.kernels._clock import StepHook
 
-# An optimizer that steps so often before the last one of its round has a round of its own.
+# An optimizer that steps so often before the last one of its round has its own round.
 _LONGEST_ROUND = 20
 _ELSEWHERE = "an optimizer stepped in a thread beside the main one: those steps were not watched"
 # Learning rates are looked at after so many of an optimizer's steps.
@@ -115,7 +115,7 @@ class StepFinder:
         watch.on_renewal.append(self.renew)
 
     def renew(self) -> None:
-        """Begins to count: who steps is met anew."""
+        """Begins to count: who steps is met again."""
         self._seen.clear()
         self._let_alone(None)
         self._counted = 0
@@ -178,7 +178,7 @@ class StepFinder:
                 seen.count = self._quick.count
 
     def _note_elsewhere(self) -> None:
-        """It has stepped in another thread, unless nobody's steps are watched now."""
+        """It has stepped in another thread, unless no one's steps are watched now."""
         if self._lanes.thread:
             self._watch.notes[_ELSEWHERE] = None
 
@@ -269,7 +269,7 @@ def _watch_zero_grad(owner: Any, watch: Watch) -> None:
         nonlocal hook
         watch.calls.spread("zero_grad", _NOTED_STEPS)
         if is_anything_compiled():
-            return  # something is compiled, and would be compiled anew
+            return  # something is compiled, and would be compiled again
         if hook is not None and hook.remove():
             hook = None
             for lane, ns in taken.items():

@@ -52,7 +52,7 @@ class Quick:
         self._put(self._is_possible and not is_anything_compiled())
 
     def renew(self) -> None:
-        """Takes them away until they begin anew, and counts from there."""
+        """Takes them away until they begin again, and counts from there."""
         self._put(False)
         hooks: list[Any] = [*self._backward, *self._forward, *self._steps]
         for hook in hooks:
@@ -172,7 +172,7 @@ def _in_dict(hooks: Any, key: Any, otherwise: Any, quick: Any) -> Callable[[bool
 
     def put(is_quick: bool) -> None:
         old, new = (otherwise, quick) if is_quick else (quick, otherwise)
-        if hooks.get(key) == old:  # methods, which are bound anew each time
+        if hooks.get(key) == old:  # methods, which are bound again each time
             hooks[key] = new
 
     return put

@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _run_file(path: str) -> None:
-    # A module of its own, which stays: what is pickled by name for other processes, and what runs
+    # Its own module, which stays: what is pickled by name for other processes, and what runs
     # at exit, finds the script's names in it.
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)

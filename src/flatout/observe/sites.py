@@ -81,7 +81,7 @@ def site_of_code(code: CodeType | None) -> Site | None:
 
 
 def read(site: Site) -> Site:
-    """With the line itself. Hooks leave that to whoever tells of it: files are slow."""
+    """With the line itself. Hooks leave that to the one who tells of it: files are slow."""
     code = linecache.getline(site.file, site.line).strip()
     return replace(site, file=_named(site.file), code=code)
 

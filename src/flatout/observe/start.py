@@ -202,7 +202,7 @@ class Observer:
                 del notes[note]
 
     def so_far(self) -> Observation:
-        """All that was seen until now; to be called where nobody steps."""
+        """All that was seen until now; to be called where no one steps."""
         if self._models is not None and self.watch.lanes.steps:
             self._models.describe(whole=True)
         seen = self._seen(is_live=False)
@@ -211,7 +211,7 @@ class Observer:
         return seen
 
     def forget(self) -> None:
-        """Begins anew, as if nothing had been seen."""
+        """Begins again, as if nothing had been seen."""
         self.watch.renew()
         self._writer.cpu_seconds = 0.0
 

@@ -21,7 +21,7 @@ from flatout.observe.watch import Watch
 
 
 class Input:
-    """Batches to train on: the loader hands out the same one again, and nobody waits.
+    """Batches to train on: the loader hands out the same one again, and no one waits.
 
     An epoch has as many batches as ever, since scripts count them; only a data set without a
     length goes on longer. Workers may fill their queue meanwhile.
@@ -75,7 +75,7 @@ class Input:
 
 
 def _length(iterator: Any) -> float:
-    """How many batches an iterator gives; infinity where nobody knows."""
+    """How many batches an iterator gives; infinity where it is not known."""
     known = iterator.__dict__.get("_flatout_length")
     if known is None:
         has_length = iterator._dataset_kind == 0 and hasattr(iterator._index_sampler, "__len__")
@@ -175,7 +175,7 @@ class Log:
 
     @property
     def has_summaries(self) -> bool:
-        """Whether something beside print and logging is there to tell, whose time nobody took."""
+        """Whether something beside print and logging is there to tell, whose time no one took."""
         return bool(_summaries())
 
     def take_out(self) -> None:

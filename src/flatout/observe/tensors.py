@@ -34,7 +34,7 @@ def watch_tensors(torch: Any, watch: Watch) -> None:
     for name, kind in _SYNCS.items():
         follows = trips if name == "cpu" else None
         wrap(torch.Tensor, name, "observe", timed, kind, name, watch, follows)
-    # Keras calls `to` seventy times in a step: where there is no other device, nobody need look.
+    # Keras calls `to` seventy times in a step: where there is no other device, no one need look.
     if torch.accelerator.current_accelerator(check_available=False) is None:
         return
     for name in ("to", "cuda"):
@@ -113,7 +113,7 @@ class IndexWindow:
 
     def _open(self) -> None:
         if is_anything_compiled():
-            return  # something is compiled, and would be compiled anew
+            return  # something is compiled, and would be compiled again
         self._hook = wrap(self._torch.Tensor, "__getitem__", "observe", self._timed)
         self._watch.at(self._FROM + self._STEPS, self._close)
 

@@ -75,8 +75,8 @@ class Watch:
         self._has_begun = False
         self.lanes.renew()
         self.calls.renew()
-        for anew in self.on_renewal:
-            anew()
+        for renew in self.on_renewal:
+            renew()
         planned, self._planned = self._planned, []
         self._looks.clear()
         for step, look in planned:

@@ -31,7 +31,7 @@ def write(path: Path, seen: Observation) -> None:
 
 
 class Writer:
-    """A thread that writes now and then, for whoever looks on, and for a script that is killed.
+    """A thread that writes now and then, for the one who looks on, and for a script that is killed.
 
     Args:
         path: of the file.

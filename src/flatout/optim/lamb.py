@@ -1,4 +1,4 @@
-"""LAMB: Adam with decoupled weight decay, with a learning rate of its own for each layer."""
+"""LAMB: Adam with decoupled weight decay, with its own learning rate for each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum, with a learning rate of its own for each layer."""
+"""LARS: SGD with momentum, with its own learning rate for each layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The learning rate for another batch than the one it was found with.
 
-A rule multiplies the rates that the user's optimizer and scheduler say, in each step anew and only
+A rule multiplies the rates that the user's optimizer and scheduler say, in each step again and only
 while the optimizer steps. What they say stays theirs: a schedule runs on as if there were no rule,
 and a checkpoint holds its rates. The factor is a function of the step's number alone, so a resumed
 run needs nothing else to go on with it.
@@ -96,13 +96,13 @@ class LrRule:
 
         Args:
             batch: samples of one optimizer step, of all ranks.
-            steps_per_epoch: optimizer steps; None where nobody knows.
+            steps_per_epoch: optimizer steps; None where it is not known.
 
         Raises:
-            ModelError: for a warm-up in epochs where nobody knows how long an epoch is.
+            ModelError: for a warm-up in epochs where no one knows how long an epoch is.
         """
         factor = self.factor(batch)
-        if factor <= 1:  # to rise towards a smaller rate would mean to begin above it
+        if factor <= 1:  # to rise toward a smaller rate would mean to begin above it
             return LrScale(self, batch, factor, 0)
         if self.warm_up_steps is not None or not self.warm_up:
             return LrScale(self, batch, factor, self.warm_up_steps or 0)

@@ -43,12 +43,12 @@ def warnings_of(
     batch: int | None,
     steps_per_epoch: int | None,
 ) -> list[str]:
-    """What a user of a rule, of LARS or of LAMB should know; nothing where nobody asked for them.
+    """What a user of a rule, of LARS or of LAMB should know; nothing where no one asked for them.
 
     Args:
         optimizer: of the job.
         scale: what the user's rule does, or None.
-        batch: samples of one optimizer step, of all ranks; None where nobody knows.
+        batch: samples of one optimizer step, of all ranks; None where it is not known.
         steps_per_epoch: optimizer steps, or None.
     """
     said = []

@@ -1,6 +1,6 @@
 """What LARS and LAMB share: the trust ratio, and updates that bad gradients do not reach.
 
-Both follow torch's convention for optimizers that work with loss scaling on the device: whoever
+Both follow torch's convention for optimizers that work with loss scaling on the device: the one who
 calls `step` may set `found_inf` (not 0 where a gradient is not finite) and `grad_scale` on the
 optimizer. Nothing waits for the device.
 """
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 class Layerwise(torch.optim.Optimizer):
     """An optimizer that steps part by part."""
 
-    # Whoever scales losses leaves the look at `found_inf` to this class.
+    # The one who scales losses leaves the look at `found_inf` to this class.
     _step_supports_amp_scaling = True
 
     @torch.no_grad()

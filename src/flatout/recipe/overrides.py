@@ -66,7 +66,7 @@ def effective(
     Args:
         code: the Recipe given in code, if any.
         file: what takes the place of `from_file()`, for a caller who looked at it already (a
-            resolved Recipe of another machine, say, as its `anew()`).
+            resolved Recipe of another machine, say, as its `undecided()`).
 
     Raises:
         RecipeError: the file or a setting is not good.

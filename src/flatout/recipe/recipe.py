@@ -187,7 +187,7 @@ class Change(NamedTuple):
 class ResolvedRecipe(_Sections):
     """A concrete Recipe, with the reason behind each value and the machine it holds for.
 
-    One that was proven for a script names only what was proven: nobody knows all that the script
+    One that was proven for a script names only what was proven: no one knows all that the script
     sets, and it stays as it is written there.
     """
 
@@ -234,7 +234,7 @@ class ResolvedRecipe(_Sections):
         """Return a Recipe that asks for exactly these values."""
         return of_fields(self.resolved())
 
-    def anew(self) -> Recipe:
+    def undecided(self) -> Recipe:
         """Return a Recipe for another machine: what was measured and its CPUs are left open."""
         plain = Recipe()
         return of_fields(

@@ -15,7 +15,7 @@ from flatout.errors import RecipeError
 
 
 class FieldError(RecipeError):
-    """A RecipeError that knows its field, so that whoever read the text can say where it stands.
+    """A RecipeError that knows its field, so that what read the text can say where it stands.
 
     Args:
         what: what was expected and what was found.

@@ -174,7 +174,7 @@ class Baseline:
             raise FlatoutError(
                 f"expected a baseline, found something else ({error.errors()[0]['msg']})",
                 where=str(path),
-                do="write it anew",
+                do="write it again",
             ) from error
         if found.version != 1 or not all(run.step_ms for run in found.runs) or not found.runs:
             raise FlatoutError(

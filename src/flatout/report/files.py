@@ -18,7 +18,7 @@ from flatout.report.page import page
 
 @dataclass(frozen=True)
 class Files:
-    """Where they are, or shall be; None for what nobody asked for.
+    """Where they are, or shall be; None for what no one asked for.
 
     Attributes:
         page: HTML.

@@ -28,7 +28,7 @@ from flatout.words import clock, counted, rounded
 _STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host", "gc", "idle")
 _BETWEEN = ("evaluation", "saving")
 _SHOWN = 0.01
-"""Share of a step from which on a lane has a bar of its own."""
+"""Share of a step from which on a lane has its own bar."""
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "evaluation": "eval"}
 """Of lanes, where a line has no room for their names and bars."""
 _TOLD = 0.001

@@ -133,7 +133,7 @@ class ProvenReport:
             words += " with its share of evaluation and saving"
         before, after = (f"{rounded(1000 * one)} ms" for one in of_step)
         yield Text(
-            f"{words}: {before} → {after}; how many your whole run has, nobody knows here",
+            f"{words}: {before} → {after}; how many your whole run has, no one knows here",
             style="bold",
         )
 

@@ -176,7 +176,7 @@ def _change_code(
     *,
     runs: bool,
 ) -> None:
-    # What was proven and no Recipe can say is shown unasked: to ask anew would cost the trials.
+    # What was proven and no Recipe can say is shown unasked: to ask again would cost the trials.
     is_news = prescription is not None and bool(prescription.own_edits)
     shows = asked.diff or (is_news and asked.fix is None and not asked.as_json)
     if not shows and asked.fix is None:

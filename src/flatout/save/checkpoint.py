@@ -265,7 +265,7 @@ class Checkpoints:
         except CheckpointError as error:
             older = names[names.index(name) + 1 :]
             whole = next((n for n in older if self._manifest_if_whole(n) is not None), None)
-            do = f"load the previous one: {whole}" if whole else "no older one is whole; start anew"
+            do = f"load the previous one: {whole}" if whole else "no older one is whole; start over"
             do = f"{error.do}, or {do}" if error.do else do
             raise CheckpointError(error.what, where=error.where, do=do) from error
 

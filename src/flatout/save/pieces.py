@@ -113,7 +113,7 @@ class Pieces:
                     told = json.loads(self._store.get(key))
                     self._store.delete_key(key)
                     return told
-            except RuntimeError as error:  # whoever keeps the store has ended
+            except RuntimeError as error:  # the one who keeps the store has ended
                 raise LostPiece(f"rank {rank} cannot be heard any more: {error}") from error
             time.sleep(_LOOK_EVERY_S)
         raise LostPiece(f"rank {rank} did not write its part of the checkpoint")

@@ -4,7 +4,7 @@ Each rank has the gradient of its part's loss *sum*. The sums are added up in bu
 backward still computes the gradients of earlier layers (Li et al., "PyTorch Distributed:
 Experiences on Accelerating Data Parallel Training", 2020). The losses' sums and weights travel
 behind the last bucket's gradients, so that the division by the weight comes after, exactly as on
-one rank, without a collective of its own. With them goes which parameters any rank has used, and
+one rank, without its own collective. With them goes which parameters any rank has used, and
 whether any rank wants to stop. Where gradients are compressed, or have few digits, these numbers
 are added up exactly in a small bucket of their own. Sparse gradients are no part of a bucket, and
 follow when backward is done (sparse.py).

@@ -37,7 +37,7 @@ class SyncBatchNorm:
     Attributes:
         ranks: those that train together.
         world: the ranks whose parts make the present batch.
-        copies: how many ranks compute the present batch; 1 where each has a part of its own.
+        copies: how many ranks compute the present batch; 1 where each has its own part.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -85,12 +85,12 @@ def _forward(sync: SyncBatchNorm, layer: _BatchNorm) -> Any:
         if not layer.training and layer.running_mean is not None:
             return type(layer).forward(layer, x)
         layer._check_input_dim(x)  # type: ignore[no-untyped-call]
-        return _Normalised.apply(x, layer.weight, layer.bias, layer, sync)  # type: ignore[no-any-return, no-untyped-call]
+        return _Normalized.apply(x, layer.weight, layer.bias, layer, sync)  # type: ignore[no-any-return, no-untyped-call]
 
     return forward
 
 
-class _Normalised(torch.autograd.Function):
+class _Normalized(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

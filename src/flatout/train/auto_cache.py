@@ -62,7 +62,7 @@ def read(name: str) -> tuple[ResolvedRecipe, datetime] | None:
         recipe = loads(path.read_text())
         when = datetime.fromtimestamp(path.stat().st_mtime)
     except (OSError, ValueError):
-        return None  # measured anew
+        return None  # measured again
     return (recipe, when) if isinstance(recipe, ResolvedRecipe) else None
 
 

@@ -135,7 +135,7 @@ class Checkpointing:
             resume: True for the newest, or the name of one.
 
         Raises:
-            CheckpointError: it is damaged, or there is one and nobody asked to go on from it.
+            CheckpointError: it is damaged, or there is one and no one asked to go on from it.
         """
         if isinstance(resume, str):
             return self._load(resume)

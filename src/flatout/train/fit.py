@@ -94,7 +94,7 @@ class Fit:
         try:
             self._run()
         except LostRank:
-            # Noted until now; it comes from whoever started the ranks, and ends this one.
+            # Noted until now; it comes from the one who started the ranks, and ends this one.
             self.signals.pass_on()
             raise
         self.signals.pass_on()
@@ -434,7 +434,7 @@ class Fit:
         )
 
     def _validate(self, source: Source, logs: dict[str, float]) -> None:
-        """Add the `val_` figures; a stop signal ends it, and a resume begins it anew."""
+        """Add the `val_` figures; a stop signal ends it, and a resume begins it again."""
         start = self._now()
         before = random_state()
         # Of several ranks none may leave the others: they agree after the next step.

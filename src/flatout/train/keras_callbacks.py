@@ -156,7 +156,7 @@ class KerasCallbacks(Callback):
         """End."""
         self._finalize()
         self._callbacks.on_train_end(_in_keras_order(state.logs))
-        self._world.wait()  # whoever comes back from fit finds what the first rank has written
+        self._world.wait()  # the one who comes back from fit finds what the first rank has written
 
     def _finalize(self) -> None:
         """The optimizer's last word: averaged weights, where it averages."""

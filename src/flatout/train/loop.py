@@ -270,7 +270,7 @@ class Loop:
         if loaded is not None:
             self.resume = Resume(self, loaded)
             self.requested = self.resume.recipe(self)
-            self._checkpointing = None  # made anew, as the saved settings say
+            self._checkpointing = None  # made again, as the saved settings say
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""

@@ -2,7 +2,7 @@
 
 The weight is what the sum has to be divided by: samples for most losses, tokens that are not
 ignored or summed class weights for others. Micro-batches and ranks then add up to exactly the loss
-of the whole batch. Where the weight is known beforehand (it is the number of samples), the mean is
+of the whole batch. Where the weight is known in advance (it is the number of samples), the mean is
 computed directly: that is the same number with one operation less.
 """
 

@@ -49,7 +49,7 @@ class Narrow:
             if self._casts:
                 self._say(
                     f"{', '.join(wide)}: float64, cast to float32, which the model is; "
-                    ".astype('float32') beforehand halves their memory"
+                    ".astype('float32') in advance halves their memory"
                 )
         return self._casts
 

@@ -18,7 +18,7 @@ def main(folder: Path) -> int:
     """Fit, and leave what came of it; the exit code."""
     end_with_parent()
     os.environ[NOTEBOOK] = "1"
-    # A kernel asks for colors; a bar that is drawn anew needs more of a terminal than it shows.
+    # A kernel asks for colors; a bar that is drawn again needs more of a terminal than it shows.
     os.environ.pop("FORCE_COLOR", None)
     # It knows its optimizer by a mark that does not travel.
     warnings.filterwarnings("ignore", message=r".*`optimizer.step\(\)` has been overridden")

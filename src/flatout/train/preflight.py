@@ -75,7 +75,7 @@ def check_last_batch(
 
 
 def one_sample(error: Exception, batches: Sequence[Batch], step: int) -> DataError | None:
-    """What BatchNorm's error means for a batch of one that nobody could know of; else None.
+    """What BatchNorm's error means for a batch of one that no one could know of; else None.
 
     Such are those of sources that do not tell their length, as pipes and generators.
     """

@@ -24,7 +24,7 @@ def is_trial() -> bool:
 
 
 class RankTrial:
-    """Watches how many steps a second are made, from a thread of its own.
+    """Watches how many steps a second are made, from its own thread.
 
     Args:
         steps: tells how many were made so far.

@@ -23,5 +23,5 @@ def _for_here(recipe: Recipe | ResolvedRecipe | None, words: list[str]) -> Recip
     same, differences = recipe.on_this_machine(fingerprint().as_dict())
     if same:
         return recipe.request()
-    words.append(f"the Recipe is from another machine ({'; '.join(differences)}): decided anew")
-    return recipe.anew()
+    words.append(f"the Recipe is from another machine ({'; '.join(differences)}): decided again")
+    return recipe.undecided()

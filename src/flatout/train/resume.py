@@ -53,13 +53,13 @@ class Resume:
     def recipe(self, loop: Loop) -> Recipe:
         """What is asked for now: the settings of then, but for those that are asked for by name.
 
-        On another machine they are decided anew.
+        On another machine they are decided again.
         """
         saved = loads(self._loaded.meta["recipe"])
         assert isinstance(saved, ResolvedRecipe)
         same, differences = saved.on_this_machine(fingerprint().as_dict())
         if not same:
-            loop.say(f"settings are decided anew on this machine: {'; '.join(differences)}")
+            loop.say(f"settings are decided again on this machine: {'; '.join(differences)}")
             return loop.requested
         if any(one.name == "allow" for one in self._changes.taken):
             loop.say(f"settings are decided again, with allow={loop.allow.name.lower()}")
@@ -67,7 +67,7 @@ class Resume:
         asked = {field: v for field, v in loop.requested.named().items() if v != "auto"}
         _say_changes(loop, saved, asked)
         # Whether a step may be split when memory runs out is a rule, not a measured value.
-        # Each rank has a device of its own, and what was not here may be here now.
+        # Each rank has its own device, and what was not here may be here now.
         open_again = {
             "memory.micro_batch": loop.requested.memory.micro_batch,
             "world.device": loop.requested.world.device,
@@ -122,7 +122,7 @@ class Resume:
 
 
 def _say_changes(loop: Loop, saved: ResolvedRecipe, asked: Mapping[str, Any]) -> None:
-    """Say which settings are not those of then, or are though nobody asks for them now."""
+    """Say which settings are not those of then, or are though no one asks for them now."""
     here = {**asked, "world.device": str(device_here(loop.requested.world)[0])}
     changed = [f"{f}={v} (was {saved.get(f)})" for f, v in asked.items() if here[f] != saved.get(f)]
     if changed:

@@ -31,7 +31,7 @@ class RunningMean:
         return mean_of([self.state_dict()])
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Begin again."""
         self._values.clear()
         self._weights.clear()
         self._total = self._weight = 0.0

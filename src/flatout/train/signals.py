@@ -52,7 +52,7 @@ class StopSignals:
         self._before.clear()
 
     def pass_on(self) -> None:
-        """Raise a signal that came too late to stop anything, for whoever gets it otherwise."""
+        """Raise a signal that came too late to stop anything, for the one who gets it otherwise."""
         if self.received is not None:
             signal.raise_signal(self.received)
 

@@ -45,7 +45,7 @@ _TINY = 1e-12
 
 
 class Weighing(ABC):
-    """A `Compute` of several losses, each of which divides by a weight of its own."""
+    """A `Compute` of several losses, each of which divides by its own weight."""
 
     @abstractmethod
     def sums_of_weights(self, batches: Sequence[Batch]) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Pace:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Begin again."""
         self._marks: list[tuple[int, int]] = []
         self._steps, self._every = 0, 1
 

@@ -86,7 +86,7 @@ class Trainer:
         seed: decides the sample order, together with epoch and sample number.
         run: folder or fsspec URL for checkpoints and the log; None writes nothing.
         warm_start: a run, checkpoint or model file whose weights and optimizer state to start
-            from; step count and schedule start anew.
+            from; step count and schedule start again.
         devices: ranks that `fit` trains on, in a notebook: processes that are spawned for it, after
             which this model holds the weights. 1 takes the ranks that `flatout run` has started.
         say: prints the decisions made for the user; `lambda line: None` for silence.

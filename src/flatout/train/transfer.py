@@ -21,7 +21,7 @@ from flatout.models import weights_of
 if TYPE_CHECKING:
     from flatout.train.trainer import Trainer
 
-# What a Trainer makes anew in each process.
+# What a Trainer makes again in each process.
 _OWN = ("loop", "_fit", "history")
 
 
@@ -43,7 +43,7 @@ def pack(folder: Path, trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str
     job = {
         "kind": type(trainer),
         "state": state,
-        # A Keras model is made anew from its description: the optimizer's parameters with it.
+        # A Keras model is made again from its description: the optimizer's parameters with it.
         "parameters": list(trainer.model.parameters()),
         "args": args,
         "kwargs": kwargs,

@@ -54,7 +54,7 @@ def warm_start(
     optimizer.load_state_dict({**saved, "param_groups": groups})
     align_state(optimizer)
     words = (
-        f"warm start from step {loaded.step:,}: weights and optimizer kept, step and schedule anew"
+        f"warm start from step {loaded.step:,}: weights and optimizer kept, step and schedule reset"
     )
     return words, signature
 

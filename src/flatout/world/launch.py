@@ -1,7 +1,7 @@
 """Starting the ranks of a job on this node, by torch.distributed's elastic agent.
 
 The agent starts the ranks, watches them, and starts all of them again where one was killed. A rank
-that ends by an error of its own is no reason to try again: the error would come again.
+that ends by its own error is no reason to try again: the error would come again.
 """
 
 from __future__ import annotations

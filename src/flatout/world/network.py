@@ -35,7 +35,7 @@ def listener(port: int) -> str:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name or address is one of this node's; so it is taken to be if nobody knows it."""
+    """Whether a name or address is one of this node's; so it is taken to be if no one knows it."""
     found = _found(host)
     return not found or _is_own(found)
 
@@ -60,7 +60,7 @@ def listening_address(host: str) -> str:
         return near[0]
     for far in _FAR:
         with suppress(OSError):
-            return address_towards(*far)
+            return source_address(*far)
     raise OSError(
         f"{host} is no address of this node, and none of its interfaces leads further; name its "
         "address in place of its name"
@@ -108,7 +108,7 @@ def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def address_towards(host: str, port: int) -> str:
+def source_address(host: str, port: int) -> str:
     """The own address from which packets to a host leave; nothing is sent.
 
     Raises:

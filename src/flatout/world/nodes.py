@@ -23,7 +23,7 @@ class Nodes:
         count: how many nodes there are.
         rank: of this one, from 0.
         rendezvous: "host:port" where the nodes meet, on the first of them; "" on one node alone.
-        ranks: how many ranks each node has; None where nobody has said.
+        ranks: how many ranks each node has; None where no one has said.
         origin: what has said so, for people.
     """
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from flatout.errors import WorldError
 
-# Where rank 0 listens if nobody says, plus what tells jobs on one machine apart.
+# Where rank 0 listens if no one says, plus what tells jobs on one machine apart.
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 

@@ -122,7 +122,7 @@ class Preflight:
         self.store_port = int(store.port)
         if self.nodes.count > 1 and not secret() and self.address != LOOPBACK:
             say(
-                f"no {VARIABLE} is set: whoever reaches {self.where} can take part in this job; "
+                f"no {VARIABLE} is set: who reaches {self.where} can take part in this job; "
                 "set the same long random one on every node"
             )
         return store
@@ -165,7 +165,7 @@ class Preflight:
             self._gate.close()
 
     def connect(self) -> Any:
-        """A connection of its own to the store."""
+        """Its own connection to the store."""
         return TCPStore(
             LOOPBACK,
             self.store_port,

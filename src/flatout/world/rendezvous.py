@@ -257,7 +257,7 @@ class Rendezvous(RendezvousHandler):
         """Nothing more will be asked."""
         self._over.set()
         if self._listening is not None:
-            # Python must not end while a thread of its own is about to leave the store's C++.
+            # Python must not end while its own thread is about to leave the store's C++.
             self._listening.join(_LAST_WORDS_S)
         self._preflight.close()
         return True

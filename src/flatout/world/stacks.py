@@ -17,7 +17,7 @@ from pathlib import Path
 
 from flatout.processes import machine, state_and_start
 
-# On this signal a process writes its stacks, whoever holds the interpreter. Nobody else uses it.
+# On this signal a process writes its stacks, no matter who holds the interpreter.
 _SIGNAL = signal.SIGRTMAX - 5
 _WRITES_WITHIN_S = 1.0
 _STATES = {

@@ -22,7 +22,7 @@ from flatout.world.world import LostRank, is_first_to_fail
 
 # Names the process that has started the ranks of this node and watches them.
 STARTED_BY = "FLATOUT_STARTED_BY"
-# A rank that has lost another one lets that one speak and leave first: then whoever has started the
+# A rank that has lost another one lets that one speak and leave first: then what has started the
 # ranks ends this one.
 POLITE_S = 20.0
 
@@ -62,7 +62,7 @@ def _run(arguments: list[str]) -> None:
 def end_with_parent() -> None:
     """Let the system kill this rank when the agent that started it is killed.
 
-    Nobody would watch it any more, and whoever starts the job again must not meet it: the last
+    No one would watch it any more, and the one who starts the job again must not meet it: the last
     checkpoint holds.
     """
     agent = os.environ.get(STARTED_BY, str(os.getppid()))

@@ -102,7 +102,7 @@ def served(address: str, port: int, timeout: timedelta) -> Any:
 
 
 def connect(here: Place, timeout: timedelta) -> Any:
-    """A connection of its own to the store of this job.
+    """Its own connection to the store of this job.
 
     Raises:
         RuntimeError: it cannot be reached in time.

@@ -98,7 +98,7 @@ def entered(host: str, port: int) -> socket.socket:
 
 
 def _serve(listening: socket.socket, receive: Callable[[socket.socket], None]) -> None:
-    """Receive each that connects in a thread of its own, while this process lives."""
+    """Receive each that connects in its own thread, while this process lives."""
 
     def one(peer: socket.socket) -> None:
         # Its other end finds the connection closed, and tells.

@@ -257,7 +257,7 @@ class Watch:
 
 
 def _store_of(here: Place) -> Any:
-    """The job's store, by a connection of its own: one that waits would hold up the ranks'."""
+    """The job's store, by its own connection: one that waits would hold up the ranks'."""
     import torch.distributed as dist
 
     store = connect(here, timedelta(seconds=_STORE_S))

@@ -18,7 +18,7 @@ from flatout import errors
 from flatout.errors import FlatoutError, WorldError
 from flatout.world import messages
 from flatout.world.collective_log import CollectiveLog, Waiting
-from flatout.world.network import INTERFACES, address_towards, interface_of
+from flatout.world.network import INTERFACES, interface_of, source_address
 from flatout.world.place import ALONE, Place, place, restarts
 from flatout.world.secret import check_channel
 from flatout.world.stores import open_store
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 _PATIENCE = timedelta(minutes=10)
 
 TIMEOUT_S = 600
-"""How long it waits for them in a collective, in seconds, if nobody says."""
+"""How long it waits for them in a collective, in seconds, if no one says."""
 
 HANG_S = 30
-"""After how long in a collective it says who is missing, in seconds, if nobody says."""
+"""After how long in a collective it says who is missing, in seconds, if no one says."""
 
 
 class LostRank(WorldError, SystemExit):
-    """Another rank has ended, or does not answer; this one leaves with a code of its own.
+    """Another rank has ended, or does not answer; this one leaves with its own code.
 
     Args:
         what: happened.
@@ -64,7 +64,7 @@ class Later(NamedTuple):
     number: int
 
     def wait(self) -> None:
-        """Wait in a thread beside the rank's own, of which nobody takes note."""
+        """Wait in a thread beside the rank's own, of which no one takes note."""
         self.work.wait()
 
 
@@ -201,7 +201,7 @@ class World:
         self.gather(None, what)
 
     def among(self, *parts: Sequence[int]) -> Group | None:
-        """A channel of its own for each part of the ranks; that of this rank's part, if any.
+        """Its own channel for each part of the ranks; that of this rank's part, if any.
 
         All ranks call it, with the same parts. It is made once.
         """
@@ -220,7 +220,7 @@ class World:
         return _groups[sets]
 
     def store(self, name: str) -> Any:
-        """The ranks' common store of keys and bytes (torch's), on a connection of its own.
+        """The ranks' common store of keys and bytes (torch's), on its own connection.
 
         So a thread may use it while others use theirs.
 
@@ -339,7 +339,7 @@ def _meet(here: Place, device: str, timeout: timedelta) -> None:
         _all_here(store, here)
         if INTERFACES[0] not in os.environ and (name := _interface(store, here)):
             for variable in INTERFACES:
-                os.environ.setdefault(variable, name)  # NCCL may have a network of its own
+                os.environ.setdefault(variable, name)  # NCCL may have its own network
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
             store=store,
@@ -374,9 +374,9 @@ def _interface(store: Any, here: Place) -> str | None:
     """
     if here.nodes == 1:
         return "lo"
-    own = address_towards(here.address, here.port)
+    own = source_address(here.address, here.port)
     if here.local_rank == 0:
         store.set(f"address-{here.node}", own)
     if here.node == 0:
-        own = address_towards(store.get("address-1").decode(), here.port)
+        own = source_address(store.get("address-1").decode(), here.port)
     return interface_of(own)

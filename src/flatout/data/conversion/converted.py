@@ -20,7 +20,7 @@ _TOLD = 8
 To = Literal["tfrecord", "parquet", "rows"]
 
 SHARD_BYTES = 128 << 20
-"""What a shard takes where nobody says otherwise."""
+"""What a shard takes where no one says otherwise."""
 
 
 class ShardSizes(NamedTuple):

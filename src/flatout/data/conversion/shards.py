@@ -6,8 +6,8 @@ kill.
                                     whole, with rows, bytes and CRC32C
     _train.tfrecord.toml            the schema that reads them
 
-What is being written is hidden (`.train-00003-of-00012.tfrecord.part`), and so not found by whoever
-reads the folder, as neither are names that begin with an underscore.
+What is being written is hidden (`.train-00003-of-00012.tfrecord.part`), and not found by who reads
+the folder, as neither are names that begin with an underscore.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Out:
         """Nothing: the file is flushed as a whole."""
 
     def close(self) -> None:
-        """Nothing: whoever opened the file closes it."""
+        """Nothing: the one who opened the file closes it."""
         self.closed = True
 
 
@@ -145,7 +145,7 @@ class Place:
         folder: that they are in.
         stem: what their names begin with.
         suffix: what their names end with.
-        count: how many there will be; None where nobody knows yet.
+        count: how many there will be; None where no one knows yet.
     """
 
     folder: Path
@@ -190,7 +190,7 @@ class Place:
         with open(path, "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Whoever had it before may just have deleted the file that is locked here.
+                # The one who had it before may just have deleted the file that is locked here.
                 mine = os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
             except (BlockingIOError, FileNotFoundError):
                 mine = False
@@ -214,7 +214,7 @@ class Manifest:
     Attributes:
         settings: what decides the bytes of the shards.
         schema: that reads them, as TOML.
-        rows: how many there will be; None where nobody knows yet.
+        rows: how many there will be; None where no one knows yet.
         complete: whether all shards are there.
         shards: those that are whole, in their order.
         notes: what was left out, such as bad rows.
@@ -281,7 +281,7 @@ def _checked_shard(shard: Shard) -> Shard:
 def begin(place: Place, wanted: Manifest, overwrite: bool) -> Manifest:
     """The manifest to go on with, of what is there already or of nothing.
 
-    Shards that are not what the manifest says are left out of it: they are written anew.
+    Shards that are not what the manifest says are left out of it: they are written again.
 
     Raises:
         DataError: there are shards of another conversion, or of none, and they may not be

@@ -51,7 +51,7 @@ def write_stream(
         )
     if sizes.shards is not None:
         raise DataError(
-            "nobody knows how many rows a stream has, so their number cannot be shared out",
+            "no one knows how many rows a stream has, so their number cannot be shared out",
             do="pass rows_per_shard or shard_bytes",
         )
     blocks = _blocks(stream)

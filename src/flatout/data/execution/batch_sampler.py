@@ -104,7 +104,7 @@ class BatchSampler:
     def padding(self, step: int) -> int:
         """How many rows fill up this rank's part of the batch, where `last` is "pad"."""
         if self.last != "pad" or self.even_steps is not None:
-            return 0  # of an empty part, whoever makes the batch takes care
+            return 0  # of an empty part, the one who makes the batch takes care
         start, stop = self.bounds(step)
         full = self.batch_size * (self.rank + 1) // self.world_size
         full -= self.batch_size * self.rank // self.world_size

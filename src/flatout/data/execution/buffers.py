@@ -1,4 +1,4 @@
-"""Arrays that are used again once nobody holds them: fresh memory costs page faults."""
+"""Arrays that are used again once no one holds them: fresh memory costs page faults."""
 
 from __future__ import annotations
 

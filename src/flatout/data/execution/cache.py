@@ -29,7 +29,7 @@ from flatout.words import size_words
 
 Where = Literal["auto", "memory", "disk"]
 
-# Of the free memory, what a cache may take where nobody said how much.
+# Of the free memory, what a cache may take where no one said how much.
 _SHARE = 0.5
 # Rows that are made to learn how large one is.
 _PROBE = 64

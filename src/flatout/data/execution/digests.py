@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# Values of global names that are looked at; a module is what it is, whoever uses it.
+# Values of global names that are looked at; a module is what it is, no matter who uses it.
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 # Of tensors up to this size all bytes are read, of larger ones as many.
 _READ = 64 * 2**20

@@ -145,7 +145,7 @@ class Filling:
         self._flushed = time.monotonic()
 
     def _begin(self, begun: dict[str, Any]) -> None:
-        """Go on with what is there if it is of the same kind, or start anew."""
+        """Go on with what is there if it is of the same kind, or start again."""
         with suppress(OSError, ValueError):
             if json.loads((self.part / "begun.json").read_text()) == begun:
                 return
@@ -238,7 +238,7 @@ class Filling:
             return self.target
         os.rename(self.part, self.target)
         flush_folder(self.target.parent)
-        # Only now: whoever is killed before goes on with them.
+        # Only now: the one who is killed before goes on with them.
         tidy(self.target)
         return self.target
 
@@ -485,7 +485,7 @@ def _check_layout(layout: Layout) -> None:
             raise ValueError(f"the column's shape does not fit: {field!r:.200}")
     names = {field.name for field in layout.fields if isinstance(field.name, str)}
     if not names or len(names) < len(layout.fields):
-        raise ValueError("expected columns, each with a name of its own")
+        raise ValueError("expected columns, each with its own name")
     if type(layout.stride) is not int or layout.stride < 1:
         raise ValueError(f"expected the size of a row, found {layout.stride!r:.80}")
 

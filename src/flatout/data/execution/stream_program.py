@@ -27,7 +27,7 @@ class StreamProgram:
         size: how many rows a batch of a pass has, by its number.
         drop_last: whether a smaller last batch is left out.
         times: passes of an epoch.
-        apart: whether each of them ends with a last batch of its own.
+        apart: whether each of them ends with its own last batch.
     """
 
     def __init__(

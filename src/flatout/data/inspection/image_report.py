@@ -9,7 +9,7 @@ from flatout.data.files import Paths
 from flatout.data.pipeline import Pipeline
 from flatout.data.sources.image_bytes import ImageBytes
 
-# What images of several sizes are resized to where nobody says otherwise.
+# What images of several sizes are resized to where no one says otherwise.
 USUAL_SIZE = 224
 
 

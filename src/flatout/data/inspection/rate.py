@@ -35,7 +35,7 @@ from flatout.measure import usable_cpus
 from flatout.words import rounded
 
 _BATCH = 4096
-# Of small data, batches are smaller: threads begin anew in each epoch.
+# Of small data, batches are smaller: threads begin again in each epoch.
 _BATCHES = 4
 # What a row cache is made of to be measured: at most so many bytes, rows, and seconds of making.
 _SAMPLE_BYTES, _SAMPLE_ROWS, _SAMPLE_S = 64 << 20, 100_000, 1.0

@@ -26,7 +26,7 @@ from flatout.data.tensors import as_tensor, as_tensors, count_rows
 from flatout.errors import DataError
 from flatout.kernels import gather_rows
 
-# torch gathers no rows of these dtypes, but of their signed twins.
+# torch gathers no rows of these dtypes, but of their signed counterparts.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -198,7 +198,7 @@ class ArraySource:
         first = self.plan.first(start_step)
         order = torch.from_numpy(self.plan.order(epoch))
         if not self.plan.shuffle:
-            order = order.clone()  # batches give out views of it, and whoever has one may write
+            order = order.clone()  # batches give out views of it, and the one who has one may write
         if self.plan.shuffle or self._scaled or self._pin:
             return self._gathered(order, first)
         return self._viewed(order, first)

@@ -428,7 +428,7 @@ def values_type(type: pa.DataType) -> pa.DataType:
 
 
 def check_options(schema: Schema, also: Sequence[str] = ()) -> None:
-    """Raise where a schema has an option that nobody reads.
+    """Raise where a schema has an option that no one reads.
 
     Raises:
         DataError: naming it.

@@ -136,7 +136,7 @@ def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
     """The bytes at `url`, all of them.
 
     Raises:
-        DataError: nobody answers, the answer is another, or it ends early.
+        DataError: no one answers, the answer is another, or it ends early.
     """
     by_hand = "check the network, pass url= of a mirror, or put the file there by hand"
     got, said = 0, time.monotonic()

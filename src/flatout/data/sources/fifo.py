@@ -129,7 +129,7 @@ class FifoStream:
                 f"pass {turn} was left before its end, and what is still written of it cannot be "
                 f"told from pass {turn + 1}",
                 where=pipe.name,
-                do="give each pass a FIFO of its own (PATH_0, PATH_1, ...), or write as many rows "
+                do="give each pass its own FIFO (PATH_0, PATH_1, ...), or write as many rows "
                 "to each rank's",
             )
 
@@ -151,7 +151,7 @@ class FifoStream:
                     f"expected {self.rows:,} rows in a pass, found more",
                     where=self._names,
                     do="correct rows; or the writer of the next pass came before this one ended: "
-                    "give each pass a FIFO of its own (PATH_0, PATH_1, ...)",
+                    "give each pass its own FIFO (PATH_0, PATH_1, ...)",
                 )
             if len(part.block):
                 yield Block(part.block.columns, np.arange(good, good + len(part.block)))

@@ -1,4 +1,4 @@
-"""The formats of a stream: decoders that learn from its first record what files tell beforehand."""
+"""The formats of a stream: decoders that learn from its first record what files tell in advance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TFRECORD_HEAD = 12
 
 
 def stream_schema(format: Format, given: Given | None, wrap: Wrap | None) -> Schema:
-    """The schema of a stream, whose rows cannot be looked at beforehand.
+    """The schema of a stream, whose rows cannot be looked at in advance.
 
     Raises:
         DataError: there is none, it does not fit the format, or no such format or wrapping is
@@ -51,7 +51,7 @@ def stream_schema(format: Format, given: Given | None, wrap: Wrap | None) -> Sch
         given = criteo_schema()
     if given is None:
         raise DataError(
-            f"a stream of {WORDS[format]} wants a schema: its rows cannot be looked at beforehand",
+            f"a stream of {WORDS[format]} wants a schema: its rows cannot be looked at in advance",
             do="write one from a sample in a file, with its schema.dump(path); or take that of "
             "other data: schema=other.schema",
         )

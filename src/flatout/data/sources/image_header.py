@@ -35,7 +35,7 @@ _SHORT, _LONG = 3, 4
 
 
 class Damaged(Exception):
-    """An image that cannot be read, and why; whoever knows its name says it."""
+    """An image that cannot be read, and why; the one who knows its name says it."""
 
 
 class Header(NamedTuple):

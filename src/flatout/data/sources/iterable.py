@@ -26,7 +26,7 @@ _NOT_READ = object()
 
 
 class IterableSource:
-    """Batches from an iterator that is opened anew every epoch.
+    """Batches from an iterator that is opened again every epoch.
 
     A resume in the middle of an epoch reads the batches before it and drops them. So that shuffles
     and augmentations come out as they did, `state_dict` holds the random states at the epoch's

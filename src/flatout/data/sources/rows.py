@@ -83,7 +83,7 @@ class FolderRows:
                     f"the schema has a column {column.words}, but the rows hold {words}",
                     where=str(self.path),
                     do="only roles, padding and names of lengths can be changed here; for other "
-                    "columns convert the data anew",
+                    "columns convert the data again",
                 )
 
     @cached_property

@@ -111,7 +111,7 @@ class ArrowFile:
             raise DataError(
                 "expected an Arrow IPC file, found Feather of version 1",
                 where=file.name,
-                do="write it anew: pyarrow.feather.write_feather(table, path)",
+                do="write it again: pyarrow.feather.write_feather(table, path)",
             )
         if magic == b"\xff\xff\xff\xff":
             raise DataError(

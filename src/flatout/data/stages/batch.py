@@ -64,7 +64,7 @@ class Batch(Stage):
         lengths = plan.origin.lengths() if is_rows(plan.origin) else None
         if lengths is None:
             raise DataError(
-                "batch(by_length=...) wants ragged rows whose lengths are known beforehand, as of "
+                "batch(by_length=...) wants ragged rows whose lengths are known in advance, as of "
                 "LibSVM and TFRecord files with a ragged column"
             )
         return by_length(order, lengths, self.size, self.window, plan.order_seed)
@@ -110,7 +110,7 @@ def by_length(
             part[:] = part[np.argsort(lengths[part], kind="stable")]
             whole = len(part) // batch_size
             if seed is not None and whole > 1:
-                # A number of its own for each window's draw, beyond the epochs of `inner`.
+                # Its own number for each window's draw, beyond the epochs of `inner`.
                 turn = drawn(whole, seed, (epoch << 32) + at + 1)
                 batches = part[: whole * batch_size].reshape(whole, batch_size)
                 batches[:] = batches[turn]

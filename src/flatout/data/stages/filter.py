@@ -70,7 +70,7 @@ class Filter(Function):
         return np.array([bool(self.function(*form.sample(block, row))) for row in rows], bool)
 
     def counted(self, rows: int | None) -> None:
-        """Nobody knows before they have come."""
+        """No one knows before they have come."""
 
 
 def filter(self: Writable[P], function: Callable[..., Any]) -> P:

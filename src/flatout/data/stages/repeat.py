@@ -32,7 +32,7 @@ class Repeat(Stage):
 
 
 def repeat(self: Writable[P], times: int) -> P:
-    """Several passes as one epoch, each in an order of its own.
+    """Several passes as one epoch, each in its own order.
 
     Behind `batch` each pass ends with its own last batch, which may be smaller; before it, a
     batch may hold the end of one pass and the beginning of the next.
@@ -41,7 +41,7 @@ def repeat(self: Writable[P], times: int) -> P:
 
 
 def repeated(inner: Order, times: int) -> Order:
-    """Several passes as one epoch, each in an order of its own."""
+    """Several passes as one epoch, each in its own order."""
     return lambda epoch: np.concatenate([inner(epoch * times + i) for i in range(times)])
 
 

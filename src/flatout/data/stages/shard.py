@@ -73,12 +73,12 @@ class Shard(Stage):
             )
 
     def check_stream(self, stream: Stream, stages: Sequence[Stage]) -> None:
-        """Each rank reads a stream of its own, and has a share of the batch size."""
+        """Each rank reads its own stream, and has a share of the batch size."""
         if self.by != "batch":
             raise DataError(
                 f"shard(by={self.by!r}) wants rows that can be found by number, and a stream has "
                 "none",
-                do="leave it out: each rank reads a pipe of its own",
+                do="leave it out: each rank reads its own pipe",
             )
         if self.steps is not None and stream.rows is None:
             raise DataError(
@@ -89,7 +89,7 @@ class Shard(Stage):
         if batch is not None and batch.size < self.world_size:
             raise DataError(
                 f"a batch of {counted(batch.size, 'sample')} has none for some of "
-                f"{self.world_size} ranks, each of which reads a pipe of its own",
+                f"{self.world_size} ranks, each of which reads its own pipe",
                 do="use a larger batch, or fewer ranks",
             )
 

@@ -132,7 +132,7 @@ def labels_of(
 
 
 def _classes(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same, unless about every row has a target of its own: those are no classes."""
+    """The same, unless about every row has its own target: those are no classes."""
     different = len(np.unique(labels))
     if labels.dtype.kind == "f" and 2 * different > len(labels) > 2:
         raise DataError(

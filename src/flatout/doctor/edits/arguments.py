@@ -108,7 +108,7 @@ def workers(at: Place) -> list[Edit]:
 
 
 def _threads_before(code: Code, call: ast.Call, count: int) -> Change:
-    """torch.set_num_threads, on a line of its own before the statement of a call.
+    """torch.set_num_threads, on its own line before the statement of a call.
 
     Raises:
         Unsure: there is no place for it, or threads are set elsewhere.

@@ -130,7 +130,7 @@ def _with_epoch(at: Place, sampler: str) -> Change:
     outer = code.above(loop, ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef)
     if isinstance(outer, ast.For) and isinstance(outer.target, ast.Name) and _counter(outer):
         if _is_made_in(outer, sampler):
-            raise Unsure("the sampler is made anew in each epoch")
+            raise Unsure("the sampler is made again in each epoch")
         return code.before(outer.body[0], f"{sampler}.set_epoch({outer.target.id})")
     if isinstance(function, ast.FunctionDef) and "epoch" in [a.arg for a in function.args.args]:
         return code.before(loop, f"{sampler}.set_epoch(epoch)")
@@ -165,7 +165,7 @@ def share_samples(at: Place) -> list[Edit]:
         raise Unsure("what a sampler is called there is not known")
     shuffle = given(call, "shuffle")
     if len(call.args) != 1 or {"sampler", "batch_sampler"} & {word.arg for word in call.keywords}:
-        raise Unsure("it has a sampler of its own")
+        raise Unsure("it has its own sampler")
     data = ast.unparse(call.args[0])
     if not isinstance(call.args[0], (ast.Name, ast.Attribute)):
         raise Unsure("the samples have no name")

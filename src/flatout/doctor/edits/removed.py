@@ -1,4 +1,4 @@
-"""Calls that go: what is tidied up in each step though nobody needs it."""
+"""Calls that go: what is tidied up in each step though no one needs it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Bench:
 
     Attributes:
         floor: how far from 1 a ratio of the script to itself may lie.
-        epoch_steps: of an epoch; None where nobody knows.
+        epoch_steps: of an epoch; None where it is not known.
         start_s: what a start takes, as far as is known.
         held: what contains the processes.
         refused: what they were not allowed to do.
@@ -97,7 +97,7 @@ class Bench:
         block_s: float = 0.5,
         precision: float = math.inf,
         pace_s: float = 0.0,
-        anew: bool = False,
+        fresh: bool = False,
         lives: int = 1,
     ) -> Pair:
         """Measures the script with a cure, until the answer is clear.
@@ -107,7 +107,7 @@ class Bench:
             cure: what is done differently.
             budget_s: seconds at most, unless there is less left for all.
             min_pairs, max_pairs, block_s, precision, pace_s, lives: as of Schedule.
-            anew: as of Against.measure.
+            fresh: as of Against.measure.
 
         Raises:
             FlatoutError: it cannot be started here.
@@ -132,7 +132,7 @@ class Bench:
             budget_s=budget_s,
             warm=(self.epoch_steps or 0) if fills else 0,
             is_vain=lambda b: why_left(cure, b),
-            anew=anew,
+            fresh=fresh,
         )
         self.start_s = max(self.start_s, pair.a.started_s)
         if pair.blocks:

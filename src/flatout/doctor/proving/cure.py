@@ -150,7 +150,7 @@ def _facts(seen: Observation) -> ModelFacts:
         batch_coupled=any("BatchNorm" in layer for layer in layers),
         draws_random=any("Drop" in layer for layer in layers),
         device=seen.device.partition(":")[0],
-        # Nobody knows: what both sides of a trial show counts later.
+        # No one knows: what both sides of a trial show counts later.
         draws_random_in_input=True,
     )
 

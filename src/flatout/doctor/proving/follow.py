@@ -1,7 +1,7 @@
 """What a cure brings about, and the first look could not see: a pitfall that comes with it.
 
 What zero_grad drops, the allocator may give back to the system, and then each step faults it in
-anew; so may what a faster model lets go of. Steps of a trial show it.
+again; so may what a faster model lets go of. Steps of a trial show it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Judging:
     Args:
         verdict: of a first look at it.
         allow: the farthest parity of what may be prescribed.
-        run_steps: of the user's whole run; None where nobody knows.
+        run_steps: of the user's whole run; None where it is not known.
 
     Attributes:
         is_repeatable: whether the script as it is repeats its losses from one run to the next.
@@ -33,7 +33,7 @@ class Judging:
 
     def __init__(self, verdict: Verdict, allow: Parity, run_steps: int | None) -> None:
         self.is_repeatable = False
-        # A Trainer or Loop takes a Recipe itself, and tells nobody here.
+        # A Trainer or Loop takes a Recipe itself, and tells no one here.
         self._tells_what_applied = verdict.observations[0].framework != "flatout"
         self._allow = allow
         self._run_steps = run_steps

@@ -11,7 +11,7 @@ What a cure may do to them depends on its parity:
   stretches of steps, since neighboring losses are not independent (batch means; Law and Carson
   1979, "A sequential procedure for determining the length of a steady-state simulation").
 
-Where the first batches of both sides hold the same numbers, the input has drawn nothing anew: then
+Where the first batches of both sides hold the same numbers, the input has drawn nothing new: then
 a cure is judged by what else it may do, and as for "rounding" at least. What a model draws, as
 dropout does, is not seen in them.
 
@@ -82,7 +82,7 @@ def compare(
     difference = compare_curves(one, other)
     is_equal = difference.step is None
     if is_equal:
-        # What would be drawn anew, if it were drawn, was not.
+        # What would be drawn again, if it were drawn, was not.
         seen = Parity.EXACT if parity is Parity.REDRAWN and batches is not False else parity
         words = f"the same in all {steps} steps"
         return Compared(True, seen if is_repeatable else parity, words, batches, True)

@@ -43,7 +43,7 @@ def epoch_steps(seen: Observation) -> int | None:
 
 
 def evaluated_every(seen: Observation) -> int | None:
-    """Steps from one evaluation to the next; None where nobody knows, or they are not as many."""
+    """Steps from one evaluation to the next; None if not known, or they are not as many."""
     every = {model.evaluated_every for model in seen.models if model.evaluated_every}
     return every.pop() if len(every) == 1 else None
 
@@ -57,7 +57,7 @@ def _batches(loader: Loader, ranks: int) -> int | None:
 
 
 def run_steps(verdict: Verdict, what: Sequence[str]) -> int | None:
-    """Steps of the whole run; None where nobody knows.
+    """Steps of the whole run; None where it is not known.
 
     Known where the script has ended by itself, or by an option of its command line for epochs or
     steps, with the default that argparse gives it.

@@ -16,7 +16,7 @@
                    the trial
     scratch.py     the folders, and what is left of trials that were killed
     offline.py     loggers and hubs stay offline
-    network.py     what a script would send elsewhere, read from its code beforehand
+    network.py     what a script would send elsewhere, read from its code in advance
 
 Nothing is imported here: contained.py runs at the start of each process of a trial.
 """

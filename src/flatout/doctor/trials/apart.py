@@ -1,4 +1,4 @@
-"""The script with processes and a network of its own, or with one of both.
+"""The script with its own processes and network, or with one of both.
 
     supervisor           outside: sees all below by the numbers that everybody sees
       init           the first process inside: takes orphans, and ends with the script

@@ -63,7 +63,7 @@ class Showed:
     Attributes:
         losses: of its first steps; NaN for a step without one.
         batches: by loader: a number for the indices of each of its first batches.
-        contents: by loader: a number for what is in each of its first batches; None where nobody
+        contents: by loader: a number for what is in each of its first batches; None where no one
             can tell.
         started_s: from the start of its process to the end of its first step.
         applied, left: fields of a Recipe that took hold in it, and those that did not, with why.
@@ -103,8 +103,8 @@ class Arm:
         until: when waiting for it ends, on the monotonic clock.
         passes, is_redirected: as Process takes them.
         warm: steps that every start of it runs first.
-        most_steps: how many steps the script takes before it ends; None where nobody knows.
-        is_renewed: whether it is started anew once the script has ended by itself.
+        most_steps: how many steps the script takes before it ends; None where it is not known.
+        is_renewed: whether it is started again once the script has ended by itself.
         started: called with the name and each process once it runs.
 
     Attributes:
@@ -189,15 +189,15 @@ class Arm:
         self._seen.warm_s = (block.ended - resumed - block.between) / 1e9
         self._seen.warm_steps = dropped + self._warm + FEWEST_STEPS
 
-    def block(self, dropped: int, steps: int, dropped_anew: int = 0) -> Block:
+    def block(self, dropped: int, steps: int, dropped_again: int = 0) -> Block:
         """Let it run for `dropped` steps, and then for `steps` more that are counted.
 
-        Where it is started anew for that, it leaves out `dropped_anew` if those are more.
+        Where it is started again for that, it leaves out `dropped_again` if those are more.
         """
         would_end = self.most_steps and self._done + dropped + steps > self.most_steps
         if self._is_renewed and would_end and self._blocks:
             self.renew(dropped)
-            dropped = max(dropped, dropped_anew)
+            dropped = max(dropped, dropped_again)
         try:
             block, _ = self._block(dropped, steps)
         except Ended:
@@ -205,7 +205,7 @@ class Arm:
                 raise
             self.has_ended = False
             self.renew(dropped)
-            block, _ = self._block(max(dropped, dropped_anew), steps)
+            block, _ = self._block(max(dropped, dropped_again), steps)
         self._blocks += 1
         return block
 
@@ -225,7 +225,7 @@ class Arm:
 
     @property
     def renewal_s(self) -> float:
-        """What beginning it anew takes, up to the first step that can be counted."""
+        """What beginning it again takes, up to the first step that can be counted."""
         return self.showed.started_s + self.showed.warm_s
 
     def _block(self, dropped: int, steps: int) -> tuple[Block, int]:
@@ -306,7 +306,7 @@ class Arm:
         return dict(json.loads(line))
 
     def _accept(self) -> None:
-        """The first process of the script that comes takes part, and nobody else's."""
+        """The first process of the script that comes takes part, and no one else's."""
         connection, _ = self._listener.accept()
         who = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _WHO.size)
         if _WHO.unpack(who)[1] != os.geteuid():

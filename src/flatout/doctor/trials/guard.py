@@ -123,7 +123,7 @@ def _addresses() -> frozenset[str]:
 
 def _refuse(kind: str, what: str, note: str) -> None:
     where = user_line()
-    # The file is writable: its own event passes. Opened anew, since the script may close any.
+    # The file is writable: its own event passes. Opened again, since the script may close any.
     with suppress(OSError), open(note, "a", encoding="utf-8") as file:
         file.write(json.dumps({"kind": kind, "what": what, "where": where}) + "\n")
     raise Refused(what, where=where)

@@ -3,7 +3,7 @@
 Looked at are the script and the modules beside it that it imports, and theirs. A name that a file
 imports is followed to its module (`import boto3 as b; b.client(...)`), a method is known by its
 name alone (`model.push_to_hub()`); what is chosen at run time is not seen. So this names places to
-a user beforehand; what keeps a trial from sending is guard.py, and the loggers' own offline modes.
+a user in advance; what keeps a trial from sending is guard.py, and the loggers' own offline modes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Files copied on write by the kernel: a mount namespace in which all folders are overlays.
 
-Whoever is inside sees the machine's files, and what was written inside. The writes lie in the
+The one who is inside sees the machine's files, and what was written inside. The writes lie in the
 scratch folder, and no process outside sees them: not of Python, native code or subprocesses.
 
 Every folder is covered in which no other file system is mounted; what lies directly in a folder
@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # From <sys/mount.h> and <fcntl.h>.
 _MOUNT_SETATTR = 442  # the same number on every architecture
 _AT_CWD, _ATTR_READ_ONLY = -100, 1
-# Not files, or what processes meet through. /dev/shm is given anew, so that nothing stays in it.
+# Not files, or what processes meet through. /dev/shm is given again, so that nothing stays in it.
 _AS_THEY_ARE = ("/proc", "/sys", "/dev")
 _SHARED_MEMORY = "/dev/shm"
 _MOST = 400

@@ -10,14 +10,14 @@ a second after those of 15 ms had run, and these took 12 ms for 200 ms after the
 make a ratio smaller than it is when each runs alone. So the trial that says what is promised lets
 each side find its pace before it counts.
 
-A script that ends by itself may be started anew, so that short ones can be measured too. A stays
+A script that ends by itself may be started again, so that short ones can be measured too. A stays
 alive from one B to the next. A script may become slower with each step, as where something grows,
 or where numbers become so small that the CPU takes longer over them. An old A would make any young
-B look fast: where A has become slower than it was, it is started anew before the next B, if that
+B look fast: where A has become slower than it was, it is started again before the next B, if that
 takes less than half of the trial's time.
 
 Two processes of the same script may differ for as long as they live, as in how many pages of memory
-a step takes anew. The trial that says what is promised begins both several times.
+a step takes again. The trial that says what is promised begins both several times.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Against:
         until: when all waiting ends, on the monotonic clock.
         passes: folders in which the processes may change files, such as one for their results.
         is_redirected: True: redirect Python's functions even where the kernel can overlay files.
-        most_steps: how many steps the script takes before it ends; None where nobody knows.
-        is_renewed: whether a script that has ended by itself is started anew.
+        most_steps: how many steps the script takes before it ends; None where it is not known.
+        is_renewed: whether a script that has ended by itself is started again.
         started: called with "a" or "b" and each process once it runs.
 
     Raises:
@@ -139,7 +139,7 @@ class Against:
         budget_s: float,
         warm: int = 0,
         is_vain: Callable[[Showed], str] = lambda b: "",
-        anew: bool = False,
+        fresh: bool = False,
     ) -> Pair:
         """Measures the steps of A against those of B, in the current folder.
 
@@ -150,8 +150,8 @@ class Against:
                 take longer.
             warm: steps that B runs before anything is counted, such as those that fill a cache.
             is_vain: says why nothing need be measured, once B has warmed up; else "".
-            anew: A is started anew first, so that both are equally old, also where it is as fast as
-                it was.
+            fresh: A is started again first, so that both are equally old, also where it is as
+                fast as it was.
 
         Raises:
             FlatoutError: a process cannot be started at all.
@@ -164,7 +164,7 @@ class Against:
             if not self._has_met:
                 self._a.meet()
                 self._has_met = True
-            elif anew or (self._has_aged(terms.floor) and self.start_s < budget_s / 2):
+            elif fresh or (self._has_aged(terms.floor) and self.start_s < budget_s / 2):
                 self._start_anew()
             # B starts as long as A did; for what it does beyond that there is the trial's time.
             starts = time.monotonic() + _SLACK * self.start_s
@@ -225,7 +225,7 @@ class Against:
         length = terms.length(slowest, left, dropped, steps, a.most_steps)
         # One quadruple proves nothing: two are made, unless all the time there is ends before.
         two = 8 * length.seconds(slowest) * _SLACK
-        if a.most_steps:  # both may have to be started anew meanwhile
+        if a.most_steps:  # both may have to be started again meanwhile
             two += 2 * (a.showed.started_s + b.showed.started_s)
         left = max(left, min(two, self._until - time.monotonic()))
         renewal_s = a.renewal_s + b.renewal_s
@@ -242,7 +242,7 @@ class Against:
                 goes_on = bool(pair.blocks) and pair.blocks[-1].side == side.name and not is_anew
                 paced, _ = length.of(side.step_s)
                 left_out, counted = length.of(side.step_s, is_paced=not goes_on)
-                block = side.block(left_out, counted, dropped_anew=paced)
+                block = side.block(left_out, counted, dropped_again=paced)
                 pair.blocks.append(block)
                 return _time_of(block, terms)
 
@@ -253,7 +253,7 @@ class Against:
             measured(b),
             max_pairs=terms.max_pairs,
             min_pairs=min(max(terms.min_pairs, lives.fewest), terms.max_pairs),
-            # The slowest quadruple may be one that began anew: the last ones need no time for it.
+            # The slowest quadruple may be one that began again: the last ones need no time for it.
             deadline_s=left + (renewal_s if lives.count > 1 else 0.0),
             floor=terms.floor,
             precision=terms.precision,

@@ -20,7 +20,7 @@ _MOST = 2000
 # Of a batch so many indices are looked at: they tell one order from another.
 _INDICES = 256
 # Of so many batches of a loader the numbers themselves are looked at, of each tensor so many bytes:
-# they tell augmentation that was drawn anew.
+# they tell augmentation that was drawn again.
 _READ, _BYTES = 8, 2**24
 
 

@@ -10,9 +10,9 @@ from flatout.doctor.trials.process import Ended
 
 _SHORTEST_S = 0.25
 WARM_STEPS = 2
-# Of a trial's time, for beginning anew.
+# Of a trial's time, for beginning again.
 _RENEWING = 1 / 3
-# Blocks that a script of few steps should have room for, before it must be started anew.
+# Blocks that a script of few steps should have room for, before it must be started again.
 _BLOCKS_IN_A_LIFE = (4, 2, 1)
 _GOOD_STEPS = 8
 
@@ -25,15 +25,15 @@ class Schedule:
         max_pairs, min_pairs: quadruples A B B A at most, and at least where there is time.
         block_s: seconds that a block lasts at most, unless it must be longer than the queue; less
             where the budget has no room for `max_pairs`.
-        floor: how far from 1 a ratio of the script to itself may lie, as known beforehand.
+        floor: how far from 1 a ratio of the script to itself may lie, as known in advance.
         precision: how far apart the ends of the interval of a clear answer may lie.
         epoch_steps: of an epoch, or from one evaluation to the next; blocks that are longer are
-            whole epochs. None: nobody knows.
+            whole epochs. None: no one knows.
         in_epochs: all blocks are whole epochs, for what happens once in each.
         pace_s: seconds that a side runs after the other one before a block counts, where there is
             time; each side counts as many seconds then, not as many steps. What ran before has
             left its traces in the machine.
-        settles: B becomes faster for as long as nobody knows, as one that fills a cache.
+        settles: B becomes faster for as long as no one knows, as one that fills a cache.
         counts_between: evaluation and saving are a part of what is measured.
         lives: how often both sides are begun, where there is time for it. Two processes of the same
             script may differ for as long as they live, as in how their memory lies.
@@ -58,7 +58,7 @@ class Schedule:
             step_s: seconds per step of the slower side.
             left_s: seconds for the whole trial.
             dropped: steps at the start of a block that are not counted.
-            most: steps that the script takes in all; None where nobody knows.
+            most: steps that the script takes in all; None where it is not known.
 
         Raises:
             Ended: the script does not take so many.
@@ -90,11 +90,11 @@ class Schedule:
 
         Args:
             left_s: seconds for what is left of the trial.
-            renewal_s: what it takes to begin both anew.
+            renewal_s: what it takes to begin both again.
             quadruple_s: what A B B A takes.
             most: as of `steps`.
         """
-        # Short scripts are begun again and again anyway, and what has settled would do so anew.
+        # Short scripts are begun again and again anyway, and what has settled would do so again.
         if most is not None or self.settles:
             return Lives(1, self.max_pairs)
         counts = range(self.lives, 0, -1)

@@ -77,7 +77,7 @@ def left() -> list[Path]:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether a trial's process may still run; on another machine nobody here can tell."""
+    """Whether a trial's process may still run; on another machine no one here can tell."""
     owner = _owner(folder)
     if not owner:
         maker = folder.name.split(".")[1:2]

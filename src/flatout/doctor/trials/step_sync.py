@@ -1,6 +1,6 @@
 """A trial's process at a step boundary: it tells how long its block took, and waits for the next.
 
-Whoever sees the script's optimizer steps calls `at_step()` after each, or after as many as it was
+What sees the script's optimizer steps calls `at_step()` after each, or after as many as it was
 told to. Outside a trial that does nothing. The first process of a script that gets here takes part;
 its other ranks and workers wait for it where they always do.
 """

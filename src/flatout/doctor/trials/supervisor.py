@@ -114,7 +114,7 @@ def _restrict(how: dict[str, Any]) -> str:
 
 
 def _started(how: dict[str, Any]) -> _Script:
-    """The script, with processes and a network of its own where the kernel allows that.
+    """The script, with its own processes and network where the kernel allows that.
 
     Raises:
         OSError: it cannot be started.

@@ -3,7 +3,7 @@
 They are the user's, copies of those that it has written to, and without those it has deleted.
 
     FOLDER/files/<absolute path>    a copy, or what is new
-    FOLDER/gone                     what has been deleted, moved, or made anew; zeros between
+    FOLDER/gone                     what has been deleted, moved, or made again; zeros between
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rewrites of Keras layers on the torch backend: the same layers with less memory traffic.
 
 Keras copies channels-last images into another order before it pools them, adds the bias of a
-convolution in a pass of its own, and under autocast that addition leaves half precision. Here
+convolution in its own pass, and under autocast that addition leaves half precision. Here
 
     Conv2D, Dense     call torch's operator with the bias inside
     MaxPooling2D      pools the images as they lie
@@ -180,7 +180,7 @@ def _value(variable: Any) -> torch.Tensor:
 
 
 def _runs_its_graph(model: Any) -> bool:
-    """Whether Keras itself runs the layers as they are connected, and nobody's code between."""
+    """Whether Keras itself runs the layers as they are connected, and no one's code between."""
     from keras import Sequential
     from keras.src.models.functional import Functional
 

@@ -58,7 +58,7 @@ class Process(Section):
     affinity: Literal["per_rank", "off"] | CpuList = setting(
         "per_rank",
         "The CPUs that the process is bound to. `per_rank` gives each of several ranks on a "
-        "node CPUs of its own, and leaves one rank alone as it is; `off` takes back what was "
+        "node its own CPUs, and leaves one rank alone as it is; `off` takes back what was "
         "bound.",
         parity=Parity.EXACT,
         words="CPUs {}",

@@ -33,7 +33,7 @@ def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> N
     """
     if asked.compression != "off" and asked.reduction in ("shared", "ring", "to_one"):
         raise WorldError(
-            f"compression={asked.compression} adds up in a way of its own, so "
+            f"compression={asked.compression} adds up in its own way, so "
             f"reduction={asked.reduction} cannot be had with it",
             do="leave world.reduction=auto, or take hierarchical, which compresses between nodes; "
             "or set world.compression=off",

@@ -64,11 +64,11 @@ class BestCheckpoint(Callback):
             self.path = state.trainer.save_checkpoint(score=score)
 
     def on_fit_end(self, state: FitState) -> None:
-        """The next fit begins anew."""
+        """The next fit begins again."""
         self._resumed = False
 
     def on_fit_error(self, state: FitState, error: BaseException) -> None:
-        """The next fit begins anew."""
+        """The next fit begins again."""
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:

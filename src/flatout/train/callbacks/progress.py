@@ -208,7 +208,7 @@ def _open_bar(out: Console) -> tuple[_Bar, TaskID]:
         console=out,
         expand=True,
         transient=True,
-        # Drawn by the loop itself: a thread of its own would take the interpreter from the steps.
+        # Drawn by the loop itself: its own thread would take the interpreter from the steps.
         auto_refresh=False,
         # What the script prints goes above the bar, but never from a file onto the terminal.
         redirect_stdout=sys.stdout.isatty(),

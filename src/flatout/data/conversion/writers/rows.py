@@ -138,7 +138,7 @@ def write_rows(
             if len(block) < piece.stop - piece.start:
                 raise DataError(
                     f"{piece.stop - piece.start - len(block):,} rows could not be made, and the "
-                    "places of rows in a row cache are counted beforehand",
+                    "places of rows in a row cache are counted in advance",
                     where=str(target),
                     do="remove or mend these rows, or convert to TFRecord or Parquet",
                 )
