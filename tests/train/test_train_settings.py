@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flatout.devices import allocator
-from flatout.recipe import SETTINGS, Memory, Recipe
+from flatout.recipe import PLAIN, SETTINGS, Memory, Recipe
 from flatout.train.settings import Settings, Switch, can_switch
 
 CPU = torch.device("cpu")
@@ -287,6 +287,7 @@ def test_a_resolved_recipe_says_all_of_it():
         input={"workers": 0, "pin_memory": "off"},
         world={"device": "cpu", "reduction": "all_reduce"},
     )
+    asked = Recipe().replace({**PLAIN, **asked.named()})
     assert Settings.of(asked.resolve({}, {})) == Settings(
         precision="bf16",
         memory_format="channels_last",
