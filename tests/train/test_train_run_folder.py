@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -157,3 +159,14 @@ def test_absurd_numbers_of_workers_are_refused():
     trainer = flatout.Trainer(network(), recipe=Recipe(input={"workers": 100_000}), say=quiet)
     with pytest.raises(DeviceError, match=r"input.workers asks for 100,000"):
         trainer.fit(torch.utils.data.StackDataset(*data()), batch_size=8, progress=False)
+
+
+def test_what_a_killed_fit_was_writing_into_the_run_folder_goes(tmp_path):
+    code = "from flatout.unfinished import new_name; print(new_name())"
+    name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    left = tmp_path / "run" / name.stdout.strip()
+    left.parent.mkdir()
+    left.write_text("half a Recipe")
+    fit(tmp_path / "run")
+    assert not left.exists()
+    assert (tmp_path / "run" / "recipe.toml").exists()

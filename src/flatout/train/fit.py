@@ -41,6 +41,7 @@ from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.state import FitState
 from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
+from flatout.unfinished import remove_abandoned
 from flatout.world import LostRank
 
 if TYPE_CHECKING:
@@ -261,6 +262,7 @@ class Fit:
         if folder is None:
             return
         assert self.loop.resolved is not None
+        remove_abandoned(folder)  # of a fit that was killed while it wrote here
         dump(self.loop.resolved, folder / "recipe.toml")
         self.callbacks.append(JsonLines(folder / "log.jsonl"))
 
