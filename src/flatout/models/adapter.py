@@ -16,14 +16,10 @@ from flatout.recipe import ModelFacts
 
 def adapter_of(model: nn.Module) -> TorchModel:
     """The model with what Flatout asks of it, answered as its framework does."""
-    return KerasModel(model) if is_keras(model) else TorchModel(model)
-
-
-def is_keras(model: object) -> bool:
-    """Whether `model` is a `keras.Model`, on whatever backend."""
-    keras = sys.modules.get("keras")
-    kind = getattr(keras, "Model", None)
-    return kind is not None and isinstance(model, kind)
+    # Not imported here: which backend Keras takes is decided when the user imports it.
+    kind = getattr(sys.modules.get("keras"), "Model", None)
+    is_keras = kind is not None and isinstance(model, kind)
+    return KerasModel(model) if is_keras else TorchModel(model)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

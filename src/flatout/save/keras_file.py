@@ -1,4 +1,4 @@
-"""Keras models in files: `.keras` and `.weights.h5` by Keras itself, `.safetensors` by name.
+"""Keras models in files that Keras itself writes: `.keras` and `.weights.h5`.
 
 What goes with a model as text is a member `flatout.json` of the `.keras` archive, and a dataset of
 the HDF5 file; Keras reads both files as its own.
@@ -20,7 +20,6 @@ from flatout.models import load_weights, weights_of
 from flatout.save.storage import Folder
 from flatout.save.weights_file import MEMBER, text_in
 
-_KERAS = (".keras", ".weights.h5")
 _OURS = "flatout."
 
 
@@ -29,14 +28,14 @@ def save_keras(model: Any, path: str | Path, metadata: Mapping[str, str] | None 
 
     Args:
         model: a built `keras.Model` on the torch backend.
-        path: a path or fsspec URL that ends in .keras, .weights.h5 or .safetensors.
+        path: a path or fsspec URL that ends in .keras or .weights.h5.
         metadata: text that goes with it, by names that begin with "flatout.".
 
     Raises:
-        CheckpointError: the ending is another, or the file cannot be written.
+        CheckpointError: the file cannot be written.
     """
     name = os.fspath(path)
-    suffix = _suffix(name)
+    suffix = ".keras" if name.endswith(".keras") else ".weights.h5"
     folder, file = Folder(name).parent()
     with tempfile.TemporaryDirectory(prefix="flatout-") as beside:
         local = Path(beside, f"model{suffix}")
@@ -57,7 +56,7 @@ def load_keras(model: Any, path: str | Path) -> dict[str, str]:
         CheckpointError: the file is missing, damaged or of another model.
     """
     name = os.fspath(path)
-    suffix = _suffix(name)
+    suffix = ".keras" if name.endswith(".keras") else ".weights.h5"
     folder, file = Folder(name).parent()
     data = folder.read(file)
     before = {name: tensor.clone() for name, tensor in weights_of(model).items()}
@@ -117,14 +116,3 @@ def text_in_hdf5(file: Any) -> dict[str, str]:
 def is_text(name: str) -> bool:
     """Whether a member of an HDF5 file is such text."""
     return name.startswith(_OURS)
-
-
-def _suffix(name: str) -> str:
-    for suffix in _KERAS:
-        if name.endswith(suffix):
-            return suffix
-    raise CheckpointError(
-        "a Keras model is saved as .keras (all of it), .weights.h5 or .safetensors (weights)",
-        where=name,
-        do="choose one of these endings",
-    )

@@ -276,12 +276,7 @@ class Loop:
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
         self._stepper, facts = make_stepper(self, compute, first)
         self.resolved = decide(self, facts, compute, first, steps)
-        self._guard = NumbersGuard(
-            self.stepper,
-            self.world,
-            self.feed.first,
-            self._latest,
-        )
+        self._guard = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
 
     def join(self) -> World:

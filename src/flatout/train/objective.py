@@ -129,15 +129,8 @@ class Objective:
         x, y, last = with_parts(data.x, data.y, data.sample_weight, share)
         held_out = held_out if last is None else last
         self._class_weight = _class_weights(data.class_weight, self.loss)
-        source = as_source(
-            x,
-            y,
-            batch_size=data.batch_size,
-            shuffle=data.shuffle,
-            seed=loop.seed,
-            drop_last=drop_last,
-            workers=loop.requested.input.workers,
-            pin_memory=loop.requested.input.pin_memory != "off",
+        source = _source(
+            x, y, loop, batch_size=data.batch_size, shuffle=data.shuffle, drop_last=drop_last
         )
         if held_out is None:
             return source, None
@@ -157,16 +150,7 @@ class Objective:
         x, y, _ = with_parts(x, y, sample_weight, 0.0)
         if batch_size is None and _comes_in_samples(x):
             batch_size = _EVALUATION_BATCH
-        return as_source(
-            x,
-            y,
-            batch_size=batch_size,
-            shuffle=False,
-            seed=loop.seed,
-            workers=loop.requested.input.workers,
-            pin_memory=loop.requested.input.pin_memory != "off",
-            clip_batch=True,
-        )
+        return _source(x, y, loop, batch_size=batch_size, shuffle=False, clip_batch=True)
 
     def to_predict(self, x: Any, loop: Loop, batch_size: int | None) -> Source:
         """Inputs, in order: a tuple of arrays is one input of several parts, not (x, y)."""
@@ -260,6 +244,12 @@ def _takes(model: nn.Module, batch: Batch) -> bool:
         except Exception:  # whatever a model raises at inputs that it does not take
             return False
     return True
+
+
+def _source(x: Any, y: Any, loop: Loop, **options: Any) -> Source:
+    asked = loop.requested.input
+    is_pinned = asked.pin_memory != "off"
+    return as_source(x, y, seed=loop.seed, workers=asked.workers, pin_memory=is_pinned, **options)
 
 
 def _check_counted(steps: int | None) -> None:
