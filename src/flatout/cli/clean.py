@@ -11,7 +11,7 @@ from flatout.console import printable
 from flatout.words import size_words
 
 if TYPE_CHECKING:
-    from flatout.doctor.kept import Kept
+    from flatout.doctor import Kept
 
 
 def clean(
@@ -26,7 +26,8 @@ def clean(
     process uses stays.
     """
     from flatout.cache_folder import cache_folder
-    from flatout.doctor.kept import kept, remove
+    from flatout.doctor import remove
+    from flatout.doctor.kept import kept
 
     found = kept()
     free = [one for one in found if not one.is_used]
@@ -51,7 +52,7 @@ def clean(
 def _print(found: list[Kept], folder: str) -> None:
     from rich.table import Table
 
-    from flatout.doctor.kept import KINDS, not_marked
+    from flatout.doctor import KINDS, not_marked
     from flatout.terminal import Console
 
     for one in not_marked():

@@ -14,7 +14,7 @@ from flatout.console import printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flatout.data.inspection.inspected import Report
+    from flatout.data import Report
     from flatout.terminal import Console
 
 data = typer.Typer(
@@ -170,7 +170,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Say what is in files: rows, classes, bad rows, a schema; and what to do about them."""
-    from flatout.data.inspection.inspect import inspect as look
+    from flatout.data import inspect as look
     from flatout.errors import DataError
 
     options = _options(
@@ -278,7 +278,7 @@ def convert(
     """
     if len(source) < 2:
         raise typer.BadParameter("expected at least one source and a target")
-    from flatout.data.conversion.convert import convert as write
+    from flatout.data import convert as write
 
     done = write(
         source[:-1],
@@ -320,7 +320,7 @@ def seal(paths: Paths, format: Format = None, as_json: AsJson = False) -> None:
 
     flatout data seal 'logs/2026-11-*.svm'
     """
-    from flatout.data.sealing import seal as write
+    from flatout.data import seal as write
     from flatout.words import size_words
 
     done = write(paths, format=format)
@@ -346,7 +346,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure the pipeline on files: one thread, all threads, and a row cache of a sample."""
-    from flatout.data.inspection.rate import bench as measure
+    from flatout.data import bench as measure
 
     found = measure(paths, format, schema=schema, batch_size=batch_size, seconds=seconds)
     if as_json:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from flatout.data import Arrays
     from flatout.report import Job
     from flatout.terminal import Console
-    from flatout.train.history import History
-    from flatout.train.trainer import Trainer
+    from flatout.train import History, Trainer
 
 _PLAIN_S = 35.0
 """Seconds that the plain loop may take, so that the tour stays within a minute."""
@@ -65,7 +64,7 @@ def demo(
     if as_json:
         import json
 
-        from flatout.train.history import json_safe
+        from flatout.train import json_safe
 
         typer.echo(json.dumps(json_safe(result), allow_nan=False))
 

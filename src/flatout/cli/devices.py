@@ -11,8 +11,8 @@ def devices(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what this machine has for training."""
+    from flatout.devices import rows
     from flatout.devices.inventory import inventory
-    from flatout.devices.words import rows
 
     found = inventory()
     if as_json:

@@ -145,10 +145,7 @@ def doctor(
         raise typer.BadParameter("--json has the changes in it already: leave --diff or --fix away")
     budget_s = _seconds(budget or ("10m" if search else "2m"))
     from flatout.recipe import Parity
-    from flatout.report import recipe_file
-    from flatout.report.baseline import Baseline
-    from flatout.report.files import Files
-    from flatout.report.session import Asked, visit
+    from flatout.report import Asked, Baseline, Files, recipe_file, visit
 
     what = [*(["-m"] if is_module else []), script, *(args or [])]
     _set_keras_backend(what)
@@ -202,9 +199,9 @@ def _seconds(text: str) -> float:
 
 
 def _check_machine(as_json: bool) -> None:
+    from flatout.devices import rows
     from flatout.devices.inventory import inventory
-    from flatout.devices.words import rows
-    from flatout.doctor.machine import CHECKS, Facts, check_machine
+    from flatout.doctor import CHECKS, Facts, check_machine
 
     machine = inventory()
     found = check_machine(Facts(machine))

@@ -61,7 +61,7 @@ def export(
     if target is not None and target.endswith(".pt2"):
         if model is None or not inputs:
             raise typer.BadParameter("a .pt2 target needs --model and --input")
-        from flatout.save.export import export_program_of
+        from flatout.save import export_program_of
 
         program = export_program_of(
             checkpoint, target, model, inputs, which=which, prefix=prefix, overwrite=overwrite
@@ -75,8 +75,8 @@ def export(
         return
     if model is not None or inputs:
         raise typer.BadParameter("--model and --input are for a .pt2 target")
+    from flatout.save import is_keras_file
     from flatout.save.export import export as export_weights
-    from flatout.save.keras_export import is_keras_file
 
     done = export_weights(checkpoint, target, which=which, prefix=prefix, overwrite=overwrite)
     if as_json:

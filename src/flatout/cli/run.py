@@ -18,7 +18,7 @@ from flatout.script_source import file_of, keras_backend, read
 
 if TYPE_CHECKING:
     from flatout.recipe import Recipe
-    from flatout.world.nodes import Nodes
+    from flatout.world import Nodes
 
 
 def run(
@@ -87,7 +87,7 @@ def run(
     takes the Recipe. In a script without them each part of the Recipe takes hold where it leads to
     the same training; what stays as written is said.
     """
-    from flatout.world.nodes import asked_for
+    from flatout.world import asked_for
 
     where = asked_for(_count(devices), nodes, node_rank, rendezvous)
     if not is_module and not Path(script).exists():
@@ -108,8 +108,7 @@ def run(
     if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
         _start([sys.executable, *through, *what], variables, (), dry_run, job)
         return
-    from flatout.devices.process import environment
-    from flatout.devices.threads import set_affinity
+    from flatout.devices import environment, set_affinity
 
     asked = _recipe_here()
     cpus = asked.process.affinity if isinstance(asked.process.affinity, tuple) else ()
@@ -140,9 +139,8 @@ class _Job:
         # Here a lost connection is told in words of our own; the ranks keep torch's.
         level = os.environ.get("TORCH_CPP_LOG_LEVEL")
         os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
-        from flatout.world.agreement import facts_here
+        from flatout.world import TIMEOUT_S, facts_here
         from flatout.world.launch import launch
-        from flatout.world.world import TIMEOUT_S
 
         if level is None:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
@@ -189,8 +187,8 @@ def _trains_with_flatout(file: Path | None) -> bool:
 
 def _cures(asked: Recipe) -> dict[str, object]:
     """Returns what takes hold within a script without Flatout, once it has started."""
-    from flatout.cures.install import wanted
-    from flatout.devices.process import at_start
+    from flatout.cures import wanted
+    from flatout.devices import at_start
 
     found = wanted(asked)
     # A script may set its number of threads itself once it runs.
@@ -207,7 +205,7 @@ def _after_inherited(settings: list[str]) -> str:
 
 def _recipe_here() -> Recipe:
     """Returns the Recipe that holds; of one measured elsewhere, only what holds everywhere."""
-    from flatout.devices.threads import affinity, reset_affinity, set_affinity
+    from flatout.devices import affinity, reset_affinity, set_affinity
     from flatout.measure.fingerprint import fingerprint
     from flatout.recipe import ResolvedRecipe, effective, from_file
 
@@ -238,8 +236,8 @@ def _say_applied(
     asked: Recipe, cures: Mapping[str, object], given: list[bool], dry_run: bool
 ) -> None:
     """Prints what takes hold in this script, and what waits for a Trainer or Loop."""
-    from flatout.cures.record import words_of
-    from flatout.devices.process import at_start
+    from flatout.cures import words_of
+    from flatout.devices import at_start
     from flatout.recipe import PLAIN, from_set
 
     taken = {**at_start(asked), **cures}

@@ -20,7 +20,7 @@ def scaling(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare runs of one job on 1 to N ranks: throughput, efficiency, what time was lost to."""
-    from flatout.report.scaling import Scaling
+    from flatout.report import Scaling
 
     found = Scaling.of(runs)
     if plot is not None:

@@ -30,7 +30,7 @@ def top(
     ] = False,
 ) -> None:
     """Show the lanes of running jobs, rank by rank, until Ctrl-C."""
-    from flatout.report.top import Top, watch
+    from flatout.report import Top, watch
     from flatout.terminal import Console
 
     looking = Top(which, pid)

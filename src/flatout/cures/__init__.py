@@ -5,7 +5,8 @@ FLATOUT_SET. Each cure takes hold only where its conditions do; else the script 
 there, and that is said once.
 """
 
-from flatout.cures.install import install
-from flatout.cures.record import applied, is_full, left
+# Not lazily, or the module would take the place of the function.
+from flatout.cures.install import install as install
+from flatout.lazy import attach
 
-__all__ = ["applied", "install", "is_full", "left"]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -19,10 +19,10 @@ from flatout.cures.record import is_on, leave, took
 from flatout.cures.sample_store import Form, Store, are_same, form_of
 from flatout.cures.steps import Steps
 from flatout.cures.stream import Stream
-from flatout.data.execution.unchanged import Attributes
+from flatout.data import Attributes
 from flatout.hooks import wrap
-from flatout.measure.meters import available_bytes
-from flatout.observe.generators import generators_of
+from flatout.measure import available_bytes
+from flatout.observe import generators_of
 from flatout.world.place import place
 
 FIELD = "script.cache"
@@ -200,7 +200,7 @@ def _try_out(torch: Any, dataset: Any) -> Store | None:
 
 def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]:
     """The form of the samples; None and why where they are not the same each time."""
-    from flatout.data.randomness import random_state, same_state, set_random_state
+    from flatout.data import random_state, same_state, set_random_state
 
     name = type(dataset).__name__
     if not count:

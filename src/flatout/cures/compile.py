@@ -8,7 +8,7 @@ from flatout.console import first_line
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call, Cure
 from flatout.cures.steps import Steps
-from flatout.observe.model_facts import unwrapped
+from flatout.observe import unwrapped
 
 FIELD = "compute.compile"
 
@@ -59,7 +59,7 @@ def _first(
     """The call that compiles; where that fails the module runs as written from now on."""
     from torch._dynamo.exc import TorchDynamoException
 
-    from flatout.data.randomness import random_state, set_random_state
+    from flatout.data import random_state, set_random_state
 
     before = random_state()
     try:

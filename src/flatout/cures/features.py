@@ -15,9 +15,9 @@ from weakref import ref
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call, Cure
 from flatout.cures.steps import Steps
-from flatout.hooks.compiling import is_anything_compiled
-from flatout.measure.meters import available_bytes
-from flatout.observe.inside import acts_in_training, frozen_parts
+from flatout.hooks import is_anything_compiled
+from flatout.measure import available_bytes
+from flatout.observe import acts_in_training, frozen_parts
 from flatout.world.place import place
 
 FIELD = "script.features"

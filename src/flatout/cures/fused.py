@@ -17,8 +17,7 @@ def fuse_steps(torch: Any, steps: Steps) -> None:
     def look(optimizer: Any) -> None:
         if id(optimizer) in refused:
             return
-        from flatout.optim import can_fuse, defuse, fuse
-        from flatout.optim.fused import begins_late, is_fused
+        from flatout.optim import begins_late, can_fuse, defuse, fuse, is_fused
 
         name = type(optimizer).__name__
         if is_fused(optimizer):

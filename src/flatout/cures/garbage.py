@@ -12,7 +12,7 @@ from typing import Any
 from flatout.cures.record import is_on, took
 from flatout.cures.steps import Steps, caller
 from flatout.hooks import wrap
-from flatout.measure.meters import resident_bytes
+from flatout.measure import resident_bytes
 
 FIELD = "script.garbage"
 # Garbage is collected within an epoch once memory has grown by this share and so many bytes.

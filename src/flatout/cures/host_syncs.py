@@ -14,7 +14,7 @@ from flatout.cures.later import Later
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import Steps, caller
 from flatout.hooks import wrap
-from flatout.observe.sites import is_users
+from flatout.observe import is_users
 
 FIELD = "script.host_syncs"
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from flatout.cures import record
 from flatout.cures.steps import Steps
-from flatout.hooks import when_imported
-from flatout.hooks.compiling import skip_our_frames
+from flatout.hooks import skip_our_frames, when_imported
 from flatout.recipe import FIELDS, SETTINGS, Recipe
 
 TESTED = ("2.11", "2.12", "2.13")

@@ -13,10 +13,10 @@ from weakref import WeakValueDictionary
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import Steps, caller
-from flatout.data.execution.unchanged import Attributes
-from flatout.devices.memory import read_shm
+from flatout.data import Attributes
+from flatout.devices import read_shm
 from flatout.hooks import wrap
-from flatout.observe.sites import is_users
+from flatout.observe import is_users
 
 WORKERS, PIN, PERSISTENT = "input.workers", "input.pin_memory", "script.persistent_workers"
 # Batches on their way from workers lie in shared memory; containers often have 64 MB, and a batch

@@ -14,7 +14,7 @@ from flatout.console import say
 from flatout.cures.record import is_on, took
 from flatout.cures.steps import Steps, caller
 from flatout.hooks import when_imported, wrap
-from flatout.observe.sites import is_users
+from flatout.observe import is_users
 from flatout.words import counted
 
 FIELD = "script.log_every"

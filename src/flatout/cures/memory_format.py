@@ -17,9 +17,8 @@ def channels_last(torch: Any, steps: Steps) -> Cure:
     def cure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
         from torch.utils._pytree import tree_leaves, tree_map_only
 
-        from flatout.models import uses_convolution
-        from flatout.models.layout import lay_out
-        from flatout.optim.fused import align_state
+        from flatout.models import lay_out, uses_convolution
+        from flatout.optim import align_state
 
         name = type(module).__name__
 

@@ -7,7 +7,7 @@ from typing import Any
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call, Cure
 from flatout.cures.steps import Steps
-from flatout.observe.model_facts import unwrapped
+from flatout.observe import unwrapped
 
 FIELD = "compute.rewrites"
 

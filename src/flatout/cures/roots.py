@@ -10,8 +10,8 @@ from weakref import ref
 
 from flatout.cures.record import is_on
 from flatout.cures.steps import Steps
-from flatout.hooks.modules import SEARCH_STEPS, ModuleCalls
-from flatout.observe.model_facts import unwrapped
+from flatout.hooks import SEARCH_STEPS, ModuleCalls
+from flatout.observe import unwrapped
 
 Call = Callable[..., Any]
 """A call of a module: `call(module, *args, **kwargs)`."""

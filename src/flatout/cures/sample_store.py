@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from flatout.data.execution.buffers import Buffers
-from flatout.data.execution.row_store import SharedRows, layout_of
-from flatout.measure.meters import available_bytes
+from flatout.data import Buffers, SharedRows, layout_of
+from flatout.measure import available_bytes
 
 # After so many samples that a process has kept it looks whether so much memory is still free.
 _LOOK_EVERY, _RESERVE = 256, 512 * 2**20

@@ -11,7 +11,7 @@ import sys
 
 from flatout.console import say
 from flatout.cures.install import install
-from flatout.observe.run_script import run, show_as_python_does
+from flatout.observe import run, show_as_python_does
 from flatout.recipe import Recipe, ResolvedRecipe, effective, from_file
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from flatout.cures import record
 from flatout.cures.record import leave
 from flatout.cures.sample_store import Columns, Form, are_same, form_of, is_memory_short
-from flatout.data.execution.unchanged import Attributes
-from flatout.data.randomness import random_state, same_state
+from flatout.data import Attributes, random_state, same_state
 
 # Bytes that the interpreter takes for each.
 _OF_A_ROW = 200

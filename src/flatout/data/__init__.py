@@ -3,8 +3,6 @@
 Names load lazily, because torch is not needed before the first of them is.
 """
 
-from __future__ import annotations
-
 from flatout.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.errors import DataError
-from flatout.kernels.example import crc32c, crc32c_blocks
+from flatout.kernels import crc32c, crc32c_blocks
 
 # As many bytes as the system fetches from a disk at once for a random read, or a few times more.
 BLOCK = 1 << 18

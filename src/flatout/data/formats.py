@@ -18,7 +18,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema, read_toml
 from flatout.data.sources.tfrecord_schema import TARGETS
 from flatout.errors import DataError, as_data_error
-from flatout.kernels.example import masked_crc32c
+from flatout.kernels import masked_crc32c
 
 FORMATS = (
     *("libsvm", "tfrecord", "criteo", "csv", "parquet", "arrow", "images", "rows"),

@@ -35,7 +35,7 @@ from flatout.data.stages import (
     only,
     passes,
 )
-from flatout.devices.threads import check_count
+from flatout.devices import check_count
 from flatout.errors import DataError
 
 

@@ -27,7 +27,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flatout.errors import DataError, as_data_error
-from flatout.recipe.toml import parse
+from flatout.recipe import parse
 
 # Characters of a wrong value in an error.
 _SHOWN = 400

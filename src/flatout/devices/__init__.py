@@ -4,20 +4,8 @@ Importing this room loads neither torch nor a device driver: threads, the alloca
 settings must land before torch does.
 """
 
-from flatout.devices.inventory import Inventory, inventory
-from flatout.devices.ping_pong import PingPong, find_ping_pong
-from flatout.devices.placement import Placed, Placement, pin, place, resolve_device
-from flatout.devices.threads import usable_cpus
+# Not lazily, or the module would take the place of the function.
+from flatout.devices.inventory import inventory as inventory
+from flatout.lazy import attach
 
-__all__ = [
-    "Inventory",
-    "PingPong",
-    "Placed",
-    "Placement",
-    "find_ping_pong",
-    "inventory",
-    "pin",
-    "place",
-    "resolve_device",
-    "usable_cpus",
-]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

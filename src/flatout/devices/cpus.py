@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.measure.cgroup import cgroup_cpu_quota, usable_cpus
+from flatout.measure import cgroup_cpu_quota, usable_cpus
 from flatout.measure.fingerprint import fingerprint
 
 

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.measure.cgroup import cgroup_memory_limit
-from flatout.measure.meters import available_bytes
+from flatout.measure import available_bytes, cgroup_memory_limit
 
 # A batch of 256 images of 3x224x224 in fp32 is 147 MiB, and a loader with two workers keeps four
 # of them in shared memory. Containers get 64 MiB unless they ask for more.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from flatout.errors import DeviceError
-from flatout.measure.cgroup import usable_cpus
+from flatout.measure import usable_cpus
 
 __all__ = [
     "affinity",

@@ -1,5 +1,5 @@
 """What holds a job back, and what to do about it."""
 
-from flatout.doctor.finding import Finding
+from flatout.lazy import attach
 
-__all__ = ["Finding"]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

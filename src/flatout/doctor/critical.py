@@ -9,7 +9,7 @@ from typing import Any
 
 from flatout.doctor.checks.signals import HUNGRY, is_gpu, ms
 from flatout.doctor.taken_out import without
-from flatout.measure.timeline import LANES
+from flatout.measure import LANES
 from flatout.observe import Call, Loader, Observation, Site
 
 _TOGETHER = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flatout.devices.inventory import Inventory
+from flatout.devices import Inventory
 from flatout.observe import Observation
 
 _BF16 = {"amx_bf16": "AMX-bf16", "avx512_bf16": "AVX512-bf16", "bf16": "Arm bf16"}

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flatout.devices.inventory import Inventory
-from flatout.devices.words import rows
+from flatout.devices import Inventory, rows
 from flatout.doctor.checks import CHECKS, RANK_CHECKS, NoSignal
 from flatout.doctor.critical import Critical, critical
 from flatout.doctor.finding import Finding, docs_page

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from flatout import keras_import
 from flatout.cache_folder import cache_folder
-from flatout.devices.inventory import Inventory, inventory
+from flatout.devices import Inventory
+from flatout.devices.inventory import inventory
 from flatout.doctor.finding import Finding
 from flatout.words import counted
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from flatout.doctor.finding import Edit
-from flatout.measure.trial import TrialResult
+from flatout.measure import TrialResult
 
 Outcome = Literal["prescribed", "left alone", "needs your OK", "not tried"]
 

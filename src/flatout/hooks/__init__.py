@@ -3,8 +3,6 @@
 Torch is not imported for that.
 """
 
-from flatout.hooks.compiling import is_anything_compiled, skip_our_frames
-from flatout.hooks.wrapping import ORDER, Hook, wrap
-from flatout.importing import when_imported
+from flatout.lazy import attach
 
-__all__ = ["ORDER", "Hook", "is_anything_compiled", "skip_our_frames", "when_imported", "wrap"]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -7,8 +7,6 @@
 A name loads its framework when it is asked for, and no other.
 """
 
-from __future__ import annotations
-
 from flatout.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

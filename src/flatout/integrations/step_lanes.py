@@ -8,8 +8,7 @@ from time import perf_counter_ns as clock
 from typing import Any
 
 from flatout.console import say
-from flatout.measure.live import Live
-from flatout.measure.timeline import LANES, Timeline
+from flatout.measure import LANES, Live, Timeline
 from flatout.words import rounded
 
 _STEP_LANES = LANES[:7]

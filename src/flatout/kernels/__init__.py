@@ -3,8 +3,6 @@
 `relu_pool` is imported on its own: it needs torch.
 """
 
-from __future__ import annotations
+from flatout.lazy import attach
 
-from flatout.kernels.gather import available, gather_rows
-
-__all__ = ["available", "gather_rows"]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -4,8 +4,6 @@ What needs numpy loads lazily: a job's CPU and memory limits are read before it 
 import of numpy would only delay it.
 """
 
-from __future__ import annotations
-
 from flatout.lazy import attach
 
 # Not lazily, or the module would take the place of the function.

@@ -28,7 +28,8 @@ from torch import _VF, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from flatout.errors import ModelError
-from flatout.kernels.dropout import Draw, dropout, keep
+from flatout.kernels import Draw, keep
+from flatout.kernels.dropout import dropout
 
 _NAMES = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 _TORCHS = {name: getattr(_VF, name) for one in _NAMES for name in (one, f"{one}_")}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from flatout.data.execution.code import arguments_words, code_digest, is_library
+from flatout.data import arguments_words, code_digest, is_library
 from flatout.errors import ModelError
 from flatout.models.rewrites import Rewrite, rewrites_of
 from flatout.models.weights import layers_of, own_names

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from flatout.data.randomness import random_state, set_random_state
+from flatout.data import random_state, set_random_state
 
 _PLAIN = (bool, int, float, str, type(None))
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For, ast.Return)

@@ -4,14 +4,6 @@
 Observation of each rank in the folder.
 """
 
-from flatout.observe.observation import (
-    Ablation,
-    Call,
-    Loader,
-    Model,
-    Observation,
-    Optimizer,
-    Site,
-)
+from flatout.lazy import attach
 
-__all__ = ["Ablation", "Call", "Loader", "Model", "Observation", "Optimizer", "Site"]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -20,12 +20,12 @@ from time import monotonic, perf_counter_ns
 from typing import Any
 
 from flatout.atomic_file import atomic_write
-from flatout.measure.meters import finish_device
+from flatout.measure import finish_device
 from flatout.observe.lanes import EVALUATION, SAVING
 from flatout.observe.observation import Ablation, Observation
 from flatout.observe.taken_out import Input, Items, Log, Sync, summing
 from flatout.observe.watch import Watch
-from flatout.world.place import Place
+from flatout.world import Place
 
 _WARM_STEPS, _FEWEST_STEPS = 2, 3
 _SHORTEST_S, _LONGEST_S = 0.1, 1.0
@@ -250,7 +250,7 @@ def plan(lane: str, seen: Observation, budget_s: float) -> Planned | None:
 
 def judged(a: Sequence[float], b: Sequence[float]) -> Ablation | None:
     """What blocks in the order A B B A say, in seconds per step; None below two quadruples."""
-    from flatout.measure.trial import run_trial
+    from flatout.measure import run_trial
 
     whole = min(len(a), len(b)) // 2
     if whole < 2:

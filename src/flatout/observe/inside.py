@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from time import perf_counter_ns
 from typing import Any
 
-from flatout.hooks.compiling import is_anything_compiled
+from flatout.hooks import is_anything_compiled
 from flatout.observe.model_facts import unwrapped
 from flatout.observe.watch import Watch
 

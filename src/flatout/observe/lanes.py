@@ -12,8 +12,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
-from flatout.kernels.clock import Clock
-from flatout.kernels.clock_fallback import (
+from flatout.kernels import (
     AFTER,
     BACKWARD,
     COPY,
@@ -27,8 +26,9 @@ from flatout.kernels.clock_fallback import (
     OPTIMIZER,
     SAVING,
     SYNC,
+    Clock,
 )
-from flatout.measure.timeline import LANES
+from flatout.measure import LANES
 
 __all__ = [
     "AFTER",

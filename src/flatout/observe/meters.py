@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
 
-from flatout.measure.cgroup import usable_cpus
+from flatout.measure import usable_cpus
 from flatout.observe.observation import Observation
 from flatout.observe.watch import Watch
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 from weakref import ref
 
-from flatout.hooks.modules import SEARCH_STEPS, ModuleCalls
-from flatout.kernels.clock import Called
+from flatout.hooks import SEARCH_STEPS, ModuleCalls
+from flatout.kernels import Called
 from flatout.observe.inside import Inside
 from flatout.observe.lanes import AFTER, FORWARD, HOST
 from flatout.observe.model_facts import describe, unwrapped

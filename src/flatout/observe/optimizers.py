@@ -17,7 +17,7 @@ from flatout.observe.sites import here, packages_above, users_frame
 from flatout.observe.watch import Watch
 
 if TYPE_CHECKING:
-    from flatout.kernels._clock import StepHook
+    from flatout.kernels import StepHook
 
 # An optimizer that steps so often before the last one of its round has its own round.
 _LONGEST_ROUND = 20

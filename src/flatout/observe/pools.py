@@ -13,7 +13,7 @@ def look_at_pools(module: Any, facts: Model) -> None:
     root = unwrapped(module)[-1]
     if facts.is_compiled or not any(_may_pool(inner) for inner in root.modules()):
         return
-    from flatout.models.rewrites import find_pairs  # not for models without pooling
+    from flatout.models import find_pairs
 
     pairs = find_pairs(root)
     facts.pool_after = [(pair.activation, pair.pooling) for pair in pairs]

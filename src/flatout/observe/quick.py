@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from flatout.hooks import Hook, is_anything_compiled, when_imported, wrap
-from flatout.kernels.clock import Clock, available
+from flatout.kernels import Clock
+from flatout.kernels.clock import available
 
 if TYPE_CHECKING:
-    from flatout.kernels._clock import BackwardHook, ForwardHook, StepHook
+    from flatout.kernels import BackwardHook, ForwardHook, StepHook
 
 # After so many steps the models are known, and the classes that are watched.
 AFTER_STEPS = 4
@@ -82,7 +83,7 @@ class Quick:
         """The hook for backward passes: the one in C, or `otherwise`, the one in Python."""
         if not self.is_on:
             return otherwise
-        from flatout.kernels._clock import BackwardHook
+        from flatout.kernels import BackwardHook
 
         self._backward.append(BackwardHook(self._clock, original, otherwise))
         return self._backward[-1]
@@ -104,7 +105,7 @@ class Quick:
         """
         if not self.is_on:
             return otherwise
-        from flatout.kernels._clock import ForwardHook
+        from flatout.kernels import ForwardHook
 
         hook = ForwardHook(self._clock, original, otherwise, known, is_grad_enabled)
         self._forward.append(hook)
@@ -122,7 +123,7 @@ class Quick:
         """
         if not self._is_possible:
             return None
-        from flatout.kernels._clock import StepHook
+        from flatout.kernels import StepHook
 
         hook = StepHook(self._clock, begins, ends, attend)
         for handle, otherwise, quick in zip(

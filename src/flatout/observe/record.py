@@ -16,7 +16,7 @@ from flatout.observe.openmp import libraries, settings
 from flatout.observe.sites import read
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import fill, gather
-from flatout.world.place import Place
+from flatout.world import Place
 
 _PACKAGES = ("torch", "numpy", "torchvision", "keras", "lightning", "accelerate", "transformers")
 # Durations of steps in what is written while the script runs.

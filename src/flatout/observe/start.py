@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.console import say
-from flatout.hooks import when_imported
-from flatout.hooks.compiling import skip_our_frames
+from flatout.hooks import skip_our_frames, when_imported
 from flatout.observe.ablation import Ablations
 from flatout.observe.backward import watch_backward
 from flatout.observe.compiles import Compiles

@@ -14,7 +14,7 @@ from pathlib import Path
 from flatout.atomic_file import atomic_write
 from flatout.measure import live
 from flatout.observe.observation import Observation
-from flatout.world.place import Place
+from flatout.world import Place
 
 # While the script runs, writing waits so long, and longer where it would take more than this share
 # of a CPU.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flatout.models.keras.optimizer import KerasOptimizer
+from flatout.models import KerasOptimizer
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flatout.errors import ModelError
-from flatout.models.keras.optimizer import KerasOptimizer
+from flatout.models import KerasOptimizer
 from flatout.optim.several import Optimizers, as_tuple
 from flatout.words import counted, rounded
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from flatout.models.keras.optimizer import KerasOptimizer
+from flatout.models import KerasOptimizer
 from flatout.optim.lamb import Lamb
 from flatout.optim.lars import Lars
 from flatout.optim.rates import LrScale

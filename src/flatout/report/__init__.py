@@ -4,7 +4,6 @@ Not imported here: `page.page`, a doctor's verdict as an HTML file; `chrome_trac
 ui.perfetto.dev; `baseline.Baseline` and `baseline.compare`, whether a job got worse.
 """
 
-from flatout.report.scaling import Scaling
-from flatout.report.terminal import Changes, Comparison, Job, Lanes
+from flatout.lazy import attach
 
-__all__ = ["Changes", "Comparison", "Job", "Lanes", "Scaling"]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

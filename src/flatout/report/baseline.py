@@ -45,8 +45,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flatout.atomic_file import atomic_write
 from flatout.errors import FlatoutError
-from flatout.measure.fingerprint import plain, said
-from flatout.measure.trial import Interval
+from flatout.measure import Interval, plain, said
 from flatout.observe import Observation
 from flatout.report.observed import observed
 from flatout.report.tried import tried

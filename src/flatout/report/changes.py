@@ -9,13 +9,19 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from flatout.doctor.edits import diff, fix
-from flatout.doctor.edits.patch import folder_of
-from flatout.doctor.edits.source import Source, by_file
-from flatout.doctor.finding import Edit, Finding
-from flatout.doctor.judge import Verdict
-from flatout.doctor.prescription import Prescription, Proof
-from flatout.doctor.proposals import with_recipe
+from flatout.doctor import (
+    Edit,
+    Finding,
+    Prescription,
+    Proof,
+    Source,
+    Verdict,
+    by_file,
+    diff,
+    fix,
+    folder_of,
+    with_recipe,
+)
 from flatout.errors import FlatoutError
 from flatout.recipe import Parity
 from flatout.report.first_look import short

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from flatout.measure.timeline import LANES, Timeline
+from flatout.measure import LANES, Timeline
 from flatout.observe import Observation
 from flatout.report.observed import observed
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from flatout.doctor.first_look import FirstLook
-from flatout.doctor.judge import Verdict
-from flatout.doctor.proving.cure import Cure, cures_of
-from flatout.doctor.proving.obstacles import obstacle
+from flatout.doctor import Cure, FirstLook, Sends, Verdict, cures_of, find_sends, obstacle
 from flatout.doctor.script_file import script_file
-from flatout.doctor.trials.network import Sends, find_sends
 from flatout.recipe import Parity
 from flatout.report.first_look import short
 from flatout.report.not_contained import not_contained

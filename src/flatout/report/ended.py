@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from flatout.doctor.first_look import FirstLook
-from flatout.doctor.judge import Verdict
+from flatout.doctor import FirstLook, Verdict
 
 
 def told(look: FirstLook, verdict: Verdict | None) -> list[str]:

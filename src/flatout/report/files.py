@@ -6,11 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.doctor.judge import Verdict
-from flatout.doctor.prescription import Prescription
-from flatout.doctor.verify import Verified
+from flatout.doctor import Prescription, Verdict, Verified
 from flatout.errors import FlatoutError
-from flatout.measure import fingerprint
+from flatout.measure.fingerprint import fingerprint
 from flatout.report.baseline import Baseline, Compared, compare
 from flatout.report.chrome_trace import trace
 from flatout.report.page import page

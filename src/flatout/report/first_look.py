@@ -16,10 +16,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flatout.devices.inventory import Inventory
-from flatout.devices.process import at_start
-from flatout.doctor.finding import Finding
-from flatout.doctor.judge import Verdict
+from flatout.devices import Inventory, at_start
+from flatout.doctor import Finding, Verdict
 from flatout.observe import Ablation, Observation
 from flatout.recipe import Recipe
 from flatout.report.not_contained import not_contained

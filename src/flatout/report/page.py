@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from flatout.doctor.finding import Finding, docs_page
+from flatout.doctor import Finding, docs_page
 from flatout.observe import Observation
 from flatout.report.observed import observed
 from flatout.report.pictures import (

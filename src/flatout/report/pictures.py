@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from flatout.measure.timeline import LANES
+from flatout.measure import LANES
 from flatout.words import rounded
 
 MOST_RANKS = 16

@@ -15,11 +15,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flatout.doctor.judge import Verdict
-from flatout.doctor.prescription import Outcome, Prescription, Proof
-from flatout.doctor.search import is_searched
-from flatout.doctor.torchrun import under_torchrun
-from flatout.measure.trial import TrialResult
+from flatout.doctor import Outcome, Prescription, Proof, Verdict, is_searched, under_torchrun
+from flatout.measure import TrialResult
 from flatout.report.first_look import commands, short
 from flatout.words import clock, counted, duration, rounded
 

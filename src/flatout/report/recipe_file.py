@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.doctor.prescription import Prescription, Proof
+from flatout.doctor import Prescription, Proof
 from flatout.errors import FlatoutError
-from flatout.measure import fingerprint
+from flatout.measure.fingerprint import fingerprint
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe, Value, dump
 
 DEFAULT = Path("flatout.toml")

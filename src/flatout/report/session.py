@@ -13,15 +13,20 @@ from types import FrameType
 
 from flatout.console import say_as_is
 from flatout.devices.inventory import inventory
-from flatout.doctor.first_look import FirstLook, first_look
-from flatout.doctor.judge import Verdict, judge
-from flatout.doctor.prescription import Prescription
+from flatout.doctor import (
+    Cure,
+    FirstLook,
+    Prescription,
+    Verdict,
+    Verified,
+    containment,
+    obstacle,
+    widened,
+)
+from flatout.doctor.first_look import first_look
+from flatout.doctor.judge import judge
 from flatout.doctor.prove import prove
-from flatout.doctor.proving.cure import Cure
-from flatout.doctor.proving.obstacles import obstacle
-from flatout.doctor.search import widened
-from flatout.doctor.trials.process import containment
-from flatout.doctor.verify import Verified, verify
+from flatout.doctor.verify import verify
 from flatout.errors import FlatoutError
 from flatout.processes import asked_to_end
 from flatout.recipe import Parity

@@ -21,11 +21,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flatout.devices.gpu_use import GpuUse, gpu_use
+from flatout.devices import GpuUse
+from flatout.devices.gpu_use import gpu_use
 from flatout.errors import FlatoutError
-from flatout.measure.live import Rank, Ranks
-from flatout.measure.processes import Processes, ProcessUse
-from flatout.measure.pulse import Pulse, Watched
+from flatout.measure import Processes, ProcessUse, Pulse, Rank, Ranks, Watched
 from flatout.words import clock, count_words, counted, size_words
 
 # In the table; what else a step has is "other".

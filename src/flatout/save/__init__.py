@@ -1,13 +1,5 @@
 """Checkpoints, model files and export: whole or absent, and never code in a file."""
 
-from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
-from flatout.save.fits import check_fits
-from flatout.save.model_file import load_model, save_model
+from flatout.lazy import attach
 
-__all__ = [
-    "Checkpoints",
-    "LoadedCheckpoint",
-    "check_fits",
-    "load_model",
-    "save_model",
-]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -40,7 +40,7 @@ from flatout.save.model_file import INDEX, MODEL, check, decode, encode, metadat
 from flatout.save.pieces import LostPiece, Pieces, parts
 from flatout.save.snapshot import Snapshot
 from flatout.save.storage import Chunk, Folder, Written
-from flatout.values.tree import flatten, unflatten
+from flatout.values import flatten, unflatten
 
 _TENSORS = "state.safetensors"
 _TREE = "state.json"

@@ -13,7 +13,7 @@ from typing import Any
 from flatout.errors import CheckpointError
 from flatout.save.seal import BLANK, seal, unbroken
 from flatout.save.storage import Folder, Written
-from flatout.values.tree import flatten, unflatten
+from flatout.values import flatten, unflatten
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

@@ -20,7 +20,7 @@ from torch import Tensor
 from flatout.errors import CheckpointError
 from flatout.save.seal import BLANK, seal, unbroken
 from flatout.save.storage import Chunk, Folder, Written
-from flatout.values.tensors import DTYPES, flat_bytes, refusal
+from flatout.values import DTYPES, flat_bytes, refusal
 
 MODEL = "model.safetensors"
 # As transformers and others write models in several files: which tensor is in which of them.

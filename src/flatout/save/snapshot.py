@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flatout.values.tensors import view_key
+from flatout.values import view_key
 
 
 class Snapshot:

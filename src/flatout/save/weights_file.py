@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from flatout.errors import CheckpointError
-from flatout.models.torch_model import TorchModel
+from flatout.models import TorchModel
 from flatout.save.foreign import TORCH_FILES, read_weights_of
 from flatout.save.model_file import is_model_file, open_model, save_model
 from flatout.save.storage import Folder
-from flatout.values.tensors import refusal
+from flatout.values import refusal
 
 _PICKLES = (".pt", ".pth")
 # What text is called in a ZIP archive, and how long it is at most.

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatout.models import modules_of
-from flatout.models.keras.batch_norm import is_keras_norm, keras_moments
+from flatout.models import is_keras_norm, keras_moments, modules_of
 from flatout.world import ONE, World
 
 

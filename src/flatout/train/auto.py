@@ -25,10 +25,11 @@ from typing import Any
 import torch
 
 from flatout.console import first_line
-from flatout.data.batch import Batch
+from flatout.data import Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
-from flatout.measure import OutOfTime, TrialResult, fingerprint, usable_cpus
+from flatout.measure import OutOfTime, TrialResult, usable_cpus
+from flatout.measure.fingerprint import fingerprint
 from flatout.models import find_rewrites, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache

@@ -13,8 +13,8 @@ import torch
 import flatout
 from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, kind_folder, private
-from flatout.data.batch import Batch, named_tensors
-from flatout.measure import fingerprint
+from flatout.data import Batch, named_tensors
+from flatout.measure.fingerprint import fingerprint
 from flatout.models import adapter_of
 from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, loads
 from flatout.train.step import Stepper

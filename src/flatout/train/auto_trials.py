@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from flatout.console import first_line
-from flatout.data.batch import Batch
+from flatout.data import Batch
 from flatout.errors import OutOfMemory
 from flatout.measure import OutOfTime, TrialResult, page_faults, run_trial
 from flatout.models import adapter_of

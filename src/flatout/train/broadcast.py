@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from flatout.data.batch import Batch, tensors_in
+from flatout.data import Batch, tensors_in
 from flatout.errors import ModelError
 
 # What to do where output and target are (n, 1) and (n,), or the other way round.

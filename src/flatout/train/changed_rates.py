@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from flatout.data.execution.code import code_digest, words_of
+from flatout.data import code_digest, words_of
 from flatout.errors import CheckpointError
 from flatout.optim import KerasOptimizer
 

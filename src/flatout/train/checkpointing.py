@@ -10,10 +10,7 @@ from typing import Any
 
 from flatout.errors import CheckpointError
 from flatout.recipe import Save
-from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint
-from flatout.save.in_use import InUse
-from flatout.save.pieces import Pieces, check_shared
-from flatout.save.storage import Folder
+from flatout.save import Checkpoints, Folder, InUse, LoadedCheckpoint, Pieces, check_shared
 from flatout.world import LostRank, World
 
 # After an error, how long the first rank waits for the other ranks' parts of a checkpoint.

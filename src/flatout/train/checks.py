@@ -8,10 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, Tensors, named_tensors, tensors_in
-from flatout.data.normalization import holds_bytes
-from flatout.data.pipeline import Pipeline
-from flatout.data.source import Source
+from flatout.data import Batch, Pipeline, Source, Tensors, holds_bytes, named_tensors, tensors_in
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import own_names
 from flatout.train.broadcast import ONE_SHAPE, no_broadcast_within

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatout.data.batch import Batch
+from flatout.data import Batch
 from flatout.errors import ModelError
 from flatout.train.losses import Loss
 

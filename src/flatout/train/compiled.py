@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.data.source import Source
-from flatout.data.sources.array_parts import split_validation
-from flatout.data.sources.keras_data import as_keras_source
+from flatout.data import Source, as_keras_source, split_validation
 from flatout.errors import ModelError
-from flatout.models import adapter_of
+from flatout.models import (
+    KerasJob,
+    SlowMetrics,
+    adapter_of,
+    call,
+    compiled_facts,
+    has_own_step,
+    keras_callback_facts,
+    on_rank,
+    reads_batches,
+)
 from flatout.models.keras import compiled
-from flatout.models.keras.callbacks import on_rank, reads_batches
-from flatout.models.keras.compiled import KerasJob
-from flatout.models.keras.facts import compiled_facts, keras_callback_facts
-from flatout.models.keras.model import call, has_own_step
-from flatout.models.keras.slow_metrics import SlowMetrics
 from flatout.optim import KerasOptimizer
 from flatout.train.callbacks import Callback
 from flatout.train.evaluate import evaluate
@@ -30,7 +33,7 @@ from flatout.train.keras_callbacks import KerasCallbacks, watched
 from flatout.train.objective import FitData, Objective
 from flatout.train.signature import Signature
 from flatout.train.warm_start import warm_start
-from flatout.world import place
+from flatout.world.place import place
 
 if TYPE_CHECKING:
     from flatout.train.fit import Fit

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, rows_of_samples
-from flatout.data.source import Source
+from flatout.data import Batch, Source, rows_of_samples
 from flatout.errors import FlatoutError
 from flatout.train.broadcast import no_broadcast
 from flatout.train.checks import MISFITS, check_all_labels, check_targets, loss_misfit

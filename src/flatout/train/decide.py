@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flatout.data.batch import Batch
+from flatout.data import Batch
 from flatout.devices import PingPong, find_ping_pong
 from flatout.models import facts_of
 from flatout.recipe import (
@@ -22,7 +22,7 @@ from flatout.recipe import (
     loads,
     of_change,
 )
-from flatout.strategies.reductions import Reduction, Shared, reduction_of
+from flatout.strategies import Reduction, Shared, reduction_of
 from flatout.train import auto
 from flatout.train.checks import check_first_batch
 from flatout.train.micro_batch import estimate_pieces

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch
-from flatout.data.source import Source
+from flatout.data import Batch, Source
 from flatout.train import guard
 from flatout.train.checks import explained
 from flatout.train.job import Job

@@ -7,10 +7,7 @@ from time import perf_counter_ns as clock
 
 import torch
 
-from flatout.data.batch import Batch
-from flatout.data.execution.prefetch import prefetch
-from flatout.data.pipeline import Pipeline
-from flatout.data.source import Source, found_of
+from flatout.data import Batch, Pipeline, Source, found_of, prefetch
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
 from flatout.train.inputs import Inputs
 from flatout.train.ranks import part_of

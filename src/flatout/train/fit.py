@@ -22,9 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 import torch
 
-from flatout.data.batch import Batch
-from flatout.data.pipeline import Pipeline
-from flatout.data.source import Source
+from flatout.data import Batch, Pipeline, Source
 from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import dump
 from flatout.strategies import check_replicas

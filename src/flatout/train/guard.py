@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from flatout.data.batch import Batch, named_tensors
+from flatout.data import Batch, named_tensors
 from flatout.errors import NumbersError
 from flatout.models import adapter_of, own_names
 from flatout.train.losses import Value

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flatout.atomic_file import atomic_write
 from flatout.errors import FlatoutError
-from flatout.measure.timeline import Timeline
+from flatout.measure import Timeline
 from flatout.words import counted, rounded
 
 if TYPE_CHECKING:

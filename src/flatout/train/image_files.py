@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flatout.data.sources.images import images
+from flatout.data import images
 from flatout.errors import DataError
 from flatout.train.signature import Signature
 

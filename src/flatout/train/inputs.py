@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatout.data.batch import Batch, map_tensors
-from flatout.data.normalization import Normalization, holds_bytes
+from flatout.data import Batch, Normalization, holds_bytes, map_tensors
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from flatout.console import say
-from flatout.data.source import Source
+from flatout.data import Source
 from flatout.errors import ModelError
-from flatout.models.keras.compiled import KerasJob
+from flatout.models import KerasJob
 from flatout.train.compute import build_compute
 from flatout.train.losses import Loss
 from flatout.train.metrics import Metric, as_metrics
@@ -125,4 +125,4 @@ def metrics_of(loss: Loss | SeveralLosses, given: Any) -> dict[str, Metric]:
     return found
 
 
-Job = TorchJob | KerasJob
+Job: TypeAlias = TorchJob | KerasJob

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from flatout.data.execution.code import arguments_words, code_digest, is_library, words_of
-from flatout.data.execution.digests import content_digest, digest_of
+from flatout.data import (
+    arguments_words,
+    code_digest,
+    content_digest,
+    digest_of,
+    is_library,
+    words_of,
+)
 from flatout.train.large_batch import as_saved
 from flatout.train.losses import Loss
 from flatout.train.several_losses import SeveralLosses

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flatout.data.batch import Batch
+from flatout.data import Batch
 from flatout.errors import WorldError
-from flatout.models.keras.callbacks import first_epoch, watches_batches
+from flatout.models import first_epoch, watches_batches
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, Figures
 from flatout.train.state import FitState

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from flatout.data.source import Source
+from flatout.data import Source
 from flatout.errors import ModelError
-from flatout.optim import KerasOptimizer, LrRule, LrScale
-from flatout.optim.rates import rates_of
-from flatout.optim.tried import warnings_of
+from flatout.optim import KerasOptimizer, LrRule, LrScale, rates_of, warnings_of
 
 
 def scale_rates(

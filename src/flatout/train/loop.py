@@ -30,16 +30,14 @@ import torch
 from torch import nn
 
 from flatout.console import say
-from flatout.data.batch import Batch
-from flatout.data.source import Source
+from flatout.data import Batch, Source
 from flatout.devices import Placement, process
 from flatout.errors import FlatoutError, ModelError
-from flatout.measure import Timeline
-from flatout.measure.live import Live
+from flatout.measure import Live, Timeline
 from flatout.models import weights_of
 from flatout.optim import LrRule, LrScale, Optimizers, as_tuple
 from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps
-from flatout.save.checkpoint import Checkpoints
+from flatout.save import Checkpoints
 from flatout.strategies import check_replicas
 from flatout.train import guard
 from flatout.train.broadcast import watched
@@ -62,8 +60,7 @@ from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace
 from flatout.train.tables import outside
 from flatout.train.turn import Turn, check_gathered
-from flatout.world import ONE, World, join, restarts
-from flatout.world.cpus import share_cpus
+from flatout.world import ONE, World, join, restarts, share_cpus
 
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
 

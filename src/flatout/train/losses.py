@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flatout.data.batch import Batch, rows_of_samples
+from flatout.data import Batch, rows_of_samples
 from flatout.errors import ModelError
 
 Value = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]

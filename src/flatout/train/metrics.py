@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from flatout.data.batch import Batch
+from flatout.data import Batch
 from flatout.errors import ModelError
 from flatout.train.losses import in_shape_of
 from flatout.train.running_mean import RunningMean, mean_of

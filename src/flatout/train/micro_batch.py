@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, named_tensors
+from flatout.data import Batch, named_tensors
 from flatout.errors import OutOfMemory
 from flatout.measure import available_bytes
 from flatout.models import is_batch_coupled

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, Tensors, map_tensors, named_tensors
+from flatout.data import Batch, Tensors, map_tensors, named_tensors
 
 
 class Narrow:

@@ -29,8 +29,8 @@ from flatout.models import load_weights
 from flatout.train.loop import Loop
 from flatout.train.signals import is_interactive
 from flatout.train.transfer import pack, unpack_result
-from flatout.world import place
-from flatout.world.nodes import Nodes, check_devices
+from flatout.world import Nodes, check_devices
+from flatout.world.place import place
 
 if TYPE_CHECKING:
     from flatout.train.history import History
@@ -93,8 +93,7 @@ def on_ranks(fit: F) -> F:
 def _fit_there(trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> History:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    from flatout.world.launch import first_failure, run_ranks
-    from flatout.world.rendezvous import Rendezvous
+    from flatout.world import Rendezvous, first_failure, run_ranks
 
     given = signature(type(trainer).fit).bind(trainer, *args, **kwargs).arguments
     # What is iterated over twice must not be used up the first time.

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flatout.data.batch import Batch
+from flatout.data import Batch, Source
 from flatout.data.ranked import ranked
-from flatout.data.source import Source
 from flatout.errors import NumbersError
 from flatout.train import guard
 from flatout.train.micro_batch import pieces_for

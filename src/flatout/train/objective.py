@@ -15,11 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
-from flatout.data.batch import Batch
-from flatout.data.pipeline import Pipeline
-from flatout.data.source import Source, as_source
-from flatout.data.sources.array_parts import with_parts
-from flatout.data.sources.arrays import Arrays
+from flatout.data import Arrays, Batch, Pipeline, Source, as_source, with_parts
 from flatout.errors import DataError, ModelError
 from flatout.models import adapter_of
 from flatout.optim import Lamb, Lars

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.data.batch import Batch, map_tensors, rows_of_samples
-from flatout.data.own_pipes import is_pipe
-from flatout.data.pipeline import Pipeline
-from flatout.data.source import Source
+from flatout.data import Batch, Pipeline, Source, is_pipe, map_tensors, rows_of_samples
 from flatout.errors import DataError, ModelError
 from flatout.train import guard
 from flatout.train.checks import explained

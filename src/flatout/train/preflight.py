@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch
-from flatout.data.source import Source, last_batch_of
+from flatout.data import Batch, Source, last_batch_of
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import is_batch_coupled
 from flatout.train.callbacks import Callback, Figures

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from flatout.data.batch import Batch
-from flatout.data.own_pipes import is_pipe
-from flatout.data.source import Source
+from flatout.data import Batch, Source, is_pipe
 from flatout.devices import place
-from flatout.measure.live import Live
-from flatout.strategies.reductions import check_reduction
+from flatout.measure import Live
+from flatout.strategies import check_reduction
 from flatout.train.decide import samples_of
 from flatout.train.large_batch import resumed_words, scale_rates
 from flatout.train.preflight import check_last_batch

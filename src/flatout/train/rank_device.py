@@ -7,7 +7,7 @@ import torch
 from flatout.devices import resolve_device
 from flatout.errors import DeviceError
 from flatout.recipe import World
-from flatout.world import place
+from flatout.world.place import place
 
 
 def device_here(asked: World) -> tuple[torch.device, str]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from flatout.atomic_file import atomic_write
-from flatout.world.place import RANK_TRIAL
+from flatout.world import RANK_TRIAL
 
 _WARM_S, _WARM_STEPS, _MEASURE_S = 1.0, 3, 4.0
 _LOOK_EVERY_S = 0.005

@@ -10,16 +10,11 @@ import torch
 from torch import nn
 
 from flatout.console import say
-from flatout.data.batch import Batch, named_tensors
-from flatout.data.classes import listed
-from flatout.data.own_pipes import OwnPipe, is_pipe, own_pipe
-from flatout.data.pipeline import Pipeline
+from flatout.data import Batch, OwnPipe, Pipeline, Source, is_pipe, listed, named_tensors, own_pipe
 from flatout.data.ranked import ranked
-from flatout.data.source import Source
 from flatout.errors import ModelError, WorldError
-from flatout.models import modules_of
-from flatout.models.keras.batch_norm import has_own_moments
-from flatout.strategies.replicas import digest_of
+from flatout.models import has_own_moments, modules_of
+from flatout.strategies import digest_of
 from flatout.world import World
 
 

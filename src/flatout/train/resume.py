@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.data.batch import Batch
-from flatout.data.source import Source
+from flatout.data import Batch, Source
 from flatout.errors import DataError
-from flatout.measure import fingerprint
+from flatout.measure.fingerprint import fingerprint
 from flatout.models import load_weights, weights_of
-from flatout.optim.fused import align_state, fuse, is_fused
+from flatout.optim import align_state, fuse, is_fused
 from flatout.recipe import ASKED, Choice, Recipe, ResolvedRecipe, loads
-from flatout.save.checkpoint import LoadedCheckpoint
+from flatout.save import LoadedCheckpoint
 from flatout.train.changed_rates import RateChanges, keeps_arguments, take_over
 from flatout.train.rank_device import device_here
 from flatout.train.same_job import check_same_job, in_words, kind_of

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.errors import CheckpointError
 from flatout.models import adapter_of
-from flatout.save.checkpoint import LoadedCheckpoint
-from flatout.save.fits import check_fits
+from flatout.save import LoadedCheckpoint, check_fits
 from flatout.train.changed_rates import (
     Difference,
     RateChanges,

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch, map_tensors
-from flatout.data.randomness import same_state
+from flatout.data import Batch, map_tensors, same_state
 from flatout.errors import RecipeError
-from flatout.models import adapter_of
-from flatout.models.sample_dropout import Layout, SampleDropout
+from flatout.models import Layout, SampleDropout, adapter_of
 from flatout.recipe import ModelFacts, Recipe
 from flatout.train.snapshot import random_state, untouched
 from flatout.train.step import Compute

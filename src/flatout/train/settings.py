@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from flatout.devices import allocator, threads
-from flatout.models import find_rewrites, recompute_activations
-from flatout.models.layout import FORMATS, format_of, lay_out
-from flatout.optim import Optimizers, as_tuple, can_fuse, defuse, fuse
-from flatout.optim.fused import align_state, is_fused
+from flatout.models import FORMATS, find_rewrites, format_of, lay_out, recompute_activations
+from flatout.optim import Optimizers, align_state, as_tuple, can_fuse, defuse, fuse, is_fused
 from flatout.recipe import SETTINGS, ResolvedRecipe
 
 Undo = Callable[[], None]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.data.batch import Batch
+from flatout.data import Batch
 from flatout.errors import FlatoutError, ModelError
 from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import call, feed, value_of

@@ -10,17 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flatout.data.batch import Batch, named_tensors
-from flatout.data.classes import listed
-from flatout.data.execution.digests import digest_of
-from flatout.data.execution.samples import takes_rng
-from flatout.data.mixture import Mixture
-from flatout.data.normalization import Normalization, holds_bytes
-from flatout.data.origins import is_stream
-from flatout.data.pipeline import Pipeline
-from flatout.data.schema import Schema, as_schema
-from flatout.data.source import Source
-from flatout.data.stages import Map
+from flatout.data import (
+    Batch,
+    Map,
+    Mixture,
+    Normalization,
+    Pipeline,
+    Schema,
+    Source,
+    as_schema,
+    digest_of,
+    holds_bytes,
+    is_stream,
+    listed,
+    named_tensors,
+    takes_rng,
+)
 from flatout.errors import CheckpointError, DataError
 from flatout.train.job_facts import Facts, fact
 

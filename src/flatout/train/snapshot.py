@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 from flatout.data import randomness
 from flatout.errors import ModelError
 from flatout.models import adapter_of
-from flatout.optim import Optimizers, as_tuple
-from flatout.optim.fused import align_state
+from flatout.optim import Optimizers, align_state, as_tuple
 
 
 def random_state() -> dict[str, Any]:

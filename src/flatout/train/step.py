@@ -20,14 +20,12 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from flatout.data.batch import Batch
+from flatout.data import Batch
 from flatout.errors import DataError, FlatoutError, OutOfMemory
-from flatout.models import adapter_of, is_batch_coupled
-from flatout.models.sample_dropout import SampleDropout
-from flatout.optim import LrScale, Optimizers, Update, as_tuple
-from flatout.optim.rates import scaled
-from flatout.strategies import Alone, Ddp, Sums, SyncBatchNorm, rank_rng, sparse_weights
-from flatout.strategies.reductions import Beside, Reduction
+from flatout.models import SampleDropout, adapter_of, is_batch_coupled
+from flatout.optim import LrScale, Optimizers, Update, as_tuple, scaled
+from flatout.strategies import Alone, Beside, Ddp, Reduction, Sums, SyncBatchNorm, sparse_weights
+from flatout.strategies.rank_rng import rank_rng
 from flatout.train.losses import Value
 from flatout.train.micro_batch import forget_frames, is_out_of_memory, pieces_for, smaller
 from flatout.train.settings import Settings, Switch

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from flatout.measure import Timeline
 from flatout.words import rounded
-from flatout.world import World
-from flatout.world.collective_log import CollectiveLog
+from flatout.world import CollectiveLog, World
 
 # Named is a rank that needs so much longer than the others at the median, and whose excess is that
 # many standard errors.

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from flatout.data.batch import Batch, named_tensors
-from flatout.data.pipeline import Pipeline
-from flatout.data.source import Source
+from flatout.data import Batch, Pipeline, Source, named_tensors
 from flatout.errors import DataError, FlatoutError
 from flatout.models import adapter_of, own_names
 from flatout.train.broadcast import uncompiled

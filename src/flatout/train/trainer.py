@@ -12,16 +12,12 @@ from typing import Any
 from torch import nn
 
 from flatout.console import say
-from flatout.data.pipeline import Pipeline
-from flatout.data.source import Source
+from flatout.data import Pipeline, Source
 from flatout.errors import CheckpointError, DataError, ModelError
 from flatout.models import adapter_of, load_weights, weights_of
 from flatout.optim import LrRule
 from flatout.recipe import Recipe, ResolvedRecipe
-from flatout.save.any_model import load_model_file, save_model_file
-from flatout.save.fits import check_fits
-from flatout.save.foreign import read_weights_of
-from flatout.save.weights_file import check_ending
+from flatout.save import check_ending, check_fits, load_model_file, read_weights_of, save_model_file
 from flatout.train import guard
 from flatout.train.callbacks import Progress
 from flatout.train.compiled import CompiledObjective

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.data.batch import Batch
+from flatout.data import Batch
 from flatout.errors import CheckpointError
 from flatout.optim import Update
 from flatout.train.running_mean import RunningMean

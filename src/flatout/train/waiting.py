@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
-from flatout.data.execution.samples import name_of
-from flatout.data.explanation import Explanation
-from flatout.data.pipeline import Pipeline
-from flatout.data.sources.dataset_source import DatasetSource
-from flatout.data.sources.iterable import IterableSource
-from flatout.data.sources.tuned_dataset import TunedDatasetSource
-from flatout.data.stages import Batch, Cache, Map, only
+from flatout.data import (
+    Cache,
+    DatasetSource,
+    Explanation,
+    IterableSource,
+    Map,
+    Pipeline,
+    TunedDatasetSource,
+    name_of,
+    only,
+)
+from flatout.data.stages import Batch
 
 # From this share of waiting for batches on, and of this many seconds, the user is told.
 _TOLD, _TOLD_S = 0.1, 1.0

@@ -8,12 +8,16 @@ import torch
 from torch import nn
 
 from flatout.models import load_weights, weights_of
-from flatout.optim.fused import align_state
-from flatout.save.checkpoint import Checkpoints, LoadedCheckpoint, is_checkpoint
-from flatout.save.fits import check_fits
-from flatout.save.foreign import TORCH_FILES
-from flatout.save.model_file import is_model_file
-from flatout.save.weights_file import load_weights_file
+from flatout.optim import align_state
+from flatout.save import (
+    TORCH_FILES,
+    Checkpoints,
+    LoadedCheckpoint,
+    check_fits,
+    is_checkpoint,
+    is_model_file,
+    load_weights_file,
+)
 from flatout.train.same_job import check_optimizers
 from flatout.train.signature import Signature
 

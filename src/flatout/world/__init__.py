@@ -1,18 +1,8 @@
 """The ranks of one job: where this one stands, and what they do together."""
 
-from flatout.world.place import ALONE, Place, place, restarts
-from flatout.world.world import ONE, Group, Later, LostRank, World, join, leave
+from flatout.lazy import attach
 
-__all__ = [
-    "ALONE",
-    "ONE",
-    "Group",
-    "Later",
-    "LostRank",
-    "Place",
-    "World",
-    "join",
-    "leave",
-    "place",
-    "restarts",
-]
+# Not lazily, or the module would take the place of the function.
+from flatout.world.place import place as place
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -56,7 +56,7 @@ class Speed:
 def candidates() -> list[int]:
     """Numbers of ranks worth trying here: the powers of two, and one for each device."""
     from flatout.devices.inventory import inventory
-    from flatout.measure.cgroup import usable_cpus
+    from flatout.measure import usable_cpus
 
     most = len(inventory().cuda) or usable_cpus()
     return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})

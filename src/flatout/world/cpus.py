@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.devices.threads import affinity, set_affinity, set_threads
+from flatout.devices import affinity, set_affinity, set_threads
 from flatout.recipe import Process
 from flatout.world.world import World
 

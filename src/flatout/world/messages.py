@@ -27,8 +27,7 @@ def pack(value: Any) -> torch.Tensor:
     """
     import torch
 
-    from flatout.values.tensors import flat_bytes
-    from flatout.values.tree import flatten
+    from flatout.values import flat_bytes, flatten
 
     try:
         tensors, tree = flatten(value, "value")
@@ -55,7 +54,7 @@ def unpack(message: torch.Tensor) -> Any:
     """
     import torch
 
-    from flatout.values.tree import unflatten
+    from flatout.values import unflatten
 
     try:
         length = int.from_bytes(message[:_LENGTH].numpy().tobytes(), "little")

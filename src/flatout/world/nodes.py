@@ -82,7 +82,7 @@ def check_devices(ranks: int) -> None:
     if ranks == 1:
         return
     from flatout.devices.inventory import inventory
-    from flatout.measure.cgroup import usable_cpus
+    from flatout.measure import usable_cpus
 
     gpus = len(inventory().cuda)
     have, kind = (gpus, "GPUs") if gpus else (usable_cpus(), "CPUs and no GPU")

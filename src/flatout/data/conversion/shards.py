@@ -30,7 +30,7 @@ from flatout.data.block import Block
 from flatout.data.conversion.passes import Piece
 from flatout.data.schema import Schema
 from flatout.errors import DataError
-from flatout.kernels.example import crc32c
+from flatout.kernels import crc32c
 from flatout.words import size_words
 
 VERSION = 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from flatout.data.block import Numbers
 from flatout.data.order import order
-from flatout.devices.threads import check_count
+from flatout.devices import check_count
 from flatout.errors import DataError
 
 Last = Literal["keep", "drop", "pad"]

@@ -35,7 +35,7 @@ from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.row_store import PLACE, Arena, Field, Layout, RowStore, fetch
 from flatout.data.form import Form, Leaf
 from flatout.errors import DataError, as_data_error
-from flatout.kernels.example import crc32c
+from flatout.kernels import crc32c
 
 Opener: TypeAlias = Callable[[str, int], int]
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from flatout.data.sources.image_header import FORMATS, Damaged, Header, damage_of
-from flatout.kernels.resize import resize_linear
+from flatout.kernels import resize_linear
 
 try:
     from PIL import Image

@@ -21,7 +21,7 @@ from flatout.data.execution.row_store import Field
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.errors import DataError
-from flatout.recipe.toml import parse
+from flatout.recipe import parse
 from flatout.words import size_words
 
 # A column is read from end to end only where that takes a moment.

@@ -31,8 +31,8 @@ from flatout.data.order import batch_seed
 from flatout.data.sources.dataset_fetch import Draw
 from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.whole_batches import WholeBatches, same_batch
-from flatout.devices.memory import read_shm
-from flatout.measure.cgroup import usable_cpus
+from flatout.devices import read_shm
+from flatout.measure import usable_cpus
 
 # So many batches are watched for random draws before a thread may make them.
 _WATCHED = 32

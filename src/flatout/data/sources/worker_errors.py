@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flatout.devices.memory import read_shm
+from flatout.devices import read_shm
 from flatout.errors import DataError
 
 # How torch says that a worker could not hand over a batch: by SIGBUS within it, or an error.

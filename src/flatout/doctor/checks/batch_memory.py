@@ -7,8 +7,7 @@ import re
 from flatout.doctor.checks.check import NoSignal, check
 from flatout.doctor.checks.signals import at, is_gpu
 from flatout.doctor.finding import Finding, Kind
-from flatout.observe import Observation
-from flatout.observe.sites import is_users
+from flatout.observe import Observation, is_users
 from flatout.words import rounded
 
 _OUT = re.compile(r"out of memory|can't allocate memory|Unable to allocate|^MemoryError", re.M)

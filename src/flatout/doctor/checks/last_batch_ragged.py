@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.data.execution.batch_sampler import last_batch
+from flatout.data import last_batch
 from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, has_batch_norm, models, training_loaders
 from flatout.doctor.edits import arguments

@@ -8,7 +8,7 @@ from statistics import fmean
 from flatout.doctor.checks.check import Findings, rank_check
 from flatout.doctor.checks.signals import HUNGRY, at, calls, cost_ms, has_peers, lane, ms
 from flatout.doctor.finding import Finding
-from flatout.measure.timeline import LANES
+from flatout.measure import LANES
 from flatout.observe import Observation
 
 _WORK = {"evaluation": "evaluating", "saving": "saving", "log": "telling and measuring"}

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.devices.process import environment
+from flatout.devices import environment
 from flatout.doctor import edits
 from flatout.doctor.proving.cure import Cure
 from flatout.doctor.torchrun import under_torchrun
 from flatout.doctor.trials.process import Job
 from flatout.doctor.trials.start import EDITS, SEED
-from flatout.recipe import Recipe, apply, from_set
-from flatout.recipe.overrides import SET_VARIABLE
+from flatout.recipe import SET_VARIABLE, Recipe, apply, from_set
 
 _START = ("-m", "flatout.doctor.trials.start")
 

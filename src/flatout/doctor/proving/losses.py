@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.doctor.trials.arm import Showed
-from flatout.measure.parity import compare_curves
+from flatout.measure import compare_curves
 from flatout.recipe import Parity
 from flatout.words import rounded
 

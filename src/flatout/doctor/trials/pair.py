@@ -34,7 +34,7 @@ from flatout.doctor.trials.arm import Arm, Block, Showed
 from flatout.doctor.trials.process import Ended, Job, Process
 from flatout.doctor.trials.schedule import WARM_STEPS, Schedule
 from flatout.doctor.trials.scratch import scratch
-from flatout.measure.trial import TrialResult, run_trial
+from flatout.measure import TrialResult, run_trial
 
 _SLACK = 1.5
 # Blocks in which a cache of unknown size may fill, and when it hardly gains any more.

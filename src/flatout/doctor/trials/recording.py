@@ -12,8 +12,7 @@ import numpy as np
 
 from flatout.doctor.trials.step_sync import at_step
 from flatout.hooks import Hook, wrap
-from flatout.observe.lanes import EVALUATION, SAVING, Lanes
-from flatout.observe.watch import Watch
+from flatout.observe import EVALUATION, SAVING, Lanes, Watch
 
 # Of a script's first steps and batches; what comes later is not compared.
 _MOST = 2000

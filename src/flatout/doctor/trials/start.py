@@ -22,15 +22,18 @@ from typing import Any
 from flatout.doctor.trials import step_sync
 from flatout.doctor.trials.recording import Stepping
 from flatout.doctor.trials.whole import Whole
-from flatout.hooks import when_imported
-from flatout.hooks.compiling import skip_our_frames
-from flatout.observe.backward import watch_backward
-from flatout.observe.keras import watch_keras
-from flatout.observe.loaders import watch_loaders
-from flatout.observe.models import Models
-from flatout.observe.optimizers import StepFinder, watch_optimizers
-from flatout.observe.outputs import watch_torch
-from flatout.observe.run_script import run, show_as_python_does
+from flatout.hooks import skip_our_frames, when_imported
+from flatout.observe import (
+    Models,
+    StepFinder,
+    run,
+    show_as_python_does,
+    watch_backward,
+    watch_keras,
+    watch_loaders,
+    watch_optimizers,
+    watch_torch,
+)
 
 SEED, EDITS, LOSSES = "FLATOUT_SEED", "FLATOUT_EDITS", "FLATOUT_LOSSES"
 

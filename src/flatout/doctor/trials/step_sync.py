@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
 
-from flatout.measure.meters import finish_device, page_faults
+from flatout.measure import finish_device, page_faults
 
 # The folder in which the trial listens on a Unix socket: one that has a name in the file system
 # leads out of a network of the script's own.

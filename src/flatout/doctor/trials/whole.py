@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from flatout.doctor.trials.recording import Record, Stepping
-from flatout.observe.lanes import Lanes
+from flatout.observe import Lanes
 
 LAST = 0.05
 """Share of the steps whose mean loss stands for where a run has come."""

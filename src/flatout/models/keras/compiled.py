@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from flatout.data.batch import Batch, map_tensors, rows_of_samples
-from flatout.data.sources.keras_data import WEIGHTS
+from flatout.data import WEIGHTS, Batch, map_tensors, rows_of_samples
 from flatout.models.keras.model import call
 from flatout.models.keras.ranks import adds_up, over_all, put_back, shared_losses, whole_batch
 from flatout.models.keras.rewrites import training_step

@@ -7,14 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from flatout.data.execution.code import (
-    arguments_of,
-    arguments_words,
-    code_digest,
-    is_library,
-    words_of,
-)
-from flatout.data.execution.digests import digest_of
+from flatout.data import arguments_of, arguments_words, code_digest, digest_of, is_library, words_of
 
 # Names are counted by what else a process has made; what only begins the weights is in them.
 _UNTOLD = ("name", "seed", "build_config", "registered_name", "layers", "dtype")

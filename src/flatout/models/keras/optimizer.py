@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flatout.data.execution.code import code_digest, is_library
+from flatout.data import code_digest, is_library
 
 Tensors = list[torch.Tensor]
 # Attributes of Keras' optimizers that its `get_config` has too.

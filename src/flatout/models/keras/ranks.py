@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from flatout.data.batch import Batch, map_tensors
+from flatout.data import Batch, map_tensors
 from flatout.world import World
 
 

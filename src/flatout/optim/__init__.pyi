@@ -1,0 +1,17 @@
+from flatout.models.keras.optimizer import KerasOptimizer as KerasOptimizer
+from flatout.optim.fused import align_state as align_state
+from flatout.optim.fused import begins_late as begins_late
+from flatout.optim.fused import can_fuse as can_fuse
+from flatout.optim.fused import defuse as defuse
+from flatout.optim.fused import fuse as fuse
+from flatout.optim.fused import is_fused as is_fused
+from flatout.optim.lamb import Lamb as Lamb
+from flatout.optim.lars import Lars as Lars
+from flatout.optim.rates import LrRule as LrRule
+from flatout.optim.rates import LrScale as LrScale
+from flatout.optim.rates import rates_of as rates_of
+from flatout.optim.rates import scaled as scaled
+from flatout.optim.several import Optimizers as Optimizers
+from flatout.optim.several import as_tuple as as_tuple
+from flatout.optim.tried import warnings_of as warnings_of
+from flatout.optim.update import Update as Update

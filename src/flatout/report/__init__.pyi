@@ -1,0 +1,11 @@
+from flatout.report.baseline import Baseline as Baseline
+from flatout.report.files import Files as Files
+from flatout.report.scaling import Scaling as Scaling
+from flatout.report.session import Asked as Asked
+from flatout.report.session import visit as visit
+from flatout.report.terminal import Changes as Changes
+from flatout.report.terminal import Comparison as Comparison
+from flatout.report.terminal import Job as Job
+from flatout.report.terminal import Lanes as Lanes
+from flatout.report.top import Top as Top
+from flatout.report.top import watch as watch

@@ -1,0 +1,3 @@
+from flatout.train.history import History as History
+from flatout.train.history import json_safe as json_safe
+from flatout.train.trainer import Trainer as Trainer
