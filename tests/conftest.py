@@ -6,6 +6,11 @@ import sys
 import time
 
 import pytest
+from hypothesis import settings
+
+# How long examples take to make is a matter of how busy the machine is.
+settings.register_profile("any machine")
+settings.load_profile("any machine")
 
 # Keras reads it when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "torch")

@@ -52,7 +52,7 @@ def tensors(length: int, *, ragged: bool = True) -> list:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 9), st.lists(st.integers(0, 10), min_size=1, max_size=7))
 def test_epochs_that_break_off_anywhere_are_those_of_the_dataset(length, taken):
     samples = tensors(length)

@@ -173,7 +173,7 @@ def test_every_dtype_and_shape(tmp_path, to, dtype, form):
         assert ours.inputs.numpy().tobytes() == theirs.inputs.numpy().tobytes()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=40),
     shards=st.integers(1, 5),

@@ -27,7 +27,7 @@ def flat(lists):
     return [value for one in lists for value in one]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 3), st.integers(0, 2), st.data())
 def test_order_does_not_depend_on_threads_or_the_start(rows, size, threads, epoch, data):
     pipeline = Pipeline(MadeUp(rows)).shuffle(seed=5).batch(size).options(threads=threads)
@@ -149,7 +149,7 @@ def test_split_by_order_and_by_class():
         made.split(0.5, by="order", stratify=True)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(4, 80), st.integers(1, 12), st.integers(1, 4), st.sampled_from(["batch", "rows"])
 )

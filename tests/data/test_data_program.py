@@ -40,7 +40,7 @@ def same(found, expected):
             assert a is None or torch.equal(a, b)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.integers(1, 40),
     threads=st.integers(1, 3),

@@ -154,9 +154,7 @@ def flipped(path, at, bit):
     path.write_bytes(data)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["rows.bin", "ragged-0.bin", "meta.json"]),
     st.integers(0, 1 << 20),

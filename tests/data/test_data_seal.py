@@ -54,9 +54,7 @@ KINDS = ["npy", "npz", "h5", "chunked.h5", "csv", "svm"]
 
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 1 << 20), st.integers(0, 7))
 def test_a_flipped_bit_anywhere_is_told(tmp_path, monkeypatch, kind, held, at, bit):
     if not held:  # rows of text are read from the file as they are wanted
@@ -118,9 +116,7 @@ def test_a_copy_that_is_newer_than_its_seal_is_read(tmp_path):
     assert len(read(opened)) == 10
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 1 << 20), st.integers(0, 7))
 def test_a_damaged_seal_is_told(tmp_path, at, bit):
     path, opened = made(tmp_path, "npy")

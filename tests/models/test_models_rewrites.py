@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.modules import module as every_module
@@ -216,7 +216,7 @@ class Pooled(nn.Module):
     last=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_ties_go_to_the_same_element(values, kernel, stride, padding, ceil, six, last, dtype):
     pool = nn.MaxPool2d(kernel, stride, min(padding, kernel // 2), ceil_mode=ceil)
     model = Pooled(nn.ReLU6() if six else nn.ReLU(), pool)
@@ -234,7 +234,7 @@ def test_ties_go_to_the_same_element(values, kernel, stride, padding, ceil, six,
     ),
     six=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_special_values_are_equal_but_for_the_sign_of_zero(values, six):
     model = Pooled(nn.ReLU6() if six else nn.ReLU(), nn.MaxPool2d(2))
     x = torch.tensor(values).reshape(1, 1, 4, 4)
@@ -282,7 +282,7 @@ class AsWritten(nn.Module):
 
 
 @given(kinds=st.lists(LAYER, min_size=1, max_size=7), as_written=st.booleans())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_random_nets_are_bit_identical(kinds, as_written):
     torch.manual_seed(3)
     model = AsWritten(nn.ModuleList(make(kinds))) if as_written else make(kinds)

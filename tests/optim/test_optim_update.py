@@ -193,7 +193,7 @@ def test_a_scheduler_that_comes_later_sees_the_steps():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["adam", "sgd momentum"])
 @given(without=st.lists(st.integers(0, 3), max_size=3), start=st.integers(0, 3))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_parameters_without_gradient(name, fused, without, start):
     (model, optimizer), (plain, stepped) = pair(*OPTIMIZERS[name], fused=fused)
     update = Update(optimizer)

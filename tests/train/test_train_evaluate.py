@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -28,7 +28,7 @@ def test_loss_and_metrics_are_those_of_all_samples():
     assert list(found) == ["loss", "accuracy"]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(st.integers(1, SAMPLES + 20), st.lists(st.booleans(), min_size=SAMPLES, max_size=SAMPLES))
 def test_the_batch_size_does_not_matter_with_ignored_targets(batch_size, ignored):
     x, y = data()

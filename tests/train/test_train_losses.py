@@ -115,7 +115,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_micro_batches_add_up_to_the_whole_batch(name, data):
     loss = as_loss(LOSSES[name])
     kept = st.integers(0, CLASSES - 1)

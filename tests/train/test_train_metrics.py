@@ -85,7 +85,7 @@ def test_accuracy_of_shapes_that_do_not_fit():
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_batches_of_any_size_give_the_accuracy_of_all(sizes, seed):
     scores, target = draw(sum(sizes), 3, seed=seed), torch.arange(sum(sizes)) % 3
     whole = value_of("accuracy", (scores, target))
@@ -97,7 +97,7 @@ def test_batches_of_any_size_give_the_accuracy_of_all(sizes, seed):
 
 
 @given(data=st.data(), count=st.integers(4, 40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_auc_is_sklearns(data, count):
     label = st.lists(st.integers(0, 1), min_size=count, max_size=count)
     target = torch.tensor(data.draw(label.filter(lambda t: 0 < sum(t) < len(t))))

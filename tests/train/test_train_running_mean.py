@@ -12,7 +12,7 @@ WEIGHT = st.integers(0, 1000)
 
 
 @given(st.lists(st.tuples(NUMBER, WEIGHT, st.booleans()), max_size=600))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_weighted_mean_of_all(steps):
     tally = RunningMean()
     for value, weight, as_tensor in steps:

@@ -126,7 +126,7 @@ def test_gradients_left_in_parameters_that_joined_the_optimizer_later():
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_pieces_and_accumulation_add_up_to_the_whole_batch(data):
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     size = sum(sizes)
