@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.kernels import example
 from flatout.recipe import Compute, Process, Recipe
 

@@ -132,7 +132,7 @@ def test_auto_goes_to_the_disk_where_memory_is_small(tmp_path):
 
 
 def filled_block(rows=40):
-    from flatout.data.execution.buffers import Buffers
+    from flatout.data.buffers import Buffers
 
     return MadeUp(rows).take(np.arange(rows), Buffers())
 
@@ -147,7 +147,7 @@ def test_a_folder_is_whole_or_absent(tmp_path):
     folder = RowFolder(tmp_path / "rows")
     folder.verify()
     assert folder.meta["schema"] == "text"
-    from flatout.data.execution.buffers import Buffers
+    from flatout.data.buffers import Buffers
 
     taken = folder.take(np.array([39, 0, 3]), Buffers())
     assert taken.columns["x"][:, 0].tolist() == [39, 0, 3]

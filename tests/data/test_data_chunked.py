@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.block import Block, Ragged, offsets_of
+from flatout.data.buffers import Buffers
 from flatout.data.chunked import ChunkedRows
-from flatout.data.execution.buffers import Buffers
 from flatout.data.schema import Column, Schema
 from flatout.errors import DataError
 

@@ -15,11 +15,11 @@ from sklearn.datasets import dump_svmlight_file
 
 import flatout
 from flatout.data.block import Block, Ragged, offsets_of
+from flatout.data.buffers import Buffers
 from flatout.data.conversion import convert as verb
 from flatout.data.conversion import passes
 from flatout.data.conversion.convert import convert
 from flatout.data.conversion.job import balanced
-from flatout.data.execution.buffers import Buffers
 from flatout.data.mixture import mix
 from flatout.data.order import order
 from flatout.data.pipeline import Pipeline

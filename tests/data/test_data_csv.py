@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout.data
+from flatout.data.buffers import Buffers
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import find
 from flatout.data.sources import csv_split
 from flatout.errors import DataError

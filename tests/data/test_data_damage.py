@@ -87,8 +87,8 @@ def test_a_conversion_notices_a_change_in_the_middle(tmp_path):
 
 
 def test_a_file_that_is_rewritten_in_place_is_noticed_at_once(tmp_path):
+    from flatout.data.buffers import Buffers
     from flatout.data.error_policy import ErrorPolicy
-    from flatout.data.execution.buffers import Buffers
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows
     from flatout.data.sources.libsvm import LibsvmDecoder
@@ -113,7 +113,7 @@ import numpy as np
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import find
 from flatout.data.indexed import IndexedRows
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.sources.libsvm import LibsvmDecoder
 import flatout
 schema = flatout.data.libsvm(sys.argv[1] + "/000.svm").schema

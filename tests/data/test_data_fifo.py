@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.framing import write_recordio
 from flatout.data.schema import Column, Schema
 from flatout.data.sources import fifo as fifo_module

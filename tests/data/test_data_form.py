@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.data.block import Block, Ragged, join, offsets_of, rows_of, take
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.form import Leaf, columns_of, form_of
 from flatout.data.schema import Column, Schema
 from flatout.errors import DataError

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import flatout.data
+from flatout.data.buffers import Buffers
 from flatout.data.chunked import ChunkedRows
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import find
 from flatout.data.sources import hdf5 as module
 from flatout.data.sources.hdf5 import HDF5Chunks, hdf5_rows

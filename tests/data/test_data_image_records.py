@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from flatout.data import indexed
 from flatout.data.block import Block, is_channels_last, join, offsets_of, take_values
+from flatout.data.buffers import Buffers
 from flatout.data.conversion.convert import convert
-from flatout.data.execution.buffers import Buffers
 from flatout.data.sources import image_header, image_records
 from flatout.data.sources.images import images
 from flatout.errors import DataError
@@ -390,7 +390,7 @@ def test_another_process_reads_the_same(shards, tmp_path):
     (tmp_path / "source").write_bytes(pickle.dumps(source))
     script = (
         "import pickle, sys, numpy as np\n"
-        "from flatout.data.execution.buffers import Buffers\n"
+        "from flatout.data.buffers import Buffers\n"
         "source = pickle.load(open(sys.argv[1], 'rb'))\n"
         "np.save(sys.argv[2], source.take(np.arange(5), Buffers()).columns['image'])\n"
     )

@@ -17,7 +17,7 @@ from data_photographs import encoded, exif, photo, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.schema import Schema
 from flatout.data.sources import image_decode, image_rows
 from flatout.data.sources.image_decode import psnr
@@ -701,7 +701,7 @@ def test_another_process_reads_the_same(pets, tmp_path):
     (tmp_path / "source").write_bytes(pickle.dumps(source))
     script = (
         "import pickle, sys, numpy as np\n"
-        "from flatout.data.execution.buffers import Buffers\n"
+        "from flatout.data.buffers import Buffers\n"
         "source = pickle.load(open(sys.argv[1], 'rb'))\n"
         "np.save(sys.argv[2], source.take(np.arange(5), Buffers()).columns['image'])\n"
     )

@@ -6,8 +6,8 @@ import pytest
 from data_made_up import same
 
 from flatout.data import indexed
+from flatout.data.buffers import Buffers
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import find
 from flatout.data.indexed import IndexedRows
 from flatout.data.pipeline import Pipeline

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import flatout.data
 from flatout.data.block import Ragged
+from flatout.data.buffers import Buffers
 from flatout.data.chunked import ChunkedRows
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import find
 from flatout.errors import DataError
 

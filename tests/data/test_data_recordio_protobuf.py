@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.block import Ragged
+from flatout.data.buffers import Buffers
 from flatout.data.decoder import Encoded
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.framing import write_recordio
 from flatout.data.recordio_protobuf import RecordioDecoder, read_record
 from flatout.data.schema import Schema

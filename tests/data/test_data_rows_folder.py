@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flatout.data import checksums
+from flatout.data.buffers import Buffers
 from flatout.data.checksums import Checksums, sealed
 from flatout.data.conversion.convert import convert
-from flatout.data.execution.buffers import Buffers
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Schema
 from flatout.data.sources.rows import FolderRows, rows
@@ -94,7 +94,7 @@ def test_other_roles(folder):
 
 
 def _sum(opened, numbers):
-    from flatout.data.execution.buffers import Buffers
+    from flatout.data.buffers import Buffers
 
     return float(opened.take(numbers, Buffers()).columns["x"].sum())
 

@@ -153,7 +153,7 @@ def test_only_what_is_read_is_compared_and_once_in_a_run(tmp_path, monkeypatch):
 
 
 def flatout_buffers():
-    from flatout.data.execution.buffers import Buffers
+    from flatout.data.buffers import Buffers
 
     return Buffers()
 

@@ -4,10 +4,10 @@ from flatout.data.batch import map_tensors as map_tensors
 from flatout.data.batch import named_tensors as named_tensors
 from flatout.data.batch import rows_of_samples as rows_of_samples
 from flatout.data.batch import tensors_in as tensors_in
+from flatout.data.buffers import Buffers as Buffers
 from flatout.data.classes import listed as listed
 from flatout.data.conversion.convert import convert as convert
 from flatout.data.execution.batch_sampler import last_batch as last_batch
-from flatout.data.execution.buffers import Buffers as Buffers
 from flatout.data.execution.code import arguments_of as arguments_of
 from flatout.data.execution.code import arguments_words as arguments_words
 from flatout.data.execution.code import code_digest as code_digest
@@ -26,6 +26,8 @@ from flatout.data.files import unpack as unpack
 from flatout.data.inspection.inspect import inspect as inspect
 from flatout.data.inspection.inspected import Report as Report
 from flatout.data.inspection.rate import bench as bench
+from flatout.data.keras_data import WEIGHTS as WEIGHTS
+from flatout.data.keras_data import as_keras_source as as_keras_source
 from flatout.data.mixture import Mixture as Mixture
 from flatout.data.mixture import mix as mix
 from flatout.data.normalization import Normalization as Normalization
@@ -63,8 +65,6 @@ from flatout.data.sources.idx import idx_split as idx_split
 from flatout.data.sources.images import images as images
 from flatout.data.sources.iterable import IterableSource as IterableSource
 from flatout.data.sources.iterable import iterable as iterable
-from flatout.data.sources.keras_data import WEIGHTS as WEIGHTS
-from flatout.data.sources.keras_data import as_keras_source as as_keras_source
 from flatout.data.sources.libsvm import libsvm as libsvm
 from flatout.data.sources.npy import npy as npy
 from flatout.data.sources.npy import npz as npz

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of, take, take_values
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.files import File
 from flatout.data.origins import Chunks, Rows
 from flatout.errors import DataError

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
 from flatout.data.origins import Rows, is_rows
 from flatout.data.schema import Schema

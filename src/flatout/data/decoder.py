@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values, take
+from flatout.data.buffers import Buffers
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.schema import Schema
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flatout.data.batch import Batch, map_tensors
 from flatout.data.block import Block, Ragged, Values, offsets_of
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.schema import Column, Role, Schema
 from flatout.data.tensors import as_tensors, parts_of
 from flatout.errors import DataError

@@ -27,10 +27,10 @@ from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.console import say_as_is
 from flatout.data.block import Block, Numbers, offsets_of
+from flatout.data.buffers import Buffers
 from flatout.data.checksums import reader
 from flatout.data.decoder import Bytes, Decoder, Encoded
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, files_words
 from flatout.data.origins import Rows
 from flatout.data.schema import Schema

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeGuard
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.schema import Schema
 
 

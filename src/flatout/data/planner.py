@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data.block import Numbers
+from flatout.data.buffers import Buffers
 from flatout.data.chunked import ChunkedRows
 from flatout.data.execution.batch_sampler import (
     DEFAULT_BATCH_SIZE,
@@ -26,7 +27,6 @@ from flatout.data.execution.batch_sampler import (
     Order,
     padding_share,
 )
-from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.cache import Cached
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.parallel import Tuner

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
+from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Encoded, Lengths, Split
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.framing import split_recordio
 from flatout.data.protobuf import WireError, fields
 from flatout.data.schema import Column, Schema

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
+from flatout.data.buffers import Buffers
 from flatout.data.conversion.passes import Piece, made
-from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.samples import Costs, Samples
 from flatout.data.form import Form, Leaf
 from flatout.data.mixture import Mixture

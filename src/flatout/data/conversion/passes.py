@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from flatout.data.block import Block, Numbers
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.execution.row_store import row_bytes
 from flatout.data.execution.samples import Costs, Samples

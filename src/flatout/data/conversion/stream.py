@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data.block import Block, take
+from flatout.data.buffers import Buffers
 from flatout.data.conversion.converted import SHARD_BYTES, Converted, ShardSizes
 from flatout.data.conversion.shards import (
     Manifest,
@@ -19,7 +20,6 @@ from flatout.data.conversion.shards import (
     disk,
     open_shard,
 )
-from flatout.data.execution.buffers import Buffers
 from flatout.data.origins import Stream, is_stream
 from flatout.data.pipeline import Pipeline
 from flatout.data.progress import progress as showing

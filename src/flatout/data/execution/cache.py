@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, take
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.row_folder import Filling, RowFolder, tidy
 from flatout.data.execution.row_store import MemoryArena, RowStore, layout_of, row_bytes

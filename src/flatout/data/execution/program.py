@@ -13,8 +13,8 @@ import torch
 
 from flatout.data.batch import Batch
 from flatout.data.block import Block, Numbers, rows_between, take
+from flatout.data.buffers import Buffers
 from flatout.data.execution.batch_sampler import BatchSampler
-from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.orders import Orders
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.execution.process_pool import ProcessPool, refusal

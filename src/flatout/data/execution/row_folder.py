@@ -30,8 +30,8 @@ import numpy.typing as npt
 from flatout import cache_folder
 from flatout.atomic_file import atomic_write, flush_folder
 from flatout.data.block import Block, Numbers, Values
+from flatout.data.buffers import Buffers
 from flatout.data.checksums import Checksums, Verified, sealed, unsealed
-from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.row_store import PLACE, Arena, Field, Layout, RowStore, fetch
 from flatout.data.form import Form, Leaf
 from flatout.errors import DataError, as_data_error

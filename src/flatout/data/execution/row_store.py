@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Ragged, Values, is_channels_last, offsets_of
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.kernels import lines
 
 # Where the values of a ragged row are in an arena.

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, offsets_of, take
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import Nameless, digest_of, function_digest, function_name
 from flatout.data.form import Form, columns_of, form_of
 from flatout.data.origins import Rows

@@ -7,7 +7,7 @@ from time import perf_counter_ns as clock
 
 from flatout.data.batch import Batch
 from flatout.data.block import Block, cut
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.execution.program import Functions
 from flatout.data.execution.samples import Costs, Samples

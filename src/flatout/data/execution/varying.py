@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flatout.data.block import Block, Numbers, Ragged
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.execution.samples import Costs, Fetched, Joined, Mapped, Samples
 from flatout.data.randomness import random_state, same_state, set_random_state
 

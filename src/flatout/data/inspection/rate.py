@@ -15,10 +15,10 @@ import numpy as np
 
 from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers
+from flatout.data.buffers import Buffers
 from flatout.data.conversion.job import Job, job_of
 from flatout.data.conversion.passes import Piece
 from flatout.data.conversion.writers.rows import rows_schema
-from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.row_folder import Filling
 from flatout.data.execution.row_store import layout_of, row_bytes
 from flatout.data.execution.samples import Costs, Samples

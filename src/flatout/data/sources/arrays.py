@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flatout.data.batch import Batch, Tensors, map_tensors, named_tensors
 from flatout.data.block import Block, Numbers, Values
+from flatout.data.buffers import Buffers
 from flatout.data.execution.batch_sampler import BatchSampler, batches_of
-from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.digests import content_digest, digest_of, tensors_name
 from flatout.data.execution.samples import Costs
 from flatout.data.form import Form, Leaf

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from flatout.data.block import Numbers, Ragged, Values, offsets_of
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.arrow_schema import (
     ISO_TYPES,

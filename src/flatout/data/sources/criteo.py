@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.data.block import Block, Values
+from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey, good_rows
 from flatout.data.error_policy import ErrorPolicy, OnError
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Column, Given, Schema, as_schema

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from flatout.data.block import Block, Numbers
+from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Encoded, Lengths, Split, Survey, good_rows
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.schema import Schema
 from flatout.data.sources.arrow_columns import BadValue, to_columns
 from flatout.data.sources.arrow_schema import (

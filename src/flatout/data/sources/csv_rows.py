@@ -15,9 +15,9 @@ import pyarrow as pa
 from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data.block import Numbers
+from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, in_utf8
 from flatout.data.indexed import IndexedRows
 from flatout.data.schema import Column, Given, Schema

@@ -14,9 +14,9 @@ import numpy as np
 
 from flatout.console import say_as_is
 from flatout.data.block import Block
+from flatout.data.buffers import Buffers
 from flatout.data.decoder import Encoded
 from flatout.data.error_policy import ErrorPolicy, OnError
-from flatout.data.execution.buffers import Buffers
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.framing import LONGEST_RECORD, pieces
 from flatout.data.pipe import STANDARD_INPUT, Pipe

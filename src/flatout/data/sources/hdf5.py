@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flatout.data.block import Block, Values, offsets_of
+from flatout.data.buffers import Buffers
 from flatout.data.checksums import reader
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, Paths, files_words, find
 from flatout.data.indexed import files_digest
 from flatout.data.pipeline import Pipeline

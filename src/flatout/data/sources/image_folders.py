@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Numbers
+from flatout.data.buffers import Buffers
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
 from flatout.data.sources.image_files import (
     Entry,

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Numbers, offsets_of
+from flatout.data.buffers import Buffers
 from flatout.data.decoder import Encoded, Survey
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File, Paths, find
 from flatout.data.indexed import IndexedRows
 from flatout.data.schema import Column, Schema, as_schema

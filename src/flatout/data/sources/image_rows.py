@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values
+from flatout.data.buffers import Buffers
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import File
 from flatout.data.origins import Rows
 from flatout.data.schema import Column, Role, Schema

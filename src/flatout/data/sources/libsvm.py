@@ -8,9 +8,9 @@ from typing import Any, Literal
 import numpy as np
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
+from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey
 from flatout.data.error_policy import ErrorPolicy, OnError
-from flatout.data.execution.buffers import Buffers
 from flatout.data.files import Paths
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Column, Given, Schema, as_schema

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values, offsets_of
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.files import File, files_words
 from flatout.data.indexed import files_digest
 from flatout.data.origins import Rows

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from flatout.data import checksums
 from flatout.data.block import Block, Numbers
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.row_folder import RowFolder
 from flatout.data.execution.row_store import Field

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.data.block import Block, Numbers
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
 from flatout.data.origins import Rows
 from flatout.data.pipeline import Pipeline

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from pyarrow import ipc
 
 from flatout.data.block import Block, offsets_of
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.files import File, files_words
 from flatout.data.indexed import files_digest
 from flatout.data.schema import Given, Schema

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Numbers
-from flatout.data.execution.buffers import Buffers
+from flatout.data.buffers import Buffers
 from flatout.data.execution.samples import Costs, Samples
 from flatout.data.form import Leaf
 from flatout.data.order import order
