@@ -6,8 +6,9 @@ python docs/checks_index.py --check      # exit 1 when docs/checks/index.md is o
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+
+from generated import print_or_check
 
 from flatout.doctor.checks import CHECKS, RANK_CHECKS
 
@@ -97,19 +98,5 @@ def row(name: str, diff: bool) -> str:
     )
 
 
-def main() -> int:
-    """Print the page, or compare it with the file."""
-    if "--check" not in sys.argv[1:]:
-        sys.stdout.write(page())
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print(
-        "docs/checks/index.md is out of date: python docs/checks_index.py > docs/checks/index.md",
-        file=sys.stderr,
-    )
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(print_or_check(PAGE, page()))

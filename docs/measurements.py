@@ -7,11 +7,12 @@ python docs/measurements.py --check      # exit 1 when docs/measurements.md is o
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from generated import print_or_check
 
 PAGE = Path(__file__).with_name("measurements.md")
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
@@ -250,19 +251,5 @@ def row_text(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def main() -> int:
-    """Print the page, or compare it with the file."""
-    if "--check" not in sys.argv[1:]:
-        sys.stdout.write(page())
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print(
-        "docs/measurements.md is out of date: python docs/measurements.py > docs/measurements.md",
-        file=sys.stderr,
-    )
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(print_or_check(PAGE, page()))

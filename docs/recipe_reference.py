@@ -6,8 +6,9 @@ python docs/recipe_reference.py --check      # exit 1 when docs/recipe.md is out
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+
+from generated import print_or_check
 
 from flatout.recipe import SECTIONS, SETTINGS, ModelFacts, Parity, Recipe, dumps, of_change
 from flatout.recipe.refusal import allowed, spelled
@@ -122,19 +123,5 @@ def judged(field: str, facts: ModelFacts) -> Parity:
     return of_change(field, "one value", "another", facts)
 
 
-def main() -> int:
-    """Print the page, or compare it with the file."""
-    if "--check" not in sys.argv[1:]:
-        sys.stdout.write(page())
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print(
-        "docs/recipe.md is out of date: python docs/recipe_reference.py > docs/recipe.md",
-        file=sys.stderr,
-    )
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(print_or_check(PAGE, page()))

@@ -26,6 +26,7 @@ def copied(tmp_path):
     """The script and the results, in a folder where they may be changed."""
     shutil.copytree(ROOT / "bench" / "results", tmp_path / "bench" / "results")
     (tmp_path / "docs").mkdir()
+    shutil.copy(SCRIPT.with_name("generated.py"), tmp_path / "docs")
     return Path(shutil.copy(SCRIPT, tmp_path / "docs"))
 
 
