@@ -194,7 +194,13 @@ def test_what_is_absent_leaves_no_empty_part():
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.25, "0.25s"), (59.96, "1m00s"), (83, "1m23s"), (3600 * 5 + 119.7, "5h02m")],
+    [
+        (365e-6, "365us"),
+        (0.25, "0.25s"),
+        (59.96, "1m00s"),
+        (83, "1m23s"),
+        (3600 * 5 + 119.7, "5h02m"),
+    ],
 )
 def test_durations(seconds, said):
     assert duration(seconds) == said
