@@ -9,7 +9,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import median
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
@@ -257,7 +257,7 @@ def _added(verdict: Verdict) -> str:
     if us is None:
         return "not counted"
     steps_ms = next(r.step_ms for r in verdict.observations if r.added_us_per_step == us)
-    step_ms = fmean(steps_ms) if steps_ms else 0.0
+    step_ms = median(steps_ms) if steps_ms else 0.0
     share = us / 1e3 / step_ms if step_ms else 0.0
     return f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
 
