@@ -16,7 +16,7 @@ from flatout.data.source import as_source, last_batch_of
 from flatout.errors import CheckpointError, DataError, ModelError
 from flatout.train import fit as fit_room
 from flatout.train.callbacks import BestCheckpoint, EarlyStopping
-from flatout.train.preflight import look_at_validation
+from flatout.train.evaluate import look_at_validation
 
 X, Y = data(samples=97)
 

@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -23,9 +23,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from flatout.data import code_digest, words_of
 from flatout.errors import CheckpointError
 from flatout.optim import KerasOptimizer
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
 
 # How an optimizer runs, which is this run's own.
 _RUNS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "kind")
@@ -88,48 +85,65 @@ def arguments_of_schedule(scheduler: Any) -> dict[str, Any]:
     return found
 
 
-def rate_changes(loop: Loop, then: Mapping[str, Any], state: Mapping[str, Any]) -> RateChanges:
+def rate_changes(
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    now: Mapping[str, Any],
+    then: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> RateChanges:
     """Compare options and schedules with those of a checkpoint of the same kinds of both.
 
     Args:
-        loop: not resumed yet.
+        optimizers: not resumed yet.
+        schedulers: not resumed yet.
+        now: the job.
         then: the job as the checkpoint tells it.
         state: of the checkpoint.
     """
     changes = RateChanges()
-    for number, options in enumerate(loop.job["options"]):
+    for number, optimizer in enumerate(optimizers):
+        groups = then["options"][number], now["options"][number]
         saved = state["optimizers"][number]["param_groups"]
-        _compare_options(loop, number, then["options"][number], options, saved, changes)
-    for number, scheduler in enumerate(loop.schedulers):
+        _compare_options(number, optimizer, schedulers, *groups, saved, changes)
+    owners = [id(optimizer) for optimizer in optimizers]
+    for number, scheduler in enumerate(schedulers):
+        both = then["schedules"][number], now["schedules"][number]
         left = dict(_flat(state["schedulers"][number]))
-        _compare_schedule(loop, scheduler, then["schedules"][number], left, number, changes)
+        _compare_schedule(scheduler, *both, left, owners, changes)
     for number in changes.replayed:
-        changes.refused += _not_replayable(loop, number)
+        changes.refused += _not_replayable(schedulers, optimizers[number])
     return changes
 
 
-def take_over(loop: Loop, changes: RateChanges, state: Mapping[str, Any]) -> None:
-    """Bring the new options and schedules into a Loop whose optimizers have been loaded.
+def take_over(
+    changes: RateChanges,
+    optimizers: Sequence[torch.optim.Optimizer],
+    fresh_groups: Sequence[Sequence[Mapping[str, Any]]],
+    schedulers: Sequence[Any],
+    job: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> None:
+    """Bring the new options and schedules into optimizers that have been loaded.
 
     Schedulers that are not replayed have been loaded too.
     """
     for number, group, name in changes.values:
-        optimizer, fresh = loop.optimizers[number], loop.fresh_groups[number][group]
+        optimizer, fresh = optimizers[number], fresh_groups[number][group]
         if isinstance(optimizer, KerasOptimizer):
             if name in _KERAS_RATES:
-                optimizer.take_rate(loop.job["options"][number][group][name])
-        elif name == "lr" and _plateaus(loop, optimizer):
+                optimizer.take_rate(job["options"][number][group][name])
+        elif name == "lr" and _plateaus(schedulers, optimizer):
             then = state["job"]["options"][number][group]["lr"]
             reduced = optimizer.param_groups[group]["lr"] / then if then else 1.0
             optimizer.param_groups[group]["lr"] = fresh["lr"] * reduced
         else:
             optimizer.param_groups[group][name] = fresh[name]
     for number in changes.replayed:
-        optimizer = loop.optimizers[number]
-        groups = zip(optimizer.param_groups, loop.fresh_groups[number], strict=True)
-        for options, own in groups:
+        optimizer = optimizers[number]
+        for options, own in zip(optimizer.param_groups, fresh_groups[number], strict=True):
             options.update({name: own[name] for name in _SCHEDULED if name in own})
-        for place, scheduler in enumerate(loop.schedulers):
+        for place, scheduler in enumerate(schedulers):
             if scheduler.optimizer is optimizer:
                 _replay(scheduler, _steps_in(state["schedulers"][place]))
 
@@ -145,15 +159,15 @@ def keeps_arguments(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare_options(
-    loop: Loop,
     number: int,
+    optimizer: torch.optim.Optimizer,
+    schedulers: Sequence[Any],
     then_groups: Sequence[Mapping[str, Any]],
     now_groups: Sequence[dict[str, Any]],
     saved_groups: Sequence[Mapping[str, Any]],
     changes: RateChanges,
 ) -> None:
-    optimizer = loop.optimizers[number]
-    scheduled = _schedules(loop, optimizer)
+    scheduled = _schedules(schedulers, optimizer)
     for at, (then, now) in enumerate(zip(then_groups, now_groups, strict=True)):
         skipped = _left_to_schedule(now) if scheduled else ()
         for name in {**then, **now}:
@@ -171,7 +185,7 @@ def _compare_options(
             if _is_of_schedule(name, then, now):
                 changes.taken.append(difference)  # Keras asks it in each step
             elif not _may_change(name, was, is_now) or (
-                name == "lr" and _foreign_schedule(loop, optimizer)
+                name == "lr" and _foreign_schedule(schedulers, optimizer)
             ):
                 changes.refused.append(difference)
             elif scheduled and name in _BASES:
@@ -183,14 +197,13 @@ def _compare_options(
 
 
 def _compare_schedule(
-    loop: Loop,
     scheduler: Any,
     then: Mapping[str, Any],
+    now: Mapping[str, Any],
     left: Mapping[str, Any],
-    number: int,
+    owners: list[int],
     changes: RateChanges,
 ) -> None:
-    now = loop.job["schedules"][number]
     for name in {**then, **now}:
         # What has moved while the job ran tells where the schedule stands, not how it was made.
         moved = name in left and left[name] != then.get(name)
@@ -203,15 +216,17 @@ def _compare_schedule(
             (changes.taken if fits else changes.refused).append(difference)
         elif isinstance(scheduler, LRScheduler):
             changes.taken.append(difference)
-            changes.replayed.add([id(o) for o in loop.optimizers].index(id(scheduler.optimizer)))
+            changes.replayed.add(owners.index(id(scheduler.optimizer)))
         else:
             changes.refused.append(difference)
 
 
-def _not_replayable(loop: Loop, number: int) -> Iterator[Difference]:
+def _not_replayable(
+    schedulers: Sequence[Any], optimizer: torch.optim.Optimizer
+) -> Iterator[Difference]:
     """Schedules of an optimizer that cannot be brought to a step."""
-    for scheduler in loop.schedulers:
-        if getattr(scheduler, "optimizer", None) is not loop.optimizers[number]:
+    for scheduler in schedulers:
+        if getattr(scheduler, "optimizer", None) is not optimizer:
             continue
         kind = type(scheduler).__qualname__
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
@@ -240,26 +255,24 @@ def _steps_in(state: Mapping[str, Any]) -> int:
     return max((_steps_in(one) for one in state.get("_schedulers", ())), default=0)
 
 
-def _schedules(loop: Loop, optimizer: torch.optim.Optimizer) -> bool:
+def _schedules(schedulers: Sequence[Any], optimizer: torch.optim.Optimizer) -> bool:
     """Whether schedules that are functions of their step set this optimizer's rate."""
     return any(
         isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
-        for scheduler in loop.schedulers
+        for scheduler in schedulers
         if getattr(scheduler, "optimizer", None) is optimizer
     )
 
 
-def _plateaus(loop: Loop, optimizer: torch.optim.Optimizer) -> bool:
-    return any(
-        isinstance(s, ReduceLROnPlateau) and s.optimizer is optimizer for s in loop.schedulers
-    )
+def _plateaus(schedulers: Sequence[Any], optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(s, ReduceLROnPlateau) and s.optimizer is optimizer for s in schedulers)
 
 
-def _foreign_schedule(loop: Loop, optimizer: torch.optim.Optimizer) -> bool:
+def _foreign_schedule(schedulers: Sequence[Any], optimizer: torch.optim.Optimizer) -> bool:
     """Whether a schedule that is none of torch's may set this optimizer's rate."""
     return any(
         not isinstance(s, LRScheduler) and getattr(s, "optimizer", optimizer) is optimizer
-        for s in loop.schedulers
+        for s in schedulers
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,16 +11,23 @@ import torch
 from torch import nn
 
 from flatout.data import Batch, Source
+from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.train import guard
 from flatout.train.checks import explained
 from flatout.train.job import Job
 from flatout.train.ranks import agreed, part_of
 from flatout.train.running_mean import RunningMean, mean_of
-from flatout.train.tables import outside
+from flatout.train.snapshot import untouched
+from flatout.train.tables import ids_checked, outside
 
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
     from flatout.train.objective import Objective
+
+# How many of a validation's batches are looked at before a fit.
+_BATCHES = 2
+# A look that takes longer is told.
+_TOLD_FROM_S = 5.0
 
 
 def evaluate(
@@ -100,6 +108,50 @@ def evaluate_batches(
             if stopped():
                 return None
     return tally
+
+
+def look_at_validation(
+    objective: Objective, loop: Loop, source: Source, most: int
+) -> list[str] | None:
+    """Evaluate some samples of a validation's first batches, without a trace.
+
+    Args:
+        objective: what is trained.
+        loop: prepared for a fit.
+        source: of the validation; nothing of it is used up.
+        most: samples of each batch.
+
+    Returns:
+        the names of its figures; None where only the whole validation could tell them.
+
+    Raises:
+        FlatoutError: as the validation would.
+    """
+    began = time.perf_counter()
+    world = loop.world
+    job = objective.job(loop, source, training=False)
+    names: list[str] | None = None
+    with untouched(objective.model):
+        part = part_of(agreed(source, world), world, lambda line: None)
+        batches = [b.rows(0, most) if b.size > most else b for b in part.peek(_BATCHES)]
+        for batch in batches:
+            try:
+                with ids_checked(objective.model, batch, source):
+                    evaluate_batches(objective, loop, job, [batch])
+            except (DataError, ModelError) as error:
+                what = f"the validation data do not fit: {error.what}"
+                raise type(error)(what, where=error.where, do=error.do) from error
+        try:
+            names = list(job.results())
+        except FlatoutError:
+            raise
+        except Exception:  # a metric may want more samples than these
+            pass
+    job.reset()
+    took = time.perf_counter() - began
+    if took > _TOLD_FROM_S:
+        loop.say(f"looked at two batches of the validation in {took:.1f} s")
+    return names
 
 
 @contextmanager

@@ -27,10 +27,10 @@ from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import dump
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
+from flatout.train.evaluate import look_at_validation
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
 from flatout.train.objective import validates
-from flatout.train.preflight import check_callbacks, look_at_validation
 from flatout.train.rank_trial import is_trial
 from flatout.train.ranks import agreed
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
@@ -179,7 +179,8 @@ class Fit:
             self.job.load_state_dict(self._own_metrics(loop.restored_own))
         state.history.lr_scale = loop.lr_scale
         state.history.notes.extend(loop.notes())
-        check_callbacks(self.callbacks, state, figures)
+        for callback in self.callbacks:
+            callback.check(state, figures)
         self._open_run()
         place = loop.world.place
         state.history.world_size, state.history.nodes = place.world_size, place.nodes

@@ -18,13 +18,10 @@ from flatout.data import (
     is_library,
     words_of,
 )
-from flatout.train.large_batch import as_saved
 from flatout.train.losses import Loss
 from flatout.train.several_losses import SeveralLosses
 
 if TYPE_CHECKING:
-    from flatout.train.callbacks import Callback
-    from flatout.train.loop import Loop
     from flatout.train.metrics import Metric
 
 Facts = dict[str, list[str]]
@@ -35,21 +32,6 @@ UNREAD = "unread"
 def fact(words: Any, digest: str = "") -> list[str]:
     """Words for people, and a digest where other things may have the same words."""
     return [str(words), digest]
-
-
-def loop_facts(loop: Loop) -> Facts:
-    """What a Loop was given."""
-    norm, value = loop.clip
-    rule = as_saved(loop.lr_rule)
-    return {
-        "seed": fact(loop.seed),
-        "accumulate": fact(loop.accumulate),
-        "clip_norm": fact(norm),
-        "clip_value": fact(value),
-        "lr_rule": fact("none" if rule is None else ", ".join(f"{k}={v}" for k, v in rule.items())),
-        "scheduler": fact(", ".join(type(s).__qualname__ for s in loop.schedulers) or "none"),
-        "allow": fact(loop.allow.name.lower()),
-    }
 
 
 def compute_fact(compute: Callable[..., Any] | None) -> Facts:
@@ -86,7 +68,7 @@ def metrics_fact(metrics: dict[str, Metric]) -> list[str]:
     return fact(", ".join(metrics) or "none", digest)
 
 
-def callback_facts(callbacks: Iterable[Callback]) -> Facts:
+def callback_facts(callbacks: Iterable[object]) -> Facts:
     """Which callbacks there are, and what each was made with."""
     callbacks = list(callbacks)
     kinds = ", ".join(type(one).__qualname__ for one in callbacks) or "none"

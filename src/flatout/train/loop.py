@@ -52,9 +52,8 @@ from flatout.train.prepare import first_batches, follow_rule, place_model, show
 from flatout.train.rank_device import device_here
 from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.requested import requested_here
-from flatout.train.resume import Resume, own_state_of, state_of
+from flatout.train.resume import Resume, job_of, own_state_of, state_of
 from flatout.train.running_mean import mean_of
-from flatout.train.same_job import job_of
 from flatout.train.settings import Switch
 from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace

@@ -1,33 +1,18 @@
-"""What would fail only at the end of an epoch, found before the first step."""
+"""Batches of one sample, which BatchNorm cannot train on: refused before the first step."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from flatout.data import Batch, Source, last_batch_of
-from flatout.errors import DataError, FlatoutError, ModelError
+from flatout.errors import DataError
 from flatout.models import is_batch_coupled
-from flatout.train.callbacks import Callback, Figures
-from flatout.train.evaluate import evaluate_batches
-from flatout.train.ranks import agreed, part_of
 from flatout.train.snapshot import untouched
 from flatout.train.step import Compute
-from flatout.train.tables import ids_checked
 
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
-    from flatout.train.objective import Objective
-    from flatout.train.state import FitState
-
-# Of the validation.
-_BATCHES = 2
-# A look that takes longer is told.
-_TOLD_FROM_S = 5.0
 # What torch says where BatchNorm has a single value to take a variance of.
 _ONE_VALUE = "Expected more than 1 value per channel"
 
@@ -95,57 +80,3 @@ def _one_sample(where: str) -> DataError:
 def is_one_value(error: BaseException) -> bool:
     """Whether BatchNorm has refused a single value per channel."""
     return isinstance(error, ValueError) and _ONE_VALUE in str(error)
-
-
-def check_callbacks(callbacks: Iterable[Callback], state: FitState, figures: Figures) -> None:
-    """Let each callback refuse what it could not do later.
-
-    Raises:
-        FlatoutError: as the callback finds.
-    """
-    for callback in callbacks:
-        callback.check(state, figures)
-
-
-def look_at_validation(
-    objective: Objective, loop: Loop, source: Source, most: int
-) -> list[str] | None:
-    """Evaluate some samples of a validation's first batches, without a trace.
-
-    Args:
-        objective: what is trained.
-        loop: prepared for a fit.
-        source: of the validation; nothing of it is used up.
-        most: samples of each batch.
-
-    Returns:
-        the names of its figures; None where only the whole validation could tell them.
-
-    Raises:
-        FlatoutError: as the validation would.
-    """
-    began = time.perf_counter()
-    world = loop.world
-    job = objective.job(loop, source, training=False)
-    names: list[str] | None = None
-    with untouched(objective.model):
-        part = part_of(agreed(source, world), world, lambda line: None)
-        batches = [b.rows(0, most) if b.size > most else b for b in part.peek(_BATCHES)]
-        for batch in batches:
-            try:
-                with ids_checked(objective.model, batch, source):
-                    evaluate_batches(objective, loop, job, [batch])
-            except (DataError, ModelError) as error:
-                what = f"the validation data do not fit: {error.what}"
-                raise type(error)(what, where=error.where, do=error.do) from error
-        try:
-            names = list(job.results())
-        except FlatoutError:
-            raise
-        except Exception:  # a metric may want more samples than these
-            pass
-    job.reset()
-    took = time.perf_counter() - began
-    if took > _TOLD_FROM_S:
-        loop.say(f"looked at two batches of the validation in {took:.1f} s")
-    return names

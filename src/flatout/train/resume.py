@@ -10,14 +10,23 @@ import torch
 from flatout.data import Batch, Source
 from flatout.errors import DataError
 from flatout.measure.fingerprint import fingerprint
-from flatout.models import load_weights, weights_of
+from flatout.models import adapter_of, load_weights, weights_of
 from flatout.optim import align_state, fuse, is_fused
 from flatout.recipe import ASKED, Choice, Recipe, ResolvedRecipe, loads
 from flatout.save import LoadedCheckpoint
-from flatout.train.changed_rates import RateChanges, keeps_arguments, take_over
+from flatout.train.changed_rates import (
+    RateChanges,
+    arguments_of_schedule,
+    keeps_arguments,
+    options_of,
+    take_over,
+)
+from flatout.train.job_facts import Facts, compute_fact, fact
+from flatout.train.large_batch import as_saved
 from flatout.train.rank_device import device_here
 from flatout.train.same_job import check_same_job, in_words, kind_of
 from flatout.train.snapshot import random_state, set_random_state
+from flatout.train.step import Compute
 
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
@@ -43,7 +52,9 @@ class Resume:
 
     def __init__(self, loop: Loop, loaded: LoadedCheckpoint) -> None:
         self._loaded = loaded
-        self._changes = check_same_job(loaded, loop, weights_of(loop.model))
+        self._changes = check_same_job(
+            loaded, loop.job, weights_of(loop.model), loop.optimizers, loop.schedulers
+        )
         self._kept: ResolvedRecipe | None = None
         self._is_due = True
         self.own = [own["own"] for own in loaded.own]
@@ -130,6 +141,32 @@ def _say_changes(loop: Loop, saved: ResolvedRecipe, asked: Mapping[str, Any]) ->
     kept = [f"{f}={saved.get(f)}" for f in left if saved.get(f) != loop.requested.get(f)]
     if kept:
         loop.say(f"kept from the checkpoint, though not asked for now: {', '.join(kept)}")
+
+
+def job_of(loop: Loop, compute: Compute | None) -> dict[str, Any]:
+    """What a checkpoint keeps of the job, before any step has changed it."""
+    return {
+        "facts": {**_facts(loop), **(loop.told or compute_fact(compute))},
+        "told": loop.told is not None,
+        "model": adapter_of(loop.model).lines(),
+        "options": [options_of(optimizer) for optimizer in loop.optimizers],
+        "schedules": [arguments_of_schedule(scheduler) for scheduler in loop.schedulers],
+    }
+
+
+def _facts(loop: Loop) -> Facts:
+    """What a Loop was given."""
+    norm, value = loop.clip
+    rule = as_saved(loop.lr_rule)
+    return {
+        "seed": fact(loop.seed),
+        "accumulate": fact(loop.accumulate),
+        "clip_norm": fact(norm),
+        "clip_value": fact(value),
+        "lr_rule": fact("none" if rule is None else ", ".join(f"{k}={v}" for k, v in rule.items())),
+        "scheduler": fact(", ".join(type(s).__qualname__ for s in loop.schedulers) or "none"),
+        "allow": fact(loop.allow.name.lower()),
+    }
 
 
 def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
@@ -221,7 +258,7 @@ def put_back(
     for scheduler, saved in zip(loop.schedulers, state["schedulers"], strict=True):
         if not any(getattr(scheduler, "optimizer", None) is one for one in replayed):
             scheduler.load_state_dict(keeps_arguments(scheduler, saved))
-    take_over(loop, changes, state)
+    take_over(changes, loop.optimizers, loop.fresh_groups, loop.schedulers, loop.job, state)
     for saved in state["turns"]:
         turn = loop.stepper.turn_at(tuple(saved["optimizers"]))
         turn.load_state_dict(saved, same_machine=same_machine)

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from flatout.errors import CheckpointError
-from flatout.models import adapter_of
 from flatout.save import LoadedCheckpoint, check_fits
-from flatout.train.changed_rates import (
-    Difference,
-    RateChanges,
-    arguments_of_schedule,
-    options_of,
-    rate_changes,
-)
-from flatout.train.job_facts import UNREAD, Facts, compute_fact, loop_facts
-
-if TYPE_CHECKING:
-    import torch
-
-    from flatout.train.loop import Loop
-    from flatout.train.step import Compute
+from flatout.train.changed_rates import Difference, RateChanges, rate_changes
+from flatout.train.job_facts import UNREAD, Facts
 
 # Modules of a model that are named where many differ.
 _SHOWN = 3
@@ -30,19 +19,14 @@ _TAKEN = ("epochs", "validation data", "allow", "arguments of ", "Keras callback
 _OTHERWISE = "or begin a new run from its weights: warm_start, in another run folder"
 
 
-def job_of(loop: Loop, compute: Compute | None) -> dict[str, Any]:
-    """What a checkpoint keeps of the job, before any step has changed it."""
-    return {
-        "facts": {**loop_facts(loop), **(loop.told or compute_fact(compute))},
-        "told": loop.told is not None,
-        "model": adapter_of(loop.model).lines(),
-        "options": [options_of(optimizer) for optimizer in loop.optimizers],
-        "schedules": [arguments_of_schedule(scheduler) for scheduler in loop.schedulers],
-    }
-
-
-def check_same_job(loaded: LoadedCheckpoint, loop: Loop, weights: Mapping[str, Any]) -> RateChanges:
-    """Raise, before anything is changed, if the checkpoint is of another job.
+def check_same_job(
+    loaded: LoadedCheckpoint,
+    now: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+) -> RateChanges:
+    """Raise, before anything is changed, if the checkpoint is of another job than `now`.
 
     Returns:
         What of it is taken over: rates and schedules, and whatever else may change.
@@ -52,8 +36,8 @@ def check_same_job(loaded: LoadedCheckpoint, loop: Loop, weights: Mapping[str, A
     """
     state = loaded.state
     check_fits(weights, loaded.model, where=loaded.name)
-    check_optimizers(loop.optimizers, state)
-    then, now = state.get("job"), loop.job
+    check_optimizers(optimizers, state)
+    then = state.get("job")
     if then is None:
         raise CheckpointError(
             "the checkpoint does not tell what its job was: an earlier version wrote it",
@@ -71,7 +55,7 @@ def check_same_job(loaded: LoadedCheckpoint, loop: Loop, weights: Mapping[str, A
     refused = [one for one in differences if not one.name.startswith(_TAKEN)]
     changes = RateChanges()
     if not any(one.name == "scheduler" for one in refused):
-        changes = rate_changes(loop, then, state)
+        changes = rate_changes(optimizers, schedulers, now, then, state)
     refused += changes.refused
     if refused:
         raise CheckpointError(
