@@ -120,7 +120,8 @@ def explain_bad_step(
     Raises:
         LostRank: of several ranks, on those whose part is not the cause.
     """
-    lines = [f"step {step}, learning rate {learning_rate:g}"]
+    on_rank = f"rank {world.rank} of {world.size}, " if world.size > 1 else ""
+    lines = [f"{on_rank}step {step}, learning rate {learning_rate:g}"]
     suspicion = _NOTHING_FOUND
     if batch is not None:
         bad = _bad_samples(batch)
@@ -131,9 +132,7 @@ def explain_bad_step(
             found = _first_bad_value(model, compute, batch.split(pieces))
             lines += found.lines
             suspicion = found.suspicion
-    if world.size > 1:
-        lines[0] = f"rank {world.rank} of {world.size}, {lines[0]}"
-        _leave_it_to_the_culprit(world, suspicion, step)
+    _leave_it_to_the_culprit(world, suspicion, step)
     kept = "the weights are those before this step" if held_back else "the weights are damaged"
     lines.append(kept)
     return NumbersError(

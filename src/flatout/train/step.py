@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter_ns as clock
 from typing import Literal, NamedTuple, TypeVar
 
@@ -90,7 +90,8 @@ class Stepper:
         wants_to_stop: whether this rank asks all to stop after the next step.
         stopping: whether any rank has asked so; the same on all ranks.
         lr_scale: what the user's learning-rate rule does, or None.
-        samples: about how many samples of all ranks make a step: only a scale, the same on all.
+        samples: about how many samples of all ranks make a step: only a scale, the same on all;
+            0 before steps are those of all ranks.
         joint: the turn of all optimizers together.
         turn: that of the present step, or the latest.
         turns: all that there were, by the places of their optimizers.
@@ -111,7 +112,7 @@ class Stepper:
         self.world = world
         self.wants_to_stop = self.stopping = False
         self.lr_scale: LrScale | None = None
-        self.samples = 1.0
+        self.samples = 0.0
         self.reduction: Beside | None = None
         self._norms: SyncBatchNorm | None = None
         # Where an attempt is taken again, what the forward pass has changed is put back before.
@@ -280,9 +281,7 @@ class Stepper:
 
     def _samples_of(self, batches: Sequence[Batch]) -> float:
         """What losses are divided by before backward, so that fp16's loss scale keeps its range."""
-        if self.world.size > 1:
-            return self.samples
-        return float(sum([batch.size for batch in batches]))
+        return self.samples or float(sum([batch.size for batch in batches]))
 
     def _moving(self) -> Moving | None:
         """What is put back where an attempt fails and may be taken again."""
@@ -350,9 +349,8 @@ class Stepper:
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def _check_places(self, batches: Sequence[Batch]) -> None:
-        if self.dropout is None or self.world.size == 1:
-            return
-        if not all(batch.whole for batch in batches):
+        is_part = self.dropout is not None and self.world.size > 1
+        if is_part and not all(batch.whole for batch in batches):
             raise DataError(
                 "dropout by sample wants to know where in the batch of all ranks these samples are",
                 do="let Flatout hand out each rank's part of a batch (no shard by files or rows); "
@@ -370,16 +368,14 @@ class Stepper:
         # No rank has fewer samples than pieces.
         return min(int(table[0].max()), int(table[1].min()))
 
-    def _all_together(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _all_together(self) -> Iterator[None]:
         """Within, all ranks run the same forward and backward, and draw each their own numbers."""
         # Before steps are those of all ranks, each tries settings alone.
         if self.world.size == 1 or self._norms is None:
-            return nullcontext()
-        return self._as_ranks(self._norms)
-
-    @contextmanager
-    def _as_ranks(self, norms: SyncBatchNorm) -> Iterator[None]:
-        with rank_rng(self.world), norms.together():
+            yield
+            return
+        with rank_rng(self.world), self._norms.together():
             yield
 
     def meet(self, world: World) -> None:
