@@ -67,7 +67,7 @@ class Fit:
         trainer: Any = SimpleNamespace(
             model=self.model,
             optimizer=self.optimizer,
-            loop=SimpleNamespace(learning_rate=0.5),
+            loop=SimpleNamespace(learning_rate=0.5, mean_loss=self._read_loss),
             save_checkpoint=self._save,
         )
         self.state = FitState(
@@ -77,7 +77,6 @@ class Fit:
             steps_per_epoch=steps,
             batch_size=10,
         )
-        self.state._read_loss = self._read_loss
 
     def _save(self, score: float) -> str:
         self.saved.append(score)

@@ -32,11 +32,11 @@ from flatout.train.job_facts import Facts
 from flatout.train.keras_callbacks import KerasCallbacks, watched
 from flatout.train.objective import FitData, Objective
 from flatout.train.signature import Signature
+from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
 from flatout.world.place import place
 
 if TYPE_CHECKING:
-    from flatout.train.fit import Fit
     from flatout.train.loop import Loop
 
 
@@ -199,11 +199,11 @@ class CompiledObjective(Objective):
                 )
         return ours, theirs
 
-    def begin(self, fit: Fit, callbacks: list[Any], initial_epoch: int) -> None:
-        """Let Keras' callbacks follow a fit."""
+    def begin(self, state: FitState, job: Job, callbacks: list[Any], first: int) -> list[Callback]:
+        """Let Keras' callbacks follow a fit from epoch `first`; gives what calls them."""
         import keras
 
-        state, loop = fit.state, fit.loop
+        loop = state.trainer.loop
         self._callbacks = keras.callbacks.CallbackList(
             on_rank(callbacks, loop.world),
             add_history=True,
@@ -213,15 +213,16 @@ class CompiledObjective(Objective):
             epochs=state.epochs,
             steps=state.steps_per_epoch,
         )
-        ours = KerasCallbacks(
-            self._callbacks,
-            self.model,
-            initial_epoch,
-            lambda: {"loss": loop.mean_loss(), **fit.job.results(loop.world)},
-            world=loop.world,
-            reads_batches=any(map(reads_batches, callbacks)),
-        )
-        fit.callbacks.insert(0, ours)
+        return [
+            KerasCallbacks(
+                self._callbacks,
+                self.model,
+                first,
+                lambda: {"loss": state.read_loss(), **job.results(loop.world)},
+                world=loop.world,
+                reads_batches=any(map(reads_batches, callbacks)),
+            )
+        ]
 
     def end(self) -> None:
         """Take the watch off the metrics."""

@@ -77,7 +77,6 @@ class Fit:
         history = self.objective.history(batch_size=batch_size, timeline=self.loop.timeline)
         self.state = FitState(trainer, history, epochs, steps, batch_size)
         self.loop.planned_epochs = epochs
-        self.state._read_loss = self.loop.mean_loss
         shows = progress is not False and self.loop.world.is_first
         shown = progress if isinstance(progress, Progress) else Progress()
         self.callbacks = [*callbacks, shown] if shows else callbacks

@@ -32,10 +32,10 @@ from flatout.train.narrow import Narrow
 from flatout.train.several_losses import SeveralLosses, check_names
 from flatout.train.signature import Signature
 from flatout.train.snapshot import untouched
+from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
 
 if TYPE_CHECKING:
-    from flatout.train.fit import Fit
     from flatout.train.loop import Loop
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -201,8 +201,9 @@ class Objective:
         """Flatout's callbacks, and those of the model's framework."""
         return list(callbacks or ()), []
 
-    def begin(self, fit: Fit, callbacks: list[Any], initial_epoch: int) -> None:
-        """Let the framework's callbacks follow a fit."""
+    def begin(self, state: FitState, job: Job, callbacks: list[Any], first: int) -> list[Callback]:
+        """Let the framework's callbacks follow a fit from epoch `first`; gives what calls them."""
+        return []
 
     def end(self) -> None:
         """Put back what a fit has changed beside the model."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from flatout.train.history import History
-    from flatout.train.trainer import Trainer
+from flatout.train.history import History
 
 
 @dataclass
@@ -28,7 +25,7 @@ class FitState:
         stop_reason: why training ends early, once something asked for that.
     """
 
-    trainer: Trainer
+    trainer: Any
     history: History
     epochs: int
     steps_per_epoch: int | None
@@ -38,7 +35,6 @@ class FitState:
     step_in_epoch: int = 0
     logs: dict[str, float] = field(default_factory=dict)
     stop_reason: str | None = None
-    _read_loss: Callable[[], float] = field(default=lambda: float("nan"), repr=False)
 
     def stop(self, reason: str) -> None:
         """End training after this step; the reason is kept in the History."""
@@ -46,7 +42,7 @@ class FitState:
 
     def read_loss(self) -> float:
         """Mean loss of this epoch so far. Waits for the device: call it rarely."""
-        return self._read_loss()
+        return float(self.trainer.loop.mean_loss())
 
     @property
     def samples(self) -> int:
@@ -56,7 +52,7 @@ class FitState:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the first parameter group, what a rule does to it included."""
-        return self.trainer.loop.learning_rate
+        return float(self.trainer.loop.learning_rate)
 
     @property
     def model(self) -> Any:

@@ -275,7 +275,8 @@ class Trainer:
         ours, theirs = objective.apart(callbacks)
         first = first_epoch(initial_epoch)
         self._fit = Fit(self, source, validation, epochs, ours, shown, first, validation_freq)
-        objective.begin(self._fit, theirs, first)
+        follow = objective.begin(self._fit.state, self._fit.job, theirs, first)
+        self._fit.callbacks[:0] = follow
         self.history = self._fit.state.history  # what there is of it, should fit end in an error
         try:
             return self._fit.run()
