@@ -173,7 +173,7 @@ class CompiledObjective(Objective):
             training=training,
             slow_metrics=self._slow_metrics,
             # Evaluation is the same code on all ranks; of training, the steps are.
-            together=(lambda: loop.together) if training else loop.join,
+            together=lambda: loop.together if training else loop.world,
         )
 
     def facts(self) -> Facts:

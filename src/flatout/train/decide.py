@@ -116,6 +116,7 @@ def _note_undo(loop: Loop, stepper: Stepper) -> None:
         warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     undo(stepper.switch.release)
+    undo(stepper.close)
     if loop.requested.compute.deterministic:
         torch.use_deterministic_algorithms(True)
 

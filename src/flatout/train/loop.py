@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter_ns as clock
 from typing import Any, TypeVar
@@ -157,20 +158,30 @@ class Loop:
         # After a rank was killed all start again, and go on where the last checkpoint was.
         self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
         self.resume: Resume | None = None
-        self._checkpointing: Checkpointing | None = None
         self._saved: tuple[int, int] | None = None
         self.undo = ExitStack()
         self._stepper: Stepper | None = None
-        self._world: World | None = None
         self._trial: RankTrial | None = None
         self._live: Live | None = None
         self.pace = Pace(ONE.collectives)
         self.parts = Parts(lambda line: self.say(line))
 
-    @property
+    @cached_property
     def world(self) -> World:
-        """The ranks that train together."""
-        return self.join()
+        """The ranks that train together; asked for the first time, they meet.
+
+        From then on the first speaks for all.
+
+        Raises:
+            WorldError: they do not come.
+        """
+        device, asked = device_here(self.requested.world)[0].type, self.requested.world
+        world = join(device, asked.timeout, asked.patience)
+        if not world.is_first:
+            self.say = lambda line: None
+        if device == "cpu":
+            share_cpus(world, self.requested.process)
+        return world
 
     @property
     def stepper(self) -> Stepper:
@@ -224,7 +235,7 @@ class Loop:
             CheckpointError: for a run folder that cannot be written or holds another fit, and a
                 checkpoint that is damaged or of another job.
         """
-        self.join()
+        world = self.world  # from here on the first rank speaks for all
         for line in self._first_words:
             self.say(line)
         self.model, self.optimizers = model, as_tuple(optimizer)
@@ -247,12 +258,12 @@ class Loop:
             self.resume.put_back(self)
             self.restored_own = self.resume.own
             self._saved = (self.epoch, self.step_count)
-        elif self.world.is_first:
+        elif world.is_first:
             self.stepper.notes += elsewhere  # after a resume the History has them
         follow_rule(self)
-        check_replicas(model, self.world, "at the start")
+        check_replicas(model, world, "at the start")
         if is_trial():
-            self._trial = RankTrial(lambda: self.step_count, self.world.is_first)
+            self._trial = RankTrial(lambda: self.step_count, world.is_first)
         self._live = show(self)
         return model, optimizer
 
@@ -266,7 +277,7 @@ class Loop:
         if loaded is not None:
             self.resume = Resume(self, loaded)
             self.requested = self.resume.recipe(self)
-            self._checkpointing = None  # made again, as the saved settings say
+            del self.checkpointing  # made again, as the saved settings say
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
@@ -274,22 +285,6 @@ class Loop:
         self.resolved = decide(self, facts, compute, first, steps)
         self._guard = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
-
-    def join(self) -> World:
-        """Meet the ranks that were started beside this one; from now on the first speaks for all.
-
-        Raises:
-            WorldError: they do not come.
-        """
-        if self._world is not None:
-            return self._world
-        device, asked = device_here(self.requested.world)[0].type, self.requested.world
-        self._world = join(device, asked.timeout, asked.patience)
-        if not self._world.is_first:
-            self.say = lambda line: None
-        if device == "cpu":
-            share_cpus(self._world, self.requested.process)
-        return self._world
 
     def be_ready(self, model: nn.Module) -> None:
         """Place a model that is evaluated before it was trained."""
@@ -364,20 +359,15 @@ class Loop:
             ModelError: in the first step, where output and targets differ in shape and broadcast.
             FlatoutError: `prepare` was not given this optimizer.
         """
-        turn = self._turn_of(optimizer)
-        if self.accumulate > 1:
-            if not turn.gathered:
-                turn.gathered_from = self.feed.taken
-            turn.gathered.append(batch)
-            if len(turn.gathered) < self.accumulate:
-                return False
-            return self.flush(compute, optimizer)
-        self._step(compute, (batch,), turn)
-        return True
+        turn = self.stepper.turn_of(optimizer)
+        if not turn.gathered:
+            turn.gathered_from = self.feed.taken
+        turn.gathered.append(batch)
+        return len(turn.gathered) >= self.accumulate and self.flush(compute, optimizer)
 
     def flush(self, compute: Compute, optimizer: Optimizers | None = None) -> bool:
         """Make an optimizer step of the batches gathered so far, as at the end of an epoch."""
-        turn = self._turn_of(optimizer)
+        turn = self.stepper.turn_of(optimizer)
         if not turn.gathered:
             return False
         batches = tuple(turn.gathered)
@@ -389,9 +379,6 @@ class Loop:
         """The step that was just made, of so many batches, and is not counted yet."""
         rate = self._rate_of(self.stepper.turn)
         return Step(self.step_count + 1, self.epoch, self.feed.taken - batches, batches, rate)
-
-    def _turn_of(self, optimizer: Optimizers | None) -> Turn:
-        return self.stepper.joint if optimizer is None else self.stepper.turn_of(optimizer)
 
     def _step(self, compute: Compute, batches: tuple[Batch, ...], turn: Turn) -> None:
         start, fetch, copy, others = self.feed.lanes()
@@ -435,7 +422,8 @@ class Loop:
         Args:
             optimizer: of the steps of this one, or of these together; None for all steps.
         """
-        turns = self.stepper.turns.values() if optimizer is None else [self._turn_of(optimizer)]
+        stepper = self.stepper
+        turns = stepper.turns.values() if optimizer is None else [stepper.turn_of(optimizer)]
         return mean_of([turn.tally.state_dict() for turn in turns])
 
     @property
@@ -470,7 +458,7 @@ class Loop:
 
     # -- checkpoints -------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def checkpointing(self) -> Checkpointing:
         """Writes checkpoints into `run`.
 
@@ -479,9 +467,7 @@ class Loop:
         """
         if self.run is None:
             raise no_run_folder()
-        if self._checkpointing is None:
-            self._checkpointing = Checkpointing(self.run, self.world, self.requested.save)
-        return self._checkpointing
+        return Checkpointing(self.run, self.world, self.requested.save)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -546,11 +532,9 @@ class Loop:
         if self._live is not None:
             self._live.close()
             self._live = None
-        if self._stepper is not None:
-            self._stepper.close()
         self.undo.close()
-        if self._checkpointing is not None:
-            self._checkpointing.close()
+        if "checkpointing" in vars(self):
+            self.checkpointing.close()
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

@@ -138,12 +138,14 @@ class Stepper:
             elif turn.scaler is None:
                 turn.scaler = self._new_scaler()
 
-    def turn_of(self, optimizers: Optimizers) -> Turn:
-        """The turn of some of the job's optimizers.
+    def turn_of(self, optimizers: Optimizers | None) -> Turn:
+        """The turn of some of the job's optimizers; None for all together.
 
         Raises:
             FlatoutError: one of them is not among them.
         """
+        if optimizers is None:
+            return self.joint
         known = {id(optimizer): place for place, optimizer in enumerate(self.switch.optimizers)}
         asked = as_tuple(optimizers)
         strangers = [type(o).__name__ for o in asked if id(o) not in known]

@@ -501,7 +501,7 @@ class Trainer:
 
     def world(self) -> World:
         """The ranks that this job runs on; joins them where fit has not done so."""
-        return self.loop.join()
+        return self.loop.world
 
 
 def progress_of(verbose: int | str) -> bool | Progress | None:
