@@ -18,7 +18,7 @@ from flatout.train.job import Job
 from flatout.train.ranks import agreed, part_of
 from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.snapshot import untouched
-from flatout.train.tables import ids_checked, outside
+from flatout.train.tables import explain_ids, ids_checked
 
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
@@ -101,10 +101,8 @@ def evaluate_batches(
                 try:
                     loop.parts(take, batch, whole=whole)
                 except (IndexError, RuntimeError) as error:
-                    found = outside(error, objective.model, [batch], output, source)
-                    if found is None:
-                        raise
-                    raise found from error
+                    explain_ids(error, objective.model, [batch], output, source)
+                    raise
             if stopped():
                 return None
     return tally

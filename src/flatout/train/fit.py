@@ -478,9 +478,7 @@ class Fit:
 
     def _asked_to_stop(self) -> int | None:
         """The signal that stops training now, on all ranks after the same step."""
-        if self.loop.world.size == 1:
-            return self.signals.received
-        if not self.loop.stepper.stopping:
+        if self.loop.world.size > 1 and not self.loop.stepper.stopping:
             return None
         received = self.loop.world.gather(self.signals.received)
         return next((signum for signum in received if signum is not None), None)

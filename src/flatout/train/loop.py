@@ -48,7 +48,7 @@ from flatout.train.feed import Feed
 from flatout.train.large_batch import as_rule
 from flatout.train.micro_batch import Parts
 from flatout.train.numbers_guard import NumbersGuard, Step
-from flatout.train.preflight import one_sample
+from flatout.train.preflight import explain_one_sample
 from flatout.train.prepare import first_batches, follow_rule, place_model, show
 from flatout.train.rank_device import device_here
 from flatout.train.rank_trial import RankTrial, is_trial
@@ -58,7 +58,7 @@ from flatout.train.running_mean import mean_of
 from flatout.train.settings import Switch
 from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace
-from flatout.train.tables import outside
+from flatout.train.tables import explain_ids
 from flatout.train.turn import Turn, check_gathered
 from flatout.world import ONE, World, join, restarts, share_cpus
 
@@ -388,11 +388,9 @@ class Loop:
             run = watched(compute) if looks else compute
             done = self.stepper(run, batches, self.step_count + 1, turn)
         except (IndexError, RuntimeError, ValueError) as error:
-            found = one_sample(error, batches, self.step_count + 1)
-            found = found or outside(error, self.model, batches, compute, self.feed.source)
-            if found is None:
-                raise
-            raise found from error
+            explain_one_sample(error, batches, self.step_count + 1)
+            explain_ids(error, self.model, batches, compute, self.feed.source)
+            raise
         stepped = clock()
         turn.has_stepped = True
         self._guard.after_step(turn, compute, batches, self.feed.source)

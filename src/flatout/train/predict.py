@@ -13,7 +13,7 @@ from flatout.train import guard
 from flatout.train.checks import explained
 from flatout.train.evaluate import evaluating
 from flatout.train.ranks import part_of
-from flatout.train.tables import outside
+from flatout.train.tables import explain_ids
 
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
@@ -56,10 +56,8 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
                 try:
                     found = loop.parts(take, batch)
                 except (IndexError, RuntimeError) as error:
-                    named = outside(error, objective.model, [batch], take, source)
-                    if named is None:
-                        raise
-                    raise named from error
+                    explain_ids(error, objective.model, [batch], take, source)
+                    raise
             outputs.append(None if batch.is_copy else found)
     # Batch by batch, and in each the ranks in turn: the order of the samples.
     by_batch = zip(*world.gather(outputs), strict=True)

@@ -58,14 +58,16 @@ def check_last_batch(
         ) from error
 
 
-def one_sample(error: Exception, batches: Sequence[Batch], step: int) -> DataError | None:
-    """What BatchNorm's error means for a batch of one that no one could know of; else None.
+def explain_one_sample(error: Exception, batches: Sequence[Batch], step: int) -> None:
+    """Raise where this is BatchNorm's error for a batch of one that no one could know of.
 
     Such are those of sources that do not tell their length, as pipes and generators.
+
+    Raises:
+        DataError: with what to do.
     """
-    if not is_one_value(error) or all(batch.size > 1 for batch in batches):
-        return None
-    return _one_sample(f"step {step:,}")
+    if is_one_value(error) and not all(batch.size > 1 for batch in batches):
+        raise _one_sample(f"step {step:,}") from error
 
 
 def _one_sample(where: str) -> DataError:

@@ -84,9 +84,9 @@ class Stepper:
         clip_value: largest absolute gradient element, or None.
         micro_batch: "auto" (split only when memory runs out), "whole", or samples per micro-batch.
         dropout: keys dropout by sample, where that was asked for.
-        world: the ranks that train together, each on its part of the batch.
 
     Attributes:
+        world: the ranks that train together, each on its part of the batch.
         wants_to_stop: whether this rank asks all to stop after the next step.
         stopping: whether any rank has asked so; the same on all ranks.
         lr_scale: what the user's learning-rate rule does, or None.
@@ -105,11 +105,10 @@ class Stepper:
         clip_value: float | None = None,
         micro_batch: str | int = "whole",
         dropout: SampleDropout | None = None,
-        world: World = ONE,
     ) -> None:
         self.switch = switch
         self.dropout = dropout
-        self.world = world
+        self.world = ONE
         self.wants_to_stop = self.stopping = False
         self.lr_scale: LrScale | None = None
         self.samples = 0.0

@@ -59,30 +59,32 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
             handle.remove()
 
 
-def outside(
+def explain_ids(
     error: Exception,
     model: nn.Module,
     batches: Sequence[Batch],
     compute: Callable[[Batch], object],
     source: Source | None,
-) -> DataError | None:
-    """The id outside of a table that made this error; None where another thing did.
+) -> None:
+    """Raise where an id outside of a table made this error.
 
     Computes the batches once more, without a trace.
+
+    Raises:
+        DataError: naming the id.
     """
     if isinstance(error, FlatoutError) or is_out_of_memory(error):
-        return None
+        return
     if not any(adapter_of(model).tables()) and "index" not in str(error).lower():
-        return None
+        return
     for batch in batches:
         try:
             with untouched(model), torch.no_grad(), ids_checked(model, batch, source):
                 compute(batch)
         except DataError as found:
-            return found
+            raise found from error
         except Exception:
-            return None
-    return None
+            return
 
 
 class _Look(TorchFunctionMode):
