@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,8 +48,7 @@ class OnError(StrEnum):
 
 
 Paths = Annotated[
-    list[str],
-    typer.Argument(metavar="PATHS...", help="Files, quoted patterns, folders or URLs."),
+    list[str], typer.Argument(metavar="PATHS...", help="Files, quoted patterns, folders or URLs.")
 ]
 Format = Annotated[
     str | None,
@@ -57,65 +58,75 @@ Format = Annotated[
         show_default=False,
     ),
 ]
-# Of tables, as the arguments of flatout.data.csv, parquet and arrow.
-_Text = str | None
 _Texts = list[str] | None
-Named = Annotated[_Texts, typer.Option("--target", metavar="COLUMN", help="Column to predict.")]
-Unused = Annotated[_Texts, typer.Option("--unused", metavar="COLUMN", help="Leave it out.")]
-Categories = Annotated[
-    _Texts,
-    typer.Option("--category", metavar="COLUMN", help="Number its texts, whatever they are."),
-]
-Dates = Annotated[
-    _Texts,
-    typer.Option("--date", metavar="COLUMN[=FORMAT]", help="Dates, such as day=%d.%m.%Y."),
-]
-Defaults = Annotated[
-    _Texts,
-    typer.Option("--default", metavar="[COLUMN=]NUMBER", help="What a missing value becomes."),
-]
-Missing = Annotated[
-    _Texts, typer.Option("--missing", metavar="TEXT", help="Stands for a missing value in CSV.")
-]
-Delimiter = Annotated[_Text, typer.Option(help="Of CSV, between fields.", show_default=False)]
-Decimal = Annotated[_Text, typer.Option(help="Of CSV, such as ','.", show_default=False)]
-Encoding = Annotated[_Text, typer.Option(help="Of CSV, such as cp1252.", show_default=False)]
-Header = Annotated[
-    _Text,
-    typer.Option(
-        metavar="yes|no|NAMES", help="Of CSV: names come first, or are these: age,city,price."
-    ),
-]
-Stack = Annotated[bool, typer.Option("--stack", help="Put a table's numbers into one input.")]
+# Of tables, as the arguments of flatout.data.csv, parquet and arrow.
+_OF_TABLES: dict[str, Any] = {
+    "target": Annotated[
+        _Texts, typer.Option("--target", metavar="COLUMN", help="Column to predict.")
+    ],
+    "unused": Annotated[_Texts, typer.Option("--unused", metavar="COLUMN", help="Leave it out.")],
+    "categories": Annotated[
+        _Texts,
+        typer.Option("--category", metavar="COLUMN", help="Number its texts, whatever they are."),
+    ],
+    "dates": Annotated[
+        _Texts,
+        typer.Option("--date", metavar="COLUMN[=FORMAT]", help="Dates, such as day=%d.%m.%Y."),
+    ],
+    "default": Annotated[
+        _Texts,
+        typer.Option("--default", metavar="[COLUMN=]NUMBER", help="What a missing value becomes."),
+    ],
+    "missing": Annotated[
+        _Texts, typer.Option("--missing", metavar="TEXT", help="Stands for a missing value in CSV.")
+    ],
+    "delimiter": Annotated[str | None, typer.Option(help="Of CSV, between fields.")],
+    "decimal": Annotated[str | None, typer.Option(help="Of CSV, such as ','.")],
+    "encoding": Annotated[str | None, typer.Option(help="Of CSV, such as cp1252.")],
+    "header": Annotated[
+        str | None,
+        typer.Option(
+            metavar="yes|no|NAMES", help="Of CSV: names come first, or are these: age,city,price."
+        ),
+    ],
+    "stack": Annotated[
+        bool | None, typer.Option("--stack", help="Put a table's numbers into one input.")
+    ],
+}
 
 
-def _options(
-    target: _Texts,
-    unused: _Texts,
-    categories: _Texts,
-    dates: _Texts,
-    default: _Texts,
-    missing: _Texts,
-    delimiter: _Text,
-    decimal: _Text,
-    encoding: _Text,
-    header: _Text,
-    stack: bool,
-) -> dict[str, Any]:
+def _of_tables(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of tables; its argument `options` is those that were given."""
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        options = {name: given.pop(name) for name in _OF_TABLES}
+        command(**given, options=_options(**options))
+
+    own = signature(command, eval_str=True).parameters
+    of_tables = [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+        for name, annotation in _OF_TABLES.items()
+    ]
+    parameters = [
+        each for p in own.values() for each in (of_tables if p.name == "options" else [p])
+    ]
+    with_options.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+    del with_options.__wrapped__
+    return with_options
+
+
+def _options(**given: Any) -> dict[str, Any]:
     """Those that were given, as the arguments of a table's function."""
     headers = {"yes": True, "no": False}
-    given = {
+    target, header = given["target"], given["header"]
+    given |= {
         "target": target[0] if target and len(target) == 1 else target,
-        "unused": unused,
-        "categories": categories,
-        "dates": dict(_pair(one, "ISO 8601") for one in dates or ()),
-        "default": _defaults(default or ()),
-        "missing": missing,
-        "delimiter": "\t" if delimiter == "\\t" else delimiter,
-        "decimal": decimal,
-        "encoding": encoding,
+        "dates": dict(_pair(one, "ISO 8601") for one in given["dates"] or ()),
+        "default": _defaults(given["default"] or ()),
+        "delimiter": "\t" if given["delimiter"] == "\\t" else given["delimiter"],
         "header": None if header is None else headers.get(header, header.split(",")),
-        "stack": stack,
     }
     return {name: value for name, value in given.items() if value not in (None, [], {}, False)
             or (name, value) == ("header", False)}  # fmt: skip
@@ -147,6 +158,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, pro
 
 
 @data.command()
+@_of_tables
 def inspect(
     paths: Paths,
     format: Format = None,
@@ -156,36 +168,13 @@ def inspect(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a schema file that was edited.")
     ] = False,
-    target: Named = None,
-    unused: Unused = None,
-    categories: Categories = None,
-    dates: Dates = None,
-    default: Defaults = None,
-    missing: Missing = None,
-    delimiter: Delimiter = None,
-    decimal: Decimal = None,
-    encoding: Encoding = None,
-    header: Header = None,
-    stack: Stack = False,
+    options: Any = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what is in files: rows, classes, bad rows, a schema; and what to do about them."""
     from flatout.data import inspect as look
     from flatout.errors import DataError
 
-    options = _options(
-        target,
-        unused,
-        categories,
-        dates,
-        default,
-        missing,
-        delimiter,
-        decimal,
-        encoding,
-        header,
-        stack,
-    )
     report = look(paths, format, **options)
     refused: DataError | None = None
     if schema is not None:
@@ -219,6 +208,7 @@ def _show(report: Report, schema: Path | None, as_json: bool) -> None:
 
 
 @data.command()
+@_of_tables
 def convert(
     source: Annotated[
         list[str],
@@ -229,8 +219,7 @@ def convert(
         ),
     ],
     to: Annotated[
-        Target | None,
-        typer.Option(help="Default: by the target's name.", show_default=False),
+        Target | None, typer.Option(help="Default: by the target's name.", show_default=False)
     ] = None,
     format: Format = None,
     schema: Annotated[
@@ -259,17 +248,7 @@ def convert(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what other settings or data have made.")
     ] = False,
-    column: Named = None,
-    unused: Unused = None,
-    categories: Categories = None,
-    dates: Dates = None,
-    default: Defaults = None,
-    missing: Missing = None,
-    delimiter: Delimiter = None,
-    decimal: Decimal = None,
-    encoding: Encoding = None,
-    header: Header = None,
-    stack: Stack = False,
+    options: Any = None,
     as_json: AsJson = False,
 ) -> None:
     """Write files in another format. A run that was stopped goes on where it was.
@@ -294,19 +273,7 @@ def convert(
         on_error=on_error.value,
         max_errors=max_errors,
         overwrite=overwrite,
-        options=_options(
-            column,
-            unused,
-            categories,
-            dates,
-            default,
-            missing,
-            delimiter,
-            decimal,
-            encoding,
-            header,
-            stack,
-        ),
+        options=options,
     )
     if as_json:
         _print_json(done.as_dict())
