@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeAlias
 
 from flatout import keras_import
 from flatout.cache_folder import cache_folder
@@ -68,22 +69,28 @@ class Facts:
     cache: Path = field(default_factory=cache_folder)
 
 
+_Look: TypeAlias = Callable[[Facts], Finding | None]
+CHECKS: dict[str, _Look] = {}
+
+
+def _check(name: str) -> Callable[[_Look], _Look]:
+    """Registers a check; its finding has this name."""
+    return lambda look: CHECKS.setdefault(name, look)
+
+
 def check_machine(facts: Facts | None = None) -> list[Finding]:
     """Everything that was found here, dangers first."""
     known = Facts(inventory()) if facts is None else facts
-    found = [finding for check in CHECKS if (finding := check(known)) is not None]
+    looked = ((name, look(known)) for name, look in CHECKS.items())
+    found = [replace(each, name=each.name or name) for name, each in looked if each is not None]
     return sorted(found, key=lambda finding: ("danger", "slow", "note").index(finding.kind))
 
 
+@_check("torch")
 def _torch(facts: Facts) -> Finding | None:
     version = facts.machine.torch.version
     if version is None:
-        return Finding(
-            "danger",
-            "torch is not installed",
-            "pip install torch, as pytorch.org says",
-            name="torch",
-        )
+        return Finding("danger", "torch is not installed", "pip install torch, as pytorch.org says")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers >= _OLDEST_TORCH:
         return None
@@ -92,23 +99,10 @@ def _torch(facts: Facts) -> Finding | None:
         "danger",
         f"torch is {version}, Flatout needs {oldest} or newer",
         f"pip install 'torch>={oldest}'",
-        name="torch",
     )
 
 
-def _gpu_without_cuda(facts: Facts) -> Finding | None:
-    gpus, build = facts.machine.nvml.gpus, facts.machine.torch
-    if not gpus or build.version is None or build.cuda is not None:
-        return None
-    return Finding(
-        "slow",
-        f"there is {counted(len(gpus), 'GPU')} ({gpus[0].name}), but torch {build.version} "
-        "was built without CUDA: jobs run on the CPU",
-        "install a build of torch with CUDA, as pytorch.org says",
-        name="gpu unused",
-    )
-
-
+@_check("driver")
 def _driver(facts: Facts) -> Finding | None:
     if facts.machine.driver_fits_torch is not False:
         return None
@@ -120,10 +114,23 @@ def _driver(facts: Facts) -> Finding | None:
         f"the driver {nvml.driver} offers CUDA {offered}, torch was built for {build.cuda}: torch "
         "will see no GPU",
         "update the driver, or install torch for an older CUDA",
-        name="driver",
     )
 
 
+@_check("gpu unused")
+def _gpu_without_cuda(facts: Facts) -> Finding | None:
+    gpus, build = facts.machine.nvml.gpus, facts.machine.torch
+    if not gpus or build.version is None or build.cuda is not None:
+        return None
+    return Finding(
+        "slow",
+        f"there is {counted(len(gpus), 'GPU')} ({gpus[0].name}), but torch {build.version} "
+        "was built without CUDA: jobs run on the CPU",
+        "install a build of torch with CUDA, as pytorch.org says",
+    )
+
+
+@_check("gpu hidden")
 def _hidden_gpus(facts: Facts) -> Finding | None:
     gpus, shown = facts.machine.nvml.gpus, facts.machine.cuda
     if not gpus or shown or "CUDA_VISIBLE_DEVICES" not in facts.environ:
@@ -133,10 +140,10 @@ def _hidden_gpus(facts: Facts) -> Finding | None:
         "slow",
         f"CUDA_VISIBLE_DEVICES={value!r} hides {counted(len(gpus), 'GPU')}",
         "unset it, unless the job shall run on the CPU",
-        name="gpu hidden",
     )
 
 
+@_check("gpu busy")
 def _busy_gpus(facts: Facts) -> Finding | None:
     shown = {device.uuid for device in facts.machine.cuda}
     busy = [gpu for gpu in facts.machine.nvml.gpus if gpu.uuid in shown and gpu.processes]
@@ -149,10 +156,10 @@ def _busy_gpus(facts: Facts) -> Finding | None:
         "note",
         f"GPU {gpu.nvml_index} ({gpu.name}) is in use: {used} by process {who}",
         "measurements made beside other jobs are rough",
-        name="gpu busy",
     )
 
 
+@_check("threads")
 def _threads(facts: Facts) -> Finding | None:
     cpus = facts.machine.cpus
     threads, usable = cpus.torch_threads, cpus.usable
@@ -166,43 +173,38 @@ def _threads(facts: Facts) -> Finding | None:
             f"torch would start {threads} threads for each operator on {usable} usable CPUs "
             f"({cause}): they wait for each other",
             f"set OMP_NUM_THREADS={usable}, or flatout run --set process.threads={usable}",
-            name="threads",
         )
     if why and threads < usable // 2:
         return Finding(
             "slow",
             f"{why} lets torch use {threads} of {usable} usable CPUs",
             "unset it; torchrun sets it to 1 by itself, flatout run --devices does not",
-            name="threads",
         )
     return None
 
 
+@_check("KMP")
 def _inert_kmp(facts: Facts) -> Finding | None:
     names = of_intel(facts.environ)
     preloaded = facts.environ.get("LD_PRELOAD", "")
     if not names or "libiomp5" in preloaded or facts.machine.torch.version is None:
         return None
     return Finding(
-        "note",
-        f"{kmp_words(names)}; torch's wheels bring GNU's, so nothing happens",
-        KMP_DO,
-        name="KMP",
+        "note", f"{kmp_words(names)}; torch's wheels bring GNU's, so nothing happens", KMP_DO
     )
 
 
+@_check("shm")
 def _shm(facts: Facts) -> Finding | None:
     shm = facts.machine.shm
     if shm is None or not shm.too_small_for_workers:
         return None
     return Finding(
-        "danger",
-        f"{shm_words(shm.free)}: they die with a bus error when it is full",
-        SHM_DO,
-        name="shm",
+        "danger", f"{shm_words(shm.free)}: they die with a bus error when it is full", SHM_DO
     )
 
 
+@_check("memory")
 def _memory(facts: Facts) -> Finding | None:
     memory = facts.machine.memory
     total = min(memory.total, memory.limit or memory.total)
@@ -212,10 +214,10 @@ def _memory(facts: Facts) -> Finding | None:
         "danger",
         f"{memory.available / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are free",
         "end what takes it, or expect jobs to be killed",
-        name="memory",
     )
 
 
+@_check("clock")
 def _governor(facts: Facts) -> Finding | None:
     path = facts.root / "sys/devices/system/cpu/cpu0/cpufreq"
     try:
@@ -230,10 +232,10 @@ def _governor(facts: Facts) -> Finding | None:
         "slow",
         f"the CPU's frequency governor is powersave ({driver}): it stays at its lowest clock",
         "cpupower frequency-set -g performance",
-        name="clock",
     )
 
 
+@_check("busy")
 def _busy_machine(facts: Facts) -> Finding | None:
     try:
         load = float((facts.root / "proc/loadavg").read_text().split()[0])
@@ -246,17 +248,16 @@ def _busy_machine(facts: Facts) -> Finding | None:
         "note",
         f"other work keeps {load:.1f} of {present} CPUs busy",
         "measurements made beside other jobs are rough",
-        name="busy",
     )
 
 
+@_check("kernels")
 def _kernels(facts: Facts) -> Finding | None:
     if facts.environ.get("FLATOUT_KERNELS") == "numpy":
         return Finding(
             "slow",
             "FLATOUT_KERNELS=numpy: numpy does the work of Flatout's C extensions",
             "unset it",
-            name="kernels",
         )
     if find_spec("flatout.kernels._gather") is not None:
         return None
@@ -264,19 +265,20 @@ def _kernels(facts: Facts) -> Finding | None:
         "slow",
         "Flatout's C extensions are absent: numpy does their work, more slowly",
         "install a C compiler, then pip install --force-reinstall --no-deps --no-cache-dir flatout",
-        name="kernels",
     )
 
 
+@_check("keras")
 def _keras(facts: Facts) -> Finding | None:
     if find_spec("keras") is None:
         return None
     problem = keras_import.problem()
     if problem is None or problem.do is None:
         return None
-    return Finding("note", f"{problem.what} ({problem.where})", problem.do, name="keras")
+    return Finding("note", f"{problem.what} ({problem.where})", problem.do)
 
 
+@_check("disk")
 def _disk(facts: Facts) -> Finding | None:
     folder = next(parent for parent in (facts.cache, *facts.cache.parents) if parent.exists())
     if not os.access(folder, os.W_OK):
@@ -293,23 +295,4 @@ def _disk(facts: Facts) -> Finding | None:
         "danger",
         f"{free / 2**30:.1f} GiB are free on the disk of {facts.cache}",
         "make room, or set FLATOUT_CACHE to another disk",
-        name="disk",
     )
-
-
-CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
-    _torch,
-    _driver,
-    _gpu_without_cuda,
-    _hidden_gpus,
-    _busy_gpus,
-    _threads,
-    _inert_kmp,
-    _shm,
-    _memory,
-    _governor,
-    _busy_machine,
-    _kernels,
-    _keras,
-    _disk,
-)
