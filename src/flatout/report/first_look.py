@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -61,9 +61,7 @@ class FirstLookReport:
     lacks: Sequence[str] = ()
     uncontained: str = ""
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(header(self.verdict, self.machine))
         yield Text(self._heading(), style="bold")
         for rank in self.verdict.observations:
@@ -92,7 +90,7 @@ class FirstLookReport:
     def _dangers(self) -> Iterator[RenderableType]:
         for danger in self.verdict.dangers:
             place = f"{short(danger.where)} " if danger.where else ""
-            yield _row("DANGER", "bold red", f"{place}{danger.what}", f"do: {danger.do}")
+            yield row("DANGER", "bold red", f"{place}{danger.what}", f"do: {danger.do}")
 
     def _could_be_tried(self) -> Iterator[RenderableType]:
         slow = [finding for finding in self.verdict.findings if finding.kind == "slow"]
@@ -102,12 +100,12 @@ class FirstLookReport:
         for finding in slow:
             place = f"{short(finding.where)} " if finding.where else ""
             do = f"do: {finding.do}" + (f"  [{finding.parity}]" if finding.parity else "")
-            yield _row(_bound(finding), "bold yellow", f"{place}{finding.what}", do)
+            yield row(_bound(finding), "bold yellow", f"{place}{finding.what}", do)
         notes = [finding for finding in self.verdict.findings if finding.kind == "note"]
         for note in notes:
             place = f"{short(note.where)} " if note.where else ""
             cost = "" if note.cost_ms is None else "too little to matter here: "
-            yield _row("left alone", "bold", f"{cost}{place}{note.what}")
+            yield row("left alone", "bold", f"{cost}{place}{note.what}")
 
     def _checks(self) -> Iterator[RenderableType]:
         if not self.verdict.steps:
@@ -262,10 +260,11 @@ def _added(verdict: Verdict) -> str:
     return f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
 
 
-def _row(label: str, style: str, *lines: str) -> Table:
-    row = Table.grid(padding=(0, 1))
-    row.add_column(width=10, style=style, no_wrap=True)
-    row.add_column()
+def row(label: str, style: str, *lines: str, width: int = 10) -> Table:
+    """Lines beside a label."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=width, style=style, no_wrap=True)
+    table.add_column()
     for number, line in enumerate(lines):
-        row.add_row(label if not number else "", Text(line))
-    return row
+        table.add_row(label if not number else "", Text(line))
+    return table

@@ -21,14 +21,7 @@ from pydantic import TypeAdapter
 from flatout.doctor import Finding, docs_page
 from flatout.observe import Observation
 from flatout.report.observed import observed
-from flatout.report.pictures import (
-    MOST_RANKS,
-    Forest,
-    forest,
-    histogram,
-    lane_bars,
-    lane_rows,
-)
+from flatout.report.pictures import MOST_RANKS, forest, histogram, lane_bars, lane_rows
 from flatout.report.tried import tried, with_proofs
 from flatout.words import counted, duration, rounded
 
@@ -102,7 +95,7 @@ def page(verdict: Mapping[str, Any]) -> str:
         slowest=slowest,
         steps=histogram(slowest.step_ms) if slowest else None,
         trials=trials,
-        forest=_forest(trials),
+        forest=forest([one.ratio for one in trials], [one.floor for one in trials]),
         whole_run=_whole_run(verdict),
         verified=[str(line) for line in (verdict.get("verified") or {}).get("words", [])],
         stopped=str(verdict.get("stopped") or ""),
@@ -249,10 +242,6 @@ def _trial(data: Mapping[str, Any], floor_of_all: float | None) -> _Trial:
         loss="" if data.get("loss") is None else plain(data["loss"]),
         verdict="" if data.get("verdict") is None else plain(data["verdict"]),
     )
-
-
-def _forest(trials: Sequence[_Trial]) -> Forest | None:
-    return forest([one.ratio for one in trials], [one.floor for one in trials])
 
 
 def _code(observed: Any) -> dict[str, str]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from flatout.doctor import Outcome, Prescription, Proof, Verdict, is_searched, under_torchrun
 from flatout.measure import TrialResult
-from flatout.report.first_look import commands, short
+from flatout.report.first_look import commands, row, short
 from flatout.words import clock, counted, duration, rounded
 
 _LABEL = 13
@@ -47,9 +47,7 @@ class ProvenReport:
     what: Sequence[str]
     recipe: Path | None = None
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text("")
         yield Text(self._heading(), style="bold")
         if self.prescription.prescribed:
@@ -57,11 +55,11 @@ class ProvenReport:
         yield from self._others()
         for danger in self.verdict.dangers:
             place = f"{short(danger.where)} " if danger.where else ""
-            yield _row("DANGER", "bold red", f"{place}{danger.what}")
+            yield row("DANGER", "bold red", f"{place}{danger.what}", width=_LABEL)
         if self.prescription.refused:
-            yield _row("refused", "bold", "; ".join(_refused(self.prescription)))
+            yield row("refused", "bold", "; ".join(_refused(self.prescription)), width=_LABEL)
         if self.prescription.stopped:
-            yield _row("stopped", "bold", self.prescription.stopped)
+            yield row("stopped", "bold", self.prescription.stopped, width=_LABEL)
         yield from self._whole_run()
         yield from self._next()
 
@@ -108,7 +106,7 @@ class ProvenReport:
             some = [proof for proof in self.prescription.proofs if proof.outcome == outcome]
             style = "bold yellow" if outcome == "needs your OK" else "bold"
             for number, proof in enumerate(some):
-                yield _row("" if number else outcome, style, reasons(proof))
+                yield row("" if number else outcome, style, reasons(proof), width=_LABEL)
 
     def _whole_run(self) -> Iterator[RenderableType]:
         given = self.prescription
@@ -211,11 +209,3 @@ def reasons(proof: Proof) -> str:
 def _refused(prescription: Prescription) -> list[str]:
     told = [f"{one['what']} ({short(one['where'])})" for one in prescription.refused]
     return list(dict.fromkeys(told))
-
-
-def _row(label: str, style: str, words: str) -> Table:
-    row = Table.grid(padding=(0, 1))
-    row.add_column(width=_LABEL, style=style, no_wrap=True)
-    row.add_column()
-    row.add_row(label, Text(words))
-    return row

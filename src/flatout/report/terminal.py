@@ -7,11 +7,11 @@ Without a terminal they come out as plain text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -55,9 +55,7 @@ class Comparison:
 
     jobs: Sequence[Job]
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("")
         for header in ("images/s", "step", "epochs", "whole job", "accuracy", "speed"):
@@ -83,9 +81,7 @@ class Changes:
 
     recipe: ResolvedRecipe
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = self.recipe.changes()
         if not rows:
             yield Text("as plain PyTorch: no setting was changed")
@@ -119,9 +115,7 @@ class Lanes:
     lanes: Mapping[str, float]
     blocks: int = 24
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         whole = sum(self.lanes.values())
         if not whole:
             yield Text("no step was recorded")

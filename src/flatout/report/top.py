@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -77,9 +77,7 @@ class Job:
         pid = f"pid {first.pid}"
         return " · ".join([_command(first), pid, *ranks, f"step {first.steps:,}", *speed, since])
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.words, style="bold")
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         for header in ("rank", *_LANES.values(), "other", "step ms", "CPU", "RSS"):
@@ -155,9 +153,7 @@ class Sample:
             "pulse": None if self.pulse is None else self.pulse.as_dict(),
         }
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if len(self.jobs) == 1:
             yield self.jobs[0]
         for job in self.jobs if len(self.jobs) > 1 else ():
