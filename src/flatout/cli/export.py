@@ -41,8 +41,7 @@ def export(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target.")] = False,
     model: Annotated[
-        str | None,
-        typer.Option(help="For .pt2: package.module:callable that returns the module."),
+        str | None, typer.Option(help="For .pt2: package.module:callable that returns the module.")
     ] = None,
     inputs: Annotated[
         list[str] | None,

@@ -57,8 +57,7 @@ def run(
         typer.Option("--nodes", "--nnodes", min=1, help="How many nodes.", show_default=False),
     ] = None,
     node_rank: Annotated[
-        int | None,
-        typer.Option(min=0, help="Which node this is, from 0.", show_default=False),
+        int | None, typer.Option(min=0, help="Which node this is, from 0.", show_default=False)
     ] = None,
     rendezvous: Annotated[
         str | None,
@@ -71,8 +70,7 @@ def run(
         ),
     ] = None,
     restarts: Annotated[
-        int,
-        typer.Option(min=0, help="How often ranks start again after one of them was killed."),
+        int, typer.Option(min=0, help="How often ranks start again after one of them was killed.")
     ] = 3,
     wait: Annotated[
         int, typer.Option(min=1, metavar="SECONDS", help="How long nodes wait for one another.")
@@ -267,11 +265,7 @@ def _short(fields: Mapping[str, object]) -> str:
 
 
 def _start(
-    start: list[str],
-    variables: dict[str, str],
-    cpus: tuple[int, ...],
-    dry_run: bool,
-    job: _Job,
+    start: list[str], variables: dict[str, str], cpus: tuple[int, ...], dry_run: bool, job: _Job
 ) -> None:
     """Becomes the script: the same process, so signals, exit code and terminal are its own.
 

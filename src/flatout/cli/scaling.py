@@ -10,8 +10,7 @@ import typer
 
 def scaling(
     runs: Annotated[
-        list[str],
-        typer.Argument(metavar="RUNS...", help="Run folders, or files of History.save."),
+        list[str], typer.Argument(metavar="RUNS...", help="Run folders, or files of History.save.")
     ],
     plot: Annotated[
         Path | None,

@@ -85,11 +85,8 @@ def eval_first(at: Place) -> list[Edit]:
         raise Unsure("the evaluation is left from within")
     name = ast.unparse(model)
     before, after = code.before(around, f"{name}.eval()"), code.after(around, f"{name}.train()")
-    return [code.edit(before), code.edit(after)] if _is_long(around) else [code.edit(before, after)]
-
-
-def _is_long(statement: ast.stmt) -> bool:
-    return statement.lineno != statement.end_lineno
+    is_long = around.lineno != around.end_lineno
+    return [code.edit(before), code.edit(after)] if is_long else [code.edit(before, after)]
 
 
 def _without_gradients(code: Code, statement: ast.stmt) -> ast.stmt:

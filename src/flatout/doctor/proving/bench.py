@@ -78,11 +78,7 @@ class Bench:
             FlatoutError: it cannot be started here.
         """
         one = Against(
-            self._job(cure),
-            self._folder,
-            self._until,
-            most_steps=self._most_steps,
-            is_renewed=True,
+            self._job(cure), self._folder, self._until, most_steps=self._most_steps, is_renewed=True
         )
         return closing(one)
 

@@ -59,12 +59,7 @@ class Compared:
 
 
 def compare(
-    a: Showed,
-    b: Showed,
-    parity: Parity,
-    *,
-    is_repeatable: bool,
-    same_input: Parity | None = None,
+    a: Showed, b: Showed, parity: Parity, *, is_repeatable: bool, same_input: Parity | None = None
 ) -> Compared:
     """Judges the losses of a script with a cure (B) beside those without (A).
 

@@ -218,7 +218,7 @@ class Arm:
 
     def renew(self, dropped: int) -> None:
         """The same script from its beginning, past its first steps."""
-        self._leave()
+        self.close()
         self._start()
         self.meet()
         self.warm_up(dropped)
@@ -230,7 +230,7 @@ class Arm:
 
     def _block(self, dropped: int, steps: int) -> tuple[Block, int]:
         assert self._connection is not None
-        self._go()
+        self._watched(self.process.go)
         self._connection.sendall(f"{dropped} {steps}\n".encode())
         said = self._heard(f"the end of a block of {dropped + steps} steps")
         self._stop()
@@ -260,9 +260,6 @@ class Arm:
 
     def close(self) -> None:
         """End it, and remove what it has written."""
-        self._leave()
-
-    def _leave(self) -> None:
         self.process.end()
         self._refused = self.refused()
         self._listener.close()
@@ -270,9 +267,6 @@ class Arm:
             self._connection.close()
         for place in self._places:
             remove_tree(place)
-
-    def _go(self) -> None:
-        self._watched(self.process.go)
 
     def _stop(self) -> None:
         self._watched(self.process.stop)
