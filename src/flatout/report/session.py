@@ -115,7 +115,8 @@ def visit(asked: Asked) -> int:
     runs = not look.failed and look.interrupted_by is None
     to_prove = None if verdict is None or not runs else _to_prove(asked, verdict)
     cures = provable(to_prove, asked.allow) if to_prove is not None else []
-    proves = bool(cures) and (asked.proves or (asked.proves is None and _can_ask(asked)))
+    can_ask = asked.proves is None and not asked.as_json and has_terminal()
+    proves = bool(cures) and (asked.proves or can_ask)
     if verdict is not None:
         report = FirstLookReport(
             verdict,
@@ -192,10 +193,6 @@ def _change_code(
         changes.show(found, console)
     if asked.fix is not None and runs:
         changes.write(found, asked.fix, console)
-
-
-def _can_ask(asked: Asked) -> bool:
-    return has_terminal() and not asked.as_json
 
 
 def _agreed(asked: Asked, look: FirstLook, cures: list[Cure], console: Console) -> bool:

@@ -240,8 +240,8 @@ class Top:
 
     def _look(self) -> Sample:
         processes = None if self._pid is None else self._tree.read(self._pid)
-        found = self._ranks.read()
-        jobs = [list(ranks) for _, ranks in groupby(_by_job(found), key=lambda rank: rank.job)]
+        found = sorted(self._ranks.read(), key=lambda rank: (rank.job, rank.rank))
+        jobs = [list(ranks) for _, ranks in groupby(found, key=lambda rank: rank.job)]
         if processes is not None:
             inside = {process.pid for process in processes}
             jobs = [ranks for ranks in jobs if any(rank.pid in inside for rank in ranks)]
@@ -320,10 +320,6 @@ def _busy(gpus: Sequence[GpuUse], pid: int | None) -> float | None:
     """The share of time in which the GPUs ran that this process computes on; None without."""
     own = [g.busy_percent for g in gpus if pid in g.pids and g.busy_percent is not None]
     return sum(own) / len(own) / 100 if own else None
-
-
-def _by_job(ranks: Sequence[Rank]) -> list[Rank]:
-    return sorted(ranks, key=lambda rank: (rank.job, rank.rank))
 
 
 def _is_asked_for(rank: Rank, which: str) -> bool:

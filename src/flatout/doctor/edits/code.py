@@ -290,7 +290,8 @@ class Code:
 
     def _with_more(self, call: ast.Call, words: Sequence[str]) -> list[Change]:
         given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-        if any(isinstance(arg, ast.Starred) for arg in call.args) or not _is_named(call):
+        is_named = all(word.arg is not None for word in call.keywords)
+        if any(isinstance(arg, ast.Starred) for arg in call.args) or not is_named:
             raise Unsure("what is passed by * or ** is not known")
         closes = self.end(call) - 1
         if not given:
@@ -379,10 +380,6 @@ def _end_of_head(node: ast.stmt) -> int:
     first = body[0]
     begins = first_line(first) if isinstance(first, ast.stmt) else first.pattern.lineno
     return max(node.lineno, int(begins) - 1)
-
-
-def _is_named(call: ast.Call) -> bool:
-    return all(word.arg is not None for word in call.keywords)
 
 
 def _is_long_text(node: ast.AST) -> bool:

@@ -76,16 +76,13 @@ def save_bare(at: Place) -> list[Edit]:
         raise Unsure("the file loads what it saves")
     attribute = "_orig_mod" if "_orig_mod." in at.finding.what else "module"
     found = []
+    wrappers = _WRAPPERS[attribute]
     for call in code.calls(at.line):
         if name_of(call.func) == "state_dict" and isinstance(call.func, ast.Attribute):
-            made = values(code, call.func.value)
-            if any(_wraps(one, attribute) for one in made[-1:]):
+            made = values(code, call.func.value)[-1:]
+            if any(isinstance(v, ast.Call) and name_of(v.func) in wrappers for v in made):
                 found.append(call.func.value)
     if len(found) != 1:
         raise Unsure("which model is wrapped cannot be seen")
     end = code.outer_end(found[0])
     return [code.edit((end, end, f".{attribute}"))]
-
-
-def _wraps(value: ast.expr, attribute: str) -> bool:
-    return isinstance(value, ast.Call) and name_of(value.func) in _WRAPPERS[attribute]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 from flatout.doctor.edits.code import Code, Unsure, inside, name_of
 
@@ -70,13 +69,8 @@ def is_imported(code: Code, name: str) -> bool:
         for alias in node.names
         if alias.asname is None or "." not in alias.name
     }
-    return bound.get(name) == name and not any(_assigned(s, name) for s in _scopes(code))
-
-
-def _scopes(code: Code) -> Iterator[ast.AST]:
-    for node in ast.walk(code.tree):
-        if isinstance(node, (*_FUNCTIONS, ast.Module)):
-            yield node
+    scopes = (n for n in ast.walk(code.tree) if isinstance(n, (*_FUNCTIONS, ast.Module)))
+    return bound.get(name) == name and not any(_assigned(scope, name) for scope in scopes)
 
 
 def _assigned(scope: ast.AST, name: str) -> list[ast.expr]:

@@ -63,7 +63,9 @@ def install(note: str, writable: tuple[str, ...] | None) -> None:
                 for place in _CHANGES[event]:
                     _refuse_outside(args[place], writable, note)
         elif event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
-            _refuse_elsewhere(args[0].family, args[1], note)
+            is_ip = args[0].family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and isinstance(args[1], tuple):
+                _refuse_host(args[1][0], note)
         elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
             _refuse_host(args[0], note)
 
@@ -86,11 +88,6 @@ def _refuse_outside(path: Any, writable: tuple[str, ...], note: str) -> None:
     ):
         return
     _refuse("write", f"a trial must not change {text}, and nothing has redirected it", note)
-
-
-def _refuse_elsewhere(family: int, address: Any, note: str) -> None:
-    if family in (socket.AF_INET, socket.AF_INET6) and isinstance(address, tuple):
-        _refuse_host(address[0], note)
 
 
 def _refuse_host(host: Any, note: str) -> None:

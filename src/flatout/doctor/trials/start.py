@@ -50,7 +50,9 @@ def main(command: list[str]) -> None:
     watch = _stepping()
     _install_cures(watch)
     if EDITS in os.environ:
-        _install_edits(Path(os.environ[EDITS]))
+        from flatout.doctor import edits
+
+        edits.install(edits.load(Path(os.environ[EDITS])))
     # Behind the cures, so that what is recorded is the script's own.
     _watch(watch)
     run(command)
@@ -81,12 +83,6 @@ def _install_cures(watch: Stepping) -> None:
         "left": dict(cures.left()),
         "is_full": cures.is_full(),
     }
-
-
-def _install_edits(path: Path) -> None:
-    from flatout.doctor import edits
-
-    edits.install(edits.load(path))
 
 
 def _watch(watch: Stepping) -> None:

@@ -63,15 +63,13 @@ class StepSync:
         steps = self._last - self._first
         times = {"resumed": self._resumed, "began": self._began, "ended": now}
         spent = {"between": _between() - self._between, "faults": page_faults() - self._faults}
-        self._tell(
-            {"steps": steps, "done": self._done, **times, **spent, **_more()}
+        said: dict[str, Any] = (
+            {"steps": steps, "done": self._done, **times, **spent}
             if steps
-            else {"queue": _queued_batches(), "pid": self._pid, **_more()}
+            else {"queue": _queued_batches(), "pid": self._pid}
         )
+        self._connection.sendall(json.dumps(said | _more()).encode() + b"\n")
         self._wait()
-
-    def _tell(self, what: dict[str, Any]) -> None:
-        self._connection.sendall(json.dumps(what).encode() + b"\n")
 
     def _wait(self) -> None:
         line = self._lines.readline()
