@@ -11,9 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_pair import run_pair
 
 from flatout.doctor.trials.arm import Arm
-from flatout.doctor.trials.pair import Against, run_pair
+from flatout.doctor.trials.pair import Against
 from flatout.doctor.trials.process import Job
 from flatout.doctor.trials.schedule import Schedule
 from flatout.doctor.trials.scratch import scratch, trials_folder
@@ -193,9 +194,10 @@ def test_an_unredirected_write_ends_the_trial_even_if_the_script_goes_on(tmp_pat
     assert (tmp_path / "kept").read_text() == "kept"
 
 
-CONTROLLER = """
+CONTROLLER = f"""
 import os, sys, time
-from flatout.doctor.trials.pair import run_pair
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from run_pair import run_pair
 from flatout.doctor.trials.process import Job
 script = Job([sys.executable, *sys.argv[1:]])
 run_pair(script, script, budget_s=240, max_pairs=1000, block_s=0.1,

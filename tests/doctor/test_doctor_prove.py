@@ -9,13 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_pair import run_pair
 
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
 from flatout.doctor.prove import prove
 from flatout.doctor.proving.cure import NOTHING
 from flatout.doctor.proving.jobs import job
-from flatout.doctor.trials.pair import run_pair
 from flatout.doctor.trials.scratch import remove_left, trials_folder
 from flatout.observe import Loader, Observation, Optimizer
 

@@ -33,7 +33,6 @@ from statistics import median
 from flatout.doctor.trials.arm import Arm, Block, Showed
 from flatout.doctor.trials.process import Ended, Job, Process
 from flatout.doctor.trials.schedule import WARM_STEPS, Schedule
-from flatout.doctor.trials.scratch import scratch
 from flatout.measure import TrialResult, run_trial
 
 _SLACK = 1.5
@@ -264,41 +263,6 @@ class Against:
     def close(self) -> None:
         """Ends it."""
         self._a.close()
-
-
-def run_pair(
-    a: Job,
-    b: Job,
-    *,
-    budget_s: float = 60.0,
-    max_pairs: int = 8,
-    block_s: float = 1.0,
-    passes: Sequence[Path] = (),
-    is_redirected: bool | None = None,
-    started: Callable[[str, Process], None] = lambda side, process: None,
-) -> Pair:
-    """Measures the steps of A against those of B once, in the current folder.
-
-    Whatever a script does, both are gone afterwards, and its files are as they were.
-
-    Args:
-        a, passes, is_redirected, started: as of Against.
-        b: the same script with a cure.
-        budget_s: seconds for everything, from the first start on.
-        max_pairs, block_s: as of Schedule.
-
-    Raises:
-        FlatoutError: a process cannot be started at all.
-    """
-    began = time.monotonic()
-    until = began + budget_s
-    with scratch() as folder:
-        one = Against(a, folder, until, passes=passes, is_redirected=is_redirected, started=started)
-        with closing(one) as against:
-            terms = Schedule(max_pairs=max_pairs, block_s=block_s)
-            pair = against.measure(b, terms, budget_s=until - time.monotonic())
-    pair.seconds = time.monotonic() - began
-    return pair
 
 
 def _settle(side: Arm, dropped: int, steps: int, until: float) -> None:
