@@ -439,7 +439,10 @@ class Fit:
         before = random_state()
         # Of several ranks none may leave the others: they agree after the next step.
         alone = self.loop.world.size == 1
-        stopped = lambda: alone and self.signals.received is not None  # noqa: E731
+
+        def stopped() -> bool:
+            return alone and self.signals.received is not None
+
         found = self.objective.evaluate(self.loop, source, stopped)
         self._add("evaluation", start)
         if found is None:
