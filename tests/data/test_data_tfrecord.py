@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import flatout
+from flatout.data.error_policy import ErrorPolicy
 from flatout.data.sources.tfrecord_schema import infer_schema
 from flatout.errors import DataError
 from flatout.kernels import example
@@ -108,18 +109,42 @@ def test_what_is_no_tfrecord_is_named(tmp_path):
         flatout.data.tfrecord(tmp_path / "a.tfrecord")
 
 
+def inferred(*records, on_error="fail"):
+    placed = [(100 * number, record) for number, record in enumerate(records)]
+    return infer_schema(placed, "a.tfrecord", ErrorPolicy(on_error))
+
+
 def test_records_that_are_no_examples_are_named():
-    with pytest.raises(DataError, match=r"record 1 is no tf.train.Example"):
-        infer_schema([b"", b"\xff\xff"], "a.tfrecord")
+    with pytest.raises(DataError, match=r"is no tf.train.Example(.|\n)*a\.tfrecord: byte 100"):
+        inferred(b"", b"\xff\xff")
     with pytest.raises(DataError, match="hold no features"):
-        infer_schema([b"", b""], "a.tfrecord")
+        inferred(b"", b"")
+
+
+def test_a_damaged_name_of_a_feature_takes_no_memory():
+    number = b"\x08" + b"\xff" * 5 + b"\x1f"  # a varint of 2**40 or so where the name should be
+    record = b"\x0a\x09\x0a\x07" + number
+    with pytest.raises(DataError, match="expected a message, found a number") as caught:
+        inferred(b"", b"", record)
+    assert caught.value.where == "a.tfrecord: byte 200"
+
+
+def test_what_is_no_example_is_skipped_where_bad_rows_are(path):
+    broken = b"\x0a\x03\x0a\x7f\x01"
+    head = struct.pack("<Q", len(broken))
+    crcs = [struct.pack("<I", example.masked_crc32c(part)) for part in (head, broken)]
+    path.write_bytes(head + crcs[0] + broken + crcs[1] + path.read_bytes())
+    with pytest.raises(DataError, match=r"no tf.train.Example(.|\n)*a\.tfrecord: byte 12"):
+        flatout.data.tfrecord(path)
+    rows = list(flatout.data.tfrecord(path, on_error="skip").batch(ROWS).batches(0))
+    assert rows[0].targets.tolist() == LABELS.tolist()
 
 
 def test_features_that_some_records_lack_get_a_default():
     first, _ = encoded(a=np.ones((1, 2), np.int64), b=np.ones((1, 1), np.float32))
     second, _ = encoded(a=np.ones((1, 2), np.int64))
-    schema = infer_schema([first[12:-4], second[12:-4]], "x")
+    schema = inferred(first[12:-4], second[12:-4])
     assert schema["b"].default == 0
     assert schema["a"].default is None
     bytes_, _ = encoded(image=(np.frombuffer(b"abcd", np.uint8), np.array([0, 4])))
-    assert infer_schema([bytes_[12:-4]], "x")["image"].words == "image uint8 ragged"
+    assert inferred(bytes_[12:-4])["image"].words == "image uint8 ragged"

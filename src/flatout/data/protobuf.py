@@ -15,9 +15,7 @@ def fields(data: int | bytes) -> Iterator[tuple[int, int | bytes]]:
     Raises:
         WireError: it is no message.
     """
-    if isinstance(data, int):
-        raise WireError("expected a message, found a number")
-    at = 0
+    data, at = message(data), 0
     while at < len(data):
         tag, at = _varint(data, at)
         wire = tag & 7
@@ -35,6 +33,17 @@ def fields(data: int | bytes) -> Iterator[tuple[int, int | bytes]]:
             raise WireError(f"a field wants {size:,} bytes, and {len(data) - at:,} are left")
         yield tag >> 3, data[at : at + size]
         at += size
+
+
+def message(content: int | bytes) -> bytes:
+    """The bytes of a field, where it holds text, bytes or a message.
+
+    Raises:
+        WireError: it holds a number.
+    """
+    if isinstance(content, int):
+        raise WireError("expected a message, found a number")
+    return content
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

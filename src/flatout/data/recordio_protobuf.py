@@ -23,7 +23,7 @@ from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes, Encoded, Lengths, Split
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.framing import split_recordio
-from flatout.data.protobuf import WireError, fields
+from flatout.data.protobuf import WireError, fields, message
 from flatout.data.schema import Column, Schema
 
 _FEATURES, _LABEL = 1, 2
@@ -196,7 +196,7 @@ def read_record(record: bytes) -> dict[int, dict[str, Tensor]]:
         name, tensor = "", None
         for part, content in fields(entry):
             if part == 1:
-                name = _message(content).decode(errors="replace")
+                name = message(content).decode(errors="replace")
             elif part == 2:
                 tensor = _read_value(content)
         if tensor is not None:
@@ -208,7 +208,7 @@ def _read_value(value: int | bytes) -> Tensor | None:
     tensor = None
     for number, content in fields(value):
         if number == _BYTES:
-            found = [_message(part) for key, part in fields(content) if key == 1]
+            found = [message(part) for key, part in fields(content) if key == 1]
             values = np.frombuffer(found[-1] if found else b"", np.uint8)
             tensor = Tensor("bytes", values, _NONE, _NONE)
         elif number in _KINDS:
@@ -265,9 +265,3 @@ def _integers(data: int | bytes) -> Numbers:
     bits = (raw & 127).astype(np.uint64) << (7 * places).astype(np.uint64)
     sums: npt.NDArray[np.uint64] = np.add.reduceat(bits, starts)
     return sums.view(np.int64)
-
-
-def _message(content: int | bytes) -> bytes:
-    if isinstance(content, int):
-        raise WireError("expected a message, found a number")
-    return content

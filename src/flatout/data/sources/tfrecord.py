@@ -146,7 +146,8 @@ def tfrecord(
     found = find(paths)
     if schema is None:
         looking = ErrorPolicy(on_error, max_errors)
-        given = infer_schema(_first_records(found, looking, check), found[0].name)
+        first, records = _first_records(found, looking, check)
+        given = infer_schema(records, first.name, looking)
         if target is not None:
             given = given.with_target(target)
     else:
@@ -157,19 +158,21 @@ def tfrecord(
     return Pipeline(IndexedRows(found, decoder, ErrorPolicy(on_error, max_errors), "TFRecord"))
 
 
-def _first_records(files: Sequence[File], faults: ErrorPolicy, check: bool) -> list[bytes]:
-    """The first records that are good, of the first file that has any."""
+def _first_records(
+    files: Sequence[File], faults: ErrorPolicy, check: bool
+) -> tuple[File, list[tuple[int, bytes]]]:
+    """The first file that has good records, and the first of them with the bytes they begin at."""
     for file in files:
         records = []
         for start, record, crc in _records(file):
             if check and kernel.masked_crc32c(record) != crc:
                 faults.bad(kernel.Bad.DATA_CRC.words, f"{file.name}: byte {start:,}")
             else:
-                records.append(record)
+                records.append((start, record))
             if len(records) == _LOOKED_AT:
                 break
         if records:
-            return records
+            return file, records
     raise DataError("the files hold no records", where=", ".join(file.name for file in files[:3]))
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from flatout.data.protobuf import fields
+from flatout.data.error_policy import ErrorPolicy
+from flatout.data.protobuf import fields, message
 from flatout.data.schema import Column, Schema
 from flatout.errors import DataError
 
@@ -26,25 +27,29 @@ class Seen(NamedTuple):
     values: int
 
 
-def infer_schema(records: Iterable[bytes], where: str) -> Schema:
+def infer_schema(records: Iterable[tuple[int, bytes]], where: str, faults: ErrorPolicy) -> Schema:
     """The schema that these records fit.
 
     A feature that some records lack gets the default 0. Bytes and features of different lengths are
     ragged.
+
+    Args:
+        records: the byte of the file where each begins, and the record.
+        where: the file.
+        faults: what to do about a record that is no Example.
 
     Raises:
         DataError: a record is no Example, a feature changes its kind, or there is no feature.
     """
     seen: dict[str, list[Seen]] = {}
     total = 0
-    for record in records:
-        total += 1
+    for byte, record in records:
         try:
             found = features_of(record)
         except ValueError as error:
-            raise DataError(
-                f"record {total - 1} is no tf.train.Example: {error}", where=where
-            ) from error
+            faults.bad(f"the record is no tf.train.Example: {error}", f"{where}: byte {byte:,}")
+            continue
+        total += 1
         for name, one in found.items():
             seen.setdefault(name, []).append(one)
     if not seen:
@@ -74,7 +79,11 @@ def _column(name: str, seen: list[Seen], total: int, where: str) -> Column:
 
 
 def features_of(record: bytes) -> dict[str, Seen]:
-    """Kind and number of values of each feature of an Example."""
+    """Kind and number of values of each feature of an Example.
+
+    Raises:
+        ValueError: it is none.
+    """
     found = {}
     for number, features in fields(record):
         if number != 1:
@@ -82,7 +91,7 @@ def features_of(record: bytes) -> dict[str, Seen]:
         for key, entry in fields(features):
             if key == 1:
                 parts = dict(fields(entry))
-                found[bytes(parts.get(1, b"")).decode()] = _seen(parts.get(2, b""))
+                found[message(parts.get(1, b"")).decode()] = _seen(parts.get(2, b""))
     return found
 
 
