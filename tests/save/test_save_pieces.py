@@ -190,6 +190,46 @@ def test_a_rank_whose_disk_is_full_says_so_and_the_last_good_one_stays(tmp_path)
     assert Checkpoints(tmp_path / "run").load().step == 1
 
 
+LAST = """
+    import json, signal, sys, resource
+    import torch
+    from flatout.errors import CheckpointError
+    from flatout.recipe import Save
+    from flatout.train.checkpointing import Checkpointing
+    from flatout.world import join
+
+    folder, asynchronous, bad = sys.argv[1], sys.argv[3] == "True", int(sys.argv[4])
+    world = join()
+    asked = Save(pieces="per_rank", asynchronous=asynchronous)
+    checkpointing = Checkpointing(f"{folder}/run", world, asked)
+    checkpointing.begin()
+    weights = {name: torch.ones(100_000) for name in "abcdef"}
+    said = "nothing"
+    if world.rank == bad:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
+    try:
+        checkpointing.write(1, weights, {"optimizers": {}}, {}, meta={}, score=None, metadata={})
+        checkpointing.wait()
+    except CheckpointError as error:
+        said = error.what
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    together = world.gather(said)  # all are here: none waits for one that has left
+    if world.is_first:
+        with open(f"{folder}/said.json", "w") as file:
+            json.dump(together, file)
+"""
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_part_that_fails_last_is_an_error_on_every_rank(tmp_path, asynchronous, bad):
+    run(LAST, 3, tmp_path, asynchronous, bad)
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert all("File too large" in words for words in said)
+    assert all(f"rank {bad}" in words for rank, words in enumerate(said) if rank != bad)
+
+
 APART = """
     import os, sys
     import flatout, torch

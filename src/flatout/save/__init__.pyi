@@ -12,6 +12,7 @@ from flatout.save.keras_export import is_keras_file as is_keras_file
 from flatout.save.model_file import is_model_file as is_model_file
 from flatout.save.model_file import load_model as load_model
 from flatout.save.model_file import save_model as save_model
+from flatout.save.pieces import LostPiece as LostPiece
 from flatout.save.pieces import Pieces as Pieces
 from flatout.save.pieces import check_shared as check_shared
 from flatout.save.storage import Folder as Folder

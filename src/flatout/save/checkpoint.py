@@ -285,7 +285,7 @@ class Checkpoints:
     def _claim_together(self, step: int) -> tuple[str, str]:
         if self._pieces is None:
             return self._claim(step)
-        return self._pieces.agree(self._claim(step) if self._pieces.is_first else None)
+        return self._pieces.agree(lambda: self._claim(step))
 
     def _claim(self, step: int) -> tuple[str, str]:
         """A name for a checkpoint that no other writer uses, and one to write it under."""

@@ -16,7 +16,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -53,9 +53,9 @@ class Pieces:
         self._until = math.inf
         self.is_first = world.is_first
 
-    def agree(self, claimed: tuple[str, str] | None) -> tuple[str, str]:
+    def agree(self, claim: Callable[[], tuple[str, str]]) -> tuple[str, str]:
         """The name of the next checkpoint and that of its unfinished folder, of the first rank."""
-        found: tuple[str, str] = self._world.from_first(claimed)
+        found: tuple[str, str] = self._world.by_first(claim)
         return found
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import chain, count
 from typing import Any
 
+from flatout.console import first_line
 from flatout.errors import CheckpointError
 from flatout.recipe import Save
-from flatout.save import Checkpoints, Folder, InUse, LoadedCheckpoint, Pieces, check_shared
+from flatout.save import (
+    Checkpoints,
+    Folder,
+    InUse,
+    LoadedCheckpoint,
+    LostPiece,
+    Pieces,
+    check_shared,
+)
 from flatout.world import LostRank, World
 
 # After an error, how long the first rank waits for the other ranks' parts of a checkpoint.
@@ -107,7 +116,9 @@ class Checkpointing:
         """
         told = (step, weights, state, meta, score)
         if self._in_pieces:
-            name = self.checkpoints.save(*told, [own], ["optimizers"], metadata)
+            self._on_all(self.checkpoints.wait)
+            save = self.checkpoints.save
+            name = self._on_all(lambda: save(*told, [own], ["optimizers"], metadata))
             return f"{self._folder}/{name}"
         by_rank = self._world.gather(own)
         name = self._world.by_first(
@@ -122,8 +133,29 @@ class Checkpointing:
             CheckpointError: on all ranks, it could not be written.
         """
         if self._in_pieces:
-            self.checkpoints.wait()
-        self._world.by_first(self.checkpoints.wait, "the last checkpoint")
+            self._on_all(self.checkpoints.wait)
+        else:
+            self._world.by_first(self.checkpoints.wait, "the last checkpoint")
+
+    def _on_all(self, do: Callable[[], Any]) -> Any:
+        """What `do` gives on this rank; where it raises on one, all raise, that one its error."""
+        found, words = None, None
+        failed: Exception | None = None
+        try:
+            found = do()
+        except LostPiece as error:
+            failed = error
+        except LostRank:
+            raise  # there is none to tell any more
+        except Exception as error:
+            failed, words = error, first_line(error)
+        told = self._world.gather((failed is not None, words), "each rank's part of a checkpoint")
+        if failed is not None:
+            raise failed
+        causes = [f"rank {r}: {why}" for r, (_, why) in enumerate(told) if why is not None]
+        if any(fails for fails, _ in told):
+            raise LostPiece("; ".join(["not every rank could write its part", *causes]))
+        return found
 
     def find(self, resume: bool | str) -> LoadedCheckpoint | None:
         """The checkpoint to go on from; None where there is none.
