@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,11 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
     """
     handles = []
     found: list[DataError] = []
+    names: dict[int, str] = {}
     for name, table, size in adapter_of(model).tables():
+        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):  # read by F.embedding, as any other
+            names[id(table.weight)] = name
+            continue
 
         def look(_: Any, args: Any, kwargs: Any, name: str = name, size: int = size) -> None:
             given = [*args, *kwargs.values()]
@@ -48,7 +52,7 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
 
         handles.append(table.register_forward_pre_hook(look, with_kwargs=True))
     try:
-        with uncompiled(), _Look(model, batch, source):
+        with uncompiled(), _Look(model, names, batch, source):
             yield
     except Exception:
         if found:  # Keras would wrap it into words of its own
@@ -90,12 +94,14 @@ def explain_ids(
 class _Look(TorchFunctionMode):
     """Looks at the ids that functions and operators read tables by."""
 
-    def __init__(self, model: nn.Module, batch: Batch, source: Source | None) -> None:
+    def __init__(
+        self, model: nn.Module, tables: Mapping[int, str], batch: Batch, source: Source | None
+    ) -> None:
         super().__init__()
         self._of = (batch, source)
         held = dict((*model.named_parameters(), *model.named_buffers()))
         own = own_names(model, list(held))
-        self._names = {id(tensor): own[name] for name, tensor in held.items()}
+        self._names = {id(tensor): own[name] for name, tensor in held.items()} | dict(tables)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
