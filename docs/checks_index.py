@@ -24,7 +24,8 @@ What `flatout doctor train.py` looks for: a page for each finding, under its nam
 check sees each rank of your script; one that lacks its signal says so and does not guess.
 
 - **danger**: the job may fail or learn something wrong. It is told whatever it costs.
-- **slow**: it costs time. The bound that the finding names is the most that its cure can return.
+- **slow**: it costs time. The bound that the finding names is the most that its cure can return;
+  with `~` it is an estimate.
 - **note**: good to know. What is slow elsewhere but takes less than 2% of a step here is a note
   too, and left alone.
 

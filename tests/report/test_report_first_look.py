@@ -107,10 +107,15 @@ def test_what_was_taken_out_is_one_line():
     assert "a step would take 161 ms instead of 412 ms" in " ".join(text.split())
 
 
-def test_a_cost_that_is_no_bound_is_shown_as_more_than_that():
-    found = Finding("slow", "w", "d", name="a", cost_ms=3.0, side_effects=True)
+def test_a_cost_that_is_no_bound_is_called_an_estimate():
+    found = Finding("slow", "w", "d", name="a", cost_ms=3.0, is_estimate=True)
     text = shown(Verdict([observation()], {}, None, [found], [], []))
-    assert "\n> 3 ms     w" in text
+    assert "\n~3 ms      w" in text
+    assert "per step (~: an estimate)\n" in text
+    bound = dataclasses.replace(found, is_estimate=False)
+    text = shown(Verdict([observation()], {}, None, [bound], [], []))
+    assert "\n3 ms       w" in text
+    assert "estimate" not in text
 
 
 def test_each_rank_has_its_line():

@@ -45,8 +45,7 @@ class Finding:
             where it registers.
         where: file:line of the user's code.
         cost_ms: the most per step that the cure can give back; None where that is not known.
-        side_effects: the cost slows other parts of the step down too, so that a cure can give back
-            more than `cost_ms`.
+        is_estimate: `cost_ms` is no bound: a cure can give back more.
         parity: of the cure, in the four words; "" where it changes no result.
         recipe: the cure as changes of a Recipe, by dotted name; empty where code must change.
         edits: the cure as changes of the user's code; empty where none can be written down.
@@ -59,7 +58,7 @@ class Finding:
     name: str = ""
     where: str = ""
     cost_ms: float | None = None
-    side_effects: bool = False
+    is_estimate: bool = False
     parity: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
     edits: tuple[Edit, ...] = ()

@@ -96,7 +96,10 @@ class FirstLookReport:
         slow = [finding for finding in self.verdict.findings if finding.kind == "slow"]
         if slow:
             yield Text("")
-            yield Text("COULD BE TRIED; the most that each could return per step", style="bold")
+            words = "COULD BE TRIED; the most that each could return per step"
+            if any(finding.is_estimate and finding.cost_ms is not None for finding in slow):
+                words += " (~: an estimate)"
+            yield Text(words, style="bold")
         for finding in slow:
             place = f"{short(finding.where)} " if finding.where else ""
             do = f"do: {finding.do}" + (f"  [{finding.parity}]" if finding.parity else "")
@@ -246,7 +249,7 @@ def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
 def _bound(finding: Finding) -> str:
     if finding.cost_ms is None:
         return "unknown"
-    return f"{'> ' if finding.side_effects else ''}{rounded(finding.cost_ms, 2)} ms"
+    return f"{'~' if finding.is_estimate else ''}{rounded(finding.cost_ms, 2)} ms"
 
 
 def _added(verdict: Verdict) -> str:

@@ -11,6 +11,7 @@ from flatout.doctor.checks.signals import (
     hot,
     lane,
     loader_ms,
+    making_ms,
     ms,
     share,
     training_loaders,
@@ -38,7 +39,8 @@ def look(seen: Observation) -> Findings:
         if seen.available_mb is None:
             raise NoSignal("how much memory is free was not seen")
         if fits_in_memory(seen, size):
-            yield _found(loader, cost, size, seen.available_mb)
+            most = cost if loader.is_iterable else making_ms(seen, loader)
+            yield _found(loader, most, size, seen.available_mb)
 
 
 def _found(loader: Loader, cost: float, size: float, free: float) -> Finding:

@@ -51,6 +51,7 @@ def look(seen: Observation) -> Findings:
                 "around forward and loss; often only together with channels_last",
                 where=at(model.site),
                 cost_ms=cost,
+                is_estimate=True,  # other kernels run, which may be better in other ways
                 parity="rounding",
                 recipe={"compute.precision": "bf16"},
             )

@@ -51,7 +51,7 @@ def _found(what: str, do: str, where: str, cost: float | None) -> Finding:
         where=where,
         cost_ms=cost,
         # A collection walks over all objects, which empties the caches for the step after it.
-        side_effects=True,
+        is_estimate=True,
         parity="bit-identical",
         recipe={"script.garbage": "scheduled"},
     )

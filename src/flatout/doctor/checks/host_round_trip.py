@@ -25,5 +25,6 @@ def _found(seen: Observation, call: Call, cost: float | None) -> Finding:
         "with torch",
         where=str(call.site),
         cost_ms=cost,
+        is_estimate=True,  # the wait for the GPU on the way here is not in it
         parity="bit-identical",
     )

@@ -11,6 +11,7 @@ from flatout.doctor.checks.signals import (
     hot,
     lane,
     loader_ms,
+    making_ms,
     ms,
     share,
     training_loaders,
@@ -31,7 +32,8 @@ def look(seen: Observation) -> Findings:
         cost = loader_ms(seen, loader, "transform")
         if _share(loader) >= _MUCH and share(seen, cost) >= HUNGRY:
             is_kept = not loader.is_iterable and fits_in_memory(seen, cached_mb(loader))
-            yield _found(loader, cost, is_kept=is_kept)
+            most = making_ms(seen, loader) if is_kept else cost
+            yield _found(loader, most, is_kept=is_kept)
 
 
 def _share(loader: Loader) -> float:

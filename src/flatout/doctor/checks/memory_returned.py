@@ -8,8 +8,8 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _FAULT_MS = 1e-3
-"""A page fault: entering the kernel and clearing 4 KiB take 0.2 to 1 microseconds; the dearer end,
-since this is a bound."""
+"""A page fault: entering the kernel and clearing 4 KiB take 0.2 to 1 microseconds, in some
+virtual machines more."""
 
 
 @check()
@@ -28,6 +28,7 @@ def look(seen: Observation) -> Findings:
         "allocator gives its memory back and asks for it again",
         do="let glibc keep it: flatout run --set memory.allocator=keep script.py",
         cost_ms=cost,
+        is_estimate=True,
         parity="bit-identical",
         recipe={"memory.allocator": "keep"},
     )

@@ -27,6 +27,7 @@ def look(seen: Observation) -> Findings:
         do="with model.no_sync(): around forward and backward of all micro-steps but the last",
         where=at(accumulating[0].backward_site or wrapped[0].site),
         cost_ms=cost,
+        is_estimate=True,  # ranks wait for the slowest one in each sum
         parity="rounding",
         recipe={"script.gradient_sync": "last_backward"},
     )

@@ -55,5 +55,6 @@ def _found(loader: Loader, parts: int, gives_back: float) -> Finding:
         f"{parts}th batch in each keeps the order",
         where=at(hot(loader)),
         cost_ms=gives_back,
+        is_estimate=True,  # what waits for a disk goes on beside the step as well
         parity="bit-identical",
     )

@@ -20,7 +20,9 @@ def look(seen: Observation) -> Findings:
     for model in trained:
         if model.padding_share is None or model.padding_share < _MUCH:
             continue
-        cost = model.padding_share * lane(seen, "forward", "backward")
+        # Attention costs the square of the length, so that half of it costs three quarters.
+        most = model.padding_share * (2 - model.padding_share)
+        cost = most * lane(seen, "forward", "backward")
         if is_worth(seen, cost):
             yield _found(seen, model, model.padding_share, cost)
 

@@ -150,6 +150,13 @@ def loader_ms(seen: Observation, loader: Loader, *parts: str) -> float:
     return min(work / at_once, lane(seen, "input"))
 
 
+def making_ms(seen: Observation, loader: Loader) -> float:
+    """The most per step that keeping whole samples gives back: all of their making, of which no
+    more is left than putting them into batches."""
+    parts = [part for part in loader.lanes_ms if part != "collate"]
+    return loader_ms(seen, loader, *parts)
+
+
 _CACHED = 0.5
 """Of the free memory that a cache may take: the job and the page cache need the rest."""
 

@@ -11,6 +11,7 @@ from flatout.doctor.checks.signals import (
     hot,
     lane,
     loader_ms,
+    making_ms,
     ms,
     share,
     training_loaders,
@@ -41,7 +42,7 @@ def look(seen: Observation) -> Findings:
             do="pack them once: flatout data convert FOLDER packed.tfrecord"
             + (", or keep the samples in memory: they fit" if is_kept else ""),
             where=at(hot(loader)),
-            cost_ms=cost,
+            cost_ms=making_ms(seen, loader) if is_kept else cost,
             parity="bit-identical",
             recipe={"script.cache": "memory"} if is_kept else {},
         )

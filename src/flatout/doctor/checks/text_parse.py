@@ -35,14 +35,15 @@ def look(seen: Observation) -> Findings:
 
 def _found(loader: Loader, parsing: list[tuple[Site, float]], wait: float) -> Finding:
     part = min(1.0, sum(part for _, part in parsing))
+    # The samples of an iterable dataset are kept in the process that trains only.
+    is_kept = not (loader.is_iterable and loader.num_workers)
     return Finding(
         kind="slow",
         what=f"text is parsed in Python, in each epoch again: {part:.0%} of the loader's time, "
         f"{ms(part * wait)} per step",
         do="parse it once, into arrays: flatout data convert, numpy.save, or a Parquet file",
         where=str(parsing[0][0]),
-        cost_ms=part * wait,
+        cost_ms=wait if is_kept else part * wait,
         parity="bit-identical",
-        # The samples of an iterable dataset are kept in the process that trains only.
-        recipe={} if loader.is_iterable and loader.num_workers else {"script.cache": "memory"},
+        recipe={"script.cache": "memory"} if is_kept else {},
     )

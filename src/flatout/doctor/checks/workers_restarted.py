@@ -39,6 +39,7 @@ def _found(loader: Loader, slow: float, cost: float) -> Finding:
         do="DataLoader(..., persistent_workers=True); random augmentation is redrawn",
         where=at(loader.site),
         cost_ms=cost,
+        is_estimate=True,  # the end of the old workers was not timed
         parity=parity_of_workers(loader),
         recipe={"script.persistent_workers": "on"},
     )

@@ -24,10 +24,11 @@ def look(seen: Observation) -> list[Finding]:
     hidden = wait if is_gpu(seen) else wait * (1 - 1 / seen.usable_cpus)
     if share(seen, wait) < HUNGRY or share(seen, hidden) < HUNGRY / 2:
         return []
-    return [_found(loader, wait, hidden, seen.usable_cpus) for loader in alone]
+    return [_found(seen, loader, wait, hidden) for loader in alone]
 
 
-def _found(loader: Loader, wait: float, hidden: float, cpus: int) -> Finding:
+def _found(seen: Observation, loader: Loader, wait: float, hidden: float) -> Finding:
+    cpus = seen.usable_cpus or 1
     workers = max(1, min(_MANY, cpus - 1))
     # Each worker of an IterableDataset would give all of its samples.
     then = (
@@ -45,6 +46,8 @@ def _found(loader: Loader, wait: float, hidden: float, cpus: int) -> Finding:
         do=do,
         where=at(loader.site),
         cost_ms=hidden,
+        # What waits for a disk, or finds a core that the model leaves idle, costs no time on a CPU.
+        is_estimate=not is_gpu(seen),
         parity="redrawn",
         recipe={} if loader.is_iterable else {"input.workers": workers},
     )

@@ -31,6 +31,7 @@ def look(seen: Observation) -> Findings:
             "parameters without a gradient",
             where=str(call.site),
             cost_ms=cost,
+            is_estimate=True,
             parity="bit-identical",
             recipe={"script.zero_grad": "set_to_none"},
         )
