@@ -44,6 +44,8 @@ class History:
         startup_s: from the start of this process to its first step, in seconds; None before it.
         lanes_by_rank: milliseconds per step by lane of each rank, when training has ended.
         classes: names of the classes by number; empty where the data name none.
+        tuning: which settings were measured on which steps, as plain data; None where nothing was
+            to be chosen by measuring.
     """
 
     batch_size: int
@@ -58,6 +60,7 @@ class History:
     startup_s: float | None = None
     lanes_by_rank: list[dict[str, float]] = field(default_factory=list, repr=False)
     classes: list[str] = field(default_factory=list, repr=False)
+    tuning: dict[str, Any] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"<History: {self.summary()}>"
@@ -144,6 +147,7 @@ class History:
                 "values": recipe.request().named(),
                 "reasons": {change.field: change.reason for change in recipe.changes()},
             },
+            "tuning": self.tuning,
             "lr_scale": self.lr_scale and self.lr_scale.as_dict(),
             "notes": list(self.notes),
             "stop_reason": self.stop_reason,
