@@ -10,10 +10,14 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+import flatout
+from flatout.errors import FlatoutError
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(
@@ -136,6 +140,25 @@ def test_every_opened_fence_is_a_block_that_the_tests_see():
     for page in [*PAGES, README, *LONG_PAGES]:
         opened = re.findall(r"^ *```\w+.*$", page.read_text(), re.MULTILINE)
         assert len(opened) == len(blocks(page)), page
+
+
+NAME = re.compile(r"(?<![\w./-])flatout(?:\.\w+)+")
+NO_NAMES = ("flatout.toml", "flatout.doctor.toml", "flatout.readthedocs.io", "flatout.signature")
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.rglob("*.md"))], ids=lambda p: p.stem)
+def test_every_name_that_a_page_uses_is_there(page):
+    for name in set(NAME.findall(page.read_text())) - set(NO_NAMES):
+        found = flatout
+        path = "flatout"
+        for part in name.split(".")[1:]:
+            path += f".{part}"
+            try:
+                found = getattr(found, part)
+            except AttributeError:
+                found = import_module(path)
+            except FlatoutError:  # it is there, and wants another package
+                break
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 import textwrap
 import types
@@ -242,6 +243,78 @@ def test_several_inputs_in_a_list_and_tuples_of_outputs():
     here = quiet(ours, allow="exact").fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
     assert_same_history(here.history, there.history)
     assert [part.shape for part in quiet(ours).predict(x)] == [(48, 1), (48, 2)]
+
+
+def test_classes_that_are_named_nowhere_or_are_in_no_data_weigh_as_in_keras():
+    x, y = points(classes=2)  # class 2 of the network is in no data
+    for weights in ({0: 4.0}, {1: 0.5, 2: 9.0}, {np.int64(1): 3.0}, {}):
+        theirs, ours = twins(lambda: compiled(weighted_metrics=["accuracy"]))
+        there = theirs.fit(x, y, shuffle=False, verbose=0, class_weight=weights)
+        here = quiet(ours, allow="exact").fit(x, y, shuffle=False, verbose=0, class_weight=weights)
+        assert_same_history(here.history, there.history)
+
+
+@pytest.mark.parametrize("kind", ["Arrays", "arrays"])
+def test_class_weight_holds_for_our_own_sources(kind):
+    x, y = points()
+    weights = {0: 5.0, 2: 0.1}
+    theirs, ours = twins(lambda: compiled(weighted_metrics=["accuracy"]))
+    there = theirs.fit(x, y, batch_size=32, shuffle=False, verbose=0, class_weight=weights)
+    source = getattr(flatout.data, kind)(x, y)
+    data = {"batch_size": 32, "shuffle": False} if kind == "Arrays" else {}
+    source = source.batch(32) if kind == "arrays" else source
+    here = quiet(ours, allow="exact").fit(source, verbose=0, class_weight=weights, **data)
+    assert_same_history(here.history, there.history)
+    with pytest.raises(DataError, match="which holds its own"):
+        quiet(ours).fit(source, verbose=0, sample_weight=np.ones(96))
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [([1.0, 2.0], "found a list"), ({"0": 2.0}, "found {'0': 2.0}"), ({0.5: 1.0}, "found {0.5")],
+)
+def test_class_weights_that_are_none(weights, words):
+    x, y = points()
+    with pytest.raises(ModelError, match="class_weight maps class numbers to weights") as caught:
+        quiet(compiled()).fit(x, y, class_weight=weights)
+    assert words in caught.value.what
+
+
+def test_class_weight_of_several_outputs_is_refused():
+    inputs = layers.Input((5,))
+    model = keras.Model(inputs, [layers.Dense(1)(inputs), layers.Dense(1)(inputs)])
+    model.compile("sgd", "mse")
+    x, y = points()
+    with pytest.raises(ModelError, match="class_weight needs a model of a single output"):
+        quiet(model).fit(x, [y, y], class_weight={0: 2.0})
+
+
+def test_a_pydataset_comes_in_another_order_in_each_epoch():
+    class Numbered(Batches):
+        def __init__(self, *arrays):
+            super().__init__(*arrays)
+            self.asked = []
+
+        def __getitem__(self, index):
+            self.asked.append(index)
+            return super().__getitem__(index)
+
+    batches = Numbered(*points(count=320))
+    quiet(compiled(), allow="exact").fit(batches, epochs=3, verbose=0)
+    size = len(batches)
+    epochs = [batches.asked[len(batches.asked) - (n + 1) * size :][:size] for n in range(3)]
+    assert all(sorted(order) == list(range(size)) for order in epochs)
+    assert len({tuple(order) for order in epochs}) == 3
+
+
+def test_reading_a_pydataset_in_its_order_draws_nothing():
+    # So a thread may read it ahead.
+    source = flatout.data.as_keras_source(Batches(*points()))
+    before = torch.get_rng_state(), random.getstate()
+    assert len(source.peek(2)) == 2
+    assert len(list(source.batches(0))) == len(list(source.batches(1))) == source.steps
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
 
 
 def test_sample_weight_class_weight_and_validation_split():

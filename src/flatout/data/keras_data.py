@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -43,7 +43,7 @@ def as_keras_source(
         batch_size: samples per batch of arrays; 32 by default.
         shuffle: a new order each epoch.
         seed: of the orders of arrays.
-        class_weight: weight of each class number.
+        class_weight: weight of each class number; a Pipeline and Arrays are left as they are.
         steps: batches that make an epoch, where the data do not say.
         workers: "thread" reads a PyDataset, generator or loader ahead of need; "auto" where that is
             measured faster.
@@ -54,6 +54,11 @@ def as_keras_source(
     if x is None:
         raise DataError("x is None: expected inputs", do="pass arrays, or an iterable of batches")
     if isinstance(x, (Arrays, Pipeline)):
+        if y is not None or sample_weight is not None:
+            raise DataError(
+                f"y or sample_weight is given beside {type(x).__name__}, which holds its own",
+                do="put them into it: flatout.data.arrays(x, y, weight)",
+            )
         return as_source(x, batch_size=batch_size, shuffle=shuffle, seed=seed, clip_batch=True)
     if steps is not None or not are_arrays(x):
         return _by_keras(x, y, sample_weight, batch_size, shuffle, class_weight, steps, workers)
@@ -120,9 +125,13 @@ def _by_keras(
     workers: Workers | Literal["auto"],
 ) -> Source:
     from keras.src.backend.torch.trainer import TorchEpochIterator
+    from keras.src.trainers.epoch_iterator import EpochIterator
+    from keras.utils import PyDataset
 
+    # A torch DataLoader over a PyDataset makes no batch faster, and draws from torch's generator.
+    kind = EpochIterator if isinstance(x, PyDataset) else TorchEpochIterator
     try:
-        iterator = TorchEpochIterator(
+        iterator = kind(
             x=x,
             y=y,
             sample_weight=sample_weight,
@@ -133,7 +142,7 @@ def _by_keras(
         )
     except (ValueError, TypeError) as error:
         raise DataError(f"Keras does not take this as data: {error}") from error
-    batches = _KerasBatches(iterator)
+    batches = _KerasBatches(iterator, draws_order=shuffle and not isinstance(x, Iterator))
     return IterableSource(
         batches.begin,
         name=f"batches of a {type(x).__name__}, read by Keras",
@@ -154,11 +163,18 @@ def _has_readers(x: Any) -> bool:
 
 
 class _KerasBatches:
-    """Epochs of Keras' own iterator, which can be looked into without losing a batch."""
+    """Epochs of Keras' own iterator, which can be looked into without losing a batch.
 
-    def __init__(self, iterator: Any) -> None:
+    Args:
+        iterator: Keras'.
+        draws_order: whether each epoch begins with drawing its order. What was looked into is then
+            begun again, by the random state of the epoch.
+    """
+
+    def __init__(self, iterator: Any, *, draws_order: bool) -> None:
         self._iterator = iterator
-        self._running: Iterator[Any] | None = None
+        self._draws_order = draws_order
+        self._running: Generator[Any, None, None] | None = None
         self._held: list[Any] = []
 
     def peek(self, count: int) -> list[Any]:
@@ -172,12 +188,16 @@ class _KerasBatches:
         return self._held[:count]
 
     def begin(self, epoch: int) -> Iterator[Any]:
+        if self._draws_order and self._running is not None:
+            self._running.close()
+            self._iterator.reset()
+            self._running, self._held = None, []
         running = self._epoch() if self._running is None else self._running
         held, self._running, self._held = self._held, None, []
         yield from held
         yield from running
 
-    def _epoch(self) -> Iterator[Any]:
+    def _epoch(self) -> Generator[Any, None, None]:
         from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
         for _, _, data in self._iterator:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.data import Source, as_keras_source, split_validation
+from flatout.data import Arrays, Pipeline, Source, as_keras_source, split_validation
 from flatout.errors import ModelError
 from flatout.models import (
     KerasJob,
@@ -85,6 +86,7 @@ class CompiledObjective(Objective):
         self._warm_start: str | Path | None = None
         self._callbacks: Any = None
         self._slow_metrics: Any = None
+        self._class_weight: dict[int, float] | None = None
 
     def start_warm(self, source: str | Path, say: Callable[[str], None]) -> Signature | None:
         """With the first batch, which builds the optimizer."""
@@ -94,15 +96,18 @@ class CompiledObjective(Objective):
     def to_fit(self, data: FitData, loop: Loop, *, drop_last: bool) -> tuple[Source, Source | None]:
         """What is trained on, and what is validated on, as `model.fit` takes it."""
         x, y, sample_weight, held_out = data.x, data.y, data.sample_weight, data.validation_data
+        weights = _class_weights(data.class_weight, self.model, y)
         if data.validation_split and held_out is None:
             (x, y, sample_weight), held_out = split_validation(
                 x, y, sample_weight, data.validation_split
             )
         source = as_keras_source(
             x, y, sample_weight, batch_size=data.batch_size, shuffle=data.shuffle, seed=loop.seed,
-            class_weight=data.class_weight, steps=data.steps_per_epoch,
+            class_weight=weights, steps=data.steps_per_epoch,
             workers=loop.requested.input.workers,
         )  # fmt: skip
+        # Keras' adapters and arrays bring the weights of their samples.
+        self._class_weight = weights if isinstance(x, (Arrays, Pipeline)) else None
         if held_out is None:
             return source, None
         parts = held_out if isinstance(held_out, tuple) else (held_out,)
@@ -174,6 +179,7 @@ class CompiledObjective(Objective):
             slow_metrics=self._slow_metrics,
             # Evaluation is the same code on all ranks; of training, the steps are.
             together=lambda: loop.together if training else loop.world,
+            class_weight=self._class_weight if training else None,
         )
 
     def facts(self) -> Facts:
@@ -251,6 +257,33 @@ class CompiledObjective(Objective):
     def as_given(self, outputs: Any) -> Any:
         """Predictions as numpy arrays."""
         return _as_numpy(outputs)
+
+
+def _class_weights(given: Any, model: Any, y: Any) -> dict[int, float] | None:
+    """The weights of classes as Keras takes them; None without any.
+
+    Raises:
+        ModelError: they are none, or the model has several outputs.
+    """
+    if given is None or (isinstance(given, Mapping) and not given):
+        return None
+    if not isinstance(given, Mapping) or not all(map(_is_class, given)):
+        found = f"{given!r}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+        raise ModelError(
+            f"class_weight maps class numbers to weights, found {found}",
+            do="write class_weight={0: 1.0, 1: 5.0}; of a list: dict(enumerate(weights))",
+        )
+    several = isinstance(y, dict) or (isinstance(y, (list, tuple)) and len(y) > 1)
+    if several or len(getattr(model, "outputs", None) or [0]) > 1:
+        raise ModelError(
+            "class_weight needs a model of a single output, as in Keras",
+            do="give sample_weight, in the structure of the targets",
+        )
+    return {int(number): float(weight) for number, weight in given.items()}
+
+
+def _is_class(number: Any) -> bool:
+    return isinstance(number, numbers.Real) and float(number).is_integer()
 
 
 def _as_numpy(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,6 +33,7 @@ class KerasJob:
         training: whether layers behave as in training.
         slow_metrics: times the metrics in training, and feeds those that are slow less often.
         together: the ranks that compute their parts of a batch at this moment.
+        class_weight: weight of each class number, for batches that do not bring it.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class KerasJob:
         training: bool,
         slow_metrics: SlowMetrics | None = None,
         together: Callable[[], World] = lambda: ONE,
+        class_weight: Mapping[int, float] | None = None,
     ) -> None:
+        self._class_weight = class_weight
         self._model = model
         self._slow = slow_metrics
         self._together = together
@@ -69,6 +72,8 @@ class KerasJob:
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, _Given]:
         """The batch's loss, and what metrics take."""
         model = self._model
+        if self._class_weight is not None:
+            batch = _weighed(batch, self._class_weight)
         with training_step() if self._training else nullcontext():
             y_pred = in_full_precision(call(model, batch.inputs, training=self._training))
         if batch.samples:
@@ -179,6 +184,19 @@ def compiled_metrics(model: Any) -> list[Any]:
 def build(model: Any, batch: Batch) -> None:
     """Build what of model, loss, metrics and optimizer waits for a first batch."""
     model._symbolic_build(data_batch=(batch.inputs, *targets_of(batch)))
+
+
+def _weighed(batch: Batch, class_weight: Mapping[int, float]) -> Batch:
+    """The batch with each sample's weight times its class's, as Keras finds the class."""
+    y = batch.targets
+    assert isinstance(y, torch.Tensor)
+    if y.dim() > 1:
+        y = y.squeeze(-1) if y.shape[-1] == 1 else y.argmax(-1)
+    classes = y.round().long() if y.is_floating_point() else y
+    weight = torch.ones(len(classes), dtype=torch.float32, device=classes.device)
+    for number, of_class in class_weight.items():
+        weight[classes == int(number)] = of_class
+    return batch._replace(weight=weight if batch.weight is None else batch.weight * weight)
 
 
 def targets_of(batch: Batch) -> tuple[Any, Any]:
