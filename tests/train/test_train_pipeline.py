@@ -6,8 +6,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import flatout
+from flatout.data import iterable
 from flatout.errors import DataError
 from flatout.recipe import Compute, Process, Recipe
+from flatout.train.waiting import waiting_words
 
 PLAIN = Recipe(
     compute=Compute(
@@ -124,6 +126,14 @@ def test_training_that_waits_for_its_input_hears_so_once_and_what_would_help(cap
         assert history.notes[-1] == told
     trainer().fit(DataLoader(Slow(), 16), epochs=1)
     assert capsys.readouterr().err.count("input held the training back") == 1
+
+
+def test_advice_knows_that_a_thread_reads_ahead():
+    source = iterable(lambda: iter([(torch.zeros(4, 4), torch.zeros(4).long())]))
+    lanes = {"input": 50.0, "forward": 50.0}
+    assert "batches are made when asked for" in waiting_words(source, lanes, 100, 4)
+    source.reader.settled = "thread"
+    assert "one thread makes batches ahead" in waiting_words(source, lanes, 100, 4)
 
 
 def _mean_of_squares(output, target):

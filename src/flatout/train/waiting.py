@@ -75,8 +75,10 @@ def _advice(source: Any) -> str:
             "input.workers, makes them faster"
         )
     if isinstance(source, IterableSource):
+        is_ahead = source.reader is not None and source.reader.settled == "thread"
+        how = "one thread makes batches ahead" if is_ahead else "batches are made when asked for"
         return (
-            "batches are made as they are asked for: a DataLoader with (more) workers, or "
-            "flatout.data, makes them ahead"
+            f"{how}: a DataLoader with (more) workers, workers= of a PyDataset, or flatout.data "
+            "makes more of them at once"
         )
     return ""
