@@ -22,7 +22,7 @@ HEAD = """\
 
 <!-- Made by docs/measurements.py from bench/results/. -->
 
-Each figure comes from a program that you can run yourself. Peers run in processes of their own,
+Each figure comes from a program that you can run yourself. Peers run in their own processes,
 several restarts of each, in turn. Ratios are medians with a bootstrap interval over restarts. A/A
 is the same job against itself: what noise makes of 1, or of 0.
 

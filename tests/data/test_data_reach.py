@@ -81,7 +81,7 @@ def test_what_belongs_to_a_thread_is_found():
 )
 def test_own_generators_are_found(held):
     for thing in through(held):
-        assert "of its own" in own_generator(thing)
+        assert "its own" in own_generator(thing)
 
 
 def test_global_names_of_the_code_are_found():

@@ -139,7 +139,7 @@ class OfDatabase(Slow):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(OwnGenerator, "Generator of its own"), (Tracked, "Linear"), (OfDatabase, "Connection")],
+    [(OwnGenerator, "its own Generator"), (Tracked, "Linear"), (OfDatabase, "Connection")],
 )
 def test_what_depends_on_when_it_is_asked_is_read_as_written(kind, words):
     source, plain = tuned(kind()), kind()

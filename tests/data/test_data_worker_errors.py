@@ -1,4 +1,4 @@
-"""Loader workers that find no room in /dev/shm: for real, in a mount namespace of their own."""
+"""Loader workers that find no room in /dev/shm: for real, in their own mount namespace."""
 
 import subprocess
 import sys

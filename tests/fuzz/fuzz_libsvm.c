@@ -68,7 +68,7 @@ static void *memory(int64_t count, size_t size, int contents)
     return made;
 }
 
-/* Run `job` into memory of its own. */
+/* Run `job` into its own memory. */
 static void run(Libsvm *job, ReadChunk *read, int contents, int has_qid)
 {
     job->status = memory(job->rows, 1, contents);

@@ -1,4 +1,4 @@
-"""Small jobs of each framework, run in a process of their own where they change global state."""
+"""Small jobs of each framework, run in their own process where they change global state."""
 
 import time
 

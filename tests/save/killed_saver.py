@@ -4,7 +4,7 @@
     python killed_saver.py instants FOLDER             kill -9 before each file operation
 
 Half of the savers save asynchronously.
-One process imports torch and forks the savers, which have one thread of their own at most, so that
+One process imports torch and forks the savers, which have one further thread at most, so that
 a kill costs milliseconds. Prints one JSON object; every failed expectation is an exception.
 """
 

@@ -177,7 +177,7 @@ class ObjectFile(AbstractBufferedFile):  # type: ignore[misc]
 
 
 class StoreError(Exception):
-    """Stores raise types of their own."""
+    """Stores raise their own types."""
 
 
 class ObjectStore(AbstractFileSystem):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Weights in files of their own: the name's ending decides the format."""
+"""Weights in their own files: the name's ending decides the format."""
 
 import subprocess
 import sys

@@ -29,7 +29,7 @@ class Centerd(layers.BatchNormalization):
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (Centerd(name="mine"), r"mine \(Centerd\) is a BatchNormalization with code of its own"),
+        (Centerd(name="mine"), r"mine \(Centerd\) is a BatchNormalization with its own code"),
         (layers.LSTM(2, stateful=True, name="kept"), r"kept \(LSTM\) is stateful"),
     ],
 )

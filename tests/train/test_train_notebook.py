@@ -1,4 +1,4 @@
-"""`Trainer(model, devices=2)`: in a notebook on ranks of its own, in a script an error."""
+"""`Trainer(model, devices=2)`: in a notebook on its own ranks, in a script an error."""
 
 import os
 import queue
@@ -301,7 +301,7 @@ def test_keras_models_without_compile_train_there_too(tmp_path):
 
 def test_in_a_script_the_command_is_named(monkeypatch):
     monkeypatch.delattr(sys, "ps1", raising=False)
-    pytest.importorskip("ipykernel")  # which a script may import for reasons of its own
+    pytest.importorskip("ipykernel")  # which a script may import for its own reasons
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
     with pytest.raises(WorldError, match=r"flatout run --devices 2 train\.py --lr 0\.1"):
         flatout.Trainer(nn.Linear(3, 2), devices=2)

@@ -250,7 +250,7 @@ def test_data_that_are_no_arrays_are_told_what_to_do():
         trainer(network()).fit(loader, sample_weight=torch.ones(150))
     with pytest.raises(DataError, match="validation_split needs arrays"):
         trainer(network()).fit(loader, validation_split=0.2)
-    with pytest.raises(DataError, match="beside data that have weights of their own"):
+    with pytest.raises(DataError, match="beside data that have their own weights"):
         trainer(network()).fit((X, Y, torch.ones(150)), sample_weight=torch.ones(150))
     with pytest.raises(ModelError, match="weights of samples or classes were given, but the loss"):
         trainer(network(), loss=own).fit(X, Y, class_weight=CLASS_WEIGHT)

@@ -1,4 +1,4 @@
-"""Ranks that have samples of their own train one model, and count every sample once."""
+"""Ranks that have their own samples train one model, and count every sample once."""
 
 import pytest
 import torch
@@ -80,6 +80,6 @@ def test_ranks_with_rows_of_their_own(tmp_path):
             torch.testing.assert_close(found[name], alone, rtol=1e-4, atol=2e-6)
         assert found["steps"] == 5  # 47 samples of both in batches of 10
         assert found["several steps"]["history"][-1]["accuracy"] > 0
-        assert "samples of their own have no common order" in found["predict"]
+        assert "their own samples have no common order" in found["predict"]
         assert "the pipeline is the part of rank 0 of 3" in found["another part"]
         assert "ranks 0 and 1 number classes or texts differently" in found["other classes"]

@@ -1,4 +1,4 @@
-"""The watches of several ranks, on a store of their own."""
+"""The watches of several ranks, on one store."""
 
 import json
 import time

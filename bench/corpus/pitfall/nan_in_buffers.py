@@ -1,4 +1,4 @@
-"""Prices in four markets, each with a head of its own; one market is rare."""
+"""Prices in four markets, each with its own head; one market is rare."""
 
 import argparse
 

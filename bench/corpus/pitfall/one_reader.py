@@ -28,7 +28,7 @@ def record(folder):
 
 
 class Windows(IterableDataset):
-    """Each worker reads files of its own."""
+    """Each worker reads its own files."""
 
     def __init__(self, files):
         self.files = files

@@ -201,7 +201,7 @@ def _seconds(text: str) -> float:
 def _check_machine(as_json: bool) -> None:
     from flatout.devices import rows
     from flatout.devices.inventory import inventory
-    from flatout.doctor import CHECKS, Facts, check_machine
+    from flatout.doctor import MACHINE_CHECKS, Facts, check_machine
 
     machine = inventory()
     found = check_machine(Facts(machine))
@@ -228,5 +228,5 @@ def _check_machine(as_json: bool) -> None:
         console.print(Text.assemble((finding.kind.upper(), style), f"  {finding.what}"))
         console.print(Padding(f"do: {finding.do}", (0, 0, 0, 2)))
     console.print()
-    passed = len(CHECKS) - len(found)
-    console.print(f"{passed} of {len(CHECKS)} checks found nothing")
+    passed = len(MACHINE_CHECKS) - len(found)
+    console.print(f"{passed} of {len(MACHINE_CHECKS)} checks found nothing")

@@ -269,7 +269,7 @@ def _start(
 ) -> None:
     """Becomes the script: the same process, so signals, exit code and terminal are its own.
 
-    Several ranks are processes of their own, started and watched by this one.
+    Several ranks are separate processes, started and watched by this one.
     """
     if dry_run:
         added = [f"{name}={value}" for name, value in variables.items()]

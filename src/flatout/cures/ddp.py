@@ -42,7 +42,7 @@ class Search:
     def _meet(self, module: Any) -> None:
         is_own = module.static_graph or module.gradient_as_bucket_view
         if is_own or module._use_python_reducer or getattr(module, "device_mesh", None) is not None:
-            leave(SEARCH, "the gradients lie in a form of their own")
+            leave(SEARCH, "the gradients lie in their own form")
             return
         self._watched[module] = _Used(module)
 

@@ -35,7 +35,7 @@ def drop_gradients(torch: Any, steps: Steps) -> None:
                 return
             filled = [p for p in _parameters(self) if p.grad is not None]
             if any(p.grad.layout is not torch.strided or p.grad.grad_fn for p in filled):
-                leave(FIELD, "gradients are sparse, or have a graph of their own")
+                leave(FIELD, "gradients are sparse, or have their own graph")
                 original(self, set_to_none)
                 return
             dropped.extend(filled)

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
         indices: number of each sample in the data, int64 of shape (size,) on the CPU; None where
             the source does not know it.
         size: how many samples.
-        copies: how many ranks have this very batch; 1 where each has samples of its own.
+        copies: how many ranks have this very batch; 1 where each has its own samples.
         is_copy: of such a batch, whether another rank's counts.
         start: where among the samples of all ranks the first of these stands.
         whole: how many samples all ranks have together; 0 where that is not known.

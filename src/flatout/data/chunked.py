@@ -74,7 +74,7 @@ class ChunkedRows(Rows):
         return found
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """These rows, in this order, in memory of their own."""
+        """These rows, in this order, in their own memory."""
         if len(numbers) == 0:
             return take(self._chunk(0, buffers), numbers)
         columns: dict[str, Values] = {}

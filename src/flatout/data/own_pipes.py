@@ -1,4 +1,4 @@
-"""Pipes on several ranks: each reads one of its own, and all end an epoch at the same step."""
+"""Pipes on several ranks: each reads its own, and all end an epoch at the same step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def own_pipe(
     found = gather({"places": places, "rows": known})
     _check_apart([one["places"] for one in found])
     steps = shard.steps or _steps([one["rows"] for one in found], pipeline.batch_size, turns)
-    stages = [stage for stage in pipeline.stages if not isinstance(stage, Shard)]
+    stages = [stage for stage in pipeline.stages if stage is not pipeline.sharded]
     own = pipeline.with_stages((*stages, replace(shard, presharded=True, steps=steps)))
     # What was looked at in advance is gone from the pipe: only the same object still has it.
     own.of_rank = pipeline.of_rank = own

@@ -204,7 +204,7 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether each rank has rows of its own, rather than parts of the same batches."""
+        """Whether each rank has its own rows, rather than parts of the same batches."""
         return self.sharded is not None and self.sharded.has_own_rows
 
     def agreed(self, gather: Callable[[int], list[int]]) -> Pipeline:

@@ -56,7 +56,7 @@ def seal(paths: Paths, *, format: str | None = None) -> list[Sealed]:
     if kind not in KINDS:
         raise DataError(
             f"files of {kind} are not compared with seals; {', '.join(KINDS)} are",
-            do="rows and Parquet hold checksums of their own",
+            do="rows and Parquet hold their own checksums",
         )
     files = find(paths, unpack=False)
     for file, unpacked in zip(files, find(paths), strict=True):

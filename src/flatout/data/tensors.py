@@ -78,7 +78,7 @@ def parts_of(value: Any, where: str | None = None) -> tuple[Any, Any, Any]:
         raise DataError(
             f"expected x, (x, y) or (x, y, weight), found {len(value)} parts",
             where=where,
-            do="put several inputs into a tuple of their own: ((a, b), y)",
+            do="put several inputs into one tuple: ((a, b), y)",
         )
     inputs, targets, weight = (*value, None, None)[:3]
     return inputs, targets, weight

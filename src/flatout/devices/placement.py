@@ -147,7 +147,7 @@ class Placement:
 
     Args:
         device: the device that was asked for; inputs belong there, and outputs come back there.
-        modules: an entry for each module with parameters or buffers of its own, in model order.
+        modules: an entry for each module with its own parameters or buffers, in model order.
     """
 
     device: torch.device
@@ -275,7 +275,7 @@ def _refuse_meta(model: nn.Module, target: torch.device) -> None:
 def _homes(
     model: nn.Module, target: torch.device, strict: bool
 ) -> dict[nn.Module, tuple[torch.device, str]]:
-    """Decides the device of each module with tensors of its own, with the reason."""
+    """Decides the device of each module with its own tensors, with the reason."""
     homes: dict[nn.Module, tuple[torch.device, str]] = {}
 
     def visit(module: nn.Module, pinned: torch.device | None, why: str) -> None:

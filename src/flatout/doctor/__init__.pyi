@@ -12,7 +12,7 @@ from flatout.doctor.kept import KINDS as KINDS
 from flatout.doctor.kept import Kept as Kept
 from flatout.doctor.kept import not_marked as not_marked
 from flatout.doctor.kept import remove as remove
-from flatout.doctor.machine import CHECKS as CHECKS
+from flatout.doctor.machine import MACHINE_CHECKS as MACHINE_CHECKS
 from flatout.doctor.machine import Facts as Facts
 from flatout.doctor.machine import check_machine as check_machine
 from flatout.doctor.prescription import Outcome as Outcome

@@ -70,18 +70,18 @@ class Facts:
 
 
 _Look: TypeAlias = Callable[[Facts], Finding | None]
-CHECKS: dict[str, _Look] = {}
+MACHINE_CHECKS: dict[str, _Look] = {}
 
 
 def _check(name: str) -> Callable[[_Look], _Look]:
     """Registers a check; its finding has this name."""
-    return lambda look: CHECKS.setdefault(name, look)
+    return lambda look: MACHINE_CHECKS.setdefault(name, look)
 
 
 def check_machine(facts: Facts | None = None) -> list[Finding]:
     """Everything that was found here, dangers first."""
     known = Facts(inventory()) if facts is None else facts
-    looked = ((name, look(known)) for name, look in CHECKS.items())
+    looked = ((name, look(known)) for name, look in MACHINE_CHECKS.items())
     found = [replace(each, name=each.name or name) for name, each in looked if each is not None]
     return sorted(found, key=lambda finding: ("danger", "slow", "note").index(finding.kind))
 

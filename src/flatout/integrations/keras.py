@@ -141,7 +141,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         self._seen.within = "evaluation"
 
     def on_test_end(self, logs: Any = None) -> None:
-        """It has ended."""
+        """Record the end of a validation."""
         self._seen.was("evaluation")
         self._seen.within = None
 

@@ -167,5 +167,5 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
         self._enter("evaluation", "evaluation")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """It has ended."""
+        """Record the end of a validation."""
         self._leave("evaluation")

@@ -95,7 +95,7 @@ class Clock:
 
     @property
     def spent(self) -> list[int]:
-        """Nanoseconds by lane, in a list of their own. It can be set."""
+        """Nanoseconds by lane, in their own list. It can be set."""
         return self._spent[:]
 
     @spent.setter

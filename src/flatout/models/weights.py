@@ -23,7 +23,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def own_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Each name of a parameter, buffer or module of `model`, without the levels of wrappers.
 
-    Where two names would become equal, because a wrapper has state of its own, all stay as they
+    Where two names would become equal, because a wrapper has its own state, all stay as they
     are.
     """
     levels = _wrapped(model)

@@ -1,6 +1,6 @@
 """What observing adds to a step, counted directly.
 
-The hooks themselves are timed, on a Watch of their own and around functions that do nothing, and
+The hooks themselves are timed, on their own Watch and around functions that do nothing, and
 multiplied by how often each of them ran. Between two calls lies a small training step: there a
 hook finds the processor's caches full of other things, and takes several times as long as in a
 tight loop. That step is timed with the hook, since it finds in the caches what the hook has left

@@ -126,5 +126,5 @@ def acts_in_training(module: Any) -> bool:
 
 
 def is_leaf(module: Any) -> bool:
-    """Whether it has weights of its own and no modules."""
+    """Whether it has its own weights and no modules."""
     return bool(module._parameters) and not module._modules

@@ -39,7 +39,7 @@ class Cells:
             self._observer.watch.lanes.resume()
 
     def end(self, *, failed: bool = False) -> None:
-        """It has ended."""
+        """Record the end of the run."""
         if self._began is not None:
             self._seconds += time.monotonic() - self._began
             self._began = None

@@ -228,7 +228,7 @@ class Observer:
         self._ablations.begin(self._observed)
 
     def finish(self, ended: str, error: str = "") -> None:
-        """Writes the last state: how the script ended, and with which error of its own."""
+        """Writes the last state: how the script ended, and its error."""
         if os.getpid() != self._pid or self._is_finished:
             return
         self._is_finished = True

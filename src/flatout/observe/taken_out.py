@@ -126,7 +126,7 @@ def _tensors(part: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _around(part: Any) -> Any:
-    """The same tensors in containers of their own, from which a step may take them."""
+    """The same tensors in their own containers, from which a step may take them."""
     if type(part) is dict:
         return {key: _around(value) for key, value in part.items()}
     if type(part) in (list, tuple):

@@ -14,7 +14,7 @@ from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMIZER
 from flatout.observe.round_trips import RoundTrips
 from flatout.observe.watch import Watch
 
-# Optimizers and loaders read numbers of their own.
+# Optimizers and loaders read their own numbers.
 _OTHERS = (OPTIMIZER, INPUT)
 # What each method is told as.
 _SYNCS = {

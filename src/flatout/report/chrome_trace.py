@@ -87,7 +87,7 @@ def trace_timelines(
     notes = [
         "Lanes were recorded in each step. The time of a garbage collection lies in the lane that "
         "it interrupted.",
-        "Ranks of different machines have clocks of their own.",
+        "Ranks of different machines have their own clocks.",
     ]
     return _file(events, notes, most_steps=most_steps)
 

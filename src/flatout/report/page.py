@@ -61,7 +61,7 @@ def page(verdict: Mapping[str, Any]) -> str:
             1, `where`), `passed` (names of checks), `unknown` ([name, reason] of checks without
             their signal), `trials` (dicts with `name`, `ratio` [low, mid, high] of time
             before / time after, and if known `floor`, `parity`, `loss`, `verdict`), `floor` (of all
-            trials that have none of their own: 0.01 is 1%), `before_s` and `after_s` (seconds of
+            trials without one: 0.01 is 1%), `before_s` and `after_s` (seconds of
             the user's whole run); or in place of the last four `prescription`
             (`Prescription.as_dict()`); and `verified` (`Verified.as_dict()`).
 

@@ -99,7 +99,7 @@ class KerasFile:
         """The real model, built by Keras with the file's weights.
 
         Raises:
-            CheckpointError: Keras cannot build it, such as where it has classes of its own.
+            CheckpointError: Keras cannot build it, such as where it has its own classes.
         """
         keras = _keras()
         if self._inner is None:
@@ -125,7 +125,7 @@ class KerasFile:
                 raise CheckpointError(
                     f"Keras cannot build the model: {first_line(error)}",
                     where=self.where,
-                    do="if it has classes of its own, load it in the script that defines them, "
+                    do="if it has its own classes, load it in the script that defines them, "
                     "and save it from there",
                 ) from error
 

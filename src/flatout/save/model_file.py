@@ -161,7 +161,7 @@ def encode(
 
 
 def decode(data: bytes, where: str) -> dict[str, Tensor]:
-    """The tensors in the bytes of a safetensors file, each in memory of its own, sorted by name."""
+    """The tensors in the bytes of a safetensors file, each in its own memory, sorted by name."""
     try:
         tensors = safetensors.torch.load(data)
     except (SafetensorError, KeyError, AssertionError, RuntimeError, ValueError) as error:

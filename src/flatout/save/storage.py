@@ -232,7 +232,7 @@ class Folder:
         except Exception as error:
             if self.renames:
                 raise
-            # Stores raise types of their own.
+            # Stores raise their own types.
             raise self._error(verb, name, needed, error) from error
 
     def _error(self, verb: str, name: str, needed: int | None, error: Exception) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""The weights of a torch model in a file of their own: the name's ending decides the format."""
+"""The weights of a torch model in their own file: the name's ending decides the format."""
 
 from __future__ import annotations
 

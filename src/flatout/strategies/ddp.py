@@ -6,7 +6,7 @@ Experiences on Accelerating Data Parallel Training", 2020). The losses' sums and
 behind the last bucket's gradients, so that the division by the weight comes after, exactly as on
 one rank, without its own collective. With them goes which parameters any rank has used, and
 whether any rank wants to stop. Where gradients are compressed, or have few digits, these numbers
-are added up exactly in a small bucket of their own. Sparse gradients are no part of a bucket, and
+are added up exactly in their own small bucket. Sparse gradients are no part of a bucket, and
 follow when backward is done (sparse.py).
 """
 
@@ -107,7 +107,7 @@ class Ddp:
         parameters: what the optimizer trains, in the same order on every rank.
         reduction: how gradients are added up.
         sparse: those whose gradients have only some of their rows.
-        turn: which of the job's optimizers these are, from 1: each has buckets of its own.
+        turn: which of the job's optimizers these are, from 1: each has its own buckets.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Ddp:
         self._device = trained[0].device
         groups = _groups(self.parameters)
         count = 3 + len(self.parameters)
-        # In the last bucket the numbers cost no collective of their own.
+        # In the last bucket the numbers cost no further collective.
         self._rides = _has_room_for_numbers(groups, reduction)
         names = [
             f"sum of gradients, bucket {n} of {len(groups)}" for n in range(1, len(groups) + 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from flatout.data import Batch, Source
 from flatout.errors import DataError, FlatoutError, ModelError
+from flatout.models.torch_model import TorchModel
 from flatout.train import guard
 from flatout.train.checks import explained
 from flatout.train.job import Job
@@ -22,7 +23,6 @@ from flatout.train.tables import explain_ids, ids_checked
 
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
-    from flatout.train.objective import Objective
 
 # How many of a validation's batches are looked at before a fit.
 _BATCHES = 2
@@ -30,8 +30,21 @@ _BATCHES = 2
 _TOLD_FROM_S = 5.0
 
 
+class Evaluated(Protocol):
+    """What an evaluation asks of an Objective, which says what each of these is."""
+
+    adapter: TorchModel
+    model: Any
+
+    def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
+        """Forward, loss and fresh metrics."""
+
+    def output(self, inputs: Any, loop: Loop) -> Any:
+        """What the model gives for inputs."""
+
+
 def evaluate(
-    objective: Objective,
+    objective: Evaluated,
     loop: Loop,
     source: Source,
     stopped: Callable[[], bool] = lambda: False,
@@ -67,7 +80,7 @@ def evaluate(
 
 
 def evaluate_batches(
-    objective: Objective,
+    objective: Evaluated,
     loop: Loop,
     job: Job,
     batches: Iterable[Batch],
@@ -109,7 +122,7 @@ def evaluate_batches(
 
 
 def look_at_validation(
-    objective: Objective, loop: Loop, source: Source, most: int
+    objective: Evaluated, loop: Loop, source: Source, most: int
 ) -> list[str] | None:
     """Evaluate some samples of a validation's first batches, without a trace.
 

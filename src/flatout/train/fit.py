@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -30,20 +30,17 @@ from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
 from flatout.train.evaluate import look_at_validation
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
-from flatout.train.objective import validates
+from flatout.train.objective import Objective, validates
 from flatout.train.rank_trial import is_trial
 from flatout.train.ranks import agreed
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.signature import facts_of
 from flatout.train.snapshot import random_state, set_random_state
-from flatout.train.state import FitState
+from flatout.train.state import FitState, FittingTrainer
 from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
 from flatout.unfinished import remove_abandoned
 from flatout.world import LostRank
-
-if TYPE_CHECKING:
-    from flatout.train.trainer import Trainer
 
 # Replicas are compared at the end of an epoch, but no more often.
 _COMPARE_EVERY_S = 10.0
@@ -54,7 +51,8 @@ class Fit:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: FittingTrainer,
+        objective: Objective,
         source: Source,
         validation: Source | None,
         epochs: int,
@@ -66,7 +64,7 @@ class Fit:
         self._initial_epoch = initial_epoch
         self._validation_freq = validation_freq
         self.trainer = trainer
-        self.objective = trainer.objective
+        self.objective = objective
         self.loop = trainer.loop
         self.source = source = agreed(source, self.loop.world)
         self.validation = None if validation is None else agreed(validation, self.loop.world)

@@ -27,7 +27,7 @@ def scale_rates(
         rule: the user's, or None.
         optimizers: with their rates for the reference batch.
         data: the training data, for the size of a batch and the steps of an epoch.
-        first_batch: samples of the first batch on all ranks, for data in batches of their own.
+        first_batch: samples of the first batch on all ranks, for data in their own batches.
         accumulate: batches of one optimizer step.
         scheduled: whether a scheduler changes the rates.
 

@@ -350,7 +350,7 @@ class Loop:
             compute: forward and loss of the batch, or of each micro-batch.
             batch: on the device, as `batches` gives it.
             optimizer: which of several optimizers step, one or a list; None for all together.
-                With `accumulate`, each such set gathers batches of its own.
+                With `accumulate`, each such set gathers its own batches.
 
         Raises:
             NumbersError: where gradients were not finite; the weights are those before the step. Of

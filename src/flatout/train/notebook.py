@@ -20,21 +20,18 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 import torch
 
 from flatout.errors import ModelError, WorldError
 from flatout.models import load_weights
-from flatout.train.loop import Loop
+from flatout.train.history import History
 from flatout.train.signals import is_interactive
+from flatout.train.state import FittingTrainer
 from flatout.train.transfer import pack, unpack_result
 from flatout.world import Nodes, check_devices
 from flatout.world.place import place
-
-if TYPE_CHECKING:
-    from flatout.train.history import History
-    from flatout.train.trainer import Trainer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,9 +55,9 @@ def check_ranks_asked(devices: int) -> None:
     if devices == 1:
         return
     here = place()
-    if here.world_size > 1 and devices == here.local_world_size:
-        return
     if here.world_size > 1:
+        if devices == here.local_world_size:
+            return
         raise WorldError(
             f"devices={devices}, but {here.local_world_size} ranks were started on this node",
             where=str(here),
@@ -78,10 +75,10 @@ def check_ranks_asked(devices: int) -> None:
 
 
 def on_ranks(fit: F) -> F:
-    """Let a fit run on ranks of its own where the Trainer was asked for several in a notebook."""
+    """Let a fit run on its own ranks where the Trainer was asked for several in a notebook."""
 
     @wraps(fit)
-    def fit_here_or_there(trainer: Trainer, *args: Any, **kwargs: Any) -> History:
+    def fit_here_or_there(trainer: FittingTrainer, *args: Any, **kwargs: Any) -> History:
         if trainer.devices == 1 or place().world_size > 1:
             found: History = fit(trainer, *args, **kwargs)
             return found
@@ -90,7 +87,7 @@ def on_ranks(fit: F) -> F:
     return cast(F, fit_here_or_there)
 
 
-def _fit_there(trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> History:
+def _fit_there(trainer: FittingTrainer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> History:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from flatout.world import Rendezvous, first_failure, run_ranks
@@ -123,7 +120,7 @@ def _fit_there(trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @torch.no_grad()
-def _take_back(folder: Path, trainer: Trainer, callbacks: list[Any]) -> bool:
+def _take_back(folder: Path, trainer: FittingTrainer, callbacks: list[Any]) -> bool:
     """Put what training has changed into the notebook's own objects; whether there is anything."""
     found = unpack_result(folder, trainer)
     if found is None:
@@ -135,9 +132,9 @@ def _take_back(folder: Path, trainer: Trainer, callbacks: list[Any]) -> bool:
     for callback, theirs in zip(callbacks, found["callbacks"], strict=True):
         if theirs is not None:
             vars(callback).update(theirs)
+    trainer.get_ready()
     trainer.history = found["history"]
     trainer.signature = found["signature"]
-    trainer.loop = Loop(**trainer._loop_arguments)
     if found["recipe"] is not None:
         trainer.loop.follow(trainer.model, trainer.optimizer, found["recipe"])
     return True

@@ -30,7 +30,7 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
         NumbersError: if a weight or buffer is not finite.
         OutOfMemory: on a single sample; before, batches are taken in parts.
         ModelError: if an output has no row for each sample, or is no tensor.
-        DataError: if the ranks have samples of their own.
+        DataError: if the ranks have their own samples.
     """
     guard.check_state(objective.model, "prediction")
     loop.be_ready(objective.model)
@@ -38,7 +38,7 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
     own_rows = isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source))
     if world.size > 1 and own_rows:
         raise DataError(
-            "predictions come in the order of the samples, and ranks with samples of their own "
+            "predictions come in the order of the samples, and ranks with their own samples "
             "have no common order",
             do="leave shard out and read files: each rank predicts its share of every batch",
         )

@@ -20,9 +20,17 @@ from flatout.world import World
 
 def agreed(source: Source, world: World) -> Source:
     """The source, of which all ranks know how many steps it makes; of pipes, this rank's own."""
-    if world.size > 1 and is_pipe(source):
-        return own_pipe(source, world.rank, world.size, world.gather)
+    own = _own_pipe(source, world)
+    if own is not None:
+        return own
     return source.agreed(world.gather) if isinstance(source, Pipeline) else source
+
+
+def _own_pipe(source: Source, world: World) -> Pipeline | None:
+    """What this rank of several reads of its pipe; None for other sources, and on one rank."""
+    if world.size == 1 or not is_pipe(source):
+        return None
+    return own_pipe(source, world.rank, world.size, world.gather)
 
 
 def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
@@ -73,7 +81,7 @@ def _check_layer(layer: Any) -> None:
     name = getattr(layer, "name", None) or type(layer).__name__
     if has_own_moments(layer):
         raise ModelError(
-            f"{name} ({type(layer).__name__}) is a BatchNormalization with code of its own, which "
+            f"{name} ({type(layer).__name__}) is a BatchNormalization with its own code, which "
             "takes its statistics over each rank's part of the batch, so several ranks would learn "
             "something else than one",
             do="use keras.layers.BatchNormalization as it is, or train on one rank",
@@ -100,8 +108,8 @@ def part_of(source: Source, world: World, say: Callable[[str], None] = say) -> S
     Raises:
         WorldError: while reading, on every rank: they have read different batches.
     """
-    if world.size > 1 and is_pipe(source):
-        own = own_pipe(source, world.rank, world.size, world.gather)
+    own = _own_pipe(source, world)
+    if own is not None:
         return OwnPipe(own, partial(_dry, world), world.gather, say)
     look = None if source.seekable else partial(_check_same_batch, world=world)
     return ranked(source, world.rank, world.size, look)

@@ -68,7 +68,7 @@ def sample_dropout(
             keyed.close()
             raise
     if compute is not None:
-        # The more samples of its own a rank has, the more it can tell; it may have none.
+        # The more own samples a rank has, the more it can tell; it may have none.
         own = {site: tuple(layout) for site, layout in keyed.layouts.items()}
         size = first[0].size if first else 0
         _, layouts = max(world.gather((size, own)), key=itemgetter(0))

@@ -1,4 +1,4 @@
-"""A model of several outputs, each with a loss, a weight of that loss, and metrics of its own.
+"""A model of several outputs, each with a loss, a weight of that loss, and its own metrics.
 
 The total is the sum of weight times loss, where each loss is its own sum over its own weight: one
 output may ignore labels that count in another. Where a step is computed in parts (micro-batches,

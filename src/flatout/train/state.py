@@ -2,10 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from flatout.recipe import ResolvedRecipe
 from flatout.train.history import History
+from flatout.train.loop import Loop
+from flatout.train.signature import Signature
+
+
+class FittingTrainer(Protocol):
+    """What is used of a Trainer while it fits; `flatout.Trainer` says what each of these is."""
+
+    devices: int
+    history: History | None
+    input_lines: Sequence[str]
+    loop: Loop
+    signature: Signature | None
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names by number, where they are known."""
+
+    @property
+    def model(self) -> Any:
+        """The user's own object."""
+
+    @property
+    def optimizer(self) -> Any:
+        """What steps; None before it is made."""
+
+    @property
+    def resolved(self) -> ResolvedRecipe | None:
+        """How the latest steps ran."""
+
+    @property
+    def scheduler(self) -> Any:
+        """What steps the learning rate, or None."""
+
+    def fit(self, *args: Any, **kwargs: Any) -> History:
+        """Train."""
+
+    def get_ready(self) -> None:
+        """Begin with nothing fitted."""
+
+    def save_checkpoint(self, score: float | None = None) -> str:
+        """Write a checkpoint; returns its path."""
 
 
 @dataclass
@@ -25,7 +68,7 @@ class FitState:
         stop_reason: why training ends early, once something asked for that.
     """
 
-    trainer: Any
+    trainer: FittingTrainer
     history: History
     epochs: int
     steps_per_epoch: int | None
@@ -42,7 +85,7 @@ class FitState:
 
     def read_loss(self) -> float:
         """Mean loss of this epoch so far. Waits for the device: call it rarely."""
-        return float(self.trainer.loop.mean_loss())
+        return self.trainer.loop.mean_loss()
 
     @property
     def samples(self) -> int:
@@ -52,7 +95,7 @@ class FitState:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the first parameter group, what a rule does to it included."""
-        return float(self.trainer.loop.learning_rate)
+        return self.trainer.loop.learning_rate
 
     @property
     def model(self) -> Any:

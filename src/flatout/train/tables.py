@@ -55,7 +55,7 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
         with uncompiled(), _Look(model, names, batch, source):
             yield
     except Exception:
-        if found:  # Keras would wrap it into words of its own
+        if found:  # Keras would wrap it into its own words
             raise found[0] from None
         raise
     finally:
@@ -146,7 +146,7 @@ def _check(
     raise DataError(
         f"id {int(ids[tuple(at)])} is not in 0..{size - 1}, the rows of the embedding table {name}",
         where=where,
-        do="give the table as many rows as there are ids, or map unknown ids to a row of their own",
+        do="give the table as many rows as there are ids, or map unknown ids to a separate row",
     )
 
 

@@ -274,7 +274,9 @@ class Trainer:
         shown = progress_of(verbose) if progress is None else progress
         ours, theirs = objective.apart(callbacks)
         first = first_epoch(initial_epoch)
-        self._fit = Fit(self, source, validation, epochs, ours, shown, first, validation_freq)
+        self._fit = Fit(
+            self, objective, source, validation, epochs, ours, shown, first, validation_freq
+        )
         follow = objective.begin(self._fit.state, self._fit.job, theirs, first)
         self._fit.callbacks[:0] = follow
         self.history = self._fit.state.history  # what there is of it, should fit end in an error

@@ -1,4 +1,4 @@
-"""What travels between a notebook and the ranks of its fit, as files in a folder of their own.
+"""What travels between a notebook and the ranks of its fit, as files in their own folder.
 
 Classes and functions that were defined in the notebook travel with their code. Large arrays are
 mapped by the ranks, not read, so that all of them share one copy.
@@ -12,20 +12,20 @@ import pickle
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.atomic_file import atomic_write
 from flatout.errors import DataError, FlatoutError
 from flatout.models import weights_of
-
-if TYPE_CHECKING:
-    from flatout.train.trainer import Trainer
+from flatout.train.state import FittingTrainer
 
 # What a Trainer makes again in each process.
 _OWN = ("loop", "_fit", "history")
 
 
-def pack(folder: Path, trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def pack(
+    folder: Path, trainer: FittingTrainer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Write a Trainer and the arguments of its fit.
 
     Raises:
@@ -69,7 +69,7 @@ def pack(folder: Path, trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str
     (folder / "sizes").write_bytes(pickle.dumps(sizes))
 
 
-def unpack(folder: Path) -> tuple[Trainer, tuple[Any, ...], dict[str, Any]]:
+def unpack(folder: Path) -> tuple[FittingTrainer, tuple[Any, ...], dict[str, Any]]:
     """In a rank: the Trainer and the arguments of its fit."""
     sys.path[:] = pickle.loads((folder / "path").read_bytes())
     sizes = pickle.loads((folder / "sizes").read_bytes())
@@ -81,14 +81,14 @@ def unpack(folder: Path) -> tuple[Trainer, tuple[Any, ...], dict[str, Any]]:
         arrays = [mapped[start : start + size] for start, size in sizes]
     with open(folder / "job", "rb") as file:
         job = pickle.load(file, buffers=arrays)
-    trainer: Trainer = object.__new__(job["kind"])
+    trainer: FittingTrainer = object.__new__(job["kind"])
     vars(trainer).update(job["state"])
     _follow_parameters(trainer, job["parameters"])
     trainer.get_ready()
     return trainer, job["args"], job["kwargs"]
 
 
-def _follow_parameters(trainer: Trainer, sent: list[Any]) -> None:
+def _follow_parameters(trainer: FittingTrainer, sent: list[Any]) -> None:
     """Let the optimizer hold the parameters of the model that was made here."""
     here = list(trainer.model.parameters())
     if all(own is other for own, other in zip(here, sent, strict=True)):
@@ -105,7 +105,7 @@ def _follow_parameters(trainer: Trainer, sent: list[Any]) -> None:
 # -- and back ------------------------------------------------------------------------------------
 
 
-def pack_result(folder: Path, trainer: Trainer, callbacks: list[Any]) -> None:
+def pack_result(folder: Path, trainer: FittingTrainer, callbacks: list[Any]) -> None:
     """In rank 0: write what training has changed, whole or not at all."""
     scheduler = trainer.scheduler
     found = {
@@ -122,7 +122,7 @@ def pack_result(folder: Path, trainer: Trainer, callbacks: list[Any]) -> None:
         file.write(pickle.dumps(parts))
 
 
-def unpack_result(folder: Path, trainer: Trainer) -> dict[str, Any] | None:
+def unpack_result(folder: Path, trainer: FittingTrainer) -> dict[str, Any] | None:
     """In the notebook: what came back, with references to its own objects; None without any."""
     if not (folder / "result").exists():
         return None
@@ -145,7 +145,7 @@ def pack_error(folder: Path, rank: int, error: BaseException) -> None:
         file.write(pickle.dumps((text, pickled)))
 
 
-def _dumps_or_say(callback: Any, trainer: Trainer) -> bytes | None:
+def _dumps_or_say(callback: Any, trainer: FittingTrainer) -> bytes | None:
     try:
         return _dumps(vars(callback), trainer)
     except Exception as error:
@@ -155,7 +155,7 @@ def _dumps_or_say(callback: Any, trainer: Trainer) -> bytes | None:
         return None
 
 
-def _known(trainer: Trainer) -> dict[str, Any]:
+def _known(trainer: FittingTrainer) -> dict[str, Any]:
     """What both sides have, and is not to come back as a copy."""
     return {
         "trainer": trainer,
@@ -165,7 +165,7 @@ def _known(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _dumps(value: Any, trainer: Trainer) -> bytes:
+def _dumps(value: Any, trainer: FittingTrainer) -> bytes:
     import cloudpickle
 
     names = {id(one): name for name, one in _known(trainer).items() if one is not None}
@@ -179,7 +179,7 @@ def _dumps(value: Any, trainer: Trainer) -> bytes:
     return file.getvalue()
 
 
-def _loads(value: bytes, trainer: Trainer) -> Any:
+def _loads(value: bytes, trainer: FittingTrainer) -> Any:
     known = _known(trainer)
 
     class Unpickler(pickle.Unpickler):

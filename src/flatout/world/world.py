@@ -69,7 +69,7 @@ class Later(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Ranks with a channel of their own: what they do there is in order among them alone.
+    """Ranks with their own channel: what they do there is in order among them alone.
 
     Attributes:
         ranks: of the World.

@@ -37,7 +37,7 @@ class BatchSampler:
             so that all ranks, whose rows may be more or fewer, make equally many.
         shuffle: whether rows come otherwise than 0, 1, 2, ...
         seed: of the orders.
-        passes: equal parts of the epoch that each end with a last batch of their own.
+        passes: equal parts of the epoch that each end with a separate last batch.
     """
 
     samples: int

@@ -34,7 +34,7 @@ _OWN = (
     "rank", "local_rank", "num_replicas", "world_size", "device", "num_workers", "seed", "id",
     "uuid", "fingerprint", "cache_dir", "generator", "rng",
 )  # fmt: skip
-# The seeds of layers that draw, and numbers that ranks have of their own, are no architecture.
+# The seeds of layers that draw, and numbers that differ by rank, are no architecture.
 _UNTOLD = ("seed", "device", "dtype", "rank", "world_size")
 _DEEPEST = 8
 _LONGEST = 1_000
@@ -184,7 +184,7 @@ def names_in(code: CodeType) -> Any:
 
 
 def words_of(value: Any) -> str:
-    """A value for people: what is long or has no words of its own by its kind."""
+    """A value for people: what is long or cannot be told shortly, by its kind."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, _PLAIN):

@@ -1,7 +1,7 @@
 """Batches on their device before they are needed.
 
 A thread takes the next batches, copies them into pinned memory and from there to the device on a
-stream of its own, while the batch before is computed on. torch's caching host allocator makes the
+its own stream, while the batch before is computed on. torch's caching host allocator makes the
 pinned memory a ring: a block is used again once the copies that read it are done.
 """
 

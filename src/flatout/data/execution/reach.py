@@ -53,7 +53,7 @@ def own_generator(thing: Any) -> str:
     """
     for one in _reached(thing):
         if isinstance(one, _GENERATORS) and not any(one is known for known in _GLOBAL):
-            return f"{type(thing).__name__} draws from a {type(one).__name__} of its own"
+            return f"{type(thing).__name__} draws from its own {type(one).__name__}"
     return ""
 
 

@@ -1,7 +1,7 @@
 """Decoded rows, all of one length, so that any row is found by multiplying.
 
 The values of a row lie side by side: fetching one costs one walk to memory, not one for each
-column. Ragged values lie in an arena of their own; the row holds their place and length.
+column. Ragged values lie in their own arena; the row holds their place and length.
 """
 
 from __future__ import annotations

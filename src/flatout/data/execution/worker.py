@@ -1,7 +1,7 @@
 """One process that makes batches.
 
 It is spawned, never forked: a fork after a parallel operation hangs in OpenMP. It is fed through a
-pipe of its own, of which its parent keeps one end alone: so the pipe ends when the process does, at
+its own pipe, of which its parent keeps one end alone: so the pipe ends when the process does, at
 whatever moment that is, and nothing waits for it.
 """
 

@@ -65,7 +65,7 @@ def _parts(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     if y is None and isinstance(x, tuple):
         x, y, weight = parts_of(x)
     if weight is not None and sample_weight is not None:
-        raise DataError("sample_weight was given beside data that have weights of their own")
+        raise DataError("sample_weight was given beside data that have their own weights")
     if sample_weight is not None and not is_array(sample_weight):
         raise DataError(
             "sample_weight: expected a tensor or array with a number per sample, found a "

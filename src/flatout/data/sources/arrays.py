@@ -139,7 +139,7 @@ class Arrays(Staged[Pipeline]):
 class ArraySource:
     """Batches of `Arrays`.
 
-    Shuffled batches are gathered into memory of their own, so a batch stays valid as long as it is
+    Shuffled batches are gathered into their own memory, so a batch stays valid as long as it is
     kept; batches in the given order are views of the data, unless they are scaled or pinned. Data
     on a GPU is gathered there. The order of an epoch is computed once, when the epoch begins.
 

@@ -124,7 +124,7 @@ def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0)
 
     Args:
         loader: the user's.
-        workers: as for `iterable`, where the loader has no workers of its own.
+        workers: as for `iterable`, where the loader has no workers.
 
     Raises:
         DataError: it gives no batches.

@@ -27,7 +27,7 @@ class DatasetSource:
     Which samples form which batch is a function of (seed, epoch), whatever the number of workers.
     So are random augmentations that draw from torch's, Python's or numpy's global generators: while
     a batch is made these are seeded from (seed, epoch, step), and in the main process put back
-    afterwards. Augmentations with a generator of their own are beyond that.
+    afterwards. Augmentations with their own generator are beyond that.
 
     Attributes:
         dataset: the user's.
@@ -69,7 +69,7 @@ class DatasetSource:
             num_workers=workers,
             collate_fn=_as_it_is,
             pin_memory=self._pin,
-            # Without one of its own, a DataLoader draws from the generator that dropout uses.
+            # Without its own generator, a DataLoader draws from the generator that dropout uses.
             generator=torch.Generator(),
             **options,
         )

@@ -3,7 +3,7 @@
 A dataset whose values lie in one piece is mapped into memory and read without HDF5, in any order.
 Others (in HDF5's chunks, packed, compact, virtual) are read some rows at a time; HDF5 lets one
 thread in at a time. Damage is told apart as far as the HDF5 library finds it: damage in the tables
-of a file without checksums of its own can crash that library.
+of a file without its own checksums can crash that library.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class MappedRows(Rows):
         return files_digest(self.files, *names, self.schema.dumps())
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """These rows, in this order, in memory of their own."""
+        """These rows, in this order, in their own memory."""
         if len(numbers) and (numbers.min() < 0 or numbers.max() >= self.rows):
             raise IndexError(f"expected rows from 0 to {self.rows - 1:,}")
         numbers = np.ascontiguousarray(numbers, np.int64)

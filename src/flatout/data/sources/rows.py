@@ -127,7 +127,7 @@ class FolderRows:
                 yield self._column(field._replace(dtype=np.dtype(np.int64)))[:, 1]
 
     def _column(self, field: Field) -> npt.NDArray[Any]:
-        """One column of all rows, in memory of its own, of shape (rows, values)."""
+        """One column of all rows, in its own memory, of shape (rows, values)."""
         self._folder.verify_rows()
         raw = self._folder.store.rows[:, field.offset : field.offset + field.width]
         return np.ascontiguousarray(raw).view(field.dtype)

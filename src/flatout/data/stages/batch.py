@@ -31,7 +31,7 @@ class Batch(Stage):
 
     @property
     def reorders(self) -> bool:
-        """By length it does."""
+        """Whether rows of about equal length come together."""
         return self.window is not None
 
     def check_stream(self, stream: Stream, stages: Sequence[Stage]) -> None:
@@ -40,7 +40,7 @@ class Batch(Stage):
             raise DataError('batch(last="pad") is not for streams', do='use last="keep" or "drop"')
 
     def check_convert(self) -> None:
-        """Rows are written."""
+        """Refuse: rows are written, not batches."""
         raise DataError(
             "convert writes rows, and batch makes batches",
             do="convert the pipeline as it is before batch and shard",
@@ -57,7 +57,7 @@ class Batch(Stage):
         return 3
 
     def order(self, order: Order, plan: Plan) -> Order:
-        """As it is, or by length."""
+        """The order as it is, or by length."""
         plan.runs += [self.name, *(f"map {name_of(function)}" for function in plan.functions)]
         if self.window is None:
             return order

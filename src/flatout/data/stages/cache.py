@@ -24,7 +24,7 @@ class Cache(Stage):
     by_number: ClassVar[bool] = True
 
     def resume_words(self) -> None:
-        """It changes no batch."""
+        """None: batches are the same without it."""
 
     def make(self, plan: Plan) -> None:
         """It goes before all that orders, and before the first random function.

@@ -25,18 +25,15 @@ _QUIET_S = 1.0
 class Filter(Function):
     """Only the samples for which a user's function is true."""
 
+    chooses = True
+
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """It is one of samples."""
+        """Refuse to stand behind `batch`: it filters samples."""
         if only(before, Batch) is not None:
             raise DataError(
                 "filter stands behind batch, where it would leave out whole batches",
                 do="put filter before batch",
             )
-
-    @property
-    def chooses(self) -> bool:
-        """It does."""
-        return True
 
     def choose(self, plan: Plan) -> None:
         """One pass over all rows."""

@@ -29,7 +29,7 @@ class Normalize(Stage):
             )
 
     def check_convert(self) -> None:
-        """Bytes are written."""
+        """Refuse: bytes are written, not normalized values."""
         raise DataError(
             "convert writes images as bytes, and normalize makes float32 of them",
             do="leave it out, and write it behind what reads the new files",

@@ -19,7 +19,7 @@ class Prefetch(Stage):
     depth: int
 
     def resume_words(self) -> None:
-        """It changes no batch."""
+        """None: batches are the same without it."""
 
 
 def prefetch(self: Writable[P], device: str, *, depth: int = 2) -> P:

@@ -52,7 +52,7 @@ def times_of(stages: Sequence[Stage]) -> int:
 
 
 def passes(stages: Sequence[Stage]) -> int:
-    """Passes of an epoch that each end with a last batch of their own.
+    """Passes of an epoch that each end with a separate last batch.
 
     As written: `batch(n).repeat(k)` repeats batches, `repeat(k).batch(n)` repeats samples, so that
     a batch may hold the end of one pass and the beginning of the next.

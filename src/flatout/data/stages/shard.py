@@ -43,14 +43,14 @@ class Shard(Stage):
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether ranks have rows of their own, rather than parts of the same batches."""
+        """Whether ranks have their own rows, rather than parts of the same batches."""
         return self.presharded or self.by != "batch"
 
     def resume_words(self) -> None:
-        """It changes no global batch."""
+        """None: global batches are the same without it."""
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """All passes have equally many steps."""
+        """Refuse steps that the passes cannot share equally."""
         turns = passes([*before, self, *behind])
         if self.steps is not None and self.steps % turns:
             raise DataError(
@@ -61,11 +61,11 @@ class Shard(Stage):
 
     @property
     def chooses(self) -> bool:
-        """Where ranks have rows of their own."""
+        """Where ranks have their own rows."""
         return self.has_own_rows
 
     def check_convert(self) -> None:
-        """Whole rows are written."""
+        """Refuse to cut batches: rows are written."""
         if self.by == "batch":
             raise DataError(
                 "convert writes rows, and shard makes batches",
@@ -168,13 +168,13 @@ def shard(
     """The part of one rank. All ranks make equally many steps; no sample is lost or repeated.
 
     A Trainer and a Loop give each rank its share of every batch by themselves. Write it where
-    ranks should have samples of their own, or for a loop without either.
+    ranks should have their own samples, or for a loop without either.
 
     Args:
         rank: from 0. Without rank and world size, those of this process.
         world_size: how many ranks there are.
         by: "batch" gives every rank its share of each global batch, so that the order is the
-            same on any number of ranks; "files" and "rows" give it samples of its own, which
+            same on any number of ranks; "files" and "rows" give it its own samples, which
             spares reading what others read.
         presharded: the files here are this node's alone already, as ShardedByS3Key leaves them;
             its ranks share them out. With a rank given, they are that rank's alone.

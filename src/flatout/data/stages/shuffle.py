@@ -25,11 +25,7 @@ class Shuffle(Stage):
     window: int | None = None
 
     once: ClassVar[bool] = True
-
-    @property
-    def reorders(self) -> bool:
-        """It does."""
-        return True
+    reorders = True
 
     def check_mixed(self) -> None:
         """A window is one of a source's neighbors."""

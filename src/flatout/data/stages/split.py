@@ -30,11 +30,7 @@ class Split(Stage):
     stratify: bool
 
     by_number: ClassVar[bool] = True
-
-    @property
-    def chooses(self) -> bool:
-        """It does."""
-        return True
+    chooses = True
 
     def choose(self, plan: Plan) -> None:
         """One part of the rows."""

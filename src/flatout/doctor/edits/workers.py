@@ -1,4 +1,4 @@
-"""Loader workers: each with random numbers of its own."""
+"""Loader workers: each with its own random numbers."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Bench:
 
 def why_left(cure: Cure, b: Showed) -> str:
     """Why the script with a cure stays as it is; "" where the cure has taken hold, or may yet."""
-    # Threads go with what takes them: that they are fewer is no cure of its own.
+    # Threads go with what takes them: that they are fewer is not a cure by itself.
     names = [name for name in cure.recipe if name != "process.threads"] or list(cure.recipe)
     if not names or cure.own_edits or any(name not in b.left for name in names):
         return ""

@@ -82,7 +82,7 @@ def _address_of(text: str, family: int) -> tuple[str, int]:
 
 
 def begin(machine: Machine) -> list[socket.socket]:
-    """In a network that has just been made, with mounts of its own: the loopback is all there is.
+    """In a network that has just been made, with its own mounts: the loopback is all there is.
 
     Returns:
         sockets that listen for each service.

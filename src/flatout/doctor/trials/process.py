@@ -52,7 +52,7 @@ class Process:
         temporary: its own folder for temporary files and logs.
         passes: folders whose files it may change.
         is_redirected: None: only where the kernel does not overlay files.
-        apart: what it may have of its own where the kernel allows that, as namespaces.py names it.
+        apart: what it may have for itself where the kernel allows that, as namespaces.py names it.
 
     Attributes:
         held: what contains its files: "overlay", "landlock" or "python".

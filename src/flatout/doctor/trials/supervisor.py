@@ -45,7 +45,7 @@ class _Script:
         pid: the script's.
         held: by what its files are contained: "overlay", "landlock" or "python".
         lacks: what nothing here contains, as Process tells it.
-        apart: it has processes of its own.
+        apart: it has its own processes.
     """
 
     root: int

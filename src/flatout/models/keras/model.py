@@ -228,7 +228,7 @@ def has_own_step(model: Any) -> bool:
 
 
 def modules_of(model: Any) -> list[Any]:
-    """All modules of a model, each once; also the layers that Keras keeps in lists of its own."""
+    """All modules of a model, each once; also the layers that Keras keeps in its own lists."""
     found: dict[int, Any] = {}
     waiting = [model]
     while waiting:

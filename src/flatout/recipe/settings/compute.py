@@ -82,7 +82,7 @@ class Compute(Section):
         "auto",
         "torch.compile, for runs long enough to repay the compilation.",
         plain="off",
-        # Inductor draws its random numbers from streams of its own.
+        # Inductor draws its random numbers from its own streams.
         parity=lambda facts: redrawn_if(facts.draws_random, Parity.TOLERANT),
         words="torch.compile",
         trial=Trial("on", lambda job: job.can_compile),

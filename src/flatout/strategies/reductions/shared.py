@@ -56,7 +56,7 @@ class Shared(Reduction):
     ) -> torch.Tensor:
         """Zeros in a file without a name, which the other ranks map too."""
         ranks, own, size = len(self.group.ranks), self.group.own, length * dtype.itemsize
-        # Behind the values lie the sums, on a page of their own.
+        # Behind the values lie the sums, on their own page.
         whole = -(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE
         file = os.memfd_create("flatout-gradients", os.MFD_CLOEXEC)
         try:
