@@ -411,12 +411,7 @@ class _Zstandard:
         self._frame: Any = None
 
     def read(self, size: int) -> bytes:
-        """Some more bytes, b"" at the end.
-
-        Raises:
-            EOFError: a frame is not whole.
-            OSError: the bytes are not what was packed.
-        """
+        """Some more bytes, b"" at the end."""
         while True:
             begin = b"" if self._frame is None else self._frame.unused_data
             if self._frame is not None and self._frame.eof:

@@ -228,12 +228,7 @@ class Ranks:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], float]:
-    """An object of JSON in a file of this user's, and when that was written.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is something else, or too large to be one.
-    """
+    """An object of JSON in a file of this user's, and when that was written."""
     # What is no file must not be waited for, and a link may lead to anything.
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(handle, "rb") as it:
@@ -253,11 +248,7 @@ def _read(file: Path) -> tuple[dict[str, Any], float]:
 
 
 def _check(rank: Rank) -> None:
-    """Refuse what is not of a Rank's types.
-
-    Raises:
-        ValueError: something is not.
-    """
+    """Refuse what is not of a Rank's types."""
     numbers = [rank.started, rank.updated, rank.watched_s, rank.starved_s]
     for number in [*numbers, *([] if rank.throughput is None else [rank.throughput])]:
         _finite(number)

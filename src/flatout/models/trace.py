@@ -162,11 +162,7 @@ class _Unsure(Exception):
 
 
 def _read(function: FunctionType, module: nn.Module) -> dict[str, Any]:
-    """The plain attributes that a function of the module reads, and the methods that it calls.
-
-    Raises:
-        _Unsure: it does something that a graph would not hold.
-    """
+    """The plain attributes that a function of the module reads, and the methods that it calls."""
     if function.__code__ is nn.Sequential.forward.__code__:
         return {}
     source = _Source(function, module)

@@ -75,11 +75,7 @@ class _Sections(PlainData):
     script: Script = Script()
 
     def get(self, field: str) -> Value:
-        """Return a field's value by its dotted name.
-
-        Raises:
-            RecipeError: no field has this name.
-        """
+        """Return a field's value by its dotted name."""
         section, name = split(field)
         value: Value = getattr(getattr(self, section), name)
         return value

@@ -114,11 +114,7 @@ def _proof(role: bytes, *parts: bytes) -> bytes:
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:
-    """So many bytes; fewer where the peer has ended before.
-
-    Raises:
-        OSError: it is gone, or has not sent anything in time.
-    """
+    """So many bytes; fewer where the peer has ended before."""
     found = b""
     while len(found) < count:
         part = peer.recv(count - len(found))

@@ -249,9 +249,6 @@ def _fitted(
     """The block with the columns that the schema says, in its order.
 
     A user's function may make vectors of different lengths, which are equally long by chance.
-
-    Raises:
-        DataError: a column is of another dtype or shape than in the rows that were looked at.
     """
     columns: dict[str, Values] = {}
     for column in schema.columns:

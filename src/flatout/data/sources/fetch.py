@@ -133,11 +133,7 @@ def _fetch_one(url: str, place: Path, digest: str, say: Callable[[str], None]) -
 
 
 def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
-    """The bytes at `url`, all of them.
-
-    Raises:
-        DataError: no one answers, the answer is another, or it ends early.
-    """
+    """The bytes at `url`, all of them."""
     by_hand = "check the network, pass url= of a mirror, or put the file there by hand"
     got, said = 0, time.monotonic()
     try:

@@ -151,11 +151,7 @@ class _ImageDecoder(TfrecordDecoder):
 
 
 def _names_beside(files: Sequence[File]) -> tuple[str, ...] | None:
-    """Names of the classes that `flatout data convert` has written beside all of the files.
-
-    Raises:
-        DataError: they differ, so that one number means several classes.
-    """
+    """Names of the classes that `flatout data convert` has written beside all of the files."""
     beside: dict[str, str] = {}
     for file in files:
         match = _SHARD.fullmatch(os.path.basename(file.path))

@@ -45,11 +45,7 @@ def look(seen: Observation) -> list[Finding]:
 
 
 def _multiplies(call: Call) -> bool:
-    """Whether the rate is a product with the number of ranks, in this line.
-
-    Raises:
-        NoSignal: it comes from elsewhere.
-    """
+    """Whether the rate is a product with the number of ranks, in this line."""
     rate = _rate_in(call.site.code)
     words = [word for part in ast.walk(rate) for word in _words(part)] if rate else []
     operators = [type(part.op) for part in ast.walk(rate) if isinstance(part, ast.BinOp)]

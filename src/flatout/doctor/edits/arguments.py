@@ -39,11 +39,7 @@ def forget_gradients(at: Place) -> list[Edit]:
 
 
 def _must_always_train_all(code: Code) -> None:
-    """Zeros and no gradient differ where a parameter has none in some steps.
-
-    Raises:
-        Unsure: that may be, or code reads gradients.
-    """
+    """Zeros and no gradient differ where a parameter has none in some steps."""
     for node in ast.walk(code.tree):
         if isinstance(node, ast.Attribute) and node.attr in ("grad", "requires_grad"):
             raise Unsure("the code reads gradients, or says who has one")
@@ -108,11 +104,7 @@ def workers(at: Place) -> list[Edit]:
 
 
 def _threads_before(code: Code, call: ast.Call, count: int) -> Change:
-    """torch.set_num_threads, on its own line before the statement of a call.
-
-    Raises:
-        Unsure: there is no place for it, or threads are set elsewhere.
-    """
+    """torch.set_num_threads, on its own line before the statement of a call."""
     if calls_of(code, "set_num_threads") or not is_imported(code, "torch"):
         raise Unsure("where threads are set cannot be told")
     statement = code.statement(call)
@@ -179,11 +171,7 @@ def _set(at: Place, name: str) -> list[Edit]:
 
 
 def _starts_safely(code: Code, call: ast.Call) -> None:
-    """Processes that are not forked import the script, so it must not run when it is imported.
-
-    Raises:
-        Unsure: it would.
-    """
+    """Processes that are not forked import the script, so it must not run when it is imported."""
     is_forked = multiprocessing.get_all_start_methods()[0] == "fork"
     guards = (node.test for node in code.tree.body if isinstance(node, ast.If))
     is_guarded = any("__name__" in ast.unparse(test) for test in guards)

@@ -74,11 +74,7 @@ def is_imported(code: Code, name: str) -> bool:
 
 
 def _assigned(scope: ast.AST, name: str) -> list[ast.expr]:
-    """What a name is bound to in a scope, in order.
-
-    Raises:
-        Unsure: to something that no expression tells, such as a part of a tuple.
-    """
+    """What a name is bound to in a scope, in order."""
     found: list[tuple[int, ast.expr]] = []
     for node in inside(getattr(scope, "body", [])):
         if isinstance(node, ast.Assign):

@@ -98,11 +98,7 @@ def _must_not_train(
     target: ast.expr,
     backwards: Sequence[ast.Call],
 ) -> None:
-    """Follows what is kept through the function.
-
-    Raises:
-        Unsure: it may reach a backward pass, or leaves the function.
-    """
+    """Follows what is kept through the function."""
     if not isinstance(target, ast.Name):
         raise Unsure("what is kept may be used elsewhere")
     elsewhere = (n for n in ast.walk(code.tree) if isinstance(n, ast.Name) and n.id == target.id)

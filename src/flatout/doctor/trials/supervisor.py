@@ -114,11 +114,7 @@ def _restrict(how: dict[str, Any]) -> str:
 
 
 def _started(how: dict[str, Any]) -> _Script:
-    """The script, with its own processes and network where the kernel allows that.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """The script, with its own processes and network where the kernel allows that."""
     processes, network = namespaces.PROCESSES, namespaces.NETWORK
     may = how["apart"]
     if own_network.meets_elsewhere(how["command"]):
