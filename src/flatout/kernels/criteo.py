@@ -6,13 +6,13 @@ The C extension and its fallback in plain Python give the same bytes.
 from __future__ import annotations
 
 import math
-from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flatout.kernels import absent
+from flatout.kernels.checks import LARGEST, Fault, Numbers, Wrong, check_apart, check_array, text_of
 
 try:
     from flatout.kernels import _criteo as _c
@@ -23,42 +23,24 @@ _use_c = _c is not None and absent.WANTED
 # Tests set this, to see what processors without AVX2 do.
 _is_plain = False
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
-
 _NUMBERS = ("float32", "int64", "int32")
-_LARGEST = float(np.finfo(np.float32).max)
 _HEX = frozenset(b"0123456789abcdefABCDEF")
 
 
-class Bad(IntEnum):
+class Bad(Fault):
     """What is wrong with a row."""
 
-    TOO_FEW_FIELDS = 1
-    TOO_MANY_FIELDS = 2
-    LABEL = 3
-    INTEGER = 4
-    INTEGER_OVERFLOW = 5
-    HEX = 6
-    HEX_TOO_LONG = 7
-    OUTSIDE = 8
-
-    @property
-    def words(self) -> str:
-        """What was expected, and what was found."""
-        return _WORDS[self]
-
-
-_WORDS = {
-    Bad.TOO_FEW_FIELDS: "expected a tab and another field, found the end of the row",
-    Bad.TOO_MANY_FIELDS: "expected the end of the row, found a tab and another field",
-    Bad.LABEL: "expected a label of decimal digits, found something else",
-    Bad.INTEGER: "expected decimal digits, with or without a minus, or nothing; "
-    "found something else",
-    Bad.INTEGER_OVERFLOW: "expected an integer that fits into its dtype, found a larger one",
-    Bad.HEX: "expected hexadecimal digits or nothing, found something else",
-    Bad.HEX_TOO_LONG: "expected at most 8 hexadecimal digits, found more",
-    Bad.OUTSIDE: "expected a row inside the buffer, found a byte range that is not",
-}
+    TOO_FEW_FIELDS = 1, "expected a tab and another field, found the end of the row"
+    TOO_MANY_FIELDS = 2, "expected the end of the row, found a tab and another field"
+    LABEL = 3, "expected a label of decimal digits, found something else"
+    INTEGER = (
+        4,
+        "expected decimal digits, with or without a minus, or nothing; found something else",
+    )
+    INTEGER_OVERFLOW = 5, "expected an integer that fits into its dtype, found a larger one"
+    HEX = 6, "expected hexadecimal digits or nothing, found something else"
+    HEX_TOO_LONG = 7, "expected at most 8 hexadecimal digits, found more"
+    OUTSIDE = 8, "expected a row inside the buffer, found a byte range that is not"
 
 
 def available() -> bool:
@@ -129,52 +111,13 @@ def parse(
 def _fitting(name: str, value: float, dtype: np.dtype[Any]) -> float:
     if dtype == np.float32:
         number = float(value)
-        if math.isnan(number) or abs(number) <= _LARGEST:
+        if math.isnan(number) or abs(number) <= LARGEST:
             return number
     elif isinstance(value, int) or float(value).is_integer():
         half = 2**31 if dtype == np.int32 else 2**63
         if -half <= value < half:
             return int(value)
     raise ValueError(f"{name}: expected a number that fits into {dtype}, found {value}")
-
-
-def _text(buffer: Any) -> npt.NDArray[np.uint8]:
-    view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise ValueError("buffer: expected C-contiguous memory")
-    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
-
-
-def _check(
-    name: str,
-    array: npt.NDArray[Any],
-    dtypes: tuple[str, ...],
-    dims: int,
-    rows: int,
-    is_written: bool = True,
-) -> None:
-    if array.dtype not in map(np.dtype, dtypes) or array.ndim != dims or len(array) != rows:
-        raise ValueError(
-            f"{name}: expected {' or '.join(dtypes)} in {dims} dimension(s) with {rows} rows, "
-            f"found {array.dtype} of shape {array.shape}"
-        )
-    flags = array.flags
-    if not (flags.c_contiguous and flags.aligned and (flags.writeable or not is_written)):
-        raise ValueError(f"{name}: expected C-contiguous, aligned memory, writable for outputs")
-
-
-def _check_apart(written: list[npt.NDArray[Any]], read: list[npt.NDArray[Any]]) -> None:
-    for number, one in enumerate(written):
-        if any(np.may_share_memory(one, other) for other in read + written[:number]):
-            raise ValueError("an array to write into shares memory with another one")
-
-
-class _Wrong(Exception):
-    """A row that is not as it should be, and its byte where that is seen."""
-
-    def __init__(self, bad: Bad, at: int) -> None:
-        self.bad = bad
-        self.at = at
 
 
 def _parse_fallback(
@@ -191,16 +134,20 @@ def _parse_fallback(
     missing_category: int,
     buckets: int,
 ) -> int:
-    text = _text(buffer)
-    outputs = [("integers", integers, _NUMBERS, 2), ("categories", categories, _NUMBERS[1:], 2)]
-    outputs += [("status", status, ("uint8",), 1), ("at", at, ("int64",), 1)]
+    text, rows = text_of("buffer", buffer), starts.size
+    outputs: list[tuple[str, npt.NDArray[Any], tuple[str, ...], tuple[int | None, ...]]] = [
+        ("integers", integers, _NUMBERS, (rows, None)),
+        ("categories", categories, _NUMBERS[1:], (rows, None)),
+        ("status", status, ("uint8",), (rows,)),
+        ("at", at, ("int64",), (rows,)),
+    ]
     if labels is not None:
-        outputs.append(("labels", labels, _NUMBERS, 1))
-    _check("starts", starts, ("int64",), 1, starts.size, is_written=False)
-    _check("ends", ends, ("int64",), 1, starts.size, is_written=False)
-    for name, array, dtypes, dims in outputs:
-        _check(name, array, dtypes, dims, starts.size)
-    _check_apart([array for _, array, _, _ in outputs], [text, starts, ends])
+        outputs.append(("labels", labels, _NUMBERS, (rows,)))
+    check_array("starts", starts, ("int64",), (rows,), is_written=False)
+    check_array("ends", ends, ("int64",), (rows,), is_written=False)
+    for output in outputs:
+        check_array(*output)
+    check_apart([output[1] for output in outputs], [text, starts, ends])
     if labels is not None and not has_label:
         raise ValueError("labels: expected None, because the rows have none")
     if has_label + integers.shape[1] + categories.shape[1] == 0:
@@ -209,12 +156,12 @@ def _parse_fallback(
 
     def row_of(start: int, end: int) -> tuple[int, list[float], list[int]]:
         if not 0 <= start <= end <= len(text):
-            raise _Wrong(Bad.OUTSIDE, start)
+            raise Wrong(Bad.OUTSIDE, start)
         fields = text[start:end].tobytes().split(b"\t")
         label, numbers, hashes = 0, [], []
         for field in range(has_label + integers.shape[1] + categories.shape[1]):
             if field == len(fields):
-                raise _Wrong(Bad.TOO_FEW_FIELDS, end)
+                raise Wrong(Bad.TOO_FEW_FIELDS, end)
             found = fields[field]
             if field < has_label:
                 label = _integer(found, start, label_dtype, Bad.LABEL)
@@ -225,7 +172,7 @@ def _parse_fallback(
                 hashes.append(_category(found, start, buckets) if found else missing_category)
             start += len(found) + 1
         if start <= end:
-            raise _Wrong(Bad.TOO_MANY_FIELDS, start - 1)
+            raise Wrong(Bad.TOO_MANY_FIELDS, start - 1)
         return label, numbers, hashes
 
     bad = 0
@@ -233,7 +180,7 @@ def _parse_fallback(
         try:
             label, numbers, hashes = row_of(start, end)
             status[row] = 0
-        except _Wrong as wrong:
+        except Wrong as wrong:
             label, numbers, hashes = 0, [0] * integers.shape[1], [0] * categories.shape[1]
             status[row], at[row] = wrong.bad, wrong.at
             bad += 1
@@ -248,23 +195,23 @@ def _integer(field: bytes, start: int, dtype: np.dtype[Any], bad: Bad) -> int:
     sign = len(field) - len(field.removeprefix(b"-"))
     for place in range(sign, len(field)):
         if not 0x30 <= field[place] <= 0x39:
-            raise _Wrong(bad, start + place)
+            raise Wrong(bad, start + place)
     if sign == len(field):
-        raise _Wrong(bad, start + sign)
+        raise Wrong(bad, start + sign)
     # Python refuses to read some thousands of digits; 20 are too many already.
     digits = field[sign:].lstrip(b"0") or b"0"
     value = int(digits[:20]) * (-1 if sign else 1)
     limits = np.iinfo(np.int32 if dtype == np.int32 else np.int64)
     if not limits.min <= value <= limits.max:
-        raise _Wrong(Bad.INTEGER_OVERFLOW, start)
+        raise Wrong(Bad.INTEGER_OVERFLOW, start)
     return value
 
 
 def _category(field: bytes, start: int, buckets: int) -> int:
     for place, byte in enumerate(field):
         if byte not in _HEX:
-            raise _Wrong(Bad.HEX, start + place)
+            raise Wrong(Bad.HEX, start + place)
         if place == 8:
-            raise _Wrong(Bad.HEX_TOO_LONG, start + place)
+            raise Wrong(Bad.HEX_TOO_LONG, start + place)
     value = int(field, 16)
     return value % buckets if buckets else value

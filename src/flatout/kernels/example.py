@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.kernels import absent, example_fallback
+from flatout.kernels.checks import Numbers
+from flatout.kernels.example_fallback import Bad as Bad
 
 try:
     from flatout.kernels import _example as _c
@@ -26,7 +28,6 @@ except ImportError:
 
 _use_c = _c is not None and absent.WANTED
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
 # Rows of equal length, or values and where each row begins among them (one more than rows).
 Values: TypeAlias = npt.NDArray[Any] | tuple[npt.NDArray[Any], Numbers]
 
@@ -34,44 +35,6 @@ Values: TypeAlias = npt.NDArray[Any] | tuple[npt.NDArray[Any], Numbers]
 _KINDS = {"bytes": 1, "float": 2, "int64": 3}
 _KIND_OF = {np.dtype(np.uint8): 1, np.dtype(np.float32): 2, np.dtype(np.int64): 3}
 _AT_ONCE = 1 << 16
-
-
-class Bad(IntEnum):
-    """What is wrong with a record."""
-
-    OUTSIDE = 1
-    LENGTH_CRC = 2
-    LENGTH_DIFFERS = 3
-    DATA_CRC = 4
-    TRUNCATED = 5
-    TAG = 6
-    VARINT_TOO_LONG = 7
-    WRONG_KIND = 8
-    MISSING = 9
-    WRONG_COUNT = 10
-    INT32_OVERFLOW = 11
-    SEVERAL_VALUES = 12
-
-    @property
-    def words(self) -> str:
-        """What was expected, and what was found."""
-        return _WORDS[self]
-
-
-_WORDS = {
-    Bad.OUTSIDE: "expected a record inside the buffer, found a byte range that is not",
-    Bad.LENGTH_CRC: "expected the checksum of the record's length, found another one",
-    Bad.LENGTH_DIFFERS: "expected a record as long as its index says, found another length",
-    Bad.DATA_CRC: "expected the checksum of the record, found another one",
-    Bad.TRUNCATED: "expected a field that ends within its message, found one that does not",
-    Bad.TAG: "expected the tag of a field, found a group, a reserved type or the number 0",
-    Bad.VARINT_TOO_LONG: "expected a varint of at most 10 bytes, 5 in tags and lengths; found more",
-    Bad.WRONG_KIND: "expected a feature of the kind in the schema, found a list of another kind",
-    Bad.MISSING: "expected a feature that has no default, found a record without it",
-    Bad.WRONG_COUNT: "expected as many values as in the schema, found more or fewer",
-    Bad.INT32_OVERFLOW: "expected an integer that fits into int32, found a larger one",
-    Bad.SEVERAL_VALUES: "expected one value of bytes, found several",
-}
 
 
 class End(IntEnum):

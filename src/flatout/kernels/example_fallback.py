@@ -9,14 +9,22 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
-Text: TypeAlias = npt.NDArray[np.uint8]
+from flatout.kernels.checks import (
+    LARGEST,
+    Fault,
+    Numbers,
+    Text,
+    Wrong,
+    check_apart,
+    check_array,
+    text_of,
+)
+
 # Name, number of the kind, values, width or -1, offsets or None.
 Entry: TypeAlias = tuple[bytes, int, Any, int, Any]
 
 _ALL_ONES = 0xFFFFFFFF
 _HEADER, _FOOTER = 12, 4
-_LARGEST = float(np.finfo(np.float32).max)
 _DTYPES = {"int64": ("int32", "int64"), "float": ("float32",), "bytes": ("uint8",)}
 _KINDS = ("", "bytes", "float", "int64")
 # Bytes of tags and lengths, and of values.
@@ -24,19 +32,21 @@ _SHORT, _LONG = 5, 10
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 
 
-class Wrong(Exception):
-    """A record that is not as it should be: a number of `Bad`, and the byte where that is seen."""
+class Bad(Fault):
+    """What is wrong with a record."""
 
-    def __init__(self, bad: int, at: int) -> None:
-        self.bad = bad
-        self.at = at
-
-
-# The numbers of `example.Bad`, which imports this.
-(
-    _OUTSIDE, _LENGTH_CRC, _LENGTH_DIFFERS, _DATA_CRC, _TRUNCATED, _TAG, _VARINT_TOO_LONG,
-    _WRONG_KIND, _MISSING, _WRONG_COUNT, _INT32_OVERFLOW, _SEVERAL_VALUES,
-) = range(1, 13)  # fmt: skip
+    OUTSIDE = 1, "expected a record inside the buffer, found a byte range that is not"
+    LENGTH_CRC = 2, "expected the checksum of the record's length, found another one"
+    LENGTH_DIFFERS = 3, "expected a record as long as its index says, found another length"
+    DATA_CRC = 4, "expected the checksum of the record, found another one"
+    TRUNCATED = 5, "expected a field that ends within its message, found one that does not"
+    TAG = 6, "expected the tag of a field, found a group, a reserved type or the number 0"
+    VARINT_TOO_LONG = 7, "expected a varint of at most 10 bytes, 5 in tags and lengths; found more"
+    WRONG_KIND = 8, "expected a feature of the kind in the schema, found a list of another kind"
+    MISSING = 9, "expected a feature that has no default, found a record without it"
+    WRONG_COUNT = 10, "expected as many values as in the schema, found more or fewer"
+    INT32_OVERFLOW = 11, "expected an integer that fits into int32, found a larger one"
+    SEVERAL_VALUES = 12, "expected one value of bytes, found several"
 
 
 # ---- checksum ----
@@ -107,41 +117,10 @@ def masked(crc: int) -> int:
 # ---- checks ----
 
 
-def text_of(name: str, buffer: Any) -> Text:
-    """The bytes of a buffer."""
-    view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise ValueError(f"{name}: expected C-contiguous memory")
-    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
-
-
-def _check(
-    name: str,
-    array: npt.NDArray[Any],
-    dtypes: tuple[str, ...],
-    shape: tuple[int, ...] | None,
-    is_written: bool,
-) -> None:
-    if array.dtype not in map(np.dtype, dtypes) or (shape is not None and array.shape != shape):
-        raise ValueError(
-            f"{name}: expected {' or '.join(dtypes)}{'' if shape is None else f' of shape {shape}'}"
-            f", found {array.dtype} of shape {array.shape}"
-        )
-    flags = array.flags
-    if not (flags.c_contiguous and flags.aligned and (flags.writeable or not is_written)):
-        raise ValueError(f"{name}: expected C-contiguous, aligned memory, writable for outputs")
-
-
-def _check_apart(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]]) -> None:
-    for number, one in enumerate(written):
-        if any(np.may_share_memory(one, other) for other in [*read, *written[:number]]):
-            raise ValueError("an array to write into shares memory with another one")
-
-
 def _check_offsets(name: str, offsets: Any, rows: int, room: int) -> None:
     if not isinstance(offsets, np.ndarray):
         raise TypeError(f"{name}: expected an array, found {type(offsets).__name__}")
-    _check(name, offsets, ("int64",), (rows + 1,), False)
+    check_array(name, offsets, ("int64",), (rows + 1,), False)
     if offsets[0] < 0 or offsets[-1] > room or (offsets[1:] < offsets[:-1]).any():
         raise ValueError(f"{name}: expected numbers from 0 to {room} that do not decrease")
 
@@ -149,7 +128,7 @@ def _check_offsets(name: str, offsets: Any, rows: int, room: int) -> None:
 def _fitting(name: str, value: float, dtype: np.dtype[Any]) -> float:
     if dtype == np.float32:
         number = float(value)
-        if not math.isfinite(number) or abs(number) <= _LARGEST:
+        if not math.isfinite(number) or abs(number) <= LARGEST:
             return number
     elif not isinstance(value, float) or value.is_integer():
         limits = np.iinfo(dtype)
@@ -189,15 +168,15 @@ def scan(buffer: Any, start: int, starts: Numbers, ends: Numbers) -> tuple[int, 
 
 def _check_frame(text: Text, start: int, stop: int) -> None:
     if start < _HEADER or len(text) - stop < _FOOTER:
-        raise Wrong(_OUTSIDE, start)
+        raise Wrong(Bad.OUTSIDE, start)
     header = text[start - _HEADER : start].tobytes()
     if masked(crc32c(header[:8])) != int.from_bytes(header[8:], "little"):
-        raise Wrong(_LENGTH_CRC, start - _HEADER)
+        raise Wrong(Bad.LENGTH_CRC, start - _HEADER)
     if int.from_bytes(header[:8], "little") != stop - start:
-        raise Wrong(_LENGTH_DIFFERS, start - _HEADER)
+        raise Wrong(Bad.LENGTH_DIFFERS, start - _HEADER)
     footer = text[stop : stop + _FOOTER].tobytes()
     if masked(crc32c(text[start:stop])) != int.from_bytes(footer, "little"):
-        raise Wrong(_DATA_CRC, start)
+        raise Wrong(Bad.DATA_CRC, start)
 
 
 # ---- messages ----
@@ -215,12 +194,12 @@ def _varint(record: bytes, at: int, end: int, most: int) -> tuple[int, int]:
     value = 0
     for i in range(most):
         if at + i >= end:
-            raise Wrong(_TRUNCATED, at)
+            raise Wrong(Bad.TRUNCATED, at)
         byte = record[at + i]
         value |= (byte & 127) << 7 * i
         if byte < 128:
             return value & 2**64 - 1, at + i + 1
-    raise Wrong(_VARINT_TOO_LONG, at)
+    raise Wrong(Bad.VARINT_TOO_LONG, at)
 
 
 def _fields(record: bytes, at: int, end: int) -> Iterator[_Field]:
@@ -229,7 +208,7 @@ def _fields(record: bytes, at: int, end: int) -> Iterator[_Field]:
         tag, at = _varint(record, at, end, _SHORT)
         number, wire, value = tag >> 3, tag & 7, 0
         if number == 0 or tag >= 2**32 or wire not in (_VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES):
-            raise Wrong(_TAG, begin)
+            raise Wrong(Bad.TAG, begin)
         first = at
         if wire == _VARINT:
             value, at = _varint(record, at, end, _LONG)
@@ -238,7 +217,7 @@ def _fields(record: bytes, at: int, end: int) -> Iterator[_Field]:
             if wire == _BYTES:
                 length, at = _varint(record, at, end, _SHORT)
             if length > end - at:
-                raise Wrong(_TRUNCATED, first)
+                raise Wrong(Bad.TRUNCATED, first)
             first, at = at, at + length
         yield _Field(number, wire, first, at, value)
 
@@ -294,7 +273,7 @@ class _Values:
 
     def _add_packed(self, record: bytes, at: int, end: int) -> None:
         if self.kind == "float" and (end - at) % 4:
-            raise Wrong(_TRUNCATED, at)
+            raise Wrong(Bad.TRUNCATED, at)
         self.pieces += 1
         if self.kind != "int64":
             self.raw += record[at:end]
@@ -307,7 +286,7 @@ class _Values:
     def _add_int(self, value: int, at: int) -> None:
         value -= (value >> 63) << 64
         if self.is_int32 and not -(2**31) <= value < 2**31:
-            raise Wrong(_INT32_OVERFLOW, at)
+            raise Wrong(Bad.INT32_OVERFLOW, at)
         self.ints.append(value)
 
     @property
@@ -324,21 +303,21 @@ def _values(
     lists = [] if entry is None else _lists(record, entry)
     if entry is None or not lists:
         if feature.required:
-            raise Wrong(_MISSING, 0)
+            raise Wrong(Bad.MISSING, 0)
         return None
     if _KINDS[lists[-1].number] != feature.kind:
-        raise Wrong(_WRONG_KIND, entry[0])
+        raise Wrong(Bad.WRONG_KIND, entry[0])
     values = _Values(feature.kind, is_int32)
     for one in lists:
         for field in _fields(record, one.at, one.end):
             values.add(record, field)
     if feature.kind == "bytes" and values.pieces > 1:
-        raise Wrong(_SEVERAL_VALUES, entry[0])
+        raise Wrong(Bad.SEVERAL_VALUES, entry[0])
     found = values.array
     if room is not None and (
         len(found) > room or (feature.width is not None and len(found) < room)
     ):
-        raise Wrong(_WRONG_COUNT, entry[0])
+        raise Wrong(Bad.WRONG_COUNT, entry[0])
     return found
 
 
@@ -355,13 +334,13 @@ class _Rows:
         self.starts, self.ends, self.status, self.at = starts, ends, status, at
         self.check = check
         rows = starts.size
-        _check("starts", starts, ("int64",), (rows,), False)
-        _check("ends", ends, ("int64",), (rows,), False)
-        _check("status", status, ("uint8",), (rows,), True)
-        _check("at", at, ("int64",), (rows,), True)
+        check_array("starts", starts, ("int64",), (rows,), False)
+        check_array("ends", ends, ("int64",), (rows,), False)
+        check_array("status", status, ("uint8",), (rows,), True)
+        check_array("at", at, ("int64",), (rows,), True)
 
     def check_apart(self, written: list[Any], read: list[Any]) -> None:
-        _check_apart([self.status, self.at, *written], [self.text, self.starts, self.ends, *read])
+        check_apart([self.status, self.at, *written], [self.text, self.starts, self.ends, *read])
 
     def run(self, one: Any, spoil: Any) -> int:
         """Call `one(row, record, entries)` for each record, and `spoil(row)` for bad ones."""
@@ -372,7 +351,7 @@ class _Rows:
             base = start
             try:
                 if not 0 <= start <= stop <= len(self.text):
-                    raise Wrong(_OUTSIDE, 0)
+                    raise Wrong(Bad.OUTSIDE, 0)
                 if self.check:
                     base = 0
                     _check_frame(self.text, start, stop)
@@ -400,7 +379,7 @@ def measure(
     """As `example.measure`."""
     rows = _Rows(buffer, starts, ends, status, at, check)
     ragged = [feature for feature in features if feature.width is None]
-    _check("lengths", lengths, ("int64",), (len(ragged), len(starts)), True)
+    check_array("lengths", lengths, ("int64",), (len(ragged), len(starts)), True)
     rows.check_apart([lengths], [])
 
     def one(row: int, record: bytes, entries: dict[bytes, tuple[int, int]]) -> None:
@@ -439,11 +418,11 @@ def decode(
         raise ValueError(f"expected outputs, offsets and defaults of {len(features)} features")
     fills = []
     for i, (feature, output) in enumerate(zip(features, outputs, strict=True)):
-        _check(f"outputs[{i}]", output, _DTYPES[feature.kind], None, True)
+        check_array(f"outputs[{i}]", output, _DTYPES[feature.kind], None, True)
         _check_layout(i, feature, output, offsets[i], count)
         fills.append(_fitting(f"defaults[{i}]", defaults[i], output.dtype))
     if present is not None:
-        _check("present", present, ("uint8",), (count, len(features)), True)
+        check_array("present", present, ("uint8",), (count, len(features)), True)
     rows.check_apart(
         [*outputs, *([] if present is None else [present])],
         [one for one in offsets if one is not None],
@@ -500,7 +479,7 @@ def sizes(entries: Sequence[Entry], rows: int, offsets: Numbers) -> None:
             _check_offsets(f"offsets[{i}]", own, rows, values.size)
         elif values.size != rows * width:
             raise ValueError(f"columns[{i}]: expected {rows} rows of {width} values")
-    _check("offsets", offsets, ("int64",), (rows + 1,), True)
+    check_array("offsets", offsets, ("int64",), (rows + 1,), True)
     offsets[0] = 0
     for row in range(rows):
         size = len(_record(entries, row))

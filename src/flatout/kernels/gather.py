@@ -5,13 +5,13 @@ The C extension and its numpy fallback give the same bytes.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flatout.kernels import absent
+from flatout.kernels.checks import LARGEST, bytes_of_rows, check_range
 
 try:
     from flatout.kernels import _gather as _c
@@ -22,7 +22,6 @@ _use_c = _c is not None and absent.WANTED
 
 # Kinds that the buffer protocol exports as plain numbers; all others go as bytes.
 _NUMBERS = "biufc"
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def available() -> bool:
@@ -74,13 +73,13 @@ def gather_rows(
 
 def _plain(source: npt.NDArray[Any], index: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
     if not _use_c:
-        _check_range(index, source.shape[0])
+        check_range(index, source.shape[0], "the source has")
         # mode="clip" lets numpy write into `out` without a buffer between; nothing is out of range.
         np.take(source, index, axis=0, out=out, mode="clip")
     elif source.dtype.kind in _NUMBERS:
         _c.gather(source, index, out)
     else:
-        _c.gather(_bytes_of(source), index, _bytes_of(out))
+        _c.gather(bytes_of_rows(source), index, bytes_of_rows(out))
 
 
 def _scaled(
@@ -93,7 +92,7 @@ def _scaled(
     if _use_c:
         _c.gather_scaled(source, index, out, scale, shift)
         return
-    _check_range(index, source.shape[0])
+    check_range(index, source.shape[0], "the source has")
     rows = np.take(source, index, axis=0, mode="clip")
     with np.errstate(over="ignore"):
         np.multiply(rows, np.float32(scale), out=out, dtype=np.float32)
@@ -140,24 +139,9 @@ def _in_line(array: npt.NDArray[Any]) -> bool:
     return array.flags.c_contiguous and array.flags.aligned
 
 
-def _check_range(index: npt.NDArray[np.int64], rows: int) -> None:
-    bad = (index < 0) | (index >= rows)
-    if bad.any():
-        at = int(bad.argmax())
-        raise IndexError(f"index[{at}] is {index[at]}, but the source has {rows} rows")
-
-
 def _finite(name: str, value: float | None, default: float) -> float:
     if value is None:
         return default
-    if not abs(value) <= _LARGEST:
+    if not abs(value) <= LARGEST:
         raise ValueError(f"{name}: expected a finite float32 number, found {value}")
     return value
-
-
-def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """The same memory as (rows, bytes of a row): the buffer protocol knows no datetime64."""
-    width = math.prod(array.shape[1:]) * array.dtype.itemsize
-    if array.nbytes == 0:
-        return np.empty((array.shape[0], width), np.uint8)
-    return array.reshape(-1).view(np.uint8).reshape(array.shape[0], width)

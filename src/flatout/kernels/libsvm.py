@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flatout.kernels import absent
+from flatout.kernels.checks import Fault, Numbers, Wrong, check_apart, check_array, text_of
 
 try:
     from flatout.kernels import _libsvm as _c
@@ -32,57 +32,30 @@ _use_c = _c is not None and absent.WANTED
 # Tests set this, to see what processors without AVX2 do.
 _is_plain = False
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
-
 # Larger than any index that is good.
 NO_LIMIT = 2**63 - 1
 _INT32 = 2**31
 
 
-class Bad(IntEnum):
+class Bad(Fault):
     """What is wrong with a row."""
 
-    OUTSIDE = 1
-    NO_LABEL = 2
-    MULTI_LABEL = 3
-    NOT_WHOLE = 4
-    LABEL = 5
-    QID = 6
-    INDEX = 7
-    VALUE = 8
-    NO_COLON = 9
-    TOO_LARGE = 10
-    NOT_FINITE = 11
-    BELOW_BASE = 12
-    BEYOND_LIMIT = 13
-    UNORDERED = 14
-    TOO_MANY = 15
-    TWO_LINES = 16
-
-    @property
-    def words(self) -> str:
-        """What was expected, and what was found."""
-        return _WORDS[self]
-
-
-_WORDS = {
-    Bad.OUTSIDE: "expected a row inside the buffer, found a byte range that is not",
-    Bad.NO_LABEL: "expected a label, found none",
-    Bad.MULTI_LABEL: "expected one label, found several with commas between them",
-    Bad.NOT_WHOLE: "expected a label that is a whole number below 2^53 in size, found another",
-    Bad.LABEL: "expected a decimal number for a label, found something else",
-    Bad.QID: "expected a whole number after qid:, found something else",
-    Bad.INDEX: "expected a whole number for an index, found something else",
-    Bad.VALUE: "expected a decimal number for a value, found something else",
-    Bad.NO_COLON: "expected a colon after an index, found the end of the pair",
-    Bad.TOO_LARGE: "expected a whole number below 2^63, found a larger one",
-    Bad.NOT_FINITE: "expected a finite number, found NaN, infinity or a number too large",
-    Bad.BELOW_BASE: "expected an index of at least the base (0 or 1), found a smaller one",
-    Bad.BEYOND_LIMIT: "expected an index within the schema's features, found one beyond",
-    Bad.UNORDERED: "expected indices that ascend, found one that is not above the one before",
-    Bad.TOO_MANY: "expected fewer pairs in the row, found more than there is room for",
-    Bad.TWO_LINES: "expected one line, found a newline inside the row",
-}
+    OUTSIDE = 1, "expected a row inside the buffer, found a byte range that is not"
+    NO_LABEL = 2, "expected a label, found none"
+    MULTI_LABEL = 3, "expected one label, found several with commas between them"
+    NOT_WHOLE = 4, "expected a label that is a whole number below 2^53 in size, found another"
+    LABEL = 5, "expected a decimal number for a label, found something else"
+    QID = 6, "expected a whole number after qid:, found something else"
+    INDEX = 7, "expected a whole number for an index, found something else"
+    VALUE = 8, "expected a decimal number for a value, found something else"
+    NO_COLON = 9, "expected a colon after an index, found the end of the pair"
+    TOO_LARGE = 10, "expected a whole number below 2^63, found a larger one"
+    NOT_FINITE = 11, "expected a finite number, found NaN, infinity or a number too large"
+    BELOW_BASE = 12, "expected an index of at least the base (0 or 1), found a smaller one"
+    BEYOND_LIMIT = 13, "expected an index within the schema's features, found one beyond"
+    UNORDERED = 14, "expected indices that ascend, found one that is not above the one before"
+    TOO_MANY = 15, "expected fewer pairs in the row, found more than there is room for"
+    TWO_LINES = 16, "expected one line, found a newline inside the row"
 
 
 def available() -> bool:
@@ -238,14 +211,6 @@ def dense(
 # ---- the fallback: a row ----
 
 
-class _Wrong(Exception):
-    """A row that is not as it should be, and its byte where that is seen."""
-
-    def __init__(self, bad: Bad, at: int) -> None:
-        self.bad = bad
-        self.at = at
-
-
 class _Rules(NamedTuple):
     """What a row has to keep to."""
 
@@ -279,12 +244,12 @@ def _number(row: bytes, at: int, bad: Bad) -> tuple[float, int]:
     assert found is not None  # it matches nothing at all as well
     end = found.end()
     if not found[1] and not found[2]:
-        raise _Wrong(Bad.NOT_FINITE, at) if _WORD.match(row, at) else _Wrong(bad, end)
+        raise Wrong(Bad.NOT_FINITE, at) if _WORD.match(row, at) else Wrong(bad, end)
     power = _POWER.match(row, end)
     if power is not None:
         end = power.end()
         if not power[1]:
-            raise _Wrong(bad, end)
+            raise Wrong(bad, end)
     return float(row[at:end]), end
 
 
@@ -292,11 +257,11 @@ def _whole(row: bytes, at: int, bad: Bad) -> tuple[int, int]:
     """Digits, and where they end."""
     found = _DIGITS.match(row, at)
     if found is None:
-        raise _Wrong(bad, at)
+        raise Wrong(bad, at)
     # Python refuses to read some thousands of digits; 20 are too many already.
     value = int(found[0].lstrip(b"0")[:20] or b"0")
     if value > NO_LIMIT:
-        raise _Wrong(Bad.TOO_LARGE, at)
+        raise Wrong(Bad.TOO_LARGE, at)
     return value, found.end()
 
 
@@ -308,18 +273,18 @@ def _skip(row: bytes, at: int) -> int:
 def _label(row: bytes, rules: _Rules) -> tuple[float, int]:
     token = _skip(row, 0)
     if _OVER.match(row, token) or row.startswith(b"qid:", token):
-        raise _Wrong(Bad.NO_LABEL, token)
+        raise Wrong(Bad.NO_LABEL, token)
     label, at = _number(row, token, Bad.LABEL)
     if row.startswith(b",", at):
-        raise _Wrong(Bad.MULTI_LABEL, at)
+        raise Wrong(Bad.MULTI_LABEL, at)
     if row.startswith(b":", at):
-        raise _Wrong(Bad.NO_LABEL, token)
+        raise Wrong(Bad.NO_LABEL, token)
     if not _OVER.match(row, at):
-        raise _Wrong(Bad.LABEL, at)
+        raise Wrong(Bad.LABEL, at)
     if not abs(label) < _BOUNDS.get(rules.label_as.name, float("inf")):
-        raise _Wrong(Bad.NOT_FINITE, token)
+        raise Wrong(Bad.NOT_FINITE, token)
     if rules.label_as == np.int64 and not (abs(label) < 2**53 and label.is_integer()):
-        raise _Wrong(Bad.NOT_WHOLE, token)
+        raise Wrong(Bad.NOT_WHOLE, token)
     return label, at
 
 
@@ -329,21 +294,21 @@ def _qid(row: bytes, at: int) -> tuple[int, int]:
         return -1, at
     qid, at = _whole(row, at + len(b"qid:"), Bad.QID)
     if not _OVER.match(row, at):
-        raise _Wrong(Bad.QID, at)
+        raise Wrong(Bad.QID, at)
     return qid, at
 
 
 def _pair(row: bytes, at: int, rules: _Rules) -> tuple[int, float, int]:
     if row.startswith(b"-", at) and _DIGITS.match(row, at + 1):
-        raise _Wrong(Bad.BELOW_BASE, at)
+        raise Wrong(Bad.BELOW_BASE, at)
     index, at = _whole(row, at, Bad.INDEX)
     if not row.startswith(b":", at):
-        raise _Wrong(Bad.NO_COLON if _OVER.match(row, at) else Bad.INDEX, at)
+        raise Wrong(Bad.NO_COLON if _OVER.match(row, at) else Bad.INDEX, at)
     value, end = _number(row, at + 1, Bad.VALUE)
     if not _OVER.match(row, end):
-        raise _Wrong(Bad.VALUE, end)
+        raise Wrong(Bad.VALUE, end)
     if not abs(value) < _BOUNDS.get(rules.value_as.name, float("inf")):
-        raise _Wrong(Bad.NOT_FINITE, at + 1)
+        raise Wrong(Bad.NOT_FINITE, at + 1)
     return index, value, end
 
 
@@ -355,34 +320,34 @@ def _read_row(row: bytes, room: int, rules: _Rules) -> _Row:
     while not _OVER.match(row, at := _skip(row, at)):
         index, value, end = _pair(row, at, rules)
         if index < rules.base:
-            raise _Wrong(Bad.BELOW_BASE, at)
+            raise Wrong(Bad.BELOW_BASE, at)
         if index - rules.base >= rules.limit:
-            raise _Wrong(Bad.BEYOND_LIMIT, at)
+            raise Wrong(Bad.BEYOND_LIMIT, at)
         if indices and index <= indices[-1]:
-            raise _Wrong(Bad.UNORDERED, at)
+            raise Wrong(Bad.UNORDERED, at)
         if len(indices) == room:
-            raise _Wrong(Bad.TOO_MANY, at)
+            raise Wrong(Bad.TOO_MANY, at)
         indices.append(index)
         values.append(value)
         at = end
     newline = row.find(b"\n", at)
     if newline >= 0:
-        raise _Wrong(Bad.TWO_LINES, newline)
+        raise Wrong(Bad.TWO_LINES, newline)
     return _Row(label, qid, indices, values)
 
 
 def _good_row(text: npt.NDArray[np.uint8], start: int, end: int, room: int, rules: _Rules) -> _Row:
-    """A row; `_Wrong` has its place in the text."""
+    """A row; `Wrong` has its place in the text."""
     if not 0 <= start <= end <= len(text):
-        raise _Wrong(Bad.OUTSIDE, start)
+        raise Wrong(Bad.OUTSIDE, start)
     row = text[start:end].tobytes().rstrip(b" \t\r\n")
     try:
         return _read_row(row, room, rules)
-    except _Wrong as wrong:
+    except Wrong as wrong:
         bad = wrong.bad
         if bad in (Bad.LABEL, Bad.QID, Bad.INDEX, Bad.VALUE) and row.startswith(b"\n", wrong.at):
             bad = Bad.TWO_LINES
-        raise _Wrong(bad, start + wrong.at) from None
+        raise Wrong(bad, start + wrong.at) from None
 
 
 # ---- the fallback: rows ----
@@ -407,14 +372,14 @@ def _each(
 ) -> Iterator[tuple[int, _Row | None]]:
     """Each row, or None where it is bad, after what all calls write of it was written."""
     rules = _Rules(rows.base, rows.limit, label_as, value_as)
-    text = np.frombuffer(rows.buffer, np.uint8) if len(rows.buffer) else np.empty(0, np.uint8)
+    text = text_of("buffer", rows.buffer)
     ranges = zip(rows.starts.tolist(), rows.ends.tolist(), rooms, strict=True)
     for number, (start, end, room) in enumerate(ranges):
         row: _Row | None = None
         try:
             row = _good_row(text, start, end, room, rules)
             rows.status[number] = 0
-        except _Wrong as wrong:
+        except Wrong as wrong:
             rows.status[number], rows.at[number] = wrong.bad, wrong.at
         rows.labels[number] = 0 if row is None else row.label
         if rows.qid is not None:
@@ -438,7 +403,7 @@ def _survey_fallback(
     value_as: str,
 ) -> tuple[int, int, int]:
     rows = _Rows(buffer, starts, ends, labels, qid, status, at, base, limit)
-    _check(rows, {"lengths": lengths})
+    _check(rows, [lengths])
     _check_array("labels", labels, ("float64",), len(starts))
     _check_array("lengths", lengths, ("int32",), len(starts))
     if label_as not in _LABELS or value_as not in _VALUES or width < 0:
@@ -471,7 +436,7 @@ def _parse_fallback(
     limit: int,
 ) -> int:
     rows = _Rows(buffer, starts, ends, labels, qid, status, at, base, limit)
-    _check(rows, {"ids": ids, "values": values}, offsets)
+    _check(rows, [ids, values], offsets)
     _check_array("offsets", offsets, ("int64",), len(starts) + 1, is_written=False)
     _check_array("ids", ids, ("int32", "int64"), None)
     _check_array("values", values, _VALUES, len(ids))
@@ -505,12 +470,8 @@ def _dense_fallback(
     limit: int,
 ) -> int:
     rows = _Rows(buffer, starts, ends, labels, qid, status, at, base, limit)
-    _check(rows, {"out": out})
-    if out.dtype != np.float32 or out.shape != (len(starts), limit):
-        raise ValueError(
-            f"out: expected native, aligned float32 of shape ({len(starts)}, {limit}), "
-            f"found {out.dtype} of shape {out.shape}"
-        )
+    _check(rows, [out])
+    check_array("out", out, ("float32",), (len(starts), limit))
     bad = 0
     rooms = [NO_LIMIT] * len(starts)
     for number, row in _each(rows, rooms, labels.dtype, np.dtype(np.float32)):
@@ -527,7 +488,7 @@ _VALUES = ("float32", "float64")
 
 
 def _check(
-    rows: _Rows, outputs: dict[str, npt.NDArray[Any]], offsets: Numbers | None = None
+    rows: _Rows, outputs: Sequence[npt.NDArray[Any]], offsets: Numbers | None = None
 ) -> None:
     """Refuse what the extension refuses."""
     count = rows.starts.size
@@ -536,9 +497,9 @@ def _check(
         raise ValueError("buffer: expected C-contiguous memory, one dimension of uint8")
     _check_array("starts", rows.starts, ("int64",), None, is_written=False)
     _check_array("ends", rows.ends, ("int64",), count, is_written=False)
-    written = {"labels": rows.labels, "status": rows.status, "at": rows.at, **outputs}
+    written = [rows.labels, rows.status, rows.at, *outputs]
     if rows.qid is not None:
-        written["qid"] = rows.qid
+        written.append(rows.qid)
         _check_array("qid", rows.qid, ("int64",), count)
     _check_array("labels", rows.labels, _LABELS, count)
     _check_array("status", rows.status, ("uint8",), count)
@@ -548,12 +509,7 @@ def _check(
     if rows.limit < 0:
         raise ValueError(f"limit: expected 0 or more, found {rows.limit}")
     read = [np.asarray(text), rows.starts, rows.ends, *([] if offsets is None else [offsets])]
-    for name, array in written.items():
-        if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
-            raise ValueError(f"{name}: expected C-contiguous, aligned memory that can be written")
-        others = read + [other for key, other in written.items() if key != name]
-        if any(np.may_share_memory(array, other) for other in others):
-            raise ValueError(f"{name} shares memory with another array")
+    check_apart(written, read)
 
 
 def _check_array(
@@ -563,16 +519,6 @@ def _check_array(
     count: int | None,
     is_written: bool = True,
 ) -> None:
-    if array.dtype not in map(np.dtype, dtypes) or array.ndim != 1:
-        raise ValueError(
-            f"{name}: expected one dimension of {' or '.join(dtypes)}, found {array.dtype} of "
-            f"shape {array.shape}"
-        )
+    check_array(name, array, dtypes, (None,), is_written)
     if count is not None and len(array) != count:
         raise ValueError(f"{name}: expected {count} numbers, found {len(array)}")
-    flags = array.flags
-    if not (flags.c_contiguous and flags.aligned and (flags.writeable or not is_written)):
-        raise ValueError(
-            f"{name}: expected C-contiguous, aligned memory"
-            f"{' that can be written' if is_written else ''}"
-        )

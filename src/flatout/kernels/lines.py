@@ -5,7 +5,6 @@ The C extension and its fallback in numpy and plain Python give the same results
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.kernels import absent
+from flatout.kernels.checks import Numbers, Text, bytes_of_rows, check_range, text_of
 
 try:
     from flatout.kernels import _lines as _c
@@ -23,8 +23,6 @@ except ImportError:
 
 _use_c = _c is not None and absent.WANTED
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
-Text: TypeAlias = npt.NDArray[np.uint8]
 Lines: TypeAlias = tuple[Numbers, Numbers]
 # Byte offset in a row, bytes from there on, and a C-contiguous array with a row of that many bytes
 # for each row.
@@ -96,7 +94,7 @@ def index_lines(
         ValueError: `start` and `stop` are not in the buffer, the buffer is not C-contiguous, or
             `comment` is empty or has a newline in it.
     """
-    text = _text(buffer)
+    text = text_of("buffer", buffer)
     stop = len(text) if stop is None else stop
     if not 0 <= start <= stop <= len(text):
         raise ValueError(
@@ -128,19 +126,12 @@ def count_newlines(buffer: Any, stop: int) -> int:
     Raises:
         ValueError: `stop` is not in the buffer, or the buffer is not C-contiguous.
     """
-    text = _text(buffer)
+    text = text_of("buffer", buffer)
     if not 0 <= stop <= len(text):
         raise ValueError(f"stop: expected 0 to {len(text)}, found {stop}")
     if _c is None:
         absent.say_once()
     return _c.count(text, stop) if _use_c else int(np.count_nonzero(text[:stop] == ord("\n")))
-
-
-def _text(buffer: Any) -> Text:
-    view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise ValueError("buffer: expected C-contiguous memory")
-    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
 def _cuts(text: Text, start: int, stop: int, parts: int) -> Iterator[int]:
@@ -309,9 +300,9 @@ def _split_fallback(source: Text, index: Numbers, columns: Sequence[Column]) -> 
     _check_numbers("index", index, None)
     _check_columns(columns, len(index), source.shape[1])
     _check_apart([array for _, _, array in columns], [source, index])
-    _check_range(index, len(source))
+    check_range(index, len(source))
     for offset, width, array in columns:
-        _bytes_of(array)[:] = source[index, offset : offset + width]
+        bytes_of_rows(array)[:] = source[index, offset : offset + width]
 
 
 def _join_fallback(columns: Sequence[Column], rows: int, out: Text, index: Numbers | None) -> None:
@@ -324,9 +315,9 @@ def _join_fallback(columns: Sequence[Column], rows: int, out: Text, index: Numbe
     else:
         _check_numbers("index", index, len(out))
         _check_apart([out], [index])
-        _check_range(index, rows)
+        check_range(index, rows)
     for offset, width, array in columns:
-        rows_of_it = _bytes_of(array)
+        rows_of_it = bytes_of_rows(array)
         out[:, offset : offset + width] = rows_of_it if index is None else rows_of_it[index]
 
 
@@ -353,15 +344,7 @@ def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
             "column: expected a C-contiguous array of rows without Python objects, found "
             f"{array.dtype} of shape {array.shape}"
         )
-    return _bytes_of(array)
-
-
-def _bytes_of(array: npt.NDArray[Any]) -> Text:
-    """The same memory as (rows, bytes of a row)."""
-    width = math.prod(array.shape[1:]) * array.dtype.itemsize
-    if array.nbytes == 0:
-        return np.empty((array.shape[0], width), np.uint8)
-    return array.reshape(-1).view(np.uint8).reshape(array.shape[0], width)
+    return bytes_of_rows(array)
 
 
 def _check_apart(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]]) -> None:
@@ -388,10 +371,3 @@ def _check_numbers(name: str, array: npt.NDArray[Any], count: int | None) -> Non
         )
     if count is not None and len(array) != count:
         raise ValueError(f"{name}: expected {count} numbers, found {len(array)}")
-
-
-def _check_range(index: Numbers, rows: int) -> None:
-    bad = (index < 0) | (index >= rows)
-    if bad.any():
-        at = int(bad.argmax())
-        raise IndexError(f"index[{at}] is {index[at]}, but there are {rows} rows")

@@ -130,7 +130,7 @@ def _address(here: Place) -> str:
 
 
 def _check_one_node(here: Place) -> None:
-    """Variables set by hand may leave open which ranks are on one node; then all are taken to be."""
+    """Variables set by hand may not say which ranks are on one node; then all are taken to be."""
     is_told = here.launcher != "torchrun" or "LOCAL_WORLD_SIZE" in os.environ
     if not is_told and not is_here(here.address):
         raise WorldError(

@@ -214,7 +214,7 @@ def _texts_in_samples(
 def _texts(
     text: Any, opened: _Opened, columns: Sequence[str], faults: ErrorPolicy | None
 ) -> dict[str, Texts]:
-    """The texts in columns of whole rows; those that are no UTF-8 are left to who reads the rows."""
+    """The texts in columns of whole rows; what is no UTF-8 is left to who reads the rows."""
     types = dict.fromkeys(columns, pa.binary())
     table = read_text(text, opened.names, opened.dialect, types, columns, skip_invalid=True)
     found = {}
