@@ -11,6 +11,7 @@ COUPLED = ModelFacts(batch_coupled=True)
 
 EXPECTED = [
     ("compute.precision", "fp32", "bf16", DRAWS, Parity.TOLERANT),
+    ("compute.fp32_operators", "off", "on", DRAWS, Parity.TOLERANT),
     ("compute.memory_format", "contiguous", "channels_last", NOTHING, Parity.TOLERANT),
     ("compute.memory_format", "contiguous", "channels_last", DRAWS, Parity.REDRAWN),
     (
@@ -97,6 +98,7 @@ def those(fact):
 def test_what_measurement_may_decide_defaults_to_auto():
     assert {field: PLAIN.get(field) for field in FIELDS if Recipe().get(field) == "auto"} == {
         "compute.precision": "fp32",
+        "compute.fp32_operators": "off",
         "compute.memory_format": "contiguous",
         "compute.rewrites": "off",
         "compute.fused_optimizer": "off",
@@ -125,6 +127,7 @@ def test_what_is_no_auto_is_plain_as_it_is():
 def test_which_settings_a_live_model_is_switched_to():
     assert those("live") == {
         "compute.precision",
+        "compute.fp32_operators",
         "compute.memory_format",
         "compute.rewrites",
         "compute.fused_optimizer",
@@ -138,6 +141,7 @@ def test_which_settings_a_live_model_is_switched_to():
     assert sorted(layers, key=lambda field: SETTINGS[field].live.layer) == [
         "memory.activation_checkpointing",
         "compute.rewrites",
+        "compute.fp32_operators",
         "compute.compile",
     ]
 
@@ -145,6 +149,7 @@ def test_which_settings_a_live_model_is_switched_to():
 def test_which_settings_auto_tries_before_the_first_step():
     assert {field for field in those("trial") if SETTINGS[field].trial.why} == {
         "compute.precision",
+        "compute.fp32_operators",
         "compute.memory_format",
         "compute.rewrites",
         "compute.fused_optimizer",

@@ -132,6 +132,7 @@ def test_rewrites_and_recomputing_are_put_on_and_taken_off():
         {"rewrites": "on"},
         {"activation_checkpointing": "on"},
         {"rewrites": "on", "activation_checkpointing": "on"},
+        {"rewrites": "on", "activation_checkpointing": "on", "fp32_operators": "on"},
         {"rewrites": "off", "activation_checkpointing": "on"},
     ):
         switch.use(plain.but(**change))

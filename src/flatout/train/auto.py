@@ -30,7 +30,7 @@ from flatout.devices import allocator
 from flatout.errors import OutOfMemory
 from flatout.measure import OutOfTime, TrialResult, usable_cpus
 from flatout.measure.fingerprint import fingerprint
-from flatout.models import find_rewrites, uses_convolution
+from flatout.models import find_rewrites, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache
 from flatout.train.auto_budget import Budget
@@ -185,6 +185,9 @@ class _Job:
         self.could_use_bf16 = _has_bf16_units(device)
         self.has_tf32_units = self.has_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
         self.has_convolutions = uses_convolution(switch.model)
+        self.may_be_slower_in_bf16 = (
+            device.type == "cpu" and self.could_use_bf16 and may_be_slower_in_bf16(switch.model)
+        )
         self.has_rewrites = bool(find_rewrites(switch.model))
         self.can_fuse = any(map(can_switch, switch.optimizers))
         keeps = switch.now.allocator == "keep"

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from flatout.devices import allocator, threads
-from flatout.models import FORMATS, find_rewrites, format_of, lay_out, recompute_activations
+from flatout.models import (
+    FORMATS,
+    find_rewrites,
+    format_of,
+    keep_in_fp32,
+    lay_out,
+    recompute_activations,
+)
 from flatout.optim import Optimizers, align_state, as_tuple, can_fuse, defuse, fuse, is_fused
 from flatout.recipe import SETTINGS, ResolvedRecipe
 
@@ -134,6 +141,10 @@ class Switch:
     def rewrite(self) -> list[Undo]:
         """The model, by all exact rewrites that are found."""
         return [rewrite.apply() for rewrite in find_rewrites(self.model)]
+
+    def keep_in_fp32(self) -> list[Undo]:
+        """The operators of the model that may be slower in bf16."""
+        return keep_in_fp32(self.model)
 
     def compile(self) -> list[Undo]:
         """The model, as model.compile does."""

@@ -35,6 +35,21 @@ class Compute(Section):
         around=5,
         cures_plain=True,
     )
+    fp32_operators: Switch = setting(
+        "auto",
+        "Under bf16, the operators that a CPU may run slower in bf16 stay in fp32: attention, and "
+        "depthwise convolutions with a stride.",
+        plain="off",
+        parity=Parity.TOLERANT,
+        words="fp32 operators",
+        trial=Trial(
+            "on",
+            lambda job: job.may_be_slower_in_bf16,
+            why="their bf16 kernels may be slower",
+            by_size=False,
+        ),
+        live=Live(lambda at, value: at.keep_in_fp32(), layer=3),
+    )
     memory_format: Literal["auto", "contiguous", "channels_last"] = setting(
         "auto",
         "The layout of image tensors: NCHW, or NHWC with the same shape.",
@@ -86,7 +101,7 @@ class Compute(Section):
         parity=lambda facts: redrawn_if(facts.draws_random, Parity.TOLERANT),
         words="torch.compile",
         trial=Trial("on", lambda job: job.can_compile),
-        live=Live(lambda at, value: at.compile(), layer=3),
+        live=Live(lambda at, value: at.compile(), layer=4),
         cure="flatout.cures.compile:cure",
         around=3,
     )
