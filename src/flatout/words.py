@@ -38,9 +38,11 @@ def size_words(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, such as "365us", "0.25s", "13m23s" or "5h02m"."""
+    """Seconds, such as "365us", "6.72ms", "0.25s", "13m23s" or "5h02m"."""
     if 0 < seconds < 0.001:
         return f"{rounded(seconds * 1e6)}us"
+    if 0 < seconds < 0.1:
+        return f"{rounded(seconds * 1e3)}ms"
     if seconds < 59.95:
         return f"{rounded(seconds)}s"
     minutes, rest = divmod(round(seconds), 60)

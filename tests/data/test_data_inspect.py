@@ -266,7 +266,7 @@ def test_converting():
     assert "in 10s (100k rows/s)" in better.words
     assert "in 1s (1M rows/s), which takes 2.0 GB" in better.words
     assert "not worth it" in said("convert", cache_per_s=1.2e5).words
-    assert "not needed: one thread decodes all rows in 0.01s" in said("convert", rows=1000).words
+    assert "not needed: one thread decodes all rows in 10ms" in said("convert", rows=1000).words
     assert said("convert", format="rows") is None
 
 

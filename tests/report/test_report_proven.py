@@ -59,8 +59,8 @@ def test_what_was_proven_comes_first_and_what_to_do_last():
         "refused       sends to example.org (save.py:9)\n",
         "1,950 steps: 13m23s → 4m01s, warm-up included\n",
         "next  flatout run --recipe flatout.toml train.py --name 'a b'\n",
-        "      flatout doctor --budget 5m train.py --name 'a b'   # for what had no time\n",
-        "      flatout doctor --allow redrawn train.py",
+        "      flatout doctor --yes --budget 5m train.py --name 'a b'   # for what had no time\n",
+        "      flatout doctor --yes --allow redrawn train.py",
     )
     places = [text.find(begin) for begin in begins]
     assert -1 not in places, text
@@ -79,8 +79,9 @@ def test_no_figure_is_cut(width):
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_command_is_one_line_however_long(width):
     text = shown(prescription(), width=width)
-    assert "      flatout doctor --budget 5m train.py --name 'a b'   # for what had no time" in (
-        text.splitlines()
+    assert (
+        "      flatout doctor --yes --budget 5m train.py --name 'a b'   # for what had no time"
+        in (text.splitlines())
     )
 
 
@@ -111,7 +112,7 @@ def test_nothing_to_prescribe_is_a_verdict_too():
     assert "stopped       the script failed" in text
     assert "next" not in text
     late = Prescription([UNTRIED], stopped="no step in the time given", seconds=60.0)
-    assert "next  flatout doctor --budget 2m train.py" in shown(late, [], recipe=None)
+    assert "next  flatout doctor --yes --budget 2m train.py" in shown(late, [], recipe=None)
 
 
 def test_cures_without_time_leave_the_question_open():
@@ -119,7 +120,7 @@ def test_cures_without_time_leave_the_question_open():
     text = shown(given, [], recipe=None)
     assert "NOTHING PROVEN YET: 1 cure not tried" in text
     assert "leave it as it is" not in text
-    assert "flatout doctor --budget 5m train.py" in text
+    assert "flatout doctor --yes --budget 5m train.py" in text
     said = sentence({"prescription": given.as_dict(), "observations": []})
     assert said == "Nothing is proven yet: 1 change had no time to be tried."
 

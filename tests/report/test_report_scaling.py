@@ -115,12 +115,26 @@ def test_a_picture_shows_every_bar_and_label_whole(tmp_path, count):
     assert not any(legend.overlaps(bar.get_window_extent()) for bar in step.patches)
     labels = step.get_yticklabels()
     assert [label.get_text().replace("\n", " ") for label in labels] == [
-        f"{name} · {counted(size + 1, 'rank')}" for size, name in enumerate(names)
+        f"{name} {counted(size + 1, 'rank')}" for size, name in enumerate(names)
     ]
     boxes = [label.get_window_extent() for label in labels]
     left = figure.axes[0].get_window_extent().x1
     assert all(left < box.x0 and box.y0 >= 0 and box.y1 <= figure.bbox.y1 for box in boxes)
     assert not any(one.overlaps(other) for one, other in itertools.pairwise(boxes))
+    speed = figure.axes[0]
+    shares = [share.get_window_extent() for share in speed.texts]
+    assert all(speed.get_window_extent().x0 < box.x0 for box in shares)
+    assert all(box.x1 < speed.get_window_extent().x1 for box in shares)
+
+
+def test_long_names_leave_the_figures_whole(tmp_path):
+    name = "a baseline with a name that is longer than any terminal is wide, of the second evening"
+    runs = [write(tmp_path, f"{name} {size}", [lanes(backward=10)] * size) for size in (1, 2)]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(Scaling.of(runs))
+    text = console.export_text()
+    assert "efficiency" in text
+    assert "…" not in text
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,10 @@ def test_plot_draws_every_curve_and_lane(tmp_path: Path) -> None:
     np.testing.assert_array_equal(losses.lines[1].get_ydata(), [0.8, 0.5, 0.4])
     np.testing.assert_allclose(steps.lines[0].get_ydata(), [10, 20, 30, 40, 100])
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["input", "backward"]
+    figure.draw_without_rendering()
+    highest = steps.transData.transform((0, 100))[1]
+    assert steps.get_legend().get_window_extent().y0 > highest
+    assert not any("e+" in label.get_text() for label in lanes.texts)
     assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -145,10 +145,10 @@ class ProvenReport:
         if self._needs_time:
             minutes = math.ceil(2 * self.prescription.seconds / 60)
             lines.append(
-                f"flatout doctor --budget {minutes}m {self._what}   # for what had no time"
+                f"flatout doctor --yes --budget {minutes}m {self._what}   # for what had no time"
             )
         if self._widens:
-            lines.append(f"flatout doctor --allow redrawn {self._what}")
+            lines.append(f"flatout doctor --yes --allow redrawn {self._what}")
         yield from commands(lines)
 
     @property

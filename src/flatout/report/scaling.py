@@ -169,8 +169,8 @@ class Scaling:
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("run", no_wrap=True)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.add_column("run", overflow="fold")  # so that figures stay whole beside long names
         headers = ["ranks", "samples/s", "speed", "efficiency", "ms/step", "start"]
         for header in [*headers, self.figure or ""]:
             table.add_column(header, justify="right", no_wrap=True)
@@ -223,20 +223,20 @@ class Scaling:
         axes.plot(sizes, [run.samples_per_s for run in self.runs], "o-", label="measured")
         for run in self.runs:
             at = (run.world_size, run.samples_per_s)
-            axes.annotate(f"{self.efficiency(run):.0%}", at, (0, -16), textcoords="offset points")
+            words = f"{self.efficiency(run):.0%}"
+            axes.annotate(words, at, (0, -16), textcoords="offset points", ha="center")
         axes.set(title="throughput", xlabel="ranks", ylabel="samples/s", ylim=(0, None))
         axes.margins(x=0.12)  # or the last one's share would be cut off
         axes.set_xticks(sizes)
         axes.legend(loc="upper left")
 
     def _plot_steps(self, axes: Axes) -> None:
-        names = [f"{run.name} · {counted(run.world_size, 'rank')}" for run in self.runs]
         lost = [self.lost_ms(run) for run in self.runs]
         left = [
             run.step_ms - sum(max(0.0, ms) for ms in of.values())
             for run, of in zip(self.runs, lost, strict=True)
         ]
-        places = range(len(names))
+        places = range(len(self.runs))
         axes.barh(places, left, color="0.8", label="ideal")
         for cause in CAUSES:
             widths = [max(0.0, of[cause]) for of in lost]
@@ -245,7 +245,8 @@ class Scaling:
             axes.barh(places, widths, left=left, label=cause)
             left = [low + width for low, width in zip(left, widths, strict=True)]
         axes.set(title="a step's time, and what was lost", xlabel="ms")
-        axes.set_yticks(places, ["\n".join(wrap(name, _LABEL)) for name in names])
+        names = [[*wrap(run.name, _LABEL), counted(run.world_size, "rank")] for run in self.runs]
+        axes.set_yticks(places, list(map("\n".join, names)))
         axes.invert_yaxis()
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 

@@ -229,8 +229,9 @@ class History:
             label = f"{rounded(milliseconds)} ms at {q}%"
             axes.axhline(milliseconds, linestyle=":", color="0.3" if q == 50 else "C3", label=label)
         # A first step that compiles takes minutes; the others should still be told apart.
-        axes.set_ylim(0, min(times.max() * 1.05, np.percentile(times, 99) * 3))
-        axes.legend(loc="upper right")
+        top = min(times.max() * 1.05, np.percentile(times, 99) * 3)
+        axes.set_ylim(0, top * 1.2)  # the legend stands above
+        axes.legend(loc="upper right", ncols=2)
 
     def _plot_lanes(self, axes: Axes) -> None:
         lanes = {name: ms for name, ms in self.lanes().items() if ms > 0}
@@ -239,7 +240,7 @@ class History:
             _say_nothing_is_here(axes)
             return
         bars = axes.barh(list(lanes), list(lanes.values()))
-        axes.bar_label(bars, fmt="%.3g", padding=3)
+        axes.bar_label(bars, labels=list(map(rounded, lanes.values())), padding=3)
         axes.margins(x=0.12)
         axes.invert_yaxis()
 
