@@ -1,9 +1,10 @@
-"""auto: what it may try, that it leaves no trace, and that it follows what was measured."""
+"""auto: what it may try, that each step counts, and that it follows what was measured."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 
 import numpy as np
@@ -14,24 +15,22 @@ from torch import nn
 import flatout
 from flatout.data.source import as_source
 from flatout.devices import allocator
-from flatout.measure import OutOfTime, run_trial
 from flatout.models import Rewrite
 from flatout.recipe import FIELDS, PLAIN, Parity, Recipe, ResolvedRecipe
-from flatout.train import auto, auto_budget, auto_trials
+from flatout.train import auto, auto_check, auto_search
 from flatout.train.loop import Loop
 from flatout.train.snapshot import random_state
-from flatout.train.step import Stepper
+from flatout.train.tuner import Tuner
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    # Long enough a run that measuring is always worth it, short enough for a test.
-    monkeypatch.setattr(auto_budget, "LONGEST_S", 1.0)
-    monkeypatch.setattr(auto_trials, "BLOCK_S", 0.002)
-    monkeypatch.setattr(auto_trials, "NOISE", 1e9)  # tests run on busy machines
+    monkeypatch.setattr(auto_search, "NOISE", 1e9)  # tests run on busy machines
+    threads = torch.get_num_threads()
     yield
     allocator.default_memory()
+    torch.set_num_threads(threads)
 
 
 def small_net(seed: int = 0, dropout: float = 0.0) -> nn.Module:
@@ -53,18 +52,6 @@ def small_data(samples: int = 256):
     return x, torch.randint(0, 10, (samples,), generator=generator)
 
 
-def prepared(model, *, allow="tolerant", recipe=None, steps=100_000, compute=None, said=None):
-    optimizer = torch.optim.Adam(model.parameters())
-    loop = Loop(recipe, allow=allow, say=(said.append if said is not None else lambda line: None))
-
-    def plain_compute(batch):
-        return nn.functional.cross_entropy(model(batch.inputs).float(), batch.targets)
-
-    source = as_source(small_data(), batch_size=64)
-    loop.prepare(model, optimizer, compute=compute or plain_compute, data=source, steps=steps)
-    return loop, optimizer
-
-
 class Clock:
     """Seconds that pass only where a model computes."""
 
@@ -75,42 +62,69 @@ class Clock:
         return self.now
 
 
-def timed_by(monkeypatch, seconds, longest_s=1000.0):
-    """Let each pass take what a function from Settings to seconds per step of 64 samples says."""
-    clock, real = Clock(), auto_trials.Trials.__init__
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(auto, "clock", made)
+    monkeypatch.setattr(Tuner, "__init__", functools.partialmethod(Tuner.__init__, clock=made))
+    return made
 
-    def init(self, stepper, compute, batches, plain, budget):
-        def passing(batch):
+
+def job(
+    model, seconds=None, clock=None, *, allow="tolerant", recipe=None, steps=100_000, said=None,
+    data=None, batch_size=64,
+):  # fmt: skip
+    """A prepared Loop whose passes take what a function from Settings to seconds per step says."""
+    loop = Loop(recipe, allow=allow, say=(said.append if said is not None else lambda line: None))
+
+    def compute(batch):
+        if seconds is not None:
+            # A forward pass alone takes a third.
             share = 1 if torch.is_grad_enabled() else 1 / 3
-            clock.now += seconds(stepper.switch.now) * share * batch.size / 64
-            return compute(batch)
+            clock.now += seconds(loop.stepper.switch.now) * share * batch.size / 64
+        return nn.functional.cross_entropy(model(batch.inputs).float(), batch.targets)
 
-        real(self, stepper, passing, batches, plain, budget)
-
-    monkeypatch.setattr(auto_trials.Trials, "__init__", init)
-    monkeypatch.setattr(auto, "clock", clock)
-    monkeypatch.setattr(auto_budget, "LONGEST_S", longest_s)
-    return clock
+    source = as_source(data or small_data(), batch_size=batch_size)
+    optimizer = torch.optim.Adam(model.parameters())
+    loop.prepare(model, optimizer, compute=compute, data=source, steps=steps)
+    return loop, compute, source
 
 
-def test_measuring_leaves_no_trace():
+def run(loop, compute, source, steps=10_000):
+    """Train until nothing is left to try, or for so many steps."""
+    while loop.step_count < steps and loop.tuner is not None and loop.tuner.is_searching:
+        for batch in loop.batches(source):
+            if loop.step_count < steps and loop.tuner.is_searching:
+                loop.step(compute, batch)
+        loop.finish_epoch()
+    return loop
+
+
+def tuned(*args, **options):
+    return run(*job(*args, **options))
+
+
+def test_looking_at_options_leaves_no_trace():
     model = small_net(dropout=0.1)
     optimizer = torch.optim.Adam(model.parameters())
     x, y = small_data()
-    for _ in range(3):  # a state that a trial could spoil
+    for _ in range(3):  # a state that a check could spoil
         nn.functional.cross_entropy(model(x[:64]), y[:64]).backward()
         optimizer.step()
         optimizer.zero_grad()
+    model[6].weight.grad = torch.ones_like(model[6].weight)
     weights = copy.deepcopy(model.state_dict())
     state = copy.deepcopy(optimizer.state_dict()["state"])
     randoms = random_state()
     loop = Loop(allow="redrawn", say=lambda line: None)
-    source = as_source((x, y), batch_size=64)
 
     def compute(batch):
         return nn.functional.cross_entropy(model(batch.inputs).float(), batch.targets)
 
+    source = as_source((x, y), batch_size=64)
     loop.prepare(model, optimizer, compute=compute, data=source, steps=100_000)
+    assert loop.tuner is not None
+    assert len(loop.tuner.search.slower) > 2
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     now = optimizer.state_dict()["state"]
     assert all(
@@ -123,45 +137,72 @@ def test_measuring_leaves_no_trace():
     assert np.array_equal(
         randoms["numpy"]["state"]["key"], np.random.get_state(legacy=False)["state"]["key"]
     )
-    assert all(p.grad is None for p in model.parameters())
+    assert [p.grad is None for p in model.parameters()] == [True] * 4 + [False, True]
     assert model.training
 
 
-def test_exact_tries_exact_options_only():
-    loop, _ = prepared(small_net(), allow="exact")
+def test_exact_tries_exact_options_only(clock):
+    loop = tuned(small_net(), lambda s: 0.1, clock, allow="exact")
     resolved = loop.resolved
-    assert resolved is not None
     assert max(choice.parity for choice in resolved.choices.values()) is Parity.EXACT
     assert resolved.compute.precision == "fp32"
     assert resolved.compute.memory_format == "contiguous"
+    tried = {field for span in loop.tuning["spans"] for field in span["settings"]}
+    assert tried <= {"compute.rewrites", "memory.allocator"}
 
 
-def test_what_the_user_asked_for_is_kept():
+def test_steps_under_exact_options_are_the_plain_steps(clock):
+    """Tried on the job's own steps, with BatchNorm and dropout: the same weights, bit for bit."""
+    ours, theirs = small_net(dropout=0.3), small_net(dropout=0.3)
+    data = small_data()
+    plain = Recipe(compute={"rewrites": "off"}, memory={"allocator": "default"})
+    torch.manual_seed(1)
+    loop = tuned(ours, lambda s: 0.01 if s.rewrites == "on" else 0.1, clock, allow="exact")
+    assert loop.resolved.compute.rewrites == "on"
+    steps = loop.step_count
+    torch.manual_seed(1)
+    other, compute, source = job(theirs, recipe=plain, allow="exact", data=data)
+    for epoch in itertools.count():
+        other.epoch = epoch
+        for batch in other.batches(source):
+            if other.step_count < steps:
+                other.step(compute, batch)
+        if other.step_count >= steps:
+            break
+        other.finish_epoch()
+    assert all(torch.equal(v, theirs.state_dict()[k]) for k, v in ours.state_dict().items())
+
+
+def test_what_the_user_asked_for_is_kept(clock):
     recipe = Recipe(compute={"precision": "fp32", "memory_format": "channels_last"})
-    loop, _ = prepared(small_net(), recipe=recipe)
+    loop = tuned(small_net(), lambda s: 0.1, clock, recipe=recipe)
     assert loop.resolved.compute.precision == "fp32"
     assert loop.resolved.compute.memory_format == "channels_last"
+    assert all("compute.precision" not in span["settings"] for span in loop.tuning["spans"])
     weight = loop.model[0].weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_dropout_on_images_forbids_a_new_layout_unless_redrawn(monkeypatch):
-    timed_by(monkeypatch, lambda s: 0.01 if s.memory_format == "channels_last" else 0.1)
-    drawn, _ = prepared(small_net(dropout=0.5), allow="tolerant")
+def test_dropout_on_images_forbids_a_new_layout_unless_redrawn(clock):
+    def seconds(s):
+        return 0.01 if s.memory_format == "channels_last" else 0.1
+
+    drawn = tuned(small_net(dropout=0.5), seconds, clock)
     assert drawn.resolved.compute.memory_format == "contiguous"
-    redrawn, _ = prepared(small_net(dropout=0.5), allow="redrawn")
+    redrawn = tuned(small_net(dropout=0.5), seconds, clock, allow="redrawn")
     assert redrawn.resolved.compute.memory_format == "channels_last"
 
 
-def test_dropout_behind_flatten_does_not_forbid_it(monkeypatch):
-    timed_by(monkeypatch, lambda s: 0.01 if s.memory_format == "channels_last" else 0.1)
+def test_dropout_behind_flatten_does_not_forbid_it(clock):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4 * 144, 10))
-    loop, _ = prepared(model, allow="tolerant")
+    loop = tuned(model, lambda s: 0.01 if s.memory_format == "channels_last" else 0.1, clock)
     assert loop.resolved.compute.memory_format == "channels_last"
 
 
-def test_options_are_kept_or_dropped_by_what_was_measured(monkeypatch):
+def test_options_are_kept_or_dropped_by_what_was_measured(clock, monkeypatch):
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+
     def seconds(s):
         # bf16 hurts, channels_last helps a lot, the fused optimizer makes no difference.
         return (
@@ -170,83 +211,136 @@ def test_options_are_kept_or_dropped_by_what_was_measured(monkeypatch):
             * (0.3 if s.memory_format == "channels_last" else 1.0)
         )
 
-    timed_by(monkeypatch, seconds)
     said: list[str] = []
-    loop, _ = prepared(small_net(), said=said)
+    loop = tuned(small_net(), seconds, clock, said=said)
     resolved = loop.resolved
     assert resolved.compute.memory_format == "channels_last"
     assert resolved.compute.precision == "fp32"
     assert resolved.compute.fused_optimizer == "off"
     choice = resolved.choices["compute.memory_format"]
     assert choice.parity is Parity.TOLERANT
-    assert choice.ratio == pytest.approx(1 / 0.3, rel=1e-6)
+    assert choice.ratio == pytest.approx(1 / 0.3, rel=0.01)
     assert len(said) == 1
     assert "channels_last" in said[0]
     assert "rounding" in said[0]
+    assert loop.feed.channels_last
+    assert loop.notes() == said
 
 
-def test_nothing_faster_means_plain(monkeypatch):
-    timed_by(monkeypatch, lambda s: 0.1)
+def test_nothing_faster_means_plain(clock):
     said: list[str] = []
-    loop, _ = prepared(small_net(), said=said)
+    loop = tuned(small_net(), lambda s: 0.1, clock, said=said)
     assert loop.resolved.summary() == "as plain PyTorch"
-    assert "left as it is" in said[0]
+    assert "nothing measured faster than plain" in said[0]
 
 
-def test_options_that_help_only_together_are_found(monkeypatch):
+def test_options_that_help_only_together_are_found(clock, monkeypatch):
     def seconds(s):
         both = s.precision == "bf16" and s.memory_format == "channels_last"
         return 0.03 if both else 0.15 if s.precision == "bf16" else 0.1
 
     monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
-    timed_by(monkeypatch, seconds)
-    loop, _ = prepared(small_net())
+    loop = tuned(small_net(), seconds, clock)
     assert loop.resolved.compute.precision == "bf16"
     assert loop.resolved.compute.memory_format == "channels_last"
 
 
-def test_one_thread_is_tried_for_short_steps(monkeypatch):
+def test_an_option_that_helps_another_is_tried_again(clock, monkeypatch):
+    """All together lose by the fused optimizer; bf16 wins only once channels_last is there."""
+
+    def seconds(s):
+        both = s.precision == "bf16" and s.memory_format == "channels_last"
+        of_pair = 0.04 if both else 0.15 if s.precision == "bf16" else 0.1
+        of_pair *= 0.8 if s.memory_format == "channels_last" else 1
+        return of_pair * (4 if s.fused_optimizer == "on" else 1)
+
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    loop = tuned(small_net(), seconds, clock)
+    chosen = loop.resolved.compute
+    assert (chosen.precision, chosen.memory_format) == ("bf16", "channels_last")
+    assert chosen.fused_optimizer == "off"
+
+
+def test_one_thread_is_tried_for_short_steps(clock):
     if torch.get_num_threads() == 1:
         pytest.skip("there is one CPU only")
-    threads = torch.get_num_threads()
-    timed_by(monkeypatch, lambda s: 0.001 if s.threads == 1 else 0.002)
-    loop, _ = prepared(small_net())
-    try:
-        assert loop.resolved.process.threads == 1
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
+    loop = tuned(small_net(), lambda s: 0.002 if s.threads == 1 else 0.004, clock, steps=9_000)
+    assert loop.resolved.process.threads == 1
+    assert torch.get_num_threads() == 1
 
 
-class _FailsInHalf(nn.Module):
-    def __init__(self) -> None:
+class _InHalf(nn.Module):
+    """What bf16 does to batches of more than so many samples, from the given call on."""
+
+    def __init__(self, spoil, samples: int = 0) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.layer = nn.Linear(196, 10)
+        self.norm = nn.BatchNorm1d(10)
+        self.spoil, self.samples = spoil, samples
 
     def forward(self, x):
-        y = self.layer(x.flatten(1))
-        if y.dtype == torch.bfloat16:
-            raise RuntimeError("no kernel for BFloat16")
-        return y
+        y = self.norm(nn.functional.dropout(self.layer(x.flatten(1)), 0.2))
+        half = torch.is_autocast_enabled("cpu")
+        return self.spoil(y) if half and len(x) > self.samples else y
 
 
-class _NanInHalf(_FailsInHalf):
-    def forward(self, x):
-        y = self.layer(x.flatten(1))
-        return y * float("nan") if y.dtype == torch.bfloat16 else y
+def _fails(y):
+    raise RuntimeError("no kernel for BFloat16")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [_FailsInHalf, _NanInHalf])
-def test_an_option_that_fails_or_gives_nan_is_rejected(model, monkeypatch):
+def _no_memory(y):
+    raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+
+def _nan(y):
+    return y * float("nan")
+
+
+def _other_values(y):
+    return y.flip(1)
+
+
+@pytest.mark.parametrize("spoil", [_fails, _nan, _other_values, _no_memory])
+def test_an_option_that_fails_or_changes_values_is_not_tried(spoil, clock, monkeypatch):
     monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
-    timed_by(monkeypatch, lambda s: 0.01 if s.precision == "bf16" else 0.1)
-    loop, _ = prepared(model())
+    model = _InHalf(spoil)
+    loop = tuned(model, lambda s: 0.01 if s.precision == "bf16" else 0.1, clock)
     assert loop.resolved.compute.precision == "fp32"
+    assert all("compute.precision" not in span["settings"] for span in loop.tuning["spans"])
+    assert loop.tuning["dropped"]["compute.precision"]
     assert not loop.stepper.update.was_bad()
 
 
-def test_a_rewrite_that_changes_the_result_is_rejected(monkeypatch):
+@pytest.mark.parametrize("spoil", [_fails, _nan, _no_memory])
+def test_a_step_that_an_option_spoils_is_made_again(spoil, clock, monkeypatch):
+    """On a few samples all is well. The weights are those of the run without the option."""
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    others = {"compute.fused_optimizer": "off", "memory.allocator": "default"}
+    open_ = Recipe().replace({**others, "process.threads": torch.get_num_threads()})
+
+    def train(model, recipe):
+        torch.manual_seed(3)
+        loop, compute, source = job(
+            model, lambda s: 0.01 if s.precision == "bf16" else 0.1, clock, recipe=recipe
+        )
+        for _ in loop.epochs(5):
+            for batch in loop.batches(source):
+                loop.step(compute, batch)
+        return loop
+
+    spoiled, plain = _InHalf(spoil, 16), _InHalf(spoil, 16)
+    loop = train(spoiled, open_)
+    train(plain, open_.replace({"compute.precision": "fp32"}))
+    assert not loop.tuner.is_searching
+    assert loop.resolved.compute.precision == "fp32"
+    why = loop.tuning["dropped"]["compute.precision"]
+    assert why == "gave NaN" if spoil is _nan else "fails here" in why
+    assert all(torch.equal(v, plain.state_dict()[k]) for k, v in spoiled.state_dict().items())
+    assert loop.stepper.pieces == 1
+
+
+def test_a_rewrite_that_changes_the_result_is_rejected(clock, monkeypatch):
     model = small_net()
 
     def apply():
@@ -256,143 +350,168 @@ def test_a_rewrite_that_changes_the_result_is_rejected(monkeypatch):
     wrong = [Rewrite("doubles the weights", apply)]
     monkeypatch.setattr(auto, "find_rewrites", lambda m: wrong)
     monkeypatch.setattr("flatout.train.settings.find_rewrites", lambda m: wrong)
-    timed_by(monkeypatch, lambda s: 0.01 if s.rewrites == "on" else 0.1)
-    loop, _ = prepared(model)
+    loop = tuned(model, lambda s: 0.01 if s.rewrites == "on" else 0.1, clock)
     assert loop.resolved.compute.rewrites == "off"
+    assert loop.tuning["dropped"]["compute.rewrites"] == "would change the result"
 
 
-def test_the_answer_is_cached_and_keyed_by_the_job(monkeypatch):
+def test_the_answer_is_cached_and_keyed_by_the_job(clock):
     threads = torch.get_num_threads()
-    timed_by(monkeypatch, lambda s: 0.1)
-    first, _ = prepared(small_net())
+    first = tuned(small_net(), lambda s: 0.1 if s.memory_format == "contiguous" else 0.02, clock)
     # As the next process begins, whatever was decided for this one.
     allocator.default_memory()
     torch.set_num_threads(threads)
-    calls: list[int] = []
-    real = auto_trials.Trials.first_step
-
-    def first_step(self):
-        calls.append(1)
-        return real(self)
-
-    monkeypatch.setattr(auto_trials.Trials, "first_step", first_step)
     said: list[str] = []
-    again, _ = prepared(small_net(), said=said)
-    assert calls == []
+    again, _, _ = job(small_net(), said=said)
+    assert again.tuner is None
+    assert again.tuning is None
     assert "from the cache" in said[0]
     assert again.resolved.request() == first.resolved.request()
-    prepared(nn.Sequential(nn.Flatten(), nn.Linear(196, 10)))
-    prepared(small_net(), allow="exact")
-    assert len(calls) == 2
+    assert again.resolved.compute.memory_format == "channels_last"
+    assert job(nn.Sequential(nn.Flatten(), nn.Linear(196, 10)))[0].tuner is not None
+    assert job(small_net(), allow="exact")[0].tuner is not None
 
 
-def test_what_was_measured_on_a_busy_machine_is_not_kept(monkeypatch, tmp_path):
+def test_what_was_measured_on_a_busy_machine_is_not_kept(clock, monkeypatch, tmp_path):
     times = iter(range(1, 10**6))
-    timed_by(monkeypatch, lambda s: 0.01 * (1 + next(times) % 7))
-    monkeypatch.setattr(auto_trials, "NOISE", 0.2)
+    monkeypatch.setattr(auto_search, "NOISE", 0.2)
     said: list[str] = []
-    prepared(small_net(), said=said)
+    tuned(small_net(), lambda s: 0.1 * (1 + next(times) * 5 % 7), clock, said=said)
     assert "busy" in said[0]
     assert not (tmp_path / "cache" / "auto").exists()
 
 
-def test_a_damaged_cache_is_measured_again(monkeypatch, tmp_path):
-    timed_by(monkeypatch, lambda s: 0.1)
-    prepared(small_net())
+def test_a_damaged_cache_is_measured_again(clock, tmp_path):
+    tuned(small_net(), lambda s: 0.1, clock)
     (entry,) = (tmp_path / "cache" / "auto").glob("*.toml")
     entry.write_text("compute = nonsense")
-    loop, _ = prepared(small_net())
+    loop = tuned(small_net(), lambda s: 0.1, clock)
     assert isinstance(loop.resolved, ResolvedRecipe)
+    assert loop.tuning["done"]
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+def test_a_cache_that_cannot_be_written_is_no_error(clock, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "file"))
-    loop, _ = prepared(small_net())
-    assert loop.resolved is not None
+    assert tuned(small_net(), lambda s: 0.1, clock).tuning["done"]
 
 
-def test_a_short_run_takes_no_step_before_its_own(monkeypatch):
-    steps = []
-    real = Stepper.__call__
-
-    def stepping(self, *args):
-        steps.append(1)
-        return real(self, *args)
-
-    monkeypatch.setattr(Stepper, "__call__", stepping)
+def test_a_short_run_tries_nothing(monkeypatch):
+    passes = []
+    real = auto_check.FirstCheck._passes
+    monkeypatch.setattr(
+        auto_check.FirstCheck, "_passes", lambda *args: passes.append(1) or real(*args)
+    )
     said: list[str] = []
-    loop, _ = prepared(small_net(), steps=59, said=said)
+    loop, _, _ = job(small_net(), steps=39, said=said)
     assert loop.resolved.summary() == "as plain PyTorch"
     assert "too short" in said[0]
-    assert not steps
+    assert loop.tuner is None
+    assert not passes
 
 
-@pytest.mark.parametrize("steps", [60, 150, 600, None])
+@pytest.mark.parametrize("steps", [60, 150, 600, 6000, None])
 @pytest.mark.parametrize("plain_s", [0.04, 0.16, 3.0])
-@pytest.mark.parametrize("factor", [0.125, 1.0, 10.0])
-def test_measuring_stays_within_its_share_whatever_a_step_takes(
-    monkeypatch, steps, plain_s, factor
-):
+@pytest.mark.parametrize("factor", [0.125, 0.9, 1.2, 10.0])
+def test_tuning_costs_its_share_whatever_a_step_takes(clock, steps, plain_s, factor):
     """Much faster options leave a shorter run; much slower ones are expensive to try."""
-    taken: list[float] = []
 
     def seconds(s):
         plain = (s.memory_format, s.fused_optimizer, s.rewrites) == ("contiguous", "off", "off")
-        taken.append(plain_s * (1.0 if plain and s.precision == "fp32" else factor))
-        return taken[-1]
+        return plain_s * (1.0 if plain and s.precision == "fp32" else factor)
 
-    clock = timed_by(monkeypatch, seconds, longest_s=6.0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(288, 10))
-    loop, _ = prepared(model, steps=steps, recipe=Recipe(memory={"allocator": "default"}))
-    run_s = (10**9 if steps is None else steps) * seconds(loop.stepper.switch.now)
-    # What a few samples cannot foretell is the first step under other settings.
-    assert clock.now <= min(6.0, 0.1 * run_s) + max(taken)
-    if factor <= 1:
-        assert clock.now <= min(6.0, 0.1 * run_s)
+    recipe = Recipe(memory={"allocator": "default"}, compute={"compile": "off"})
+    loop, compute, source = job(model, seconds, clock, steps=steps, recipe=recipe)
+    before = clock.now
+    run(loop, compute, source, steps or 300)
+    if loop.tuning is None:
+        return
+    chosen, record = seconds(loop.stepper.switch.now), loop.tuning
+    run_s = max(20.0, clock.now - before) if steps is None else steps * chosen
+    # What cannot be foretold is one pass of a few samples, and one step under each setting.
+    assert record["before_first_step_s"] <= min(6.0, 0.1 * run_s) + plain_s / 16 * factor
+    slower = [s for s in record["spans"] if s["settings"]] if factor > 1 else []
+    assert record["lost_s"] <= 0.05 * run_s + plain_s * (factor - 1) * len(slower)
+    assert chosen == plain_s * min(1, factor) or record["dropped"]
+    assert chosen <= plain_s
+    if factor > 1:
+        lost = sum(s["last"] - s["first"] + 1 for s in slower) * plain_s * (factor - 1)
+        assert record["lost_s"] == pytest.approx(lost, rel=0.01)
 
 
-def test_what_was_proven_when_time_is_up_is_used(monkeypatch):
-    timed_by(monkeypatch, lambda s: 0.1 if s.memory_format == "contiguous" else 0.02, 2.0)
+def test_the_record_tells_what_ran_in_which_steps(clock):
+    loop = tuned(small_net(), lambda s: 0.1 if s.memory_format == "contiguous" else 0.02, clock)
+    record = loop.tuning
+    assert record["done"]
+    assert record["why"] == ""
+    edges = [(span["first"], span["last"]) for span in record["spans"]]
+    assert edges[0][0] == 1
+    assert edges[-1][1] == loop.step_count
+    assert all(b[0] == a[1] + 1 for a, b in itertools.pairwise(edges))
+    for trial in record["trials"]:
+        ran = [
+            span["settings"]
+            for span in record["spans"]
+            if trial["first"] <= span["last"] and span["first"] <= trial["last"]
+        ]
+        assert trial["a"] in ran
+        assert trial["b"] in ran
+    assert record["step_s"]["plain"] == pytest.approx(0.1, rel=0.01)
+    assert record["step_s"]["chosen"] == pytest.approx(0.02, rel=0.01)
+
+
+def test_a_last_batch_that_is_smaller_does_not_count(clock):
+    """It takes a twentieth of the time, whatever the settings."""
+    loop = tuned(small_net(), lambda s: 0.1, clock, data=small_data(131))
+    assert loop.resolved.summary() == "as plain PyTorch"
+    assert all(trial["ratio"] == pytest.approx(1, rel=0.01) for trial in loop.tuning["trials"])
+
+
+def test_a_run_that_ends_first_keeps_what_was_proven(clock):
     said: list[str] = []
-    # No round alone fits behind the one of all together.
-    loop, _ = prepared(small_net(), said=said, recipe=Recipe(memory={"allocator": "default"}))
+    loop, compute, source = job(
+        small_net(), lambda s: 0.1 if s.memory_format == "contiguous" else 0.02, clock, said=said,
+        recipe=Recipe(memory={"allocator": "default"}), steps=200,
+    )  # fmt: skip
+    run(loop, compute, source, 18)
+    assert loop.tuner.is_searching
+    loop.end_tuning()
     assert loop.resolved.compute.memory_format == "channels_last"
-    assert loop.resolved.compute.rewrites == "on"
     assert "together" in loop.resolved.choices["compute.rewrites"].reason
+    assert "the run ended before all was tried" in said[0]
+    assert not loop.tuning["done"]
+    loop.close()
 
 
-def test_a_trial_ends_with_the_rounds_that_were_whole():
-    left = iter([0.2, 0.1, 0.1, 0.2, 0.2])
-
-    def measure():
-        try:
-            return next(left)
-        except StopIteration:
-            raise OutOfTime from None
-
-    assert run_trial(measure, measure).pairs == 1
-    with pytest.raises(OutOfTime):
-        run_trial(measure, measure)
+def test_a_run_of_unknown_length_is_tuned_once_it_lasts(clock):
+    loop, compute, source = job(
+        small_net(), lambda s: 0.05 if s.memory_format == "contiguous" else 0.02, clock, steps=None
+    )
+    run(loop, compute, source, 18)
+    assert [span["settings"] for span in loop.tuning["spans"]] == [{}]
+    run(loop, compute, source)
+    assert loop.resolved.compute.memory_format == "channels_last"
 
 
-def test_compiling_has_to_fit_into_the_tenth(monkeypatch):
-    """A model of many modules may compile for longer than a tenth of ten minutes."""
-    timed_by(monkeypatch, lambda s: 0.1)
+def test_compiling_has_to_fit_into_the_share(clock):
+    """A model of many modules may take longer to compile than its share of the run."""
     many = nn.Sequential(*(nn.Identity() for _ in range(60)), small_net())
-    loop, _ = prepared(many, steps=6_100)
+    loop = tuned(many, lambda s: 0.1, clock, steps=25_000)
     assert "too short to repay" in loop.resolved.choices["compute.compile"].reason
 
 
-def test_compiling_is_for_long_runs(monkeypatch):
-    timed_by(monkeypatch, lambda s: 0.02 if s.compile == "on" else 0.1)
-    short, _ = prepared(small_net(), steps=1_000)
+def test_compiling_is_for_long_runs(clock, monkeypatch):
+    def seconds(s):
+        return 0.02 if s.compile == "on" else 0.1
+
+    short = tuned(small_net(), seconds, clock, steps=1_000)
     assert short.resolved.compute.compile == "off"
     assert "too short to repay" in short.resolved.choices["compute.compile"].reason
     monkeypatch.setattr(nn.Module, "compile", lambda self: None)  # the decision, not the compiler
-    long, _ = prepared(small_net(), steps=1_000_000)
+    long = tuned(small_net(), seconds, clock, steps=1_000_000)
     assert long.resolved.compute.compile == "on"
-    assert "saves" in long.resolved.choices["compute.compile"].reason
+    assert "compiled in" in long.resolved.choices["compute.compile"].reason
 
 
 @pytest.mark.slow

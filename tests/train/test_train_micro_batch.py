@@ -14,7 +14,6 @@ from flatout.errors import OutOfMemory
 from flatout.recipe import Memory, Recipe
 from flatout.train import micro_batch
 from flatout.train.micro_batch import estimate_pieces, is_out_of_memory, pieces_for, smaller
-from flatout.train.snapshot import Snapshot
 
 
 @pytest.mark.parametrize(
@@ -289,8 +288,9 @@ def test_no_memory_to_measure_other_settings(monkeypatch):
     def starve(*_):
         raise MemoryError
 
-    monkeypatch.setattr(Snapshot, "__init__", starve)
-    monkeypatch.setattr("flatout.train.auto_budget.SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_check.FirstCheck._passes", starve)
+    monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
     monkeypatch.setattr("flatout.train.auto.FEWEST_STEPS", 1)
     _, history, said = fitted()
     assert len(history.epochs) == 2

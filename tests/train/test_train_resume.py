@@ -270,29 +270,51 @@ def test_with_every_kind_of_state(tmp_path, options, step):
 
 
 def test_settings_are_kept_and_not_measured_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("flatout.train.auto_budget.LONGEST_S", 1.0)
-    monkeypatch.setattr("flatout.train.auto_budget.SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto.FEWEST_STEPS", 1)
+    monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
+    monkeypatch.setattr("flatout.train.auto_search.BLOCK_S", 1e-4)
+    monkeypatch.setattr("flatout.train.auto_search._MOST_PAIRS", 1)
 
     def job():
         said = []
-        made = flatout.Trainer(convnet(), run=tmp_path / "run", say=said.append)
+        recipe = Recipe(compute=Compute(compile="off"))
+        made = flatout.Trainer(convnet(), recipe=recipe, run=tmp_path / "run", say=said.append)
         return made, said
 
-    x, y = images()
+    x, y = images(160)
     first, said = job()
-    first.fit((x, y), batch_size=8, epochs=1, progress=False)
+    first.fit((x, y), batch_size=2, epochs=1, progress=False)
     assert said[0].startswith("auto: ")
-    assert "too short" not in said[0]
+    assert "before all was tried" not in said[0]
     # What was hardly measured is not kept there.
     shutil.rmtree(tmp_path / ".flatout-cache", ignore_errors=True)
     second, said = job()
-    second.fit((x, y), batch_size=8, epochs=2, resume=True, progress=False)
+    second.fit((x, y), batch_size=2, epochs=2, resume=True, progress=False)
     assert [line.partition(" ")[0] for line in said] == ["resumed", "changed"]
     assert said[1].endswith("\n  epochs\n    then: 1\n    now:  2")
     # With the reason and the measurement behind each.
     assert second.resolved == first.resolved == load(tmp_path / "run" / "recipe.toml")
     assert not (tmp_path / ".flatout-cache" / "auto").exists()
+
+
+def test_what_was_still_being_measured_is_measured_on_resume(tmp_path, monkeypatch):
+    monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
+    run, x = tmp_path / "run", images(160)
+
+    def job():
+        return flatout.Trainer(convnet(), run=run, allow="exact", say=quiet)
+
+    stop = StopAt(9, lambda state: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Interrupted):
+        job().fit(x, batch_size=2, epochs=9, progress=False, callbacks=[stop])
+    assert any(c.reason == "being measured" for c in load(run / "recipe.toml").choices.values())
+    rest = job()
+    again = [StopAt(0, quiet)]
+    history = rest.fit(x, batch_size=2, epochs=9, progress=False, callbacks=again, resume=True)
+    assert history.tuning["spans"][0]["first"] == 10
+    assert history.tuning["spans"][-1]["last"] == rest.loop.step_count
+    assert all(c.reason != "being measured" for c in history.recipe.choices.values())
 
 
 def test_what_is_asked_for_by_name_holds_on_resume(tmp_path, monkeypatch):

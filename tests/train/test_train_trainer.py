@@ -104,11 +104,12 @@ def test_a_convnet_with_rewrites_is_bit_identical():
     assert [type(m) for m in ours] == [type(m) for m in theirs]
 
 
-def test_measuring_leaves_no_trace(monkeypatch):
-    """Settings are tried, as in a long run; the result is still the plain loop's."""
-    monkeypatch.setattr("flatout.train.auto_budget.LONGEST_S", 1.0)
-    monkeypatch.setattr("flatout.train.auto_budget.SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto.FEWEST_STEPS", 1)
+def test_steps_on_which_settings_are_tried_count(monkeypatch):
+    """Exact settings are tried, as in a long run; the result is still the plain loop's."""
+    monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
+    monkeypatch.setattr("flatout.train.auto_search.BLOCK_S", 1e-4)
+    monkeypatch.setattr("flatout.train.auto_search._MOST_PAIRS", 1)
     x, y = images(160)
     ours, theirs = convnet(), convnet()
     ours_with, theirs_with = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ours, theirs))
@@ -121,8 +122,9 @@ def test_measuring_leaves_no_trace(monkeypatch):
     )
     assert same(ours, theirs)
     assert same_state(ours_with, theirs_with)
-    assert "auto: " in said[0]
+    assert said[0].startswith("auto: ")
     assert "too short" not in said[0]
+    assert any(span["settings"] for span in history.tuning["spans"])
     assert 0 <= history.epochs[-1]["accuracy"] <= 1
     assert history.timeline.steps == 80
 

@@ -24,9 +24,9 @@ from flatout.measure.pulse import Watched as Watched
 from flatout.measure.timeline import LANES as LANES
 from flatout.measure.timeline import Timeline as Timeline
 from flatout.measure.trial import Interval as Interval
-from flatout.measure.trial import OutOfTime as OutOfTime
 from flatout.measure.trial import TrialResult as TrialResult
 from flatout.measure.trial import bootstrap_paired as bootstrap_paired
 from flatout.measure.trial import bootstrap_ratio as bootstrap_ratio
 from flatout.measure.trial import noise_floor as noise_floor
+from flatout.measure.trial import quadruples as quadruples
 from flatout.measure.trial import run_trial as run_trial

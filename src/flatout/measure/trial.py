@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,10 +41,6 @@ _Array = npt.NDArray[np.float64]
 
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
-
-
-class OutOfTime(Exception):
-    """Raised by what measures a block where there is no time for it: the trial ends before it."""
 
 
 class Interval(NamedTuple):
@@ -141,38 +137,76 @@ def run_trial(
     Raises:
         FlatoutError: if a block's time is not a positive number, or the numbers of pairs make no
             sense.
-        OutOfTime: where a block raised it in the first quadruple; later the quadruples before it
-            decide.
     """
     if not 1 <= min_pairs <= max_pairs:
         raise FlatoutError(
             f"min_pairs and max_pairs must satisfy 1 <= {min_pairs} <= {max_pairs}",
             do="give at least one pair, and max_pairs no smaller than min_pairs",
         )
+    blocks = quadruples(
+        max_pairs=max_pairs,
+        min_pairs=min_pairs,
+        deadline_s=deadline_s,
+        floor=floor,
+        precision=precision,
+        seed=seed,
+        clock=clock,
+    )
+    measures = {"A": measure_a, "B": measure_b}
+    wanted = next(blocks)
+    while True:
+        seconds = measures[wanted]()
+        try:
+            wanted = blocks.send(seconds)
+        except StopIteration as end:
+            found: TrialResult = end.value
+            return found
+
+
+def quadruples(
+    *,
+    max_pairs: int = 8,
+    min_pairs: int = 2,
+    deadline_s: float = math.inf,
+    floor: float = 0.0,
+    precision: float = math.inf,
+    tie_floor: float = math.inf,
+    enough: Callable[[TrialResult], bool] = lambda result: False,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Generator[str, float, TrialResult]:
+    """The trial of `run_trial` for a caller that runs the blocks itself.
+
+    Yields the configuration of the next block, "A" or "B", and is sent its seconds per step;
+    returns the result.
+
+    Args:
+        max_pairs, min_pairs, deadline_s, floor, precision, seed, clock: as of `run_trial`.
+        tie_floor: "no difference" is an answer only where the floor is at most this.
+        enough: asked after each quadruple, from the first on; true ends the trial.
+
+    Raises:
+        FlatoutError: if a block's time is not a positive number.
+    """
     began = clock()
     slowest = 0.0
     a: list[tuple[float, float]] = []
     b: list[tuple[float, float]] = []
-    result: TrialResult | None = None
     while True:
         quadruple_began = clock()
-        try:
-            a1 = _block(measure_a, "A")
-            b1 = _block(measure_b, "B")
-            b2 = _block(measure_b, "B")
-            a2 = _block(measure_a, "A")
-        except OutOfTime:
-            if result is None:
-                raise
-            return result
+        a1 = _checked((yield "A"), "A")
+        b1 = _checked((yield "B"), "B")
+        b2 = _checked((yield "B"), "B")
+        a2 = _checked((yield "A"), "A")
         a.append((a1, a2))
         b.append((b1, b2))
         now = clock()
         slowest = max(slowest, now - quadruple_began)
         result = _judge(np.array(a), np.array(b), floor, seed, now - began)
         is_precise = result.high <= result.low * (1 + precision)
-        settled = ((result.wins or result.loses) and is_precise) or _within_floor(result)
-        if len(a) >= max_pairs or now - began + slowest > deadline_s:
+        is_tie = _within_floor(result) and result.floor <= tie_floor
+        settled = ((result.wins or result.loses) and is_precise) or is_tie
+        if len(a) >= max_pairs or now - began + slowest > deadline_s or enough(result):
             return result
         if len(a) >= min_pairs and settled:
             return result
@@ -187,7 +221,7 @@ def noise_floor(measure: Callable[[], float], *, pairs: int = 4, seed: int = 0) 
     Raises:
         FlatoutError: as `run_trial`.
     """
-    blocks = np.array([_block(measure, "A") for _ in range(4 * pairs)]).reshape(pairs, 4)
+    blocks = np.array([_checked(measure(), "A") for _ in range(4 * pairs)]).reshape(pairs, 4)
     result = _judge(blocks[:, [0, 3]], blocks[:, [1, 2]], 0.0, seed, 0.0)
     return max(result.floor, result.high - 1, 1 - result.low)
 
@@ -292,11 +326,10 @@ def _times(values: npt.ArrayLike, name: str) -> _Array:
     return times
 
 
-def _block(measure: Callable[[], float], name: str) -> float:
-    seconds = float(measure())
+def _checked(seconds: float, name: str) -> float:
     if not (math.isfinite(seconds) and seconds > 0):
         raise FlatoutError(
             f"a block's seconds per step must be a positive number, not {seconds}",
             where=f"configuration {name}",
         )
-    return seconds
+    return float(seconds)

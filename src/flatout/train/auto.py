@@ -1,56 +1,59 @@
 """Decides the open settings of a Recipe by measuring them on the user's own model and batches.
 
-    1  plain       what torch does unasked; this also tells how long the run will take
-    2  allocator   first, because its limits cannot be put back
-    3  together    all options within `allow` against plain, since they help one another: bf16
-                   alone may be slower where bf16 with channels_last is three times faster
-    4  one out     each option against the same settings without it; what is measured and is not
-                   faster goes
-    5  threads     for short steps
-    6  the whole   what is left against plain; if that does not win, plain it is
-    7  compile     only where the run is long enough to repay the compilation
-
-The time spent is a share of the run, and a few seconds at most: each piece begins only where what
-is left pays for it, and what was proven by then holds (auto_budget.py). The answer is kept in a
-cache by model, shapes, machine and request, unless the machine was too busy to measure well.
+Before the first step each option is looked at on a few samples (auto_check.py). What works is then
+tried on the job's own steps, while training goes on (auto_search.py, tuner.py), so that no step is
+lost. The answer is kept in a cache by model, shapes, machine and request, unless the machine was
+too busy to measure well (auto_cache.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import Any
 
 import torch
 
-from flatout.console import first_line
 from flatout.data import Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
-from flatout.measure import OutOfTime, TrialResult, usable_cpus
+from flatout.measure import TrialResult, usable_cpus
 from flatout.measure.fingerprint import fingerprint
 from flatout.models import find_rewrites, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache
 from flatout.train.auto_budget import Budget
-from flatout.train.auto_trials import Option, Trials, is_faster
+from flatout.train.auto_check import FirstCheck
+from flatout.train.auto_search import Option, Search, is_faster
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.settings import Settings, Switch, can_switch
 from flatout.train.step import Compute, Stepper
+from flatout.world import World
 
-# A tenth of fewer steps than this pays for no trial, however long they take.
-FEWEST_STEPS = 60
-# Tracing takes at most so long for each module.
-_TRACE_S = 0.001
-# Compiling takes tens of seconds: it is tried only for runs that last longer than this, and whose
-# tenth pays for what it takes at most: so long, and so long for each module.
-COMPILE_FROM_S = 600.0
-_COMPILE_S = (30.0, 1.0)
-# Thread counts matter for small operators; long steps keep all CPUs busy.
-SHORT_STEP_S = 0.02
+# Fewer steps than this are over before anything is known.
+FEWEST_STEPS = 40
+# The reason of a setting that is still being measured.
+MEASURING = "being measured"
 
 Choices = dict[str, Choice]
+
+
+@dataclass
+class Decision:
+    """The Recipe to start with, and what is to be tried while the run goes on.
+
+    Attributes:
+        recipe: concrete; plain where something is still to be tried.
+        search: what that is, or None.
+        facts: of the model.
+        key: of the cache.
+    """
+
+    recipe: ResolvedRecipe
+    search: Search | None = None
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    key: str = ""
 
 
 def resolve(
@@ -62,8 +65,8 @@ def resolve(
     allow: Parity,
     steps: int | None,
     say: Callable[[str], None],
-) -> ResolvedRecipe:
-    """The concrete Recipe for this job on this machine.
+) -> Decision:
+    """What this job on this machine starts with.
 
     Args:
         requested: fields that say `auto` are decided here.
@@ -77,77 +80,153 @@ def resolve(
     """
     machine = fingerprint().as_dict()
     plain = _plain_choices(requested, stepper, allow)
+    start = requested.resolve(plain, machine, facts)
     if compute is None or not batches:
-        return requested.resolve(plain, machine, facts)
+        return Decision(start)
     key = auto_cache.key(requested, stepper, batches, allow, steps)
     cached = auto_cache.read(key)
     if cached is not None:
         say(f"auto: {cached[0].summary()} (measured {cached[1]:%Y-%m-%d}, from the cache)")
-        return cached[0]
-    budget = Budget(steps, clock)
-    start = Settings.of(requested.resolve(plain, machine, facts))
-    trials = Trials(stepper, compute, batches, start, budget)
-    facts = trials.facts(facts)
+        return Decision(cached[0])
+    budget, began = Budget(steps), clock()
+    check = FirstCheck(stepper, compute, batches[0], Settings.of(start), budget, clock)
+    facts = check.facts(facts)
+    start = requested.resolve(plain, machine, facts)
     if not _is_open(requested, allow):
-        return requested.resolve(plain, machine, facts)
-    found: Choices = {}
-    why_not = f"a run of {steps} steps is too short to repay measuring"
-    if steps is None or steps >= FEWEST_STEPS:
-        try:
-            found, why_not = _measure(trials, requested, facts, allow, steps)
-        except OutOfTime:
-            pass
-        except (RuntimeError, MemoryError) as error:
-            # Under other settings, or of the copies that leave no trace; plain steps may well fit.
-            if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
-                raise
-            forget_frames(error)
-            why_not = "memory does not suffice to try other settings"
-    resolved = requested.resolve({**plain, **found}, machine, facts)
-    if why_not:
-        say(f"auto: {resolved.summary()}; {why_not}")
-        return resolved
-    if not found:
-        return resolved
-    busy = "; the machine is busy, so the next run measures again" if trials.disturbed else ""
-    if not busy and (trials.whole is not None or not trials.stopped):
-        auto_cache.write(key, resolved)
-    say(_line(resolved, trials, budget.spent_s) + busy)
-    return resolved
+        return Decision(start)
+    try:
+        search, why_not = _checked(check, requested, stepper, facts, allow, steps, began)
+    except (RuntimeError, MemoryError) as error:
+        # Of the passes that leave no trace; plain steps may well fit.
+        if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
+            raise
+        forget_frames(error)
+        search, why_not = None, "memory does not suffice to try other settings"
+    if search is None:
+        if why_not:
+            say(f"auto: {start.summary()}; {why_not}")
+        return Decision(start)
+    return Decision(start, search, facts, key)
 
 
-def _measure(
-    trials: Trials, requested: Recipe, facts: ModelFacts, allow: Parity, steps: int | None
-) -> tuple[Choices, str]:
-    """What was found, or why nothing was tried.
-
-    Raises:
-        OutOfTime: the budget does not pay for the first step.
-    """
-    budget, stepper = trials.budget, trials.stepper
-    trials.first_pass()
-    budget.require(_TRACE_S * sum(1 for _ in stepper.switch.model.modules()))
+def _checked(
+    check: FirstCheck,
+    requested: Recipe,
+    stepper: Stepper,
+    facts: ModelFacts,
+    allow: Parity,
+    steps: int | None,
+    began: float,
+) -> tuple[Search | None, str]:
+    """What to search, or why nothing."""
+    budget, plain = check.budget, check.plain
     options = _options(requested, stepper, facts, allow)
-    open_threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT
-    if not options and not open_threads:
-        return {}, ""
-    with trials.leaving_no_trace():
-        step_s = trials.first_step()
-        if step_s is None:
-            return {}, "the first step fails"  # the real first step will fail in the same way
-        budget.require(trials.round_s)
-        best = trials.decide(options, open_threads and step_s < SHORT_STEP_S)
-        found = _choices(trials, options, best, facts)
-        keyed = stepper.dropout is not None  # which does not reach into compiled code
-        if requested.get("compute.compile") == "auto" and steps is not None and not keyed:
-            expected = steps * step_s / (trials.whole.ratio if trials.whole else 1.0)
-            found |= _compile(trials, best, expected, facts, allow)
-    return found, ""
+    threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT
+    # What is drawn by sample does not reach into compiled code.
+    compiles = (
+        requested.get("compute.compile") == "auto"
+        and stepper.dropout is None
+        and of_change("compute.compile", "off", "on", facts) <= allow
+    )
+    if not (options or threads or compiles):
+        return None, ""
+    short = f"a run of {steps} steps is too short to repay measuring"
+    if steps is not None and steps < FEWEST_STEPS:
+        return None, short
+    check.time_forward()
+    budget.before_s = clock() - began
+    try:
+        if not check.of(options, facts):
+            return None, short
+    except (RuntimeError, ValueError, TypeError) as error:
+        if isinstance(error, OutOfMemory) or is_out_of_memory(error):
+            raise
+        return None, "the first step fails"  # the real first step will fail in the same way
+    search = Search(
+        plain,
+        [one for one in options if one.field not in check.dropped],
+        budget,
+        modules=sum(1 for _ in stepper.switch.model.modules()),
+        threads=threads,
+        compiles=compiles,
+        dropped=check.dropped,
+        slower=check.slower,
+    )
+    return search, ""
+
+
+def agree(decision: Decision, world: World) -> None:
+    """Let all ranks try the same, in the same order: what one cannot, none tries."""
+    search = decision.search
+    own = None
+    if search is not None:
+        fields = [option.field for option in search.options]
+        own = [fields, search.dropped, search.slower, search.budget.before_s, search.budget.step_s]
+    found = world.gather(own)
+    if search is None or any(one is None for one in found):
+        decision.search = None
+        return
+    for fields, dropped, slower, _, _ in found:
+        search.options = [option for option in search.options if option.field in fields]
+        search.dropped.update(dropped)
+        search.slower |= {k: max(v, search.slower.get(k, v)) for k, v in slower.items()}
+    search.budget.before_s, search.budget.step_s = (max(one[i] for one in found) for i in (3, 4))
+
+
+def started(running: ResolvedRecipe, requested: Recipe, search: Search) -> ResolvedRecipe:
+    """The Recipe while a search goes on: what is still being measured says so."""
+    choices = {
+        option.field: running.choices[option.field].model_copy(update={"reason": MEASURING})
+        for option in search.options
+    }
+    return requested.resolve({**running.choices, **choices}, running.machine)
+
+
+def being_measured(recipe: ResolvedRecipe) -> list[str]:
+    """Fields of a Recipe that was written before the search behind it was over."""
+    return [field for field, choice in recipe.choices.items() if choice.reason == MEASURING]
+
+
+def settle(
+    decision: Decision, running: ResolvedRecipe, requested: Recipe, ended: str
+) -> tuple[ResolvedRecipe, str]:
+    """The Recipe that a search has come to, and the line that tells it; kept for the next run.
+
+    There is no line where nothing was measured before the run ended.
+
+    Args:
+        decision: with a search that is over.
+        running: the Recipe as it was, with what was decided elsewhere.
+        requested: as `resolve` was given.
+        ended: why the search ended before all was tried; "" where it did not.
+    """
+    search = decision.search
+    assert search is not None
+    found = _choices(search, decision.facts)
+    resolved = requested.resolve({**running.choices, **found}, running.machine, decision.facts)
+    parity = max(choice.parity for choice in found.values()) if found else Parity.EXACT
+    cost = f"tuning cost {search.budget.before_s + search.budget.lost_s:.1f} s"
+    if search.best == search.plain:
+        line = f"auto: nothing measured faster than plain; {cost}"
+    elif search.whole is None:
+        line = f"auto: {resolved.summary()}: each measured faster; {cost}; result: {parity.words}"
+    else:
+        words = search.whole.words
+        line = (
+            f"auto: {resolved.summary()}: {words} faster than plain; {cost}; result: {parity.words}"
+        )
+    if ended:
+        line = f"{line}; {ended} before all was tried" if search.trials else ""
+    elif search.disturbed:
+        line += "; the machine is busy, so the next run measures again"
+    else:
+        auto_cache.write(decision.key, resolved)
+    return resolved, line
 
 
 # -- what may be tried ---------------------------------------------------------------------------
 
-_MEASURED = [field for field, one in SETTINGS.items() if one.trial and one.trial.why]
+_MEASURED = [name for name, one in SETTINGS.items() if one.trial and one.trial.why]
 
 
 def _is_open(requested: Recipe, allow: Parity) -> bool:
@@ -166,11 +245,11 @@ def _plain_choices(requested: Recipe, stepper: Stepper, allow: Parity) -> Choice
     usable = usable_cpus()
     fewer = usable < torch.get_num_threads() and allow >= Parity.TOLERANT
     choices = {}
-    for field, setting in SETTINGS.items():
-        if requested.get(field) == "auto":
+    for name, setting in SETTINGS.items():
+        if requested.get(name) == "auto":
             ask = setting.unmeasured
             value, why = ask(stepper.switch) if ask else (setting.plain, "plain")
-            choices[field] = _choice(value, why, Parity.EXACT)
+            choices[name] = _choice(value, why, Parity.EXACT)
     if fewer and "process.threads" in choices:
         choices["process.threads"] = _choice(usable, "the usable CPUs", Parity.TOLERANT)
     return choices
@@ -198,7 +277,7 @@ def _options(requested: Recipe, stepper: Stepper, facts: ModelFacts, allow: Pari
     """Options that are open in the request, fit model and machine, and lie within `allow`."""
     job = _Job(stepper.switch)
     return [
-        Option(field, trial)
+        Option(field, trial, trial.value)
         for field in _MEASURED
         if (trial := SETTINGS[field].trial) is not None
         and requested.get(field) == "auto"
@@ -214,61 +293,50 @@ def _has_bf16_units(device: torch.device) -> bool:
     return any(name in instructions for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
-# -- deciding ------------------------------------------------------------------------------------
+# -- what came of it -----------------------------------------------------------------------------
 
 
-def _choices(trials: Trials, options: list[Option], best: Settings, facts: ModelFacts) -> Choices:
+def _choices(search: Search, facts: ModelFacts) -> Choices:
     """A Choice for each field that was looked at, chosen or not."""
     choices = {}
-    for option in options:
-        trial = trials.results.get(option.field)
-        plain = getattr(trials.plain, option.setting)
-        if getattr(best, option.setting) == option.trial.value:
-            parity = of_change(option.field, "plain", option.trial.value, facts)
-            why = trials.evidence(option)
-            measured = trial or trials.together
-            choices[option.field] = _choice(option.trial.value, why, parity, measured)
+    for option in search.options:
+        trial, plain = search.results.get(option.field), getattr(search.plain, option.setting)
+        if getattr(search.best, option.setting) == option.value:
+            parity = of_change(option.field, "plain", option.value, facts)
+            why = _evidence(search, option)
+            choices[option.field] = _choice(option.value, why, parity, trial or search.together)
         else:
-            why = f"{option.trial.value} {trials.objection(option)}"
+            words = "one thread" if option.field == "process.threads" else option.value
+            why = f"{words} {_objection(search, option)}"
             choices[option.field] = _choice(plain, why, Parity.EXACT)
-    trial = trials.results.get("process.threads")
-    if trial is not None and best.threads != trials.plain.threads:
-        why = "short steps run faster on one thread"
-        choices["process.threads"] = _choice(1, why, Parity.TOLERANT, trial)
-    elif trial is not None:
-        why = f"one thread measured {trial.words}: not faster"
-        choices["process.threads"] = _choice(trials.plain.threads, why, Parity.EXACT)
+    for name, why in search.dropped.items():
+        if name in SETTINGS and name not in choices:
+            plain = getattr(search.plain, name.partition(".")[2])
+            choices[name] = _choice(plain, why, Parity.EXACT)
     return choices
 
 
-def _compile(
-    trials: Trials, best: Settings, expected_s: float, facts: ModelFacts, allow: Parity
-) -> Choices:
-    """torch.compile, where the run outlasts the compilation by far."""
-    field = "compute.compile"
-    parity = of_change(field, "off", "on", facts)
-    if parity > allow:
-        return {}
-    # The few seconds of all other measuring would not do; the share of the run holds.
-    trials.budget.longest_s = math.inf
-    fixed, each = _COMPILE_S
-    most = fixed + each * sum(1 for _ in trials.stepper.switch.model.modules())
-    if expected_s < COMPILE_FROM_S or not trials.budget.pays_for(most):
-        reason = f"the run takes about {expected_s:.0f} s, too short to repay compiling"
-        return {field: _choice("off", reason, Parity.EXACT)}
-    try:
-        took, trial = trials.compiled(best)
-    except OutOfTime:
-        return {field: _choice("off", "compiling left no time to measure it", Parity.EXACT)}
-    except Exception as error:
-        reason = f"fails here: {first_line(error)}"
-        return {field: _choice("off", reason, Parity.EXACT)}
-    saved = expected_s * (1 - 1 / trial.ratio)
-    if is_faster(trial) and saved > 2 * took:
-        reason = f"compiles in {took:.0f} s, saves {saved:.0f} s"
-        return {field: _choice("on", reason, parity, trial)}
-    reason = f"measured {trial.words}, compiles in {took:.0f} s: not worth it"
-    return {field: _choice("off", reason, Parity.EXACT)}
+def _evidence(search: Search, option: Option) -> str:
+    """Why a chosen option is there."""
+    if option.setting == "allocator":
+        return "page faults a step: {:,.0f} before, {:,.0f} after".format(*search.faults)
+    if option.setting == "compile":
+        return f"compiled in {search.compile_s:.0f} s"
+    if option.field in search.results:
+        return option.trial.why
+    if option.field in search.kept:
+        return f"{option.trial.why}; {search.kept[option.field]}"
+    return f"{option.trial.why}; measured together with the others"
+
+
+def _objection(search: Search, option: Option) -> str:
+    """Why an option is not chosen."""
+    trial = search.results.get(option.field)
+    if trial is None:
+        return search.dropped.get(option.field, "was not measured: the run ended")
+    if is_faster(trial):
+        return f"measured {trial.words}, but all choices together are not faster than plain"
+    return f"measured {trial.words}: not faster"
 
 
 def _choice(value: Any, reason: str, parity: Parity, trial: TrialResult | None = None) -> Choice:
@@ -282,18 +350,4 @@ def _choice(value: Any, reason: str, parity: Parity, trial: TrialResult | None =
         low=trial.low,
         high=trial.high,
         floor=trial.floor,
-    )
-
-
-def _line(resolved: ResolvedRecipe, trials: Trials, seconds: float) -> str:
-    """The one line that says what was decided, and what it does to the result."""
-    if trials.whole is None:
-        before = " before its time was up" if trials.stopped else ""
-        return (
-            f"auto: nothing measured faster than plain{before}, in {seconds:.1f} s; left as it is"
-        )
-    parity = max(choice.parity for choice in resolved.choices.values())
-    return (
-        f"auto: {resolved.summary()}: {trials.whole.words} faster than plain, "
-        f"measured in {seconds:.1f} s; result: {parity.words}"
     )

@@ -1,71 +1,59 @@
-"""How long measuring may take, and whether what is left pays for the next piece of it."""
+"""What tuning may cost a run, in seconds, and whether what is left pays for the next piece of it.
+
+Steps under settings that are tried are steps of the run. What they cost is the time by which they
+are slower than those under the best settings known by then, and what is done between steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from time import perf_counter
-
-from flatout.measure import OutOfTime
-
-# Measuring may take this many seconds, and this share of the run it is for: of the tenth that is
-# promised, what is left where the run turns out to be a fifth shorter than it was taken to be.
+# Nothing takes longer before the first step, and nothing more than half of what there is.
 LONGEST_S = 6.0
-# So many where the length of the run is unknown: it may be short.
-UNKNOWN_S = 2.0
-SHARE = 0.08
+# Of a short run, at most this share; of a longer one, this many seconds and this share.
+_SHORT_SHARE = 0.045
+_FIXED_S, _SHARE = 0.3, 0.0125
+# A run of unknown length is taken to last so long, until it has lasted longer.
+_UNKNOWN_S = 20.0
 
 
 class Budget:
-    """Seconds that measuring may take in all, counted from here on.
-
-    The run is taken to last as long as its steps under the fastest settings seen so far, so that
-    measuring stays within its share of the run that follows it.
+    """What tuning may cost.
 
     Args:
         steps: of the run, or None where they are not known.
-        clock: returns seconds.
 
     Attributes:
         steps: of the run.
-        step_s: the least seconds that a step of the run is known to take.
-        kept_s: set aside for what has to be done at the end.
-        longest_s: measuring may take so long, however long the run.
+        step_s: seconds of a step, as far as is known: at first the least that it can take.
+        elapsed_s: since the first step.
+        before_s: spent before the first step.
+        lost_s: lost since.
     """
 
-    def __init__(self, steps: int | None, clock: Callable[[], float] = perf_counter) -> None:
-        self.clock = clock
-        self.step_s = 0.0
-        self.kept_s = 0.0
-        self.longest_s = min(LONGEST_S, UNKNOWN_S) if steps is None else LONGEST_S
+    def __init__(self, steps: int | None) -> None:
         self.steps = steps
-        self._began = clock()
+        self.step_s = self.elapsed_s = self.before_s = self.lost_s = 0.0
 
     @property
-    def spent_s(self) -> float:
-        """Seconds since it began."""
-        return self.clock() - self._began
+    def run_s(self) -> float:
+        """How long the run lasts, by what is known so far."""
+        if self.steps is None:
+            return max(_UNKNOWN_S, self.elapsed_s)
+        return self.steps * self.step_s
 
     @property
     def limit_s(self) -> float:
-        """Seconds that measuring may take in all, by what is known so far."""
-        if self.steps is None:
-            return self.longest_s
-        return min(self.longest_s, SHARE * self.steps * self.step_s)
+        """What tuning may cost in all."""
+        return min(_SHORT_SHARE * self.run_s, _FIXED_S + _SHARE * self.run_s)
 
     @property
     def left_s(self) -> float:
-        """What of them is left to spend."""
-        return self.limit_s - self.spent_s - self.kept_s
+        """What of it is left."""
+        return self.limit_s - self.before_s - self.lost_s
 
     def pays_for(self, seconds: float) -> bool:
-        """Whether something that takes so long at most may begin."""
+        """Whether something may begin that costs about so much."""
         return self.left_s >= seconds
 
-    def require(self, seconds: float) -> None:
-        """Go on only if something that takes so long at most may begin.
-
-        Raises:
-            OutOfTime: it may not.
-        """
-        if not self.pays_for(seconds):
-            raise OutOfTime
+    def pays_before(self, seconds: float) -> bool:
+        """Whether it may begin before the first step."""
+        return self.before_s + seconds <= min(LONGEST_S, self.limit_s / 2)

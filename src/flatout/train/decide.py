@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +23,7 @@ from flatout.recipe import (
 )
 from flatout.strategies import Reduction, Shared, reduction_of
 from flatout.train import auto
+from flatout.train.auto import Decision
 from flatout.train.checks import check_first_batch
 from flatout.train.micro_batch import estimate_pieces
 from flatout.train.sample_dropout import sample_dropout
@@ -67,8 +67,10 @@ def make_stepper(
 
 def decide(
     loop: Loop, facts: ModelFacts, compute: Compute | None, first: list[Batch], steps: int | None
-) -> ResolvedRecipe:
+) -> tuple[ResolvedRecipe, Decision]:
     """Resolve the Recipe on the first batches and switch the stepper to it.
+
+    Returns it, and what is to be tried while the run goes on.
 
     Args:
         loop: has a stepper.
@@ -85,20 +87,24 @@ def decide(
         check = partial(check_first_batch, loop.model, compute, source=loop.feed.source, is_own=own)
         loop.stepper.look(first[0], check)
         _warn_of_trips(loop, compute, first[0])
-    resolved = _with_device(loop, _resolved(loop, facts, compute, first, steps), facts)
+    decision = _decision(loop, facts, compute, first, steps)
+    resolved = _with_device(loop, decision.recipe, facts)
     if loop.world.size > 1:
-        # Each rank has measured, all at the same time; what the first found holds for all.
+        # Each rank has looked; what the first found holds for all.
         found = loads(loop.world.from_first(dumps(resolved)))
         assert isinstance(found, ResolvedRecipe)
         loop.pace = Pace(loop.world.collectives)
         samples = sum(loop.world.gather(samples_of(first)))
         reduction, resolved = _reduction(loop, found)
         loop.stepper.train_with(loop.world, samples, reduction)
+        auto.agree(decision, loop.world)
     loop.stepper.use(Settings.of(resolved))
     if compute is not None and estimated > 1:
         _agree_on_pieces(loop, compute, first, estimated)  # the settings chosen may need less
         _tell_of_pieces(loop, first)
-    return resolved
+    if decision.search is not None:
+        resolved = auto.started(resolved, loop.requested, decision.search)
+    return resolved, decision
 
 
 def samples_of(batches: Sequence[Batch]) -> float:
@@ -121,19 +127,16 @@ def _note_undo(loop: Loop, stepper: Stepper) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _resolved(
+def _decision(
     loop: Loop, facts: ModelFacts, compute: Compute | None, first: list[Batch], steps: int | None
-) -> ResolvedRecipe:
+) -> Decision:
     kept = None if loop.resume is None else loop.resume.choices(loop.requested)
     if kept is not None:
-        return loop.requested.resolve(*kept, facts)
-    began = perf_counter()
+        return Decision(loop.requested.resolve(*kept, facts))
     asked = loop.requested
     if asked.world.device != "auto":  # what is said of it names the device that runs
         asked = asked.replace({"world.device": str(loop.device)})
-    resolved = auto.resolve(asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say)
-    loop.measuring_s = perf_counter() - began
-    return resolved
+    return auto.resolve(asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say)
 
 
 def _with_device(loop: Loop, resolved: ResolvedRecipe, facts: ModelFacts) -> ResolvedRecipe:

@@ -289,7 +289,7 @@ class Fit:
             self._call("on_fit_start")
             self._epochs()
             state.history.stop_reason = state.stop_reason
-            self._note_workers()
+            self._note_settings()
             state.history.lanes_by_rank = loop.world.gather(loop.timeline.lanes())
             if loop.run is not None:
                 if not loop.is_saved:
@@ -305,10 +305,12 @@ class Fit:
                 callback.on_fit_error(state, error)
             raise
 
-    def _note_workers(self) -> None:
-        """Who made the batches in the end, for who runs this Recipe again."""
+    def _note_settings(self) -> None:
+        """What was measured while training, for who runs this Recipe again."""
         loop = self.loop
+        loop.end_tuning()
         assert loop.resolved is not None
+        self.state.history.tuning = loop.tuning
         loop.resolved = loop.feed.with_workers(loop.requested, loop.resolved)
         self.state.history.recipe = loop.resolved
         if (folder := self._run_folder()) is not None:

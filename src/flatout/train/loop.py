@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter_ns as clock
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps
 from flatout.save import Checkpoints
 from flatout.strategies import check_replicas
 from flatout.train import guard
+from flatout.train.auto import Decision, settle
 from flatout.train.broadcast import watched
 from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.decide import decide, make_stepper
@@ -59,6 +60,7 @@ from flatout.train.settings import Switch
 from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace
 from flatout.train.tables import explain_ids
+from flatout.train.tuner import Tuner
 from flatout.train.turn import Turn, check_gathered
 from flatout.world import ONE, World, join, restarts, share_cpus
 
@@ -96,7 +98,7 @@ class Loop:
         pace: of several ranks, what this one's steps take without waiting for others.
         planned_epochs: of the whole run, where that is known.
         shows_notes: whether a progress line says what is noted.
-        measuring_s: seconds that `prepare` took to decide open settings.
+        tuner: tries settings on the steps; None where nothing was left open.
         restored_extra: after a resume, what was given to `save` as `extra`.
         restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
         told: what a Trainer tells of its job, for a resume to compare; None without a Trainer.
@@ -145,7 +147,7 @@ class Loop:
         self.lr_scale: LrScale | None = None
         self.planned_epochs: int | None = None
         self.shows_notes = False
-        self.measuring_s = 0.0
+        self.tuner: Tuner | None = None
         self.restored_extra: Any = None
         self.restored_own: list[Any] = []
         self.clip = (clip_norm, clip_value)
@@ -263,7 +265,8 @@ class Loop:
         follow_rule(self)
         check_replicas(model, world, "at the start")
         if is_trial():
-            self._trial = RankTrial(lambda: self.step_count, world.is_first)
+            tunes = partial(getattr, self.tuner, "is_searching", False)
+            self._trial = RankTrial(lambda: self.step_count, tunes, world.is_first)
         self._live = show(self)
         return model, optimizer
 
@@ -282,9 +285,19 @@ class Loop:
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
         self._stepper, facts = make_stepper(self, compute, first)
-        self.resolved = decide(self, facts, compute, first, steps)
+        self.resolved, decision = decide(self, facts, compute, first, steps)
         self._guard = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
+        if decision.search is not None:
+            settle = partial(self._settle, decision)
+            self.tuner = Tuner(decision.search, self.stepper, self.feed, self.world, settle)
+
+    def _settle(self, decision: Decision, tuner: Tuner) -> None:
+        """What was tried is decided: it holds from the next step on."""
+        assert self.resolved is not None
+        self.resolved, line = settle(decision, self.resolved, self.requested, tuner.why)
+        if line:
+            self.note(line)
 
     def be_ready(self, model: nn.Module) -> None:
         """Place a model that is evaluated before it was trained."""
@@ -386,7 +399,12 @@ class Loop:
         looks = self.told is None and not turn.has_stepped
         try:
             run = watched(compute) if looks else compute
-            done = self.stepper(run, batches, self.step_count + 1, turn)
+            number, tuner = self.step_count + 1, self.tuner
+            if tuner is None or not tuner.is_searching:
+                done = self.stepper(run, batches, number, turn)
+            else:
+                make = partial(self.stepper, run, batches, number, turn)
+                done = tuner.step(make, batches, turn, number, copy / 1e9)
         except (IndexError, RuntimeError, ValueError) as error:
             explain_one_sample(error, batches, self.step_count + 1)
             explain_ids(error, self.model, batches, compute, self.feed.source)
@@ -518,12 +536,23 @@ class Loop:
         """
         return self.checkpointing.next_path(self.step_count)
 
+    def end_tuning(self) -> None:
+        """Training is over: what is not tried by now will not be."""
+        if self.tuner is not None and sys.exc_info()[0] is None:
+            self.tuner.stop("the run ended")
+
+    @property
+    def tuning(self) -> dict[str, Any] | None:
+        """What was tried on which steps, as plain data; None where nothing was."""
+        return None if self.tuner is None else self.tuner.record(self.step_count)
+
     def close(self) -> None:
         """Take code changes off the model, put torch's settings back, and end the saving.
 
         Raises:
             CheckpointError: if the last checkpoint could not be written.
         """
+        self.end_tuning()
         if self._trial is not None and sys.exc_info()[0] is None:
             self._trial.end()
         self.timeline.stop()

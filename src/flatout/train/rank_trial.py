@@ -15,6 +15,8 @@ from flatout.atomic_file import atomic_write
 from flatout.world import RANK_TRIAL
 
 _WARM_S, _WARM_STEPS, _MEASURE_S = 1.0, 3, 4.0
+# Steps are measured once settings are no longer tried on them, but begun after so long at most.
+_TUNING_S = 10.0
 _LOOK_EVERY_S = 0.005
 
 
@@ -28,11 +30,12 @@ class RankTrial:
 
     Args:
         steps: tells how many were made so far.
+        tunes: tells whether settings are still being tried on them.
         is_first: whether this rank is the one that reports.
     """
 
-    def __init__(self, steps: Callable[[], int], is_first: bool) -> None:
-        self._steps = steps
+    def __init__(self, steps: Callable[[], int], tunes: Callable[[], bool], is_first: bool) -> None:
+        self._steps, self._tunes = steps, tunes
         self._is_first = is_first
         self._ended = threading.Event()
         # When the first steps were done and when the last, with their numbers.
@@ -51,6 +54,10 @@ class RankTrial:
         while self._steps() == began and not self._ended.wait(_LOOK_EVERY_S):
             pass
         first = time.perf_counter()
+        while self._tunes() and time.perf_counter() < first + _TUNING_S:
+            if self._ended.wait(_LOOK_EVERY_S):
+                break
+        first, began = time.perf_counter(), self._steps()
         self._seen.insert(0, (first, self._steps()))
         while self._steps() < began + _WARM_STEPS or time.perf_counter() < first + _WARM_S:
             if self._ended.wait(_LOOK_EVERY_S):

@@ -14,6 +14,7 @@ from flatout.models import adapter_of, load_weights, weights_of
 from flatout.optim import align_state, fuse, is_fused
 from flatout.recipe import ASKED, Choice, Recipe, ResolvedRecipe, loads
 from flatout.save import LoadedCheckpoint
+from flatout.train.auto import being_measured
 from flatout.train.changed_rates import (
     RateChanges,
     arguments_of_schedule,
@@ -81,6 +82,7 @@ class Resume:
         open_again = {
             "memory.micro_batch": loop.requested.memory.micro_batch,
             "world.device": loop.requested.world.device,
+            **{field: loop.requested.get(field) for field in being_measured(saved)},
         }
         if len(self._loaded.own) != loop.world.size:
             open_again["world.reduction"] = "auto"
@@ -89,7 +91,7 @@ class Resume:
 
     def choices(self, requested: Recipe) -> tuple[dict[str, Choice], Mapping[str, Any]] | None:
         """What was decided then, and on which machine; None where it is to be decided now."""
-        if self._kept is None:
+        if self._kept is None or being_measured(self._kept):
             return None
         choices = {
             field: choice

@@ -46,6 +46,11 @@ class Settings(make_dataclass("Values", _VALUES, frozen=True)):  # type: ignore[
         """These settings with some changed."""
         return replace(self, **changes)
 
+    def other_than(self, plain: Settings) -> dict[str, Any]:
+        """The fields of the Recipe in which these differ from others, and their values."""
+        values = {field: getattr(self, name) for name, field in _FIELDS.items()}
+        return {f: v for f, v in values.items() if v != getattr(plain, f.partition(".")[2])}
+
 
 class Switch:
     """Holds a model and its optimizers at some Settings; `use` brings them to others.

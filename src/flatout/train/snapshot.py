@@ -57,10 +57,14 @@ def untouched(model: nn.Module, *, only_on_error: bool = False) -> Iterator[None
             surroundings.restore()
 
 
+_SMALL_BYTES = 65_536
+
+
 class Moving:
     """What a model's forward changes in place of its buffers, to be put back after it has failed.
 
-    At first all buffers are kept, then only those that were seen to change: most never do.
+    At first all buffers are kept, then the small ones, as BatchNorm's, which changes them without
+    a trace, and those whose version was seen to change: most large ones never do.
 
     Args:
         model: its buffers are watched, and of a Keras model what is not trained.
@@ -86,7 +90,11 @@ class Moving:
             known = self._moving if self._moving is not self._watched else []
             ids = {id(tensor) for tensor in known}
             changed = zip(self._watched, versions, self._seen, strict=True)
-            self._moving = [t for t, now, was in changed if now != was or id(t) in ids]
+            self._moving = [
+                tensor
+                for tensor, now, was in changed
+                if now != was or id(tensor) in ids or tensor.nbytes <= _SMALL_BYTES
+            ]
         self._seen = versions
         self._kept = [(tensor, tensor.detach().clone()) for tensor in self._moving]
 

@@ -92,6 +92,7 @@ class Stepper:
         lr_scale: what the user's learning-rate rule does, or None.
         samples: about how many samples of all ranks make a step: only a scale, the same on all;
             0 before steps are those of all ranks.
+        may_split: whether a batch is taken again in smaller pieces where memory runs out.
         joint: the turn of all optimizers together.
         turn: that of the present step, or the latest.
         turns: all that there were, by the places of their optimizers.
@@ -112,6 +113,7 @@ class Stepper:
         self.wants_to_stop = self.stopping = False
         self.lr_scale: LrScale | None = None
         self.samples = 0.0
+        self.may_split = True
         self.reduction: Beside | None = None
         self._norms: SyncBatchNorm | None = None
         # Where an attempt is taken again, what the forward pass has changed is put back before.
@@ -266,6 +268,8 @@ class Stepper:
                     return self._sums(compute, pieces, samples, strategy)
             except (RuntimeError, MemoryError) as error:
                 strategy.disarm()
+                if not self.may_split:
+                    raise
                 self._shrink(error, batches, step)
                 if moving is not None:
                     moving.put_back()

@@ -1,0 +1,253 @@
+"""What `auto` asks before the first step: does each option run, and does it compute the same?
+
+Forward and backward passes of a few samples, without an update: weights, optimizer state and
+random states stay as they are. All else is measured on the job's own steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.console import first_line
+from flatout.data import Batch
+from flatout.errors import OutOfMemory
+from flatout.models import adapter_of
+from flatout.recipe import ModelFacts, Parity, of_change
+from flatout.train.auto_budget import Budget
+from flatout.train.auto_search import Option
+from flatout.train.settings import Settings
+from flatout.train.snapshot import random_state, set_random_state, untouched
+from flatout.train.step import Compute, Stepper
+
+# The check runs on this part of a batch, and on no fewer samples than this.
+_PART, _FEWEST = 16, 4
+# Gradients are the same but for rounding where they differ by at most this share of their norm:
+# sums of some thousand products in another order, or products of 8 bits.
+_ROUNDING, _HALF_ROUNDING = 0.01, 0.5
+# A step takes about so many times its forward pass.
+_FORWARDS = 3
+# Settings that no forward or backward pass depends on.
+_NOT_IN_PASSES = ("allocator", "fused_optimizer", "threads")
+# An option that is this many times slower on a few samples is not tried on whole batches.
+_FAR_SLOWER = 4.0
+
+Gradients = list[torch.Tensor | None]
+
+
+class FirstCheck:
+    """Runs a few samples under settings, and compares.
+
+    Args:
+        stepper: holds model and optimizer.
+        compute: forward and loss of a batch.
+        batch: the first, on the device.
+        plain: the settings to start from.
+        budget: counts what the check takes.
+        clock: returns seconds.
+
+    Attributes:
+        plain, budget: as given.
+        dropped: fields that cannot be used, and why.
+        slower: by field, how many times as long the few samples took; "together" for all at once.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        compute: Compute,
+        batch: Batch,
+        plain: Settings,
+        budget: Budget,
+        clock: Callable[[], float],
+    ) -> None:
+        self._stepper, self._compute, self.plain = stepper, compute, plain
+        self.budget, self._clock = budget, clock
+        self._whole = batch
+        self._few = batch.rows(0, max(min(_FEWEST, batch.size), batch.size // _PART))
+        self.dropped: dict[str, str] = {}
+        self.slower: dict[str, float] = {}
+
+    def facts(self, facts: ModelFacts) -> ModelFacts:
+        """`facts` with what only a forward pass shows: whether and how random numbers are drawn."""
+        on_images: list[bool] = []
+
+        def watch(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            on_images.append(torch.is_tensor(inputs[0]) and inputs[0].dim() >= 4)
+
+        model = self._stepper.switch.model
+        dropouts = [m for m in model.modules() if type(m) is nn.Dropout and m.p > 0]
+        handles = [m.register_forward_pre_hook(watch) for m in dropouts]
+        before = torch.get_rng_state()
+        try:
+            with untouched(model), torch.no_grad():
+                try:
+                    self._stepper.look(self._few, self._run)
+                except OutOfMemory:
+                    raise
+                except Exception:
+                    # A model may take batches of one size only.
+                    self._few = self._whole
+                    self._stepper.look(self._few, self._run)
+                drawn = not torch.equal(torch.get_rng_state(), before)
+        finally:
+            for handle in handles:
+                handle.remove()
+        # Random numbers drawn outside of the modules that were watched may fall anywhere.
+        by_layout = any(on_images) or (drawn and not dropouts)
+        return replace(facts, draws_random=facts.draws_random or drawn, draws_by_layout=by_layout)
+
+    def _run(self, pieces: list[Batch]) -> None:
+        for piece in pieces:
+            self._compute(piece)
+
+    def time_forward(self) -> None:
+        """Tell the budget about what a step takes, by a forward pass of the whole batch."""
+        with untouched(self._stepper.switch.model), torch.no_grad():
+            began = self._clock()
+            self._stepper.look(self._whole, self._run)
+            self._wait()
+            self.budget.step_s = _FORWARDS * (self._clock() - began)
+
+    def of(self, options: list[Option], facts: ModelFacts) -> bool:
+        """Look at each option alone, and at all together; returns whether there was time to.
+
+        Raises:
+            RuntimeError, MemoryError: as of a pass under plain settings.
+        """
+        few_s = self.budget.step_s * self._few.size / self._whole.size
+        in_passes = [one for one in options if one.setting not in _NOT_IN_PASSES]
+        if not self.budget.pays_before(2 * (len(in_passes) + 2) * few_s):
+            return False
+        with self._leaving_no_trace():
+            plain, plain_s = self._passes(self.plain)
+            for option in in_passes:
+                settings = self.plain.but(**{option.setting: option.value})
+                self._look_at(option, settings, plain, plain_s, facts)
+            rest = [one for one in in_passes if one.field not in self.dropped]
+            if len(rest) > 1 and self.budget.pays_before(2 * plain_s):
+                together = self.plain.but(**{one.setting: one.value for one in rest})
+                try:
+                    self.slower["together"] = self._passes(together)[1] / plain_s
+                except Exception as error:
+                    self.dropped["together"] = f"fails here: {first_line(error)}"
+        return True
+
+    def _look_at(
+        self,
+        option: Option,
+        settings: Settings,
+        plain: Gradients,
+        plain_s: float,
+        facts: ModelFacts,
+    ) -> None:
+        if not self.budget.pays_before(2 * plain_s):
+            self.dropped[option.field] = "was not checked: there was no time"
+            return
+        try:
+            gradients, seconds = self._passes(settings)
+        except Exception as error:
+            self.dropped[option.field] = f"fails here: {first_line(error)}"
+            return
+        self.slower[option.field] = seconds / plain_s
+        if seconds > _FAR_SLOWER * plain_s:
+            times = f"{seconds / plain_s:.1f}"
+            self.dropped[option.field] = f"a few samples take {times} times as long with it"
+        elif not all(g is None or bool(g.isfinite().all()) for g in _dense(gradients)):
+            self.dropped[option.field] = "gave NaN"
+        elif why := self._differ(option, plain, gradients, facts):
+            self.dropped[option.field] = why
+
+    def _differ(
+        self, option: Option, plain: Gradients, gradients: Gradients, facts: ModelFacts
+    ) -> str:
+        parity = of_change(option.field, "plain", option.value, facts)
+        if parity is Parity.REDRAWN:
+            return ""  # other random numbers give other gradients
+        if parity is Parity.EXACT and not all(map(_equal, plain, gradients)):
+            return "would change the result"
+        most = _HALF_ROUNDING if option.setting == "precision" else _ROUNDING
+        share = _difference(plain, gradients)
+        return f"gradients differ by {share:.0%}: more than rounding" if share > most else ""
+
+    def _passes(self, settings: Settings) -> tuple[Gradients, float]:
+        """Loss and gradients under settings, and the seconds of a second time if there is time."""
+        began = self._clock()
+        self._stepper.use(settings)
+        batch = self._few
+        if settings.memory_format == "channels_last":
+            batch = batch.to_memory_format(torch.channels_last)
+        found = self._gradients(batch)
+        self._wait()
+        seconds = self._clock() - began
+        if self.budget.pays_before(2 * seconds):
+            again = self._clock()
+            self._gradients(batch)
+            self._wait()
+            seconds = self._clock() - again
+        self.budget.before_s += self._clock() - began
+        return found, max(seconds, 1e-9)
+
+    def _gradients(self, batch: Batch) -> Gradients:
+        stepper = self._stepper
+        update, keyed = stepper.update, stepper.dropout
+        set_random_state(self._random)
+        update.begin()
+        with nullcontext() if keyed is None else keyed.step(0), stepper.switch.autocast():
+            if keyed is not None:
+                keyed.at(0, batch.size)
+            value = self._compute(batch)
+        loss = value[0] if isinstance(value, tuple) else value
+        loss.backward()  # type: ignore[no-untyped-call]
+        found = [loss.detach(), *(p.grad for p in update.parameters)]
+        update.forget()
+        return found
+
+    @contextmanager
+    def _leaving_no_trace(self) -> Any:
+        self._random = random_state()
+        began, before = self._clock(), self.budget.before_s
+        model = self._stepper.switch.model
+        kept = [(p, p.grad) for p in adapter_of(model).parameters()]
+        try:
+            with untouched(model):
+                yield
+        finally:
+            self._stepper.use(self.plain)
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+            self.budget.before_s = before + self._clock() - began
+
+    def _wait(self) -> None:
+        if self._stepper.switch.device.type == "cuda":
+            torch.cuda.synchronize(self._stepper.switch.device)
+
+
+def _dense(gradients: Gradients) -> Gradients:
+    return [g.coalesce().values() if g is not None and g.is_sparse else g for g in gradients]
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.to_dense(), b.to_dense()) if a.is_sparse else torch.equal(a, b)
+
+
+def _difference(plain: Gradients, others: Gradients) -> float:
+    """The norm of what differs, as a share of the norm of all plain gradients."""
+    differing = norm = 0.0
+    for a, b in zip(plain[1:], others[1:], strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return float("inf")
+            continue
+        differing += (
+            float((a - b).to_dense().double().norm() if a.is_sparse else (a - b).norm()) ** 2
+        )
+        norm += float(a.to_dense().norm() if a.is_sparse else a.norm()) ** 2
+    return (differing / norm) ** 0.5 if norm else 0.0 if not differing else float("inf")

@@ -1,0 +1,399 @@
+"""The order in which `auto` tries settings, and when it knows enough.
+
+    1  plain       a few steps, which tell how long the run will take
+    2  allocator   first, because its limits cannot be put back
+    3  together    all options against plain, since they help one another: bf16 alone may be slower
+                   where bf16 with channels_last is three times faster
+    4  one by one  each option against the best settings so far without it; what is not measured
+                   faster goes, and what others have changed since is tried once more
+    5  the whole   what is left against plain; if that does not win, plain it is
+    6  compile     only where the run is long enough to repay the compilation
+
+The search is a generator: it yields Blocks of the job's own steps and is sent what they took.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from flatout.measure import TrialResult, quadruples
+from flatout.recipe import Trial
+from flatout.train.auto_budget import Budget
+from flatout.train.settings import Settings
+
+# A block of steps lasts about so long, and of a long run at least this share of it.
+BLOCK_S, _LONGER_BLOCK_S, _BLOCK_SHARE = 0.04, 0.25, 0.002
+_MOST_STEPS = 200
+# The most quadruples of blocks in a trial. Where no difference shows they cost nothing, and a
+# difference that noise could hide is looked for until the floor is this low.
+_MOST_PAIRS, TIE_FLOOR = 8, 0.015
+# A smaller gain is none.
+_LEAST_GAIN = 0.005
+# Of an option that was not measured yet a step may take so much longer than it should.
+_UNKNOWN = 0.3
+# Searching ends after this share of the run: what is found later pays for too few steps.
+_SEARCHED = 0.5
+# A run of unknown length that ends sooner is not tuned.
+_SURE_S = 1.0
+# About the seconds that a page fault takes, and the share of a step that is worth looking at.
+_FAULT_S, _WORTH = 2.5e-7, 0.01
+# Thread counts matter for small operators; long steps keep all CPUs busy.
+SHORT_STEP_S = 0.02
+# A/A noise above which an answer holds for this run only.
+NOISE = 0.2
+# A compilation may take so long, and so long for each module of the model.
+_COMPILE_S = (30.0, 1.0)
+
+
+class Failed(Exception):
+    """Raised within the search by what runs its blocks, where one could not be run."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting that may be faster.
+
+    Attributes:
+        field: its dotted name in the Recipe.
+        trial: of another value than the plain one.
+        value: that is tried.
+    """
+
+    field: str
+    trial: Trial
+    value: Any
+
+    @property
+    def setting(self) -> str:
+        """Its name in Settings."""
+        return self.field.partition(".")[2]
+
+
+class Block(NamedTuple):
+    """Steps that are to run under some settings: `settle` that do not count, then `steps`."""
+
+    settings: Settings
+    steps: int
+    settle: int
+
+
+class Measured(NamedTuple):
+    """What a Block took.
+
+    Attributes:
+        seconds: per step that counts.
+        total_s: of all its steps, and of switching to its settings.
+        steps: how many these were.
+        last: the number of the last one.
+        faults: page faults per step that counts.
+    """
+
+    seconds: float
+    total_s: float
+    steps: int
+    last: int
+    faults: float
+
+
+_Steps = Generator[Block, Measured, Any]
+
+
+def is_faster(trial: TrialResult) -> bool:
+    """Whether B won; a difference of half and more shows in a single round of four blocks."""
+    return trial.wins or (trial.pairs == 1 and trial.ratio > 1.5 + 3 * trial.floor)
+
+
+def _is_clear(trial: TrialResult) -> bool:
+    slower = trial.pairs == 1 and 1 / trial.ratio > 1.5 + 3 * trial.floor
+    return is_faster(trial) or slower
+
+
+@dataclass
+class Search:
+    """What is tried, in which order, and what came of it.
+
+    Args:
+        plain: the settings to start from.
+        options: what may be faster, in the order in which it is tried.
+        budget: what the search may cost.
+        modules: of the model, which tell how long compiling may take.
+        threads: whether fewer threads may be tried.
+        compiles: whether compiling may be tried.
+
+    Attributes:
+        dropped: fields that are not tried or not measured, and why.
+        kept: fields that stay without a trial, and why.
+        slower: by field, how many times as long a step took under an option in the first check.
+        best: the settings that were measured fastest so far.
+        results: trials by field: B has the option and A has not.
+        together: the trial of all options.
+        whole: the trial of `best` against plain.
+        step_s: seconds per step by settings, as measured last.
+        trials: all of them, as plain data.
+        faults: page faults of a step before and after the allocator was told to keep memory.
+        compile_s: what compiling took.
+    """
+
+    plain: Settings
+    options: list[Option]
+    budget: Budget
+    modules: int = 0
+    threads: bool = False
+    compiles: bool = False
+    dropped: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    slower: dict[str, float] = field(default_factory=dict)
+    results: dict[str, TrialResult] = field(default_factory=dict)
+    together: TrialResult | None = None
+    whole: TrialResult | None = None
+    step_s: dict[Settings, float] = field(default_factory=dict)
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    faults: tuple[float, float] = (0.0, 0.0)
+    compile_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.best = self.plain
+        self._at = 0
+        self._now: Settings | None = None
+        self._measured: dict[tuple[Settings, Settings], TrialResult] = {}
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other work on this machine made the measurements too coarse to keep."""
+        floors = [trial.floor for trial in self._measured.values()]
+        return bool(floors) and statistics.median(floors) > NOISE
+
+    def run(self) -> _Steps:
+        """The blocks in turn; `best` holds whenever it ends."""
+        yield Block(self.plain, 1, 2)
+        while self.budget.steps is None and self.budget.elapsed_s < _SURE_S:
+            yield Block(self.plain, 1, 0)
+        seconds = yield from self._run(self.plain)
+        if self.threads and self.plain.threads > 1 and seconds < SHORT_STEP_S:
+            why = "short steps run faster on one thread"
+            self.options.append(Option("process.threads", Trial(1, bool, why=why), 1))
+        self._rest = [option for option in self.options if option.setting != "allocator"]
+        for option in set(self.options) - set(self._rest):
+            yield from self._allocator(option)
+        self._base = self.best
+        yield from self._all_together()
+        yield from self._one_by_one()
+        yield from self._confirm()
+        if self.compiles:
+            yield from self._compiled()
+
+    # -- what is tried -----------------------------------------------------------------------
+
+    def _allocator(self, option: Option) -> _Steps:
+        """Blocks A A A A, then B B B B: glibc's own adaptive limits do not come back once set.
+
+        What makes up for the missing interleaving is the count of page faults.
+        """
+        kept = self.plain.but(allocator=option.value)
+        before = yield Block(self.plain, self._count(self.plain), 0)
+        if before.faults * _FAULT_S < _WORTH * before.seconds:
+            self.dropped[option.field] = f"{before.faults:,.0f} page faults a step: too few"
+            return
+        a: list[float] = []
+        b: list[float] = []
+        for _ in range(4):
+            a.append((yield from self._run(self.plain)))
+        after = before
+        for number in range(4):
+            after = yield Block(kept, self._count(self.plain), 0 if number else 1)
+            self._account(after, kept)
+            b.append(after.seconds)
+        self._now = kept
+        self.faults = (before.faults, after.faults)
+        blocks = quadruples(max_pairs=2)
+        sides = {"A": iter(a), "B": iter(b)}
+        wanted, result = next(blocks), None
+        while result is None:
+            try:
+                wanted = blocks.send(next(sides[wanted]))
+            except StopIteration as end:
+                result = end.value
+        self.results[option.field] = result
+        self._note(self.plain, kept, after.last - 8, result, is_faster(result))
+        if is_faster(result):
+            self.best, self.step_s[kept] = kept, statistics.median(b)
+
+    def _all_together(self) -> _Steps:
+        if len(self._rest) < 2:
+            return
+        everything = self.best.but(**{option.setting: option.value for option in self._rest})
+        slower = max(1.0, self.slower.get("together", 1.0))
+        self.together = yield from self._compare(self.best, everything, slower)
+        if self.together is not None and is_faster(self.together):
+            self.best = everything
+
+    def _one_by_one(self) -> _Steps:
+        """Each option, until none of them changes the best; at most twice."""
+        tried = set()
+        for _ in range(2):
+            before = self.best
+            for option in self._rest:
+                off = self.best.but(**{option.setting: getattr(self.plain, option.setting)})
+                on = self.best.but(**{option.setting: option.value})
+                if (off, on) in tried:
+                    continue
+                tried.add((off, on))
+                slower = self.slower.get(option.field, 1.0) if self.best == off else 1.0
+                result = self._measured.get((off, on))
+                if result is None:
+                    result = yield from self._compare(off, on, slower, option.field)
+                if result is not None:
+                    self.results[option.field] = result
+                    self.best = on if is_faster(result) else off
+            if self.best == before:
+                return
+
+    def _confirm(self) -> _Steps:
+        """What is left against plain."""
+        if self.best in (self.plain, self._base):
+            return
+        self.whole = self._measured.get((self._base, self.best))
+        if self.whole is None:
+            self.whole = yield from self._compare(self._base, self.best, 1.0)
+        if self.whole is not None and not is_faster(self.whole) and self.whole.low <= 1:
+            self.best = self._base
+
+    def _compiled(self) -> _Steps:
+        """torch.compile, where the run outlasts the compilation by far."""
+        field, (fixed, each) = "compute.compile", _COMPILE_S
+        most = fixed + each * self.modules
+        if not self.budget.pays_for(most):
+            run_s = self.budget.run_s
+            self.dropped[field] = f"the run takes about {run_s:.0f} s, too short to repay compiling"
+            return
+        compiled = self.best.but(compile="on")
+        try:
+            look = yield Block(compiled, 1, 1)
+        except Failed as failed:
+            self.dropped[field] = str(failed)
+            return
+        self._account(look, compiled)
+        self.compile_s, self._now = look.total_s, compiled
+        self.step_s[compiled] = look.seconds
+        result = yield from self._compare(self.best, compiled, 1.0, field)
+        if result is not None:
+            trial = Trial("on", bool, why="one kernel for many operators")
+            self.options.append(Option(field, trial, "on"))
+            self.results[field] = result
+            self.best = compiled if is_faster(result) else self.best
+
+    # -- how it is measured ------------------------------------------------------------------
+
+    def _compare(
+        self, off: Settings, on: Settings, slower: float, field: str = "together"
+    ) -> Generator[Block, Measured, TrialResult | None]:
+        """A trial; None where a side fails, or there is no time."""
+        challenger = on if self.best == off else off
+        steps, first = self.budget.steps, self._at + 1
+        if steps is not None and self._at > _SEARCHED * steps:
+            self.dropped.setdefault(field, "was not measured: the run is half over")
+            return None
+        known = challenger in self.step_s
+        begins = (
+            self._affords_pair(challenger)
+            if known
+            else self._affords(2 * max(_UNKNOWN, slower - 1))
+        )
+        if not begins:
+            self.dropped.setdefault(field, "was not measured: the run is too short for it")
+            return None
+
+        def enough(result: TrialResult) -> bool:
+            over = steps is not None and self._at > _SEARCHED * steps
+            return _is_clear(result) or over or not self._affords_pair(challenger)
+
+        blocks = quadruples(
+            max_pairs=_MOST_PAIRS, floor=_LEAST_GAIN, tie_floor=TIE_FLOOR, enough=enough
+        )
+        wanted = next(blocks)
+        while True:
+            try:
+                seconds = yield from self._run(off if wanted == "A" else on)
+            except Failed as failed:
+                self.dropped[field] = str(failed)
+                return None
+            if self._too_costly(challenger):
+                times = self.step_s[challenger] / self.step_s[self.best]
+                side = "with" if challenger == on else "without"
+                words = f"a step takes {times:.1f} times as long {side} it"
+                words = words if times > 1.5 else "was not measured: there was no time left"
+                (self.dropped if challenger == on else self.kept)[field] = words
+                return None
+            try:
+                wanted = blocks.send(seconds)
+            except StopIteration as end:
+                result: TrialResult = end.value
+                break
+        self._measured[off, on] = result
+        self._note(off, on, first, result, is_faster(result))
+        return result
+
+    def _run(self, settings: Settings) -> Generator[Block, Measured, float]:
+        """Seconds per step of one block."""
+        if settings not in self.step_s:
+            # The first step may be slow for once, and the second is not made if it was too slow.
+            for _ in range(2):
+                look = yield Block(settings, 1, 0)
+                self.step_s[settings] = look.seconds
+                self._now = settings
+                self._account(look, settings)
+                if self._too_costly(settings):
+                    return look.seconds
+        settle = 0 if settings == self._now else 1
+        done = yield Block(settings, self._count(settings), settle)
+        self._now = settings
+        self._account(done, settings)
+        self.step_s[settings] = done.seconds
+        if settings == self.best:
+            self.budget.step_s = done.seconds
+        return done.seconds
+
+    def _too_costly(self, settings: Settings) -> bool:
+        known = settings in self.step_s and settings != self.best
+        return known and not self._affords_pair(settings)
+
+    def _count(self, settings: Settings) -> int:
+        block_s = max(BLOCK_S, min(_LONGER_BLOCK_S, _BLOCK_SHARE * self.budget.run_s))
+        return max(1, min(_MOST_STEPS, round(block_s / self.step_s[settings])))
+
+    def _account(self, done: Measured, settings: Settings) -> None:
+        """Count what the steps under settings that are tried took beyond those under the best."""
+        self._at = done.last
+        if settings != self.best:
+            lost = done.total_s - done.steps * self.step_s[self.best]
+            self.budget.lost_s += max(0.0, lost)
+
+    def _affords(self, steps: float) -> bool:
+        """Whether there is time for what costs as much as so many of the best steps."""
+        return self.budget.pays_for(steps * self.step_s[self.best])
+
+    def _affords_pair(self, challenger: Settings) -> bool:
+        """Whether there is time for two more blocks under settings that are tried."""
+        excess = max(0.0, self.step_s[challenger] - self.step_s[self.best])
+        return self.budget.pays_for(2 * self._count(challenger) * excess)
+
+    def _note(
+        self, off: Settings, on: Settings, first: int, result: TrialResult, won: bool
+    ) -> None:
+        self.trials.append(
+            {
+                "a": off.other_than(self.plain),
+                "b": on.other_than(self.plain),
+                "first": first,
+                "last": self._at,
+                "ratio": result.ratio,
+                "low": result.low,
+                "high": result.high,
+                "floor": result.floor,
+                "pairs": result.pairs,
+                "chosen": "b" if won else "a",
+            }
+        )

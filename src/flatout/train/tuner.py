@@ -1,0 +1,249 @@
+"""Runs a Search on the job's own steps: switches settings between steps, and times them.
+
+A step under settings that are tried is a step of the run like any other. Where it fails or its
+gradients are not finite, it is made again under the best settings known, as if it had not been.
+Several ranks switch at the same step: what they decide by is agreed after each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from flatout.console import first_line
+from flatout.data import Batch
+from flatout.measure import page_faults
+from flatout.train.auto_search import Block, Failed, Measured, Search
+from flatout.train.feed import Feed
+from flatout.train.micro_batch import forget_frames
+from flatout.train.settings import Settings
+from flatout.train.snapshot import Moving
+from flatout.train.step import Done, Stepper
+from flatout.train.turn import Turn
+from flatout.world import World
+
+# When nothing is left to try, the pace is looked at so many steps apart.
+_LOOK_EVERY = 50
+# Steps that take so many times as long as they did, or as short, are measured again, once they
+# have done so twice.
+_CHANGED = 1.3
+
+
+class Tuner:
+    """Tunes a run while it goes on.
+
+    Args:
+        search: what to try.
+        stepper: makes the steps.
+        feed: lays batches out.
+        world: of this rank.
+        settle: called with this Tuner when the search is over.
+        clock: returns seconds.
+
+    Attributes:
+        search: what is tried, and what came of it.
+        done: whether the search came to its end.
+        why: why it ended early.
+        spans: what ran in which steps: the first, the last, and the settings.
+        next_step: the number of the step that is to be handed to `step`; those before need not be.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        stepper: Stepper,
+        feed: Feed,
+        world: World,
+        settle: Callable[[Tuner], None],
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.search = search
+        self.done = False
+        self.why = ""
+        self.spans: list[tuple[int, int, Settings]] = []
+        self.next_step = 0
+        self._stepper, self._feed, self._world = stepper, feed, world
+        self._settle, self._clock = settle, clock
+        self._moving = Moving(stepper.switch.model, draws=world.size == 1)
+        self._is_gpu = stepper.switch.device.type == "cuda"
+        self._kind: Any = None
+        self._first = 0
+        self._started: float | None = None
+        self._blocks = search.run()
+        self._begin(next(self._blocks))
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether there is something left to try."""
+        return not self.done and not self.why
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def step(
+        self,
+        run: Callable[[], Done],
+        batches: Sequence[Batch],
+        turn: Turn,
+        number: int,
+        prepared_s: float,
+    ) -> Done:
+        """Make a step under the settings that are due.
+
+        Args:
+            run: makes it.
+            batches: of it.
+            turn: whose step it is.
+            number: of it, from 1.
+            prepared_s: seconds in which its batches were brought to the device and laid out.
+        """
+        if self._started is None:
+            self._started = self._clock()
+            self._first = number
+        settings = self._block.settings
+        is_tried = settings != self.search.best
+        self._moving.keep()
+        self._stepper.may_split = not (is_tried and self._world.size == 1)
+        began = self._clock()
+        try:
+            done = run()
+        except Exception as error:
+            if self._stepper.may_split:
+                raise
+            why = f"fails here: {first_line(error)}"
+            forget_frames(error)
+            return self._again(run, turn, number, why)
+        finally:
+            self._stepper.may_split = True
+        if is_tried and turn.update.gated and turn.update.was_bad():
+            return self._again(run, turn, number, "gave NaN")
+        self._span(number, settings)
+        self._count(self._clock() - began + prepared_s, batches, turn, number)
+        return done
+
+    def _again(self, run: Callable[[], Done], turn: Turn, number: int, why: str) -> Done:
+        """The step once more under the best settings; those that were tried are not."""
+        self._stepper.update.forget()
+        turn.update.clear()
+        self._moving.put_back()
+        self._use(self.search.best)
+        done = run()
+        self._span(number, self.search.best)
+        self._next(lambda: self._blocks.throw(Failed(why)), number)
+        return done
+
+    def _span(self, number: int, settings: Settings) -> None:
+        if self.spans and self.spans[-1][2] == settings and self.spans[-1][1] == number - 1:
+            self.spans[-1] = (self.spans[-1][0], number, settings)
+        else:
+            self.spans.append((number, number, settings))
+
+    # -- blocks ------------------------------------------------------------------------------
+
+    def _begin(self, block: Block) -> None:
+        self._block = block
+        self._settling, self._left = block.settle, block.steps
+        self._seconds = self._settled_s = 0.0
+        self._prepared_s = 0.0
+        began = self._clock()
+        self._use(block.settings)
+        self._switched_s = self._clock() - began
+        self._faults = page_faults()
+        self._steps = 0
+        self._start()
+
+    def _start(self) -> None:
+        """The steps that count begin."""
+        if not self._settling:
+            self._wait()
+            self._began, self._faults = self._clock(), page_faults()
+
+    def _use(self, settings: Settings) -> None:
+        if settings != self._stepper.switch.now:
+            self._stepper.use(settings)
+        self._feed.channels_last = settings.memory_format == "channels_last"
+
+    def _count(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
+        """Only steps of one kind count: of the same optimizers, on as many values."""
+        kind = (turn.number, sum(self._size_of(batch) for batch in batches))
+        self._kind = self._kind or kind
+        if kind != self._kind:
+            return
+        self._steps += 1
+        if self._settling:
+            self._settled_s += seconds
+            self._settling -= 1
+            self._start()
+            return
+        self._seconds += seconds
+        self._left -= 1
+        if not self._left:
+            self._end(number)
+
+    def _size_of(self, batch: Batch) -> int:
+        return batch.size if self._world.size == 1 else batch.whole
+
+    def _end(self, number: int) -> None:
+        """A block is over: the slowest rank tells how long it took."""
+        self._wait()
+        block, budget = self._block, self.search.budget
+        own = [
+            self._seconds / block.steps,
+            self._seconds + self._settled_s + self._switched_s,
+            (page_faults() - self._faults) / block.steps,
+            self._clock() - (self._started or 0.0),
+        ]
+        seconds, total, faults, budget.elapsed_s = map(
+            max, zip(*self._world.gather(own), strict=True)
+        )
+        done = Measured(seconds, total, self._steps, number - self._first + 1, faults)
+        self._next(lambda: self._blocks.send(done), number)
+
+    def _next(self, ask: Callable[[], Block], number: int) -> None:
+        try:
+            self._begin(ask())
+        except StopIteration:
+            self.done = True
+            self._finish()
+
+    def _wait(self) -> None:
+        if self._is_gpu:
+            torch.cuda.synchronize(self._stepper.switch.device)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def stop(self, why: str) -> None:
+        """End the search where it is: the best settings known hold."""
+        if self.is_searching:
+            self.why = why
+            self._blocks.close()
+            self._finish()
+
+    def _finish(self) -> None:
+        self._use(self.search.best)
+        self._settle(self)
+
+    def record(self, last: int) -> dict[str, Any]:
+        """What History keeps of it: plain data.
+
+        Args:
+            last: the number of the run's last step.
+        """
+        search = self.search
+        plain, seconds = search.plain, search.step_s
+        spans = [(a, b, settings.other_than(plain)) for a, b, settings in self.spans]
+        begun = spans[-1][1] + 1 if spans else 1
+        if last >= begun:
+            spans.append((begun, last, search.best.other_than(plain)))
+        return {
+            "done": self.done,
+            "why": self.why,
+            "before_first_step_s": search.budget.before_s,
+            "lost_s": search.budget.lost_s,
+            "step_s": {"plain": seconds.get(plain), "chosen": seconds.get(search.best)},
+            "spans": [{"first": a, "last": b, "settings": s} for a, b, s in spans],
+            "trials": list(search.trials),
+            "dropped": dict(search.dropped),
+        }
