@@ -1,5 +1,8 @@
 """What observing costs is counted wherever the script stands."""
 
+from inspect import signature
+from itertools import product
+
 import pytest
 import torch
 
@@ -26,5 +29,7 @@ def test_each_hook_can_be_timed(name, monkeypatch):
     monkeypatch.setattr(cost, "_QUADRUPLES", 20)
     if name != "_extra_ns":
         state = torch.get_rng_state()
-        assert 0 <= getattr(cost, name)() < 1e8
+        hook = getattr(cost, name)
+        for kind in product([False, True], repeat=len(signature(hook).parameters)):
+            assert 0 <= hook(*kind) < 1e8
         assert torch.equal(torch.get_rng_state(), state)  # it is the script's

@@ -219,38 +219,6 @@ static int exact_row(Criteo *job, int64_t row, int64_t start, int64_t stop, int6
 
 /* ---- the fast way ---- */
 
-static ALWAYS_INLINE uint64_t load_8(const uint8_t *bytes)
-{
-    uint64_t word;
-    memcpy(&word, bytes, 8);
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    word = __builtin_bswap64(word);
-#endif
-    return word;
-}
-
-/* Bit i: byte i of these 64 is a tab. */
-static ALWAYS_INLINE uint64_t tabs_of(const uint8_t *bytes)
-{
-    uint64_t mask = 0;
-#ifdef __x86_64__
-    const __m128i tab = _mm_set1_epi8('\t');
-    for (int i = 0; i < 4; i++) {
-        __m128i part = _mm_loadu_si128((const __m128i *)(bytes + 16 * i));
-        uint64_t found = (uint16_t)_mm_movemask_epi8(_mm_cmpeq_epi8(part, tab));
-        mask |= found << 16 * i;
-    }
-#else
-    for (int i = 0; i < 8; i++) {
-        /* The high bit of each byte that is zero after the exclusive or; then all together. */
-        uint64_t word = load_8(bytes + 8 * i) ^ EACH_BYTE('\t');
-        uint64_t zero = ~(((word & EACH_BYTE(0x7F)) + EACH_BYTE(0x7F)) | word | EACH_BYTE(0x7F));
-        mask |= ((zero >> 7) * 0x0102040810204080u >> 56) << 8 * i;
-    }
-#endif
-    return mask;
-}
-
 /* Where the tabs are: tabs[0] is before the row, tabs[fields] its end. 0 unless there are as many
    as there should be. */
 static ALWAYS_INLINE int find_tabs(const uint8_t *row, int64_t bytes,
@@ -259,7 +227,7 @@ static ALWAYS_INLINE int find_tabs(const uint8_t *row, int64_t bytes,
     int64_t count = 1;
     tabs[0] = -1;
     for (int64_t block = 0; block < bytes; block += 64) {
-        uint64_t mask = tabs_of(row + block);
+        uint64_t mask = places_of('\t', row + block);
         if (bytes - block < 64)
             mask &= ((uint64_t)1 << (bytes - block)) - 1;
         int64_t found = __builtin_popcountll(mask);

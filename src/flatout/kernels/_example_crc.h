@@ -32,16 +32,6 @@ static uint32_t crc_tables[8][256];
 /* Multiplying a state by crc_shifts[k] and dividing the product moves it over k words of zeros. */
 static uint32_t crc_shifts[2 * CRC_LANE + 1];
 
-static ALWAYS_INLINE uint64_t load_8(const uint8_t *bytes)
-{
-    uint64_t word;
-    memcpy(&word, bytes, 8);
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    word = __builtin_bswap64(word);
-#endif
-    return word;
-}
-
 static uint32_t crc_portable(uint32_t state, const uint8_t *data, int64_t bytes)
 {
     for (; bytes >= 8; data += 8, bytes -= 8) {

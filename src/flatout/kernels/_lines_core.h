@@ -9,9 +9,6 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/uio.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 #include "_rows.h"
 
@@ -19,32 +16,14 @@
 
 #define BLOCK 64
 
-/* Bit i: byte i of these 64 is a newline. AVX2 would not pay: memory is slower than SSE2. */
-static inline uint64_t newlines_of_block(const uint8_t *bytes)
-{
-    uint64_t mask = 0;
-#ifdef __SSE2__
-    const __m128i newline = _mm_set1_epi8('\n');
-    for (int i = 0; i < 4; i++) {
-        __m128i part = _mm_loadu_si128((const __m128i *)(bytes + 16 * i));
-        uint64_t found = (uint16_t)_mm_movemask_epi8(_mm_cmpeq_epi8(part, newline));
-        mask |= found << 16 * i;
-    }
-#else
-    for (int i = 0; i < BLOCK; i++)
-        mask |= (uint64_t)(bytes[i] == '\n') << i;
-#endif
-    return mask;
-}
-
-/* The same of the first `count` bytes, where fewer than 64 may be read. */
+/* Bit i: byte i is a newline, of the first `count` where fewer than 64 may be read. */
 static inline uint64_t newlines_of(const uint8_t *bytes, int64_t count)
 {
     uint8_t block[BLOCK] = {0};
     if (count >= BLOCK)
-        return newlines_of_block(bytes);
+        return places_of('\n', bytes);
     memcpy(block, bytes, (size_t)count);
-    return newlines_of_block(block);
+    return places_of('\n', block);
 }
 
 static int64_t lines_count(const uint8_t *bytes, int64_t size)

@@ -4,10 +4,46 @@
 #define FLATOUT_ROWS_H
 
 #include <stdint.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 #define EACH_BYTE(x) (0x0101010101010101u * (uint64_t)(x))
+
+static ALWAYS_INLINE uint64_t load_8(const uint8_t *bytes)
+{
+    uint64_t word;
+    memcpy(&word, bytes, 8);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    word = __builtin_bswap64(word);
+#endif
+    return word;
+}
+
+/* Bit i: byte i of these 64 is `wanted`. AVX2 would not pay: memory is slower than SSE2. */
+static ALWAYS_INLINE uint64_t places_of(char wanted, const uint8_t *bytes)
+{
+    uint64_t mask = 0;
+#ifdef __SSE2__
+    const __m128i all = _mm_set1_epi8(wanted);
+    for (int i = 0; i < 4; i++) {
+        __m128i part = _mm_loadu_si128((const __m128i *)(bytes + 16 * i));
+        uint64_t found = (uint16_t)_mm_movemask_epi8(_mm_cmpeq_epi8(part, all));
+        mask |= found << 16 * i;
+    }
+#else
+    for (int i = 0; i < 8; i++) {
+        /* The high bit of each byte that is zero after the exclusive or; then all together. */
+        uint64_t word = load_8(bytes + 8 * i) ^ EACH_BYTE((uint8_t)wanted);
+        uint64_t zero = ~(((word & EACH_BYTE(0x7F)) + EACH_BYTE(0x7F)) | word | EACH_BYTE(0x7F));
+        mask |= ((zero >> 7) * 0x0102040810204080u >> 56) << 8 * i;
+    }
+#endif
+    return mask;
+}
 
 /* Rows that are fetched before their turn. */
 #define ROWS_AHEAD 4

@@ -320,33 +320,10 @@ def decode(
             default does not fit. Nothing is written.
     """
     _say_if_absent()
+    results = (outputs, offsets, present, defaults, status, at, check)
     if _use_c:
-        return _c.decode(
-            buffer,
-            starts,
-            ends,
-            spec.compiled,
-            outputs,
-            offsets,
-            present,
-            defaults,
-            status,
-            at,
-            check,
-        )
-    return example_fallback.decode(
-        buffer,
-        starts,
-        ends,
-        spec.features,
-        outputs,
-        offsets,
-        present,
-        defaults,
-        status,
-        at,
-        check,
-    )
+        return _c.decode(buffer, starts, ends, spec.compiled, *results)
+    return example_fallback.decode(buffer, starts, ends, spec.features, *results)
 
 
 def encode(columns: Mapping[str, Values]) -> tuple[npt.NDArray[np.uint8], Numbers]:

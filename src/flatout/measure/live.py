@@ -24,7 +24,7 @@ from pathlib import Path
 from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any
 
-from flatout import unfinished
+from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, kind_folder, private, remove
 
 if TYPE_CHECKING:
@@ -300,7 +300,9 @@ def _recent(looks: Sequence[_Look]) -> dict[str, Any]:
     last = looks[-1]
     before = next((one for one in looks if last.at - one.at <= _RECENT_S), last)
     if last.steps == before.steps:  # a step takes longer than that
-        before = max((one for one in looks if one.steps < last.steps), key=_at, default=last)
+        before = max(
+            (one for one in looks if one.steps < last.steps), key=lambda one: one.at, default=last
+        )
     steps = last.steps - before.steps
     lanes = {}
     if steps:
@@ -321,10 +323,6 @@ def _recent(looks: Sequence[_Look]) -> dict[str, Any]:
         "watched_s": min(watched, _WATCHED_S),
         "starved_s": min(starved, watched, _WATCHED_S),
     }
-
-
-def _at(look: _Look) -> float:
-    return look.at
 
 
 def _is_off() -> bool:
@@ -389,14 +387,8 @@ def _write(data: dict[str, Any]) -> None:
     file = _own_file()
     if not file.exists():
         _sweep(kind_folder("live"))
-    part = file.with_name(unfinished.new_name())
-    try:
-        with open(part, "w", opener=private) as out:
-            out.write(json.dumps(data))
-        part.replace(file)
-    except OSError:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+    with suppress(OSError), atomic_write(file, opener=private) as out:
+        out.write(json.dumps(data))
 
 
 def _sweep(folder: Path) -> None:

@@ -47,32 +47,34 @@ def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
     calls = sum(model.calls for model in watch.models)
     inner = sum(model.calls * model.inner for model in watch.models)
     quick_inner = inner * quick.calls // max(1, calls)
-    ran = {
-        _batch_ns: sum(loader.batches for loader in watch.loaders),
-        _fetch_ns: sum(loader.batches for loader in watch.loaders if not loader.facts.num_workers),
-        _backward_ns: backwards - quick.backwards,
-        _quick_backward_ns: quick.backwards,
-        _step_ns: sum(sum(counts.values()) for counts in rounds) - quick.steps,
-        _quick_step_ns: quick.steps,
-        _forward_ns: calls - quick.calls,
-        _quick_forward_ns: quick.calls,
-        _inner_ns: inner - quick_inner,
-        _quick_inner_ns: quick_inner,
-        _call_ns: watch.calls.noted,
-        _search_ns: watch.calls.sought,
-        _copy_ns: watch.calls.passed,
+    ran: dict[tuple[Any, ...], int] = {
+        (_batch_ns,): sum(loader.batches for loader in watch.loaders),
+        (_fetch_ns,): sum(
+            loader.batches for loader in watch.loaders if not loader.facts.num_workers
+        ),
+        (_backward_ns, False): backwards - quick.backwards,
+        (_backward_ns, True): quick.backwards,
+        (_step_ns, False): sum(sum(counts.values()) for counts in rounds) - quick.steps,
+        (_step_ns, True): quick.steps,
+        (_module_ns, False, False): calls - quick.calls,
+        (_module_ns, False, True): quick.calls,
+        (_module_ns, True, False): inner - quick_inner,
+        (_module_ns, True, True): quick_inner,
+        (_call_ns,): watch.calls.noted,
+        (_search_ns,): watch.calls.sought,
+        (_copy_ns,): watch.calls.passed,
     }
     torch = sys.modules["torch"]
     # The script may stand anywhere, as in an evaluation without gradients.
     with torch.inference_mode(False), torch.enable_grad():
-        ns = sum(count * _once(cost) for cost, count in ran.items() if count > 0)
+        ns = sum(count * _once(*cost) for cost, count in ran.items() if count > 0)
     return float((ns + watch.looking_ns + writer_seconds * 1e9) / 1e3 / steps)
 
 
 @cache
-def _once(cost: Callable[[], float]) -> float:
+def _once(cost: Callable[..., float], *kind: bool) -> float:
     """A hook takes what it takes: a notebook asks for it again and again."""
-    return cost()
+    return cost(*kind)
 
 
 def _extra_ns(
@@ -144,15 +146,7 @@ def _fetch_ns() -> float:
     return _extra_ns(lambda: hooked(None, 0), lambda: _nothing(None, 0))
 
 
-def _backward_ns() -> float:
-    return _of_backward(is_quick=False)
-
-
-def _quick_backward_ns() -> float:
-    return _of_backward(is_quick=True)
-
-
-def _of_backward(*, is_quick: bool) -> float:
+def _backward_ns(is_quick: bool) -> float:
     watch = Watch()
     plain, hooked = SimpleNamespace(backward=_backward), SimpleNamespace(backward=_backward)
     compiler = sys.modules["torch"].compiler
@@ -168,15 +162,7 @@ def _of_backward(*, is_quick: bool) -> float:
     )
 
 
-def _step_ns() -> float:
-    return _of_step(is_quick=False)
-
-
-def _quick_step_ns() -> float:
-    return _of_step(is_quick=True)
-
-
-def _of_step(*, is_quick: bool) -> float:
+def _step_ns(is_quick: bool) -> float:
     watch = Watch()
     watch.lanes.steps, watch.lanes.due = 2, sys.maxsize
     hooks: dict[int, Callable[..., None]] = {}
@@ -210,23 +196,7 @@ def _of_step(*, is_quick: bool) -> float:
     return _extra_ns(lambda: step(begins, ends), lambda: step(none, none))
 
 
-def _forward_ns() -> float:
-    return _of_module(is_inside=False, is_quick=False)
-
-
-def _quick_forward_ns() -> float:
-    return _of_module(is_inside=False, is_quick=True)
-
-
-def _inner_ns() -> float:
-    return _of_module(is_inside=True, is_quick=False)
-
-
-def _quick_inner_ns() -> float:
-    return _of_module(is_inside=True, is_quick=True)
-
-
-def _of_module(*, is_inside: bool, is_quick: bool) -> float:
+def _module_ns(is_inside: bool, is_quick: bool) -> float:
     torch = sys.modules["torch"]
 
     class Hooked(torch.nn.Module):  # type: ignore[name-defined,misc]

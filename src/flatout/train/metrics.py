@@ -42,7 +42,15 @@ class Metric(Protocol):
         """Go on from there."""
 
 
-class MeanOf:
+class Mean(RunningMean):
+    """A mean over all batches, as a metric."""
+
+    def compute(self, states: Sequence[Any] | None = None) -> float:
+        """The mean so far, or that over what the states hold; NaN where nothing was counted."""
+        return self.mean() if states is None else mean_of(states)
+
+
+class MeanOf(Mean):
     """The mean over all batches of a per-batch mean, or of a per-batch (sum, weight).
 
     Attributes:
@@ -50,35 +58,13 @@ class MeanOf:
     """
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
         self._function = function
         self.name = getattr(function, "__name__", type(function).__name__)
-        self._tally = RunningMean()
 
     def update(self, output: Any, batch: Batch) -> None:
         """Add `function(output, targets)`; a mean is weighed by the number of samples."""
-        value = self._function(output, batch.targets)
-        if not isinstance(value, tuple):
-            self._tally.add(torch.as_tensor(value).detach(), batch.size)
-            return
-        total, weight = value
-        safe = weight.clamp_min(1e-12) if torch.is_tensor(weight) else max(weight, 1e-12)
-        self._tally.add(torch.as_tensor(total).detach() / safe, weight)
-
-    def compute(self, states: Sequence[Any] | None = None) -> float:
-        """The mean so far, or that over what the states hold."""
-        return self._tally.mean() if states is None else mean_of(states)
-
-    def reset(self) -> None:
-        """Forget all batches."""
-        self._tally.reset()
-
-    def state_dict(self) -> Any:
-        """Total and weight."""
-        return self._tally.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
-        self._tally.load_state_dict(state)
+        self.take(self._function(output, batch.targets), batch.size)
 
 
 class FromTorchmetrics:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+TINY = 1e-12
 _FOLD = 256
 
 
@@ -25,6 +26,14 @@ class RunningMean:
         self._weights.append(weight)
         if len(self._values) >= _FOLD:
             self._fold()
+
+    def take(self, value: Any, samples: int) -> None:
+        """Take one batch's mean over `samples`, or its (sum, weight); nothing is read."""
+        if isinstance(value, tuple):
+            total, weight = value
+            self.add(torch.as_tensor(total).detach() / not_zero(weight), weight)
+        else:
+            self.add(torch.as_tensor(value).detach(), samples)
 
     def mean(self) -> float:
         """The weighted mean so far; waits for the device. NaN where nothing was counted."""
@@ -56,6 +65,11 @@ class RunningMean:
         self._weight = self._weight + weights.sum()
         self._values.clear()
         self._weights.clear()
+
+
+def not_zero(weight: torch.Tensor | float) -> torch.Tensor | float:
+    """A weight to divide by: where nothing is counted, nothing is added."""
+    return weight.clamp_min(TINY) if torch.is_tensor(weight) else max(weight, TINY)
 
 
 def mean_of(states: Sequence[Mapping[str, float]]) -> float:

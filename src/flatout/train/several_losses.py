@@ -22,11 +22,9 @@ from flatout.errors import FlatoutError, ModelError
 from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import call, feed, value_of
 from flatout.train.losses import Loss, Value, as_loss
-from flatout.train.metrics import Metric, as_metrics
-from flatout.train.running_mean import RunningMean, mean_of
+from flatout.train.metrics import Mean, Metric, as_metrics
+from flatout.train.running_mean import TINY, mean_of, not_zero
 from flatout.train.step import Weighing
-
-_TINY = 1e-12
 
 
 class SeveralLosses:
@@ -136,38 +134,11 @@ class OutputMetrics:
         return named | self.of_all
 
 
-class PartLoss:
+class PartLoss(Mean):
     """The mean of one output's loss over all batches: as a metric, but it is told the values."""
-
-    def __init__(self) -> None:
-        self._tally = RunningMean()
-
-    def add(self, value: Value, samples: int) -> None:
-        """Take one batch's mean or (sum, weight); nothing is read."""
-        if isinstance(value, tuple):
-            total, weight = value
-            self._tally.add(total.detach() / _not_zero(weight), weight)
-        else:
-            self._tally.add(value.detach(), samples)
 
     def update(self, output: Any, batch: Batch) -> None:
         """Nothing: the loss has been computed already."""
-
-    def compute(self, states: Sequence[Any] | None = None) -> float:
-        """The mean so far, or that over what the states hold; NaN where nothing was counted."""
-        return self._tally.mean() if states is None else mean_of(states)
-
-    def reset(self) -> None:
-        """Forget all batches."""
-        self._tally.reset()
-
-    def state_dict(self) -> Any:
-        """Total and weight."""
-        return self._tally.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
-        self._tally.load_state_dict(state)
 
 
 class SeveralCompute(Weighing):
@@ -216,7 +187,7 @@ class SeveralCompute(Weighing):
                 value = value_of(loss, output, part, watches, unweighted=False)
                 total = total + self._losses.weights[name] * self._share_of(name, value, batch)
             if not batch.is_copy and batch.samples:
-                self.tallies[name].add(value, batch.samples)
+                self.tallies[name].take(value, batch.samples)
                 feed(list(self._metrics.of_output.get(name, {}).values()), output, part, watches)
         if self._metrics.of_all and not batch.is_copy and batch.samples:
             feed(list(self._metrics.of_all.values()), outputs, batch, watches)
@@ -237,7 +208,7 @@ class SeveralCompute(Weighing):
     @contextmanager
     def of_step(self, sums: torch.Tensor) -> Iterator[None]:
         """Within, batches are parts of a step of which these are the sums of weights."""
-        shares = sums[-1] / sums[:-1].clamp_min(_TINY)
+        shares = sums[-1] / sums[:-1].clamp_min(TINY)
         self._shares = dict(zip(self._losses.parts, shares.unbind(), strict=True))
         try:
             yield
@@ -256,7 +227,7 @@ class SeveralCompute(Weighing):
     def _share_of(self, name: str, value: Value, batch: Batch) -> torch.Tensor:
         """One loss as it adds to the total: a mean, or so that the sums of all parts give that."""
         if self._shares is None:
-            mean = value[0] / _not_zero(value[1]) if isinstance(value, tuple) else value
+            mean = value[0] / not_zero(value[1]) if isinstance(value, tuple) else value
             return mean if self._is_mean(batch) else mean * batch.samples
         share = self._shares[name]
         if not isinstance(value, tuple):
@@ -299,7 +270,3 @@ def _named(name: str) -> Iterator[None]:
         raise type(error)(
             f"output {name!r}: {error.what}", where=error.where, do=error.do
         ) from error.__cause__
-
-
-def _not_zero(weight: torch.Tensor | float) -> torch.Tensor | float:
-    return weight.clamp_min(_TINY) if torch.is_tensor(weight) else max(weight, _TINY)

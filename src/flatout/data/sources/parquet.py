@@ -36,25 +36,14 @@ def parquet(
 
     Args:
         paths: as `files.find` takes them.
-        target: the target's column, or a list of them; None where there is none.
-        inputs: the input's column, or a list of them; None means all that have no other role.
-        weight: the column of sample weights.
+        target: as `csv`, like `inputs`, `weight`, `schema`, `categories` and `skip_text`.
         unused: columns to leave out.
-        schema: a Schema, the path of one in TOML, or a dict; beside it, `target`, `inputs`,
-            `weight` and `unused` change roles.
         default: what a missing value becomes, in all columns or by column; None makes a missing
             value an error. A missing list of any length becomes an empty one.
-        categories: columns whose texts become numbers, with the texts in the order of these
-            numbers: `{"color": ["red", "green"]}` makes int64 0 and 1, and others are errors. A
-            list of names, or None in place of the texts, learns them from all rows: the sorted
-            texts count from 1, 0 stands for any other and for a missing one (of a target they count
-            from 0, and others are errors). Columns of text whose values come again are learned
-            without being named, those that hold names or prose are refused.
         dates: columns of dates, or how those of each are written: `{"day": "%d.%m.%Y"}`. They
             become days since 1970-01-01, float32. Columns of Arrow's own dates need no naming.
         stack: put all numeric input columns (no lists, no categories) into one input, float32 of
             shape (columns,), which most models of tables want.
-        skip_text: leave out columns of text that are no categories, instead of refusing them.
         allow_nan: let NaN and infinite values pass; None means the schema's option, else False.
 
     Raises:
