@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from train_jobs import data, network, quiet
 
+from flatout import Trainer
 from flatout.errors import FlatoutError
 from flatout.measure.timeline import Timeline
 from flatout.train.history import History, json_safe
@@ -179,3 +181,32 @@ def test_a_notebook_shows_a_picture_once() -> None:
 
 def test_a_fit_is_printed_as_its_summary() -> None:
     assert repr(fitted()) == f"<History: {fitted().summary()}>"
+
+
+def test_the_operators_of_the_first_step_are_kept():
+    model = network()
+    history = Trainer(model, say=quiet).fit(data(), batch_size=50, epochs=2, progress=False)
+    found = history.as_dict()
+    assert found["roofline"]["samples"] == 50
+    assert found["roofline"]["device"] == "cpu"
+    assert found["roofline"]["lanes"]["forward"]["matmul"]["flops"] == 2 * 50 * (12 * 16 + 16 * 3)
+    assert set(found["roofline"]["lanes"]) == {"forward", "backward", "optimizer"}
+    weights = sum(p.nbytes for p in model.parameters())
+    assert found["roofline"]["weights"]["bytes"] == weights
+    assert found["steady_lanes_s"]["forward"] > 0
+
+
+def test_the_lanes_are_those_after_the_last_change_of_settings():
+    history = History(batch_size=1)
+    for ms in [*[10] * 30, *[2] * 10]:
+        history.timeline.record(0, 0, 0, ms * 10**6, 3 * 10**6, 0, 10**6, 0, 1)
+    history.tuning = {"spans": [{"first": 1, "last": 30}, {"first": 31, "last": 40}]}
+    found = history.as_dict()["steady_lanes_s"]
+    assert (found["forward"], found["backward"], found["optimizer"]) == (0.002, 0.003, 0.001)
+
+
+def test_a_compiled_model_is_not_counted():
+    model = network()
+    model.compile(backend="eager")
+    history = Trainer(model, say=quiet).fit(data(), batch_size=50, epochs=1, progress=False)
+    assert history.as_dict()["roofline"] is None

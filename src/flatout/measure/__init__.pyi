@@ -8,6 +8,8 @@ from flatout.measure.fingerprint import said as said
 from flatout.measure.live import Live as Live
 from flatout.measure.live import Rank as Rank
 from flatout.measure.live import Ranks as Ranks
+from flatout.measure.machine import known_rates as known_rates
+from flatout.measure.machine import machine_rates as machine_rates
 from flatout.measure.meters import available_bytes as available_bytes
 from flatout.measure.meters import cpu_seconds as cpu_seconds
 from flatout.measure.meters import finish_device as finish_device
@@ -21,6 +23,8 @@ from flatout.measure.processes import Processes as Processes
 from flatout.measure.processes import ProcessUse as ProcessUse
 from flatout.measure.pulse import Pulse as Pulse
 from flatout.measure.pulse import Watched as Watched
+from flatout.measure.roofline import bound as bound
+from flatout.measure.roofline import predicted as predicted
 from flatout.measure.timeline import LANES as LANES
 from flatout.measure.timeline import Timeline as Timeline
 from flatout.measure.trial import Interval as Interval

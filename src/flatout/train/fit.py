@@ -27,6 +27,7 @@ from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import dump
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
+from flatout.train.counted import counted, operator_count
 from flatout.train.evaluate import look_at_validation
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
@@ -185,6 +186,7 @@ class Fit:
         loop.timeline.reset()
         loop.timeline.start()
         self._times = RankTimes(loop.world, loop.timeline, loop.pace)
+        self._count = operator_count(loop)
 
     def _figures(self) -> Figures:
         """What the logs will have, of a validation too, which is looked at for that."""
@@ -364,10 +366,20 @@ class Fit:
         batches = loop.batches(self.source)
         while (batch := self._next(batches)) is not None:
             loop.stepper.wants_to_stop = self.signals.received is not None
-            if loop.step(compute, batch):
+            if self._counted(batch) if self._count is not None else loop.step(compute, batch):
                 yield
         if loop.flush(compute):
             yield
+
+    def _counted(self, batch: Batch) -> bool:
+        """A part of the first step, whose operators are counted."""
+        assert self._count is not None
+        with self._count:
+            stepped = self.loop.step(self.compute, batch)
+        if stepped:
+            self.state.history.roofline = counted(self._count, self.loop)
+            self._count = None
+        return stepped
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         try:

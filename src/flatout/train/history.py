@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flatout.atomic_file import atomic_write
 from flatout.errors import FlatoutError
-from flatout.measure import Timeline
+from flatout.measure import LANES, Timeline
 from flatout.words import counted, rounded
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class History:
         classes: names of the classes by number; empty where the data name none.
         tuning: which settings were measured on which steps, as plain data; None where nothing was
             to be chosen by measuring.
+        roofline: operators of the first step, as `flatout.measure.bound` takes them; None before
+            it, and where the model is compiled.
     """
 
     batch_size: int
@@ -61,6 +63,7 @@ class History:
     lanes_by_rank: list[dict[str, float]] = field(default_factory=list, repr=False)
     classes: list[str] = field(default_factory=list, repr=False)
     tuning: dict[str, Any] | None = field(default=None, repr=False)
+    roofline: dict[str, Any] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"<History: {self.summary()}>"
@@ -146,13 +149,28 @@ class History:
                 "summary": recipe.summary(),
                 "values": recipe.request().named(),
                 "reasons": {change.field: change.reason for change in recipe.changes()},
+                "measured": {change.field: change.ratio for change in recipe.changes()},
             },
             "tuning": self.tuning,
+            "roofline": self.roofline,
+            "steady_lanes_s": self._steady_lanes(),
             "lr_scale": self.lr_scale and self.lr_scale.as_dict(),
             "notes": list(self.notes),
             "stop_reason": self.stop_reason,
             "step_times_s": [round(seconds, 9) for seconds in self.step_times.tolist()],
         }
+
+    def _steady_lanes(self) -> dict[str, float]:
+        """Seconds of the median step by lane, of the steps after the last change of settings."""
+        rows = self.timeline.rows()
+        spans = self.tuning["spans"] if self.tuning else []
+        last = spans[-1]["last"] - spans[-1]["first"] + 1 if spans else len(rows)
+        rows = rows[-max(1, last) :]
+        rows = rows[len(rows) // 10 :]  # the first ones warm up
+        if not len(rows):
+            return {}
+        middle = np.median(rows[:, 1:], axis=0) / 1e9
+        return dict(zip(LANES, middle.tolist(), strict=False))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `as_dict` as JSON, whole or not at all; what is not finite becomes null.

@@ -1,0 +1,116 @@
+"""The least that a training step can take on a machine, by what its operators compute and move.
+
+An operator takes as long as its arithmetic or its memory traffic, whichever is longer, at the best
+rates that were measured (machine.py), and the time to call it. Such a bound orders settings
+before they are tried, and says how far a job is from its machine's limit (Williams et al. 2009,
+"Roofline"). It is a model: what it says of a setting is no measurement.
+
+    counts = {"device": "cpu", "threads": 2, "machine": "0123456789ab", "samples": 64,
+              "lanes": {"forward": {"matmul": {"calls": 3, "flops": 1e9, "bytes": 2e6,
+                                               "cached_bytes": 1e6}}},
+              "weights": {"bytes": 4e6, "state_bytes": 8e6, "tensors": 6}}
+
+Bytes are those of fp32; `cached_bytes` is the part of them in operators so small that a cache holds
+what they touch. `models/operators.py` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+KINDS = (
+    "matmul",
+    "conv",
+    "conv_1x1",
+    "conv_depthwise",
+    "attention",
+    "recurrent",
+    "normalization",
+    "gather",
+    "elementwise",
+    "update",
+    "casts",
+    "dispatch",
+)
+"""Kinds of operators. All but those with arithmetic of their own are bound by memory alone."""
+
+# Whose best rate is that of matrix products.
+_AS_MATMUL = ("attention", "recurrent")
+
+
+def bound(
+    counts: Mapping[str, Any], rates: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, dict[str, float]]:
+    """The least seconds of a step by lane, "forward", "backward" and "optimizer", and by kind.
+
+    Args:
+        counts: of the step's operators, as above.
+        rates: of the machine, as `machine_rates` gives them.
+        settings: fields of the Recipe that are not plain, such as `{"compute.precision": "bf16"}`;
+            those that a roofline knows nothing of change nothing.
+    """
+    found = {}
+    for lane, kinds in counts["lanes"].items():
+        if lane == "optimizer" and settings.get("compute.fused_optimizer") == "on":
+            kinds = {"update": _fused(counts["weights"])}
+        found[lane] = _of_lane(lane, kinds, rates, settings, counts["device"])
+    if _precision(settings) != "fp32":
+        # Weights are read and written in bf16 before they are used, and their gradients back.
+        casts = 1.5 * counts["weights"]["bytes"] / rates["bytes_per_s"]["fp32"]["memory"]
+        for lane in ("forward", "backward"):
+            found.setdefault(lane, {})["casts"] = casts
+    return found
+
+
+def predicted(
+    counts: Mapping[str, Any], rates: Mapping[str, Any], settings: Mapping[str, Any]
+) -> float:
+    """The least seconds of a step under these settings, with the arguments of `bound`.
+
+    The gain that an option promises is `predicted(.., plain) / predicted(.., option)`.
+    """
+    return sum(sum(kinds.values()) for kinds in bound(counts, rates, settings).values())
+
+
+def _precision(settings: Mapping[str, Any]) -> str:
+    return "fp32" if settings.get("compute.precision", "fp32") == "fp32" else "bf16"
+
+
+def _fused(weights: Mapping[str, float]) -> dict[str, float]:
+    """One pass: weights and state are read and written, gradients read."""
+    moved = 3 * weights["bytes"] + 2 * weights["state_bytes"]
+    return {"calls": 1, "flops": 0, "bytes": moved, "cached_bytes": 0}
+
+
+def _of_lane(
+    lane: str,
+    kinds: Mapping[str, Mapping[str, float]],
+    rates: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    device: str,
+) -> dict[str, float]:
+    is_update = lane == "optimizer"
+    precision = "fp32" if is_update else _precision(settings)
+    layout = settings.get("compute.memory_format", "contiguous")
+    flops_per_s = rates["flops_per_s"][f"{precision}/{layout}"]
+    bytes_per_s = rates["bytes_per_s"][precision]
+    width = 1.0 if precision == "fp32" else 0.5
+    found = {}
+    for kind, of in kinds.items():
+        far = of["bytes"] - of["cached_bytes"]
+        seconds = width * (far / bytes_per_s["memory"] + of["cached_bytes"] / bytes_per_s["cache"])
+        rate = flops_per_s.get("matmul" if kind in _AS_MATMUL else kind)
+        if rate is not None:
+            seconds = max(
+                seconds, of["flops"] / rate["backward" if lane == "backward" else "forward"]
+            )
+        found[kind] = seconds
+    calls = sum(of["calls"] for of in kinds.values())
+    if settings.get("compute.compile") == "on" and not is_update:
+        calls = 1
+    dispatch = calls * rates["node_ns" if lane == "backward" else "call_ns"] / 1e9
+    if device != "cpu":
+        # The host calls ahead while the device computes: the longer of the two shows.
+        dispatch = max(0.0, dispatch - sum(found.values()))
+    return {**found, "dispatch": dispatch}

@@ -1,0 +1,33 @@
+"""Counts the operators of a fit's first step, for its History: a step of the run like any other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatout.measure.fingerprint import fingerprint
+from flatout.models import OperatorCount, weights_counted
+
+if TYPE_CHECKING:
+    from flatout.train.loop import Loop
+
+
+def operator_count(loop: Loop) -> OperatorCount | None:
+    """What counts the next step; None where the model is compiled: it would run otherwise."""
+    compiled = loop.resolved is not None and loop.resolved.compute.compile == "on"
+    for module in loop.model.modules():
+        compiled |= module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+    return None if compiled else OperatorCount()
+
+
+def counted(count: OperatorCount, loop: Loop) -> dict[str, Any]:
+    """The step that was counted as plain data, as `flatout.measure.roofline` takes it."""
+    return {
+        "device": loop.device.type,
+        "threads": torch.get_num_threads(),
+        "machine": fingerprint().digest,
+        "samples": int(loop.timeline.step_samples()[-1]),
+        "lanes": count.lanes(),
+        "weights": weights_counted(loop.model, loop.optimizers),
+    }
