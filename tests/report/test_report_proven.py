@@ -36,11 +36,11 @@ DANGER = Finding(
 )
 
 
-def shown(given, dangers=(DANGER,), width=80, recipe="flatout.toml"):
+def shown(given, dangers=(DANGER,), width=80, recipe="flatout.toml", budget_s=0.0):
     console = Console(file=io.StringIO(), width=width, highlight=False)
     seen = Verdict([Observation(["train.py"])], {}, None, list(dangers), [], [])
     what = ["train.py", "--name", "a b"]
-    console.print(ProvenReport(given, seen, 151.0, what, recipe), crop=False)
+    console.print(ProvenReport(given, seen, 151.0, what, recipe, budget_s), crop=False)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
@@ -59,7 +59,7 @@ def test_what_was_proven_comes_first_and_what_to_do_last():
         "refused       sends to example.org (save.py:9)\n",
         "1,950 steps: 13m23s → 4m01s, warm-up included\n",
         "next  flatout run --recipe flatout.toml train.py --name 'a b'\n",
-        "      flatout doctor --yes --budget 5m train.py --name 'a b'   # for what had no time\n",
+        "      flatout doctor --yes --budget 5m train.py --name 'a b'   # with more time\n",
         "      flatout doctor --yes --allow redrawn train.py",
     )
     places = [text.find(begin) for begin in begins]
@@ -79,9 +79,8 @@ def test_no_figure_is_cut(width):
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_command_is_one_line_however_long(width):
     text = shown(prescription(), width=width)
-    assert (
-        "      flatout doctor --yes --budget 5m train.py --name 'a b'   # for what had no time"
-        in (text.splitlines())
+    assert "      flatout doctor --yes --budget 5m train.py --name 'a b'   # with more time" in (
+        text.splitlines()
     )
 
 
@@ -113,6 +112,8 @@ def test_nothing_to_prescribe_is_a_verdict_too():
     assert "next" not in text
     late = Prescription([UNTRIED], stopped="no step in the time given", seconds=60.0)
     assert "next  flatout doctor --yes --budget 2m train.py" in shown(late, [], recipe=None)
+    # What was given did not suffice, also where less of it was used.
+    assert "--yes --budget 8m train.py" in shown(late, [], recipe=None, budget_s=240.0)
 
 
 def test_cures_without_time_leave_the_question_open():

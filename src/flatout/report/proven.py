@@ -39,6 +39,7 @@ class ProvenReport:
         seconds: that all took, the first look included.
         what: the script and its arguments, as the user gave them.
         recipe: the file that holds what was prescribed; None where there is none.
+        budget_s: seconds that the trials were given.
     """
 
     prescription: Prescription
@@ -46,6 +47,7 @@ class ProvenReport:
     seconds: float
     what: Sequence[str]
     recipe: Path | None = None
+    budget_s: float = 0.0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text("")
@@ -143,9 +145,9 @@ class ProvenReport:
             command = f"flatout doctor --yes --diff {self._what} | patch -p1"
             lines.append(f"{command}   # {', '.join(places)}")
         if self._needs_time:
-            minutes = math.ceil(2 * self.prescription.seconds / 60)
+            minutes = math.ceil(2 * max(self.budget_s, self.prescription.seconds) / 60)
             lines.append(
-                f"flatout doctor --yes --budget {minutes}m {self._what}   # for what had no time"
+                f"flatout doctor --yes --budget {minutes}m {self._what}   # with more time"
             )
         if self._widens:
             lines.append(f"flatout doctor --yes --allow redrawn {self._what}")

@@ -261,7 +261,8 @@ def _tell(
     is_written = recipe_file.write(asked.recipe, given, asked.what)
     seconds = look.seconds + given.seconds
     file = asked.recipe if is_written else None
-    console.print(ProvenReport(given, verdict, seconds, asked.what, file), crop=False)
+    report = ProvenReport(given, verdict, seconds, asked.what, file, asked.budget_s)
+    console.print(report, crop=False)
 
 
 def _code(
