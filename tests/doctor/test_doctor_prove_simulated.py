@@ -180,6 +180,8 @@ def test_memory_that_costs_nothing_to_come_anew_is_left_to_the_allocator(seed):
     assert outcomes(given) == {LAST: "prescribed", "memory_returned": "left alone"}
     assert given.together is not None
     assert given.together.recipe == {LAST: "channels_last"}
+    (proof,) = given.prescribed
+    assert proof.trial is given.together.trial  # what was measured last is what is told
 
 
 def test_memory_that_comes_anew_in_a_few_steps_is_not_looked_after():

@@ -281,7 +281,7 @@ class Proving:
             final = self._confirmed(plain, everything)
             if final.proof.outcome == "prescribed":
                 self._final = final
-                if len(chosen) == 1 and self._tried[everything.names].proof.outcome == "left alone":
+                if len(chosen) == 1:  # what is promised of it is what was measured last
                     self._tried[everything.names] = final
                 for cure in chosen:
                     self._keep(cure, f"pays with the others: {everything.words}")
