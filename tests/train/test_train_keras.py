@@ -307,6 +307,14 @@ def test_a_pydataset_comes_in_another_order_in_each_epoch():
     assert len({tuple(order) for order in epochs}) == 3
 
 
+def test_what_a_model_does_not_take_is_told_with_its_first_layer():
+    x, y = points()
+    with pytest.raises(DataError, match="Target -1 is out of bounds") as caught:
+        quiet(compiled()).fit(x, y - 1)
+    assert "first layer dense" in caught.value.where
+    assert "is Dense with weights (5, 16)" in caught.value.where
+
+
 def test_reading_a_pydataset_in_its_order_draws_nothing():
     # So a thread may read it ahead.
     source = flatout.data.as_keras_source(Batches(*points()))

@@ -127,6 +127,14 @@ class TorchModel:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 yield name, module, module.num_embeddings
 
+    def first_layer(self) -> str:
+        """The first layer with parameters, in words."""
+        for name, module in self.module.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                own = own_names(self.module, [name])[name]
+                return f"first layer {own or 'itself'} is {module}"
+        return f"{type(self.module).__name__} without parameters"
+
     def structure(self) -> str:
         """Its layers and options as text: two models with the same text compute the same."""
         return repr(self.module)

@@ -10,7 +10,7 @@ from torch import nn
 
 from flatout.data import Batch, Pipeline, Source, Tensors, holds_bytes, named_tensors, tensors_in
 from flatout.errors import DataError, FlatoutError, ModelError
-from flatout.models import own_names
+from flatout.models import adapter_of
 from flatout.train.broadcast import ONE_SHAPE, no_broadcast_within
 from flatout.train.losses import Loss, Value
 from flatout.train.micro_batch import is_out_of_memory
@@ -193,7 +193,7 @@ def _check_value(value: Value) -> None:
 def _misfit(error: Exception, model: nn.Module, batch: Batch) -> DataError:
     return DataError(
         f"the model and loss do not take this batch: {_first_line(error)}",
-        where=f"batch: {describe(batch)}; model: {_first_layer(model)}",
+        where=f"batch: {describe(batch)}; model: {adapter_of(model).first_layer()}",
         do=_advice(error, model, batch),
     )
 
@@ -237,14 +237,6 @@ def _target_advice(loss: Loss, output: object, target: Tensors | None) -> str:
         if output.shape != target.shape and output.numel() == target.numel():
             return ONE_SHAPE
     return "compare the shapes and dtypes of output and targets with what the loss expects"
-
-
-def _first_layer(model: nn.Module) -> str:
-    for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            own = own_names(model, [name])[name]
-            return f"first layer {own or 'itself'} is {module}"
-    return f"{type(model).__name__} without parameters"
 
 
 def _words(tensor: torch.Tensor) -> str:

@@ -145,6 +145,14 @@ class KerasModel(TorchModel):
             if kind is not None and kind.__module__.startswith("keras."):
                 yield layer.name, layer, layer.input_dim
 
+    def first_layer(self) -> str:
+        """The first layer with weights, in words: its own are kept in modules that say nothing."""
+        for layer in self.module._flatten_layers(include_self=False):
+            if layer.weights:
+                shape = tuple(layer.weights[0].shape)
+                return f"first layer {layer.name} is {type(layer).__name__} with weights {shape}"
+        return f"{self.module.name} without weights"
+
     def structure(self) -> str:
         """Its configuration; of a layer without one, what there is to tell."""
         try:
