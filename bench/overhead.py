@@ -5,8 +5,9 @@
 `fit_overhead_s`: one epoch over 80,000 rows of 25 columns in batches of 1,024, by `Trainer.fit`,
 less the same epoch by a plain loop over tensors in the same process; the two take turns.
 
-`measuring_share`: seconds in which `fit` measures, over seconds of the whole `fit`, with an empty
-cache: the largest over jobs that last from 2 to 60 seconds, each in its own process.
+`measuring_share`: seconds that `fit` takes longer for measuring settings (before the first step,
+and on steps under slower ones), over seconds of the whole `fit`, with an empty cache: the largest
+over jobs that last from 2 to 60 seconds, each in its own process.
 """
 
 from __future__ import annotations

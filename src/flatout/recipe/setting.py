@@ -40,7 +40,7 @@ class Trial:
     Args:
         value: to try, or what tells it of the job at hand.
         fits: whether it could matter for the job: one of doctor/search.py or train/auto.py.
-        why: it may be faster, where `auto` tries it before the first step.
+        why: it may be faster, where `auto` tries it on the job's steps.
         by_size: its gain comes from large tensors (memory traffic, page faults), so `auto` has to
             measure it on the whole batch.
         others: numbers to try beside it, by the CPUs there are.
