@@ -28,6 +28,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(auto_search, "NOISE", 1e9)  # tests run on busy machines
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two wait for one another where others compute, too
     yield
     allocator.default_memory()
     torch.set_num_threads(threads)
@@ -71,7 +72,7 @@ def clock(monkeypatch):
 
 
 def job(
-    model, seconds=None, clock=None, *, allow="tolerant", recipe=None, steps=100_000, said=None,
+    model, seconds=None, clock=None, *, allow="tolerant", recipe=None, steps=600, said=None,
     data=None, batch_size=64,
 ):  # fmt: skip
     """A prepared Loop whose passes take what a function from Settings to seconds per step says."""
@@ -212,7 +213,7 @@ def test_options_are_kept_or_dropped_by_what_was_measured(clock, monkeypatch):
         )
 
     said: list[str] = []
-    loop = tuned(small_net(), seconds, clock, said=said)
+    loop = tuned(small_net(), seconds, clock, said=said, steps=6_000)
     resolved = loop.resolved
     assert resolved.compute.memory_format == "channels_last"
     assert resolved.compute.precision == "fp32"
@@ -255,16 +256,16 @@ def test_an_option_that_helps_another_is_tried_again(clock, monkeypatch):
         return of_pair * (4 if s.fused_optimizer == "on" else 1)
 
     monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
-    loop = tuned(small_net(), seconds, clock)
+    loop = tuned(small_net(), seconds, clock, steps=6_000)
     chosen = loop.resolved.compute
     assert (chosen.precision, chosen.memory_format) == ("bf16", "channels_last")
     assert chosen.fused_optimizer == "off"
 
 
-def test_one_thread_is_tried_for_short_steps(clock):
-    if torch.get_num_threads() == 1:
-        pytest.skip("there is one CPU only")
-    loop = tuned(small_net(), lambda s: 0.002 if s.threads == 1 else 0.004, clock, steps=9_000)
+def test_one_thread_is_tried_for_short_steps(clock, monkeypatch):
+    torch.set_num_threads(2)
+    monkeypatch.setattr(auto, "usable_cpus", lambda: 2)
+    loop = tuned(small_net(), lambda s: 0.002 if s.threads == 1 else 0.004, clock, steps=2_000)
     assert loop.resolved.process.threads == 1
     assert torch.get_num_threads() == 1
 
@@ -410,7 +411,7 @@ def test_a_short_run_tries_nothing(monkeypatch):
     assert not passes
 
 
-@pytest.mark.parametrize("steps", [60, 150, 600, 6000, None])
+@pytest.mark.parametrize("steps", [60, 150, 2000, None])
 @pytest.mark.parametrize("plain_s", [0.04, 0.16, 3.0])
 @pytest.mark.parametrize("factor", [0.125, 0.9, 1.2, 10.0])
 def test_tuning_costs_its_share_whatever_a_step_takes(clock, steps, plain_s, factor):
@@ -437,7 +438,7 @@ def test_tuning_costs_its_share_whatever_a_step_takes(clock, steps, plain_s, fac
     assert chosen <= plain_s
     if factor > 1:
         lost = sum(s["last"] - s["first"] + 1 for s in slower) * plain_s * (factor - 1)
-        assert record["lost_s"] == pytest.approx(lost, rel=0.01)
+        assert record["lost_s"] == pytest.approx(lost, rel=0.02)
 
 
 def test_the_record_tells_what_ran_in_which_steps(clock):
