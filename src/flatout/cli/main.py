@@ -15,6 +15,7 @@ from flatout.cli.data import data
 from flatout.cli.demo import demo
 from flatout.cli.devices import devices
 from flatout.cli.doctor import doctor
+from flatout.cli.explain import explain
 from flatout.cli.export import export
 from flatout.cli.run import run
 from flatout.cli.scaling import scaling
@@ -34,6 +35,7 @@ app.command()(demo)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
 app.command()(top)
+app.command()(explain)
 app.command()(export)
 app.command()(devices)
 app.command()(scaling)

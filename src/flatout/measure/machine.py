@@ -1,7 +1,8 @@
 """What a machine can do at most, measured with torch: arithmetic, memory traffic, calls.
 
-A second or two, once for each machine, device and number of threads: the result is kept in the
-cache folder. Only who asks pays for it; a fit reads what is there.
+A few seconds, once for each machine, device and number of threads: the result is kept in the cache
+folder. Only who asks pays for it; a fit reads what is there. Where other jobs kept the machine busy
+meanwhile, the rates are measured again the next time, and the better ones kept.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from flatout.measure.meters import finish_device
 
 _KIND = "roofline"
 # Each is measured in two rounds, so that other jobs hold up one of them at most; in each of them
-# until so many seconds have passed, three times at least.
+# until so many seconds have passed, twice at least.
 _ROUNDS = 2
 _SECONDS = 0.04
+# Rates are rough where one in ten differs by more between the rounds.
+ROUGH = 1.3
 _CALLS = 200
 # Of the sides of what is measured on a GPU, which would not be busy with less.
 _GPU = 4
@@ -37,7 +40,7 @@ def known_rates(device: str, threads: int) -> dict[str, Any] | None:
     """
     try:
         found = json.loads((cache_folder() / _KIND / _name(device, threads)).read_text())
-        return found if isinstance(found, dict) and "flops_per_s" in found else None
+        return found if isinstance(found, dict) and "spread" in found else None
     except (OSError, ValueError):
         return None
 
@@ -51,25 +54,30 @@ def machine_rates(device: str = "cpu", threads: int | None = None) -> dict[str, 
 
     Returns:
         Plain data: `flops_per_s` by "fp32/contiguous" and the like, by kind and lane; `bytes_per_s`
-        by precision, of `memory` and `cache`; `call_ns` and `node_ns`, of an operator in forward
-        and of its node in backward; and `seconds`, what measuring took.
+        by precision, of `memory` and `cache`; `calls_per_s` and `nodes_per_s`, of tiny operators in
+        forward and of their nodes in backward; `spread`, how many times as large one in ten was in
+        another round; and `seconds`, what measuring took.
     """
     import torch
 
     own = torch.get_num_threads()
     threads = own if threads is None else threads
-    rates = known_rates(device, threads)
-    if rates is None:
-        torch.set_num_threads(threads)
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                rates = _measured(device)
-        finally:
-            torch.set_num_threads(own)
-        with suppress(OSError):  # measured again the next time
-            path = kind_folder(_KIND) / _name(device, threads)
-            with atomic_write(path, opener=private) as file:
-                file.write(json.dumps(rates))
+    known = known_rates(device, threads)
+    if known is not None and known["spread"] <= ROUGH:
+        return known
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            rates = _measured(device)
+    finally:
+        torch.set_num_threads(own)
+    if known is not None:
+        least = min(rates["spread"], known["spread"])
+        rates = {**_faster(rates, known), "spread": least}
+    with suppress(OSError):  # measured again the next time
+        path = kind_folder(_KIND) / _name(device, threads)
+        with atomic_write(path, opener=private) as file:
+            file.write(json.dumps(rates))
     return rates
 
 
@@ -79,14 +87,22 @@ def _name(device: str, threads: int) -> str:
 
 def _measured(device: str) -> dict[str, Any]:
     began = perf_counter()
-    rates = reduce(_faster, [_round(device) for _ in range(_ROUNDS)])
-    calls = {name: 1e9 / rates.pop(f"{name}s_per_s") for name in ("call", "node")}
+    rounds = [_round(device) for _ in range(_ROUNDS)]
+    sides = [sorted(pair) for pair in zip(*map(_numbers, rounds), strict=True)]
+    apart = sorted(side[-1] / side[0] for side in sides)
     return {
-        **rates,
-        "call_ns": calls["call"],
-        "node_ns": calls["node"],
+        **reduce(_faster, rounds),
+        "spread": apart[int(0.9 * len(apart))],
         "seconds": perf_counter() - began,
     }
+
+
+def _numbers(rates: Any) -> list[float]:
+    return (
+        [n for value in rates.values() for n in _numbers(value)]
+        if isinstance(rates, dict)
+        else [rates]
+    )
 
 
 def _round(device: str) -> dict[str, Any]:
@@ -119,7 +135,7 @@ def _best(run: Callable[[], Any]) -> float:
     """Seconds of the fastest of some runs, after one that does not count."""
     run()
     seconds: list[float] = []
-    while len(seconds) < 3 or sum(seconds) < _SECONDS:
+    while len(seconds) < 2 or sum(seconds) < _SECONDS:
         finish_device()
         began = perf_counter()
         run()

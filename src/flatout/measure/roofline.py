@@ -109,7 +109,7 @@ def _of_lane(
     calls = sum(of["calls"] for of in kinds.values())
     if settings.get("compute.compile") == "on" and not is_update:
         calls = 1
-    dispatch = calls * rates["node_ns" if lane == "backward" else "call_ns"] / 1e9
+    dispatch = calls / rates["nodes_per_s" if lane == "backward" else "calls_per_s"]
     if device != "cpu":
         # The host calls ahead while the device computes: the longer of the two shows.
         dispatch = max(0.0, dispatch - sum(found.values()))

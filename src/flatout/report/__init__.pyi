@@ -1,4 +1,5 @@
 from flatout.report.baseline import Baseline as Baseline
+from flatout.report.explain import read_run as read_run
 from flatout.report.files import Files as Files
 from flatout.report.scaling import Scaling as Scaling
 from flatout.report.session import Asked as Asked

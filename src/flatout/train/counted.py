@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.measure.fingerprint import fingerprint
+from flatout.measure.machine import known_rates
 from flatout.models import OperatorCount, weights_counted
 
 if TYPE_CHECKING:
@@ -23,10 +24,12 @@ def operator_count(loop: Loop) -> OperatorCount | None:
 
 def counted(count: OperatorCount, loop: Loop) -> dict[str, Any]:
     """The step that was counted as plain data, as `flatout.measure.roofline` takes it."""
+    device, threads = loop.device.type, torch.get_num_threads()
     return {
-        "device": loop.device.type,
-        "threads": torch.get_num_threads(),
+        "device": device,
+        "threads": threads,
         "machine": fingerprint().digest,
+        "rates": known_rates(device, threads),
         "samples": int(loop.timeline.step_samples()[-1]),
         "lanes": count.lanes(),
         "weights": weights_counted(loop.model, loop.optimizers),

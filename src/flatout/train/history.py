@@ -16,6 +16,8 @@ import numpy.typing as npt
 from flatout.atomic_file import atomic_write
 from flatout.errors import FlatoutError
 from flatout.measure import LANES, Timeline
+from flatout.train.explanation import Explanation
+from flatout.train.explanation_picture import draw
 from flatout.words import counted, rounded
 
 if TYPE_CHECKING:
@@ -190,6 +192,25 @@ class History:
                 do="choose a folder that can be written and has room",
             ) from error
         return path
+
+    def explain(self) -> str:
+        """Return what was tried on which steps, what was chosen and why, and what limits a step.
+
+        The first time on a machine its best rates are measured for that, in a few seconds.
+        """
+        return "\n".join(Explanation.of(self.as_dict()).lines())
+
+    def plot_roofline(self, path: str | os.PathLike[str]) -> Figure:
+        """Draw the lanes of a step against this machine's limit into an image file.
+
+        Args:
+            path: by its ending .png, .svg or .pdf.
+
+        Raises:
+            FlatoutError: the operators were not counted, matplotlib is missing, or the file cannot
+                be written.
+        """
+        return draw(Explanation.of(self.as_dict()), path)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw losses and metrics by epoch, step times, and lanes.

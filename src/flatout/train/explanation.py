@@ -1,0 +1,315 @@
+"""Why a fit ran as it did, from what `History.as_dict` keeps: tuning, choices, and the roofline.
+
+Its text is what `history.explain()` returns and `flatout explain` prints; the picture is drawn in
+`explanation_picture.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from textwrap import wrap
+from typing import Any
+
+from flatout.measure.fingerprint import fingerprint
+from flatout.measure.machine import ROUGH, machine_rates
+from flatout.measure.roofline import bound, predicted
+from flatout.recipe import SETTINGS, phrase
+from flatout.words import counted, duration, rounded
+
+_WIDTH = 80
+_BAR = 20
+# Columns of a trial's name; of a longer one the figures stand on a line of their own.
+_NAME = 34
+# Ranges of steps that are listed of each of the settings that ran.
+_MOST_SPANS = 5
+# What a roofline tells apart, the largest groups last.
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"compute.fused_optimizer": "on"},
+    {"compute.precision": "bf16"},
+    {"compute.memory_format": "channels_last"},
+    {"compute.precision": "bf16", "compute.memory_format": "channels_last"},
+)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What a lane of the median step took, and takes at least at this machine's best rates.
+
+    Attributes:
+        name: "forward", "backward" or "optimizer"; "step" where the lanes are not the device's.
+        took_s: seconds; 0 where no step was recorded.
+        kinds: at least, seconds by kind of operator.
+    """
+
+    name: str
+    took_s: float
+    kinds: Mapping[str, float]
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that it takes at least."""
+        return sum(self.kinds.values())
+
+    @property
+    def share(self) -> float:
+        """Of the time it took, what it takes at least: 1 at the limit."""
+        return min(1.0, self.least_s / self.took_s) if self.took_s else 0.0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a fit ran as it did.
+
+    Attributes:
+        history: as `History.as_dict` gives it.
+        rates: of the machine that it ran on; None where they are not known.
+    """
+
+    history: Mapping[str, Any]
+    rates: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, history: Mapping[str, Any]) -> Explanation:
+        """Explain a fit; the rates of this machine are measured where that was never done.
+
+        Args:
+            history: as `History.as_dict` gives it.
+        """
+        counts = history.get("roofline")
+        if not counts:
+            return cls(history, None)
+        if counts["machine"] == fingerprint().digest:
+            return cls(history, machine_rates(counts["device"], counts["threads"]))
+        return cls(history, counts["rates"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the steps ran under in the end, by the Recipe's fields."""
+        recipe = self.history.get("recipe")
+        return dict(recipe["values"]) if recipe else {}
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        """The lanes against their limit; none without counts or rates."""
+        counts = self.history.get("roofline")
+        if not counts or self.rates is None:
+            return []
+        took = self.history.get("steady_lanes_s") or {}
+        least = bound(counts, self.rates, self.settings)
+        if counts["device"] == "cpu":
+            return [Lane(name, took.get(name, 0.0), kinds) for name, kinds in least.items()]
+        # There the lanes are the host's, which calls ahead.
+        kinds: dict[str, float] = {}
+        for of in least.values():
+            for kind, seconds in of.items():
+                kinds[kind] = kinds.get(kind, 0.0) + seconds
+        return [Lane("step", sum(took.values()), kinds)]
+
+    @cached_property
+    def promised(self) -> list[tuple[str, float, float]]:
+        """Settings in words, seconds that a step takes at least under them, and the gain."""
+        counts = self.history.get("roofline")
+        if not counts or self.rates is None:
+            return []
+        plain = predicted(counts, self.rates, {})
+        found = [("plain", plain, 1.0)]
+        images = any(kind.startswith("conv") for of in counts["lanes"].values() for kind in of)
+        for option in _OPTIONS:
+            if images or "compute.memory_format" not in option:
+                seconds = predicted(counts, self.rates, option)
+                found.append((words_of(option), seconds, plain / max(seconds, 1e-12)))
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data: what was tried and chosen, and the roofline in seconds."""
+        recipe = self.history.get("recipe")
+        return {
+            "tuning": self.history.get("tuning"),
+            "recipe": recipe,
+            "roofline": None
+            if not self.lanes
+            else {
+                "lanes": {
+                    lane.name: {
+                        "took_s": lane.took_s,
+                        "least_s": lane.least_s,
+                        "share": lane.share,
+                        "kinds_s": dict(lane.kinds),
+                    }
+                    for lane in self.lanes
+                },
+                "promised": [
+                    {"settings": words, "least_s": seconds, "gain": gain}
+                    for words, seconds, gain in self.promised
+                ],
+                "counts": self.history["roofline"],
+                "rates": self.rates,
+            },
+        }
+
+    def lines(self, full: str = "█", empty: str = "░") -> list[str]:
+        """Return the text, no wider than 80 columns.
+
+        Args:
+            full: what bars are made of.
+            empty: what is left of them.
+        """
+        parts = [self._tuning(), self._choices(), self._roofline(full, empty)]
+        return [line.rstrip() for part in parts for line in (*part, "")][:-1]
+
+    # -- what was tried ----------------------------------------------------------------------
+
+    def _tuning(self) -> Iterator[str]:
+        tuning = self.history.get("tuning")
+        if tuning is None:
+            yield from _wrapped("tuning: nothing was measured on this run's steps")
+            return
+        yield from _wrapped(f"tuning: {self._cost(tuning)}")
+        if not tuning["done"]:
+            yield from _wrapped(f"it ended early: {tuning['why'] or 'the run was over'}", 2)
+        if tuning["trials"]:
+            yield ""
+            yield f"  {'tried':{_NAME}}{'faster':18}{'noise':>6}  steps"
+        for trial in tuning["trials"]:
+            yield from _trial(trial)
+        if tuning["dropped"]:
+            yield ""
+            yield "  not taken, and why"
+            for field, why in tuning["dropped"].items():
+                yield from _wrapped(f"{'all together' if field == 'together' else field}: {why}", 4)
+        if tuning["spans"]:
+            yield ""
+            yield "  what ran in which steps"
+            yield from _spans(tuning["spans"])
+
+    def _cost(self, tuning: Mapping[str, Any]) -> str:
+        before, lost = tuning["before_first_step_s"], tuning["lost_s"]
+        run_s = before + self.history["steps"] * sum(self.history["lanes_ms"].values()) / 1e3
+        share = f" ({(before + lost) / run_s:.1%} of the run)" if run_s else ""
+        return (
+            f"{duration(before)} before the first step, {duration(lost)} lost in slower steps "
+            f"and switching{share}"
+        )
+
+    def _choices(self) -> Iterator[str]:
+        recipe = self.history.get("recipe")
+        if recipe is None:
+            return
+        yield from _wrapped(f"chosen: {recipe['summary']}")
+        measured = recipe.get("measured", {})
+        for field, reason in recipe["reasons"].items():
+            value = f"{field} = {recipe['values'].get(field)}"
+            yield f"  {value}" + (f"  {measured[field]}" if measured.get(field) else "")
+            yield from _wrapped(reason, 4)
+
+    # -- the roofline ------------------------------------------------------------------------
+
+    def _roofline(self, full: str, empty: str) -> Iterator[str]:
+        counts = self.history.get("roofline")
+        if not counts:
+            yield from _wrapped("roofline: the operators of a step were not counted")
+            return
+        if self.rates is None:
+            yield from _wrapped(
+                "roofline: this run was on another machine, whose best rates were not measured; "
+                "explain it there"
+            )
+            return
+        where = counted(counts["threads"], "thread") if counts["device"] == "cpu" else "a GPU"
+        yield from _wrapped(
+            f"roofline: what a step of {counted(counts['samples'], 'sample')} takes on {where}, "
+            "and at least takes at the best rates of this machine"
+        )
+        if self.rates["spread"] > ROUGH:
+            yield from _wrapped(
+                "the rates are rough: other jobs kept the machine busy while they were measured; "
+                "the next time they are measured again",
+                2,
+            )
+        yield ""
+        yield f"  {'lane':12}{'took':>10}{'at least':>11}  "
+        for lane in self.lanes:
+            if lane.took_s:
+                bar = f"{_bar(lane.share, full, empty)} {lane.share:.0%}"
+                took = _ms(lane.took_s)
+            else:
+                bar, took = "", "-"
+            yield f"  {lane.name:12}{took:>10}{_ms(lane.least_s):>11}  {bar}"
+        yield ""
+        yield f"  {'operators':22}{'at least':>11}"
+        kinds = self._kinds()
+        longest = max(kinds.values(), default=0.0)
+        for kind, seconds in kinds.items():
+            bar = full * max(1, round(_BAR * seconds / longest))
+            yield f"  {kind:22}{_ms(seconds):>11}  {bar}"
+        yield ""
+        yield f"  {'settings':34}{'at least':>11}{'gain':>9}"
+        for words, seconds, gain in self.promised:
+            yield f"  {words:34}{_ms(seconds):>11}{'' if words == 'plain' else f'{gain:.2f}x':>9}"
+
+    def _kinds(self) -> dict[str, float]:
+        """Seconds of the step by kind, the longest first; without what does not show."""
+        found: dict[str, float] = {}
+        for lane in self.lanes:
+            for kind, seconds in lane.kinds.items():
+                found[kind] = found.get(kind, 0.0) + seconds
+        whole = sum(found.values())
+        shown = {kind: seconds for kind, seconds in found.items() if seconds > 0.005 * whole}
+        return dict(sorted(shown.items(), key=lambda one: -one[1]))
+
+
+def words_of(settings: Mapping[str, Any]) -> str:
+    """Settings that are not plain in words, such as "bf16 · channels_last"."""
+    said = (phrase(f, v) if f in SETTINGS else f"{f}={v}" for f, v in settings.items())
+    return " · ".join(said) or "plain"
+
+
+def _trial(trial: Mapping[str, Any]) -> Iterator[str]:
+    a, b = trial["a"], trial["b"]
+    changed = {field: value for field, value in b.items() if a.get(field) != value}
+    rest = {field: value for field, value in b.items() if field not in changed}
+    name = words_of(changed) + (f" (beside {words_of(rest)})" if rest else "")
+    if trial.get("shape"):
+        name += f" at {trial['shape']}"
+    interval = f"{trial['ratio']:.2f}x [{trial['low']:.2f},{trial['high']:.2f}]"
+    noise = f"±{trial['floor']:.1%}"
+    figures = f"{interval:18}{noise:>6}  {trial['first']:,}-{trial['last']:,}"
+    figures += " kept" if trial["chosen"] == "b" else " not kept"
+    lines = wrap(name, _WIDTH - 2)
+    if len(lines) == 1 and len(name) < _NAME:
+        yield f"  {name:{_NAME}}{figures}"
+        return
+    yield from (f"  {line}" for line in lines)
+    yield f"  {'':{_NAME}}{figures}"
+
+
+def _spans(spans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Each of the settings once, with the steps that ran under them."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for span in spans:
+        ranges.setdefault(words_of(span["settings"]), []).append((span["first"], span["last"]))
+    for words, found in ranges.items():
+        steps = sum(last - first + 1 for first, last in found)
+        # The last one is what the run ended with.
+        shown = found if len(found) <= _MOST_SPANS else [*found[: _MOST_SPANS - 1], found[-1]]
+        listed = [f"{a:,}" if a == b else f"{a:,}-{b:,}" for a, b in shown]
+        if len(shown) < len(found):
+            listed.insert(-1, "…")
+        yield from _wrapped(f"{words}: {counted(steps, 'step')} ({', '.join(listed)})", 4)
+
+
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    return wrap(
+        text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent or 2)
+    ) or [""]
+
+
+def _bar(share: float, full: str, empty: str) -> str:
+    filled = round(_BAR * share)
+    return full * filled + empty * (_BAR - filled)
+
+
+def _ms(seconds: float) -> str:
+    return f"{rounded(seconds * 1e3)} ms"
