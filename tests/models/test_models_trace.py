@@ -280,3 +280,31 @@ def test_a_hooked_part_is_called_as_a_module():
     assert traced is not None
     assert traced.inlined == []
     assert "tail" in [node.target for node in traced.graph.nodes]
+
+
+class WritesIntoAnAlias(Net):
+    def forward(self, x):
+        y = x
+        x += self.shift + 1.0
+        return x * y
+
+
+def test_a_sum_in_place_writes_into_its_tensor():
+    """Under torch.fx alone `y` would keep its old values."""
+    model = WritesIntoAnAlias()
+    traced = trace(model)
+    x = torch.randn(3)
+    again = x.clone()
+    result = torch.fx.GraphModule(model, traced.graph)(again)
+    assert torch.equal(result, (x + 1) * (x + 1))
+    assert torch.equal(again, x + 1)
+
+
+class MultipliesInPlace(Net):
+    def forward(self, x):
+        x *= self.shift
+        return x
+
+
+def test_other_writing_operators_are_not_traced():
+    assert trace(MultipliesInPlace()) is None

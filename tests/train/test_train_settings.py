@@ -133,6 +133,7 @@ def test_rewrites_and_recomputing_are_put_on_and_taken_off():
         {"activation_checkpointing": "on"},
         {"rewrites": "on", "activation_checkpointing": "on"},
         {"rewrites": "on", "activation_checkpointing": "on", "fp32_operators": "on"},
+        {"rewrites": "on", "fused_norms": "on"},
         {"rewrites": "off", "activation_checkpointing": "on"},
     ):
         switch.use(plain.but(**change))

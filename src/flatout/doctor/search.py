@@ -57,7 +57,8 @@ def _settings(job: Job) -> Iterator[tuple[str, Any]]:
 class Job:
     """A script as settings ask about it, by what was observed."""
 
-    has_tf32_units = may_be_slower_in_bf16 = False  # not observed
+    # Not observed.
+    has_tf32_units = may_be_slower_in_bf16 = has_fused_norms = False
 
     def __init__(self, seen: Observation) -> None:
         convolutions = [model for model in seen.models if model.has_convolutions]

@@ -25,7 +25,11 @@ def relu_pool(
         relu: the same for the activation.
         is_written: somebody may write into the result, so its gradient must not need it.
     """
-    if _takes_kernel(images) and not any(p is not None and is_watched(p) for p in (pool, relu)):
+    if (
+        is_at_work(images)
+        and kernel.fits(images)
+        and not any(p is not None and is_watched(p) for p in (pool, relu))
+    ):
         result: torch.Tensor = _ReluPool.apply(images)  # type: ignore[no-untyped-call]
         return result
     pooled = F.max_pool2d(images, KERNEL_SIZE) if pool is None else pool(images)
@@ -34,13 +38,13 @@ def relu_pool(
     return F.relu(pooled) if relu is None else relu(pooled)
 
 
-def _takes_kernel(images: torch.Tensor) -> bool:
+def is_at_work(x: torch.Tensor) -> bool:
     """Whether autograd is at work, and no one looks at single operators: a compiler, a tracer."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state()
         or torch._C._are_functorch_transforms_active()
-    ) and (torch.is_grad_enabled() and images.requires_grad and kernel.fits(images))
+    ) and (torch.is_grad_enabled() and x.requires_grad)
 
 
 class _ReluPool(torch.autograd.Function):

@@ -33,7 +33,7 @@ from flatout.models.trace import Traced, is_watched, line_of, trace
 
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-_RELUS = (nn.ReLU, F.relu, torch.relu, F.relu_, torch.relu_, "relu", "relu_")
+RELUS = (nn.ReLU, F.relu, torch.relu, F.relu_, torch.relu_, "relu", "relu_")
 _ACTIVATION_METHODS = ("relu", "relu_")
 _ACTIVATION_FUNCTIONS = (F.relu, torch.relu, F.relu_, torch.relu_, F.relu6)
 _POOL_FUNCTIONS = (
@@ -151,7 +151,7 @@ def _may_pool(module: nn.Module) -> bool:
 
 
 def _rewrite(name: str, module: nn.Module, traced: Traced, pairs: int) -> Rewrite:
-    forward = _in_training(type(fx.GraphModule(module, traced.graph)).forward, module, traced)
+    forward = in_training(type(fx.GraphModule(module, traced.graph)).forward, module, traced)
 
     def undo() -> None:
         del module.forward
@@ -164,9 +164,13 @@ def _rewrite(name: str, module: nn.Module, traced: Traced, pairs: int) -> Rewrit
     return Rewrite(f"{pairs} activation(s) in {where} moved behind max-pooling", apply)
 
 
-def _in_training(
+def in_training(
     rewritten: Callable[..., Any], module: nn.Module, traced: Traced
 ) -> Callable[..., Any]:
+    """`rewritten` as the forward of `module`, which runs as it is written where that would differ.
+
+    Its attribute `traced` holds the graph that it runs, for what else is rewritten on top of it.
+    """
     as_written = type(module).forward
     constants = {**traced.constants, "training": True}
 
@@ -178,6 +182,7 @@ def _in_training(
                 return as_written(self, *args, **kwargs)
         return as_written(self, *args, **kwargs) if kwargs else rewritten(self, *args)
 
+    forward.traced = traced  # type: ignore[attr-defined]
     return forward
 
 
@@ -203,8 +208,8 @@ def _exchange(graph: fx.Graph, module: nn.Module) -> int:
 def _exchanged(graph: fx.Graph, module: nn.Module, activation: fx.Node, pool: fx.Node) -> fx.Node:
     """What stands for the pair from now on."""
     (source,) = activation.all_input_nodes
-    is_written = not all(_is_fresh(reader, module) for reader in pool.users)
-    if _is_two_by_two(pool, module) and _of(activation, module) in _RELUS:
+    is_written = not all(is_fresh(reader, module) for reader in pool.users)
+    if _is_two_by_two(pool, module) and kind_of(activation, module) in RELUS:
         parts = [
             graph.get_attr(str(node.target)) if node.op == "call_module" else None
             for node in (pool, activation)
@@ -221,12 +226,12 @@ def _unsaved(activation: fx.Node, module: nn.Module, pooled: fx.Node) -> tuple[A
 
     What reads a pool's result may write into it, in place. Into a ReLU's result it may not.
     """
-    if _of(activation, module) in (nn.ReLU6, F.relu6):
+    if kind_of(activation, module) in (nn.ReLU6, F.relu6):
         return F.relu6, (pooled,)
     return F.threshold, (pooled, 0.0, 0.0)
 
 
-def _of(node: fx.Node, module: nn.Module) -> Any:
+def kind_of(node: fx.Node, module: nn.Module) -> Any:
     """The class of a module node, or the function."""
     if node.op == "call_module":
         return type(module.get_submodule(str(node.target)))
@@ -301,10 +306,10 @@ def _is_movable(node: fx.Node, module: nn.Module) -> bool:
     elif node.op != "call_function" or node.target not in _ACTIVATION_FUNCTIONS:
         return False
     source = node.all_input_nodes[0]
-    return len(source.users) == 1 and _is_fresh(source, module)
+    return len(source.users) == 1 and is_fresh(source, module)
 
 
-def _is_fresh(node: fx.Node, module: nn.Module) -> bool:
+def is_fresh(node: fx.Node, module: nn.Module) -> bool:
     """Whether the node reads its input without writing, and gives a tensor that no one else has."""
     if node.op == "call_module":
         source = module.get_submodule(str(node.target))

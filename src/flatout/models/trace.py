@@ -52,6 +52,17 @@ _PURE = (range, len, zip, enumerate, reversed, int, float, tuple, list, min, max
 _LINE = "flatout_line"
 
 
+def add_in_place(a: Any, b: Any) -> Any:
+    """`a += b`: into a tensor, as Python does it. torch.fx would make `a + b` of it."""
+    a += b
+    return a
+
+
+class _Proxy(fx.Proxy):
+    def __iadd__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", add_in_place, (self, other), {})
+
+
 @dataclass(frozen=True)
 class Traced:
     """A module's forward as a graph.
@@ -120,6 +131,10 @@ class _Tracer(fx.Tracer):
         # Otherwise forward would write into the buffers themselves.
         self.proxy_buffer_attributes = True
         self.inlined: list[nn.Module] = []
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What stands for a tensor while `forward` runs."""
+        return _Proxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Notes the line of forward that is being run, if that is asked for."""
@@ -265,6 +280,9 @@ def _parsed(code: CodeType) -> ast.FunctionDef:
         raise _Unsure("not a straight line")
     if any(isinstance(node, _NOT_STRAIGHT) for node in ast.walk(tree)):
         raise _Unsure("a part that runs only sometimes")
+    augmented = [node.op for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
+    if not all(isinstance(op, ast.Add) for op in augmented):
+        raise _Unsure("torch.fx makes a new tensor where this writes into one")
     return tree
 
 

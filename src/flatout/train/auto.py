@@ -20,7 +20,7 @@ from flatout.devices import allocator
 from flatout.errors import OutOfMemory
 from flatout.measure import TrialResult, usable_cpus
 from flatout.measure.fingerprint import fingerprint
-from flatout.models import find_rewrites, may_be_slower_in_bf16, uses_convolution
+from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache
 from flatout.train.auto_budget import Budget
@@ -267,6 +267,7 @@ class _Job:
         self.may_be_slower_in_bf16 = (
             device.type == "cpu" and self.could_use_bf16 and may_be_slower_in_bf16(switch.model)
         )
+        self.has_fused_norms = device.type == "cpu" and bool(fused_norms_of(switch.model))
         self.has_rewrites = bool(find_rewrites(switch.model))
         self.can_fuse = any(map(can_switch, switch.optimizers))
         keeps = switch.now.allocator == "keep"

@@ -15,6 +15,7 @@ from flatout.models import (
     FORMATS,
     find_rewrites,
     format_of,
+    fused_norms_of,
     keep_in_fp32,
     lay_out,
     recompute_activations,
@@ -146,6 +147,10 @@ class Switch:
     def rewrite(self) -> list[Undo]:
         """The model, by all exact rewrites that are found."""
         return [rewrite.apply() for rewrite in find_rewrites(self.model)]
+
+    def fuse_norms(self) -> list[Undo]:
+        """The model's BatchNorms, with the activations behind them."""
+        return [rewrite.apply() for rewrite in fused_norms_of(self.model)]
 
     def keep_in_fp32(self) -> list[Undo]:
         """The operators of the model that may be slower in bf16."""

@@ -48,7 +48,7 @@ class Compute(Section):
             why="their bf16 kernels may be slower",
             by_size=False,
         ),
-        live=Live(lambda at, value: at.keep_in_fp32(), layer=3),
+        live=Live(lambda at, value: at.keep_in_fp32(), layer=4),
     )
     memory_format: Literal["auto", "contiguous", "channels_last"] = setting(
         "auto",
@@ -79,6 +79,16 @@ class Compute(Section):
         cure="flatout.cures.rewrites:cure",
         around=2,
     )
+    fused_norms: Switch = setting(
+        "auto",
+        "BatchNorm in training with the ReLU behind it, and a residual block's sum between them, "
+        "as one operator with fewer passes over memory, on a CPU.",
+        plain="off",
+        parity=Parity.TOLERANT,
+        words="fused norms",
+        trial=Trial("on", lambda job: job.has_fused_norms, why="less memory traffic"),
+        live=Live(lambda at, value: at.fuse_norms(), layer=3),
+    )
     fused_optimizer: Switch = setting(
         "auto",
         "One pass over each parameter for the optimizer's whole update.",
@@ -101,7 +111,7 @@ class Compute(Section):
         parity=lambda facts: redrawn_if(facts.draws_random, Parity.TOLERANT),
         words="torch.compile",
         trial=Trial("on", lambda job: job.can_compile),
-        live=Live(lambda at, value: at.compile(), layer=4),
+        live=Live(lambda at, value: at.compile(), layer=5),
         cure="flatout.cures.compile:cure",
         around=3,
     )

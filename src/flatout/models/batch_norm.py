@@ -1,0 +1,137 @@
+"""BatchNorm with the ReLU behind it as one operator, by our kernel where it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flatout.kernels import batch_norm as kernel
+from flatout.models.relu_pool import is_at_work
+from flatout.models.trace import is_watched
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+}
+
+
+# Named `forward`, so that a pickled model looks its forward up in its class again.
+def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a BatchNorm: the same but for rounding."""
+    result = _by_kernel(input, self, None, None)
+    own: Callable[..., torch.Tensor] = type(self).forward
+    return own(self, input) if result is None else result
+
+
+def norm_and_activation(
+    x: torch.Tensor,
+    norm: Any,
+    skip: torch.Tensor | None,
+    activation: str,
+    module: nn.Module | None,
+) -> torch.Tensor:
+    """`activation(norm(x) + skip)`, the same but for rounding.
+
+    Args:
+        x: of shape (samples, channels, ...).
+        norm: a BatchNorm.
+        skip: is added before the activation, if it is not None.
+        activation: `relu` or, without a skip, `relu6`.
+        module: that does the activation where the kernel does not; None for torch's function.
+    """
+    if not is_watched(norm) and (module is None or not is_watched(module)):
+        result = _by_kernel(x, norm, skip, activation)
+        if result is not None:
+            return result
+    result = norm(x)
+    if skip is not None:
+        result = result + skip
+    return _ACTIVATIONS[activation](result) if module is None else module(result)
+
+
+def _by_kernel(
+    x: torch.Tensor, norm: Any, skip: torch.Tensor | None, activation: str | None
+) -> torch.Tensor | None:
+    if not (norm.training and is_at_work(x)):
+        return None
+    if not kernel.fits(x, norm.weight, norm.bias, skip=skip):
+        return None
+    result: torch.Tensor
+    result, moments = _BatchNorm.apply(  # type: ignore[no-untyped-call]
+        x, norm.weight, norm.bias, skip, activation, norm.eps
+    )
+    _track(norm, moments, x.numel() // x.shape[1])
+    return result
+
+
+@torch.no_grad()
+def _track(norm: Any, moments: torch.Tensor, count: int) -> None:
+    """The running statistics, as torch's BatchNorm keeps them."""
+    if not norm.track_running_stats:
+        return
+    momentum = norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        momentum = 1 / float(norm.num_batches_tracked) if momentum is None else momentum
+    if norm.running_mean is not None:
+        norm.running_mean.mul_(1 - momentum).add_(moments[0], alpha=momentum)
+        share = momentum * count / (count - 1)
+        norm.running_var.mul_(1 - momentum).add_(moments[1], alpha=share)
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        skip: torch.Tensor | None,
+        activation: str | None,
+        epsilon: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        result, ctx.saved = kernel.forward(x, weight, bias, skip, activation, epsilon)
+        is_seen = skip is not None and activation is not None
+        ctx.save_for_backward(x, weight, bias, result if is_seen else None)
+        ctx.has_skip = skip is not None
+        ctx.mark_non_differentiable(ctx.saved.moments)
+        return result, ctx.saved.moments
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _moments: Any) -> tuple[Any, ...]:
+        x, weight, bias, seen = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of this gradient is wanted
+            return (*_differentiable(ctx, x, weight, bias, seen, gradient), None, None)
+        wants_skip = ctx.has_skip and ctx.needs_input_grad[3]
+        of_x, of_weight, of_bias, of_skip = kernel.backward(
+            x, seen, gradient, ctx.saved, wants_skip
+        )
+        given = (None if weight is None else of_weight, None if bias is None else of_bias)
+        return (of_x, *given, of_skip, None, None)
+
+
+def _differentiable(
+    ctx: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    gradient: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of x, weight, bias and skip, of operators that autograd knows."""
+    result = F.batch_norm(x, None, None, weight, bias, True, 0.0, ctx.saved.epsilon)
+    if seen is not None:
+        gradient = gradient * (seen > 0)
+    elif ctx.saved.activation is not None:
+        passes = (result > 0) & ((result < 6) if ctx.saved.activation == "relu6" else True)
+        gradient = gradient * passes
+    wanted = [one for one in (x, weight, bias) if one is not None and one.requires_grad]
+    found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True))
+    return (
+        *(next(found) if p is not None and p.requires_grad else None for p in (x, weight, bias)),
+        gradient if ctx.has_skip else None,
+    )
