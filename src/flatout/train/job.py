@@ -51,6 +51,7 @@ class TorchJob:
         self._losses: SeveralLosses | None = None
         self._metrics: dict[str, Metric]
         narrow = Narrow(model, say)
+        losses = loss.parts.values() if isinstance(loss, SeveralLosses) else (loss,)
         if isinstance(loss, SeveralLosses):
             self._losses = loss
             of_outputs = OutputMetrics(metrics, loss.parts)
@@ -69,6 +70,10 @@ class TorchJob:
                 source=source,
             )
             self.compute = lambda batch: compute(narrow.batch(batch))
+        # Whether loss and metrics do not depend on how samples come in batches.
+        self.is_of_samples = all(one.own is None for one in losses) and all(
+            one.is_of_samples for one in self._metrics.values()
+        )
 
     def results(self, world: World = ONE) -> dict[str, float]:
         """The metrics over all batches of all ranks since `reset`, by name.

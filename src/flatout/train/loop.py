@@ -45,6 +45,7 @@ from flatout.train.auto import Decision, settle
 from flatout.train.broadcast import watched
 from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.decide import decide, make_stepper
+from flatout.train.evaluate_batch import EvaluateBatch
 from flatout.train.feed import Feed
 from flatout.train.large_batch import as_rule
 from flatout.train.micro_batch import Parts
@@ -95,6 +96,7 @@ class Loop:
         resolved: how the steps run; None before `prepare`.
         lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
         parts: runs a batch of an evaluation, where memory runs out in parts.
+        evaluate_batch: chooses how many samples an evaluation takes at a time.
         pace: of several ranks, what this one's steps take without waiting for others.
         planned_epochs: of the whole run, where that is known.
         shows_notes: whether a progress line says what is noted.
@@ -167,6 +169,7 @@ class Loop:
         self._live: Live | None = None
         self.pace = Pace(ONE.collectives)
         self.parts = Parts(lambda line: self.say(line))
+        self.evaluate_batch = EvaluateBatch(self._tell)
 
     @cached_property
     def world(self) -> World:
@@ -346,6 +349,10 @@ class Loop:
     def ready(self, batch: Batch) -> Batch:
         """The batch on the device, in the memory format that was chosen."""
         return self.feed.ready(batch)
+
+    def _tell(self, line: str) -> None:
+        """Note it while there is a History, else say it."""
+        (self.say if self._stepper is None else self.note)(line)
 
     def note(self, line: str) -> None:
         """Say what the user should know, and keep it for the History of the rank that speaks."""

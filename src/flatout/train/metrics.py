@@ -41,9 +41,15 @@ class Metric(Protocol):
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
 
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether it is known that the value does not depend on how samples come in batches."""
+
 
 class Mean(RunningMean):
     """A mean over all batches, as a metric."""
+
+    is_of_samples = True
 
     def compute(self, states: Sequence[Any] | None = None) -> float:
         """The mean so far, or that over what the states hold; NaN where nothing was counted."""
@@ -53,18 +59,27 @@ class Mean(RunningMean):
 class MeanOf(Mean):
     """The mean over all batches of a per-batch mean, or of a per-batch (sum, weight).
 
+    Args:
+        function: `(output, targets)`.
+        is_of_samples: its mean over a batch is the mean of what it gives for each sample.
+
     Attributes:
         name: of the function.
     """
 
-    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any, Any], Any], is_of_samples: bool = False) -> None:
         super().__init__()
         self._function = function
+        self.is_of_samples = is_of_samples
         self.name = getattr(function, "__name__", type(function).__name__)
 
     def update(self, output: Any, batch: Batch) -> None:
         """Add `function(output, targets)`; a mean is weighed by the number of samples."""
         self.take(self._function(output, batch.targets), batch.size)
+
+
+# Those that add up or keep what they are given.
+_OF_SAMPLES = ("torchmetrics.classification.", "torchmetrics.regression.")
 
 
 class FromTorchmetrics:
@@ -73,6 +88,7 @@ class FromTorchmetrics:
     def __init__(self, metric: Any) -> None:
         self._metric = metric
         self._any = False
+        self.is_of_samples = type(metric).__module__.startswith(_OF_SAMPLES)
 
     def update(self, output: Any, batch: Batch) -> None:
         """Feed `metric.update(output, targets)` on the output's device."""
@@ -146,6 +162,8 @@ class Auc:
     Outputs are one score per sample, or two scores, of class 0 and class 1. Targets are 0 and 1.
     Scores are kept until the end, 8 bytes a sample; scikit-learn's `roc_auc_score` computes.
     """
+
+    is_of_samples = True
 
     def __init__(self) -> None:
         self._scores: list[torch.Tensor] = []
@@ -230,11 +248,11 @@ def _error_of(function: Callable[..., torch.Tensor]) -> Metric:
         output = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
         return function(in_shape_of(output, target), target.to(output.dtype))
 
-    return MeanOf(error)
+    return MeanOf(error, is_of_samples=True)
 
 
 _NAMES: dict[str, Callable[[], Metric]] = {
-    "accuracy": lambda: MeanOf(accuracy),
+    "accuracy": lambda: MeanOf(accuracy, is_of_samples=True),
     "auc": Auc,
     "mse": lambda: _error_of(torch.nn.functional.mse_loss),
     "mae": lambda: _error_of(torch.nn.functional.l1_loss),

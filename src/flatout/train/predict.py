@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from flatout.data import Batch, Pipeline, Source, is_pipe, map_tensors, rows_of_
 from flatout.errors import DataError, ModelError
 from flatout.train import guard
 from flatout.train.checks import explained
-from flatout.train.evaluate import evaluating
+from flatout.train.evaluate import at_the_fastest_size, evaluating
 from flatout.train.ranks import part_of
 from flatout.train.tables import explain_ids
 
@@ -50,7 +51,10 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
 
     outputs = []
     with evaluating(objective.model), loop.autocast():
-        for batch in part_of(source, world, loop.say).batches(0, 0):
+        batches: Iterable[Batch] = part_of(source, world, loop.say).batches(0, 0)
+        if not objective.adapter.is_compiled:
+            batches = at_the_fastest_size(objective, loop, source, batches)
+        for batch in batches:
             batch = loop.ready(batch)
             with explained(objective.model, batch):
                 try:

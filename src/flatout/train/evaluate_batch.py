@@ -1,0 +1,283 @@
+"""How many samples an evaluation takes at a time: what is fastest on its own batches.
+
+Batches are joined, or cut, from block to block in the order A B B A. Each sample is evaluated once
+and in its place, so measuring adds no pass and no forward but one of a few samples. What was found
+holds for later passes over batches of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout.data import Batch, map_tensors, named_tensors, tensors_in
+from flatout.measure import TrialResult, available_bytes, finish_device, quadruples
+
+# Evaluation that has taken less than this in all is over before anything could be gained.
+_WORTH_S = 0.2
+# Sizes are tried in such steps, within these limits.
+_STEP, _FEWEST, _MOST = 4, 8, 4096
+# Of the free memory, what all values that a forward makes may take together.
+_SHARE = 0.25
+# A difference so large shows in a single round of four blocks.
+_CLEAR = 1.5
+# A smaller gain is none, and one below the second is not told.
+_LEAST_GAIN, _TOLD = 0.02, 1.1
+# Samples that tell whether one depends on the others.
+_FEW = 16
+# By how much of the largest value outputs may differ where autocast rounds.
+_HALF_ROUNDING = 0.02
+
+Run = Callable[[Batch], Any]
+
+
+class EvaluateBatch:
+    """Chooses the size of an evaluation's batches.
+
+    Args:
+        tell: gets a line where another size was much faster.
+        clock: returns seconds.
+
+    Attributes:
+        trials: what was measured, as plain data: sizes a and b, time a / time b with its interval.
+    """
+
+    def __init__(
+        self, tell: Callable[[str], None], clock: Callable[[], float] = perf_counter
+    ) -> None:
+        self.trials: list[dict[str, Any]] = []
+        self._tell, self._clock = tell, clock
+        self._searches: dict[Any, _Search] = {}
+
+    def over(self, batches: Iterable[Batch], run: Run) -> Iterator[Batch]:
+        """The same samples in the same order, in batches of the size that is due.
+
+        Args:
+            batches: of one rank, none of which is changed after it was given.
+            run: the model's outputs for a batch; called once, with a few samples.
+        """
+        iterator = iter(batches)
+        first = next(iterator, None)
+        if first is None:
+            return
+        search = self._searches.setdefault(_kind(first), _Search(first.size))
+        iterator = chain([first], iterator)
+        while taken := _take(iterator, search.block):
+            size, began = search.size, self._clock()
+            yield from regrouped(taken, size)
+            if not search.is_over:
+                finish_device()
+                samples = sum(batch.size for batch in taken)
+                self._count(search, taken, samples, self._clock() - began, run)
+
+    def _count(
+        self, search: _Search, taken: list[Batch], samples: int, seconds: float, run: Run
+    ) -> None:
+        if search.trials is None:
+            search.spent_s += seconds
+            if search.spent_s >= _WORTH_S:
+                search.begin(bytes_of_sample(run, taken[0]))
+        elif samples >= search.block:
+            search.send(seconds / samples)
+        if search.is_over:
+            self._settle(search)
+
+    def _settle(self, search: _Search) -> None:
+        self.trials += search.found
+        won = [one for one in search.found if one["chosen"] == "b"]
+        gain = 1.0
+        for one in won:
+            gain *= one["ratio"]
+        if gain >= _TOLD:
+            self._tell(
+                f"evaluation takes {search.size:,} samples at a time: {gain:.1f} times as fast as "
+                f"{search.given:,}"
+            )
+
+
+class _Search:
+    """Looks for the fastest size, from the one that was given.
+
+    Attributes:
+        given: samples of a batch as it comes.
+        size: samples at a time in the next block.
+        block: samples that it needs.
+        spent_s: seconds of evaluation before it began.
+        trials: gives the size of the next block, and is sent its seconds per sample.
+        found: what was measured.
+        is_over: whether `size` is the answer.
+    """
+
+    def __init__(self, given: int) -> None:
+        self.given = self.size = self.block = given
+        self.spent_s = 0.0
+        self.trials: Generator[int, float, int] | None = None
+        self.found: list[dict[str, Any]] = []
+        self.is_over = False
+
+    def begin(self, sample_bytes: int | None) -> None:
+        """Start, or end at once where a sample's outputs depend on the others."""
+        if sample_bytes is None:
+            self.is_over = True
+            return
+        most = int(_SHARE * available_bytes() / max(1, sample_bytes))
+        self.trials = self._sizes(min(_MOST, most))
+        self._next(lambda: next(self.trials))  # type: ignore[arg-type]
+
+    def send(self, seconds: float) -> None:
+        """Seconds per sample of a block."""
+        self._next(lambda: self.trials.send(seconds))  # type: ignore[union-attr]
+
+    def _next(self, ask: Callable[[], int]) -> None:
+        try:
+            self.size = ask()
+        except StopIteration as end:
+            self.is_over = True
+            self.size = end.value
+            self.block = max(self.given, self.size)
+
+    def _sizes(self, most: int) -> Generator[int, float, int]:
+        best = self.given
+        while (size := best * _STEP) <= most and (yield from self._is_faster(best, size)):
+            best = size
+        if best == self.given:
+            while (size := best // _STEP) >= _FEWEST and (yield from self._is_faster(best, size)):
+                best = size
+        return best
+
+    def _is_faster(self, a: int, b: int) -> Generator[int, float, bool]:
+        self.block = max(a, b, self.given)
+        blocks = quadruples(max_pairs=4, floor=_LEAST_GAIN, enough=_is_clear)
+        wanted = next(blocks)
+        while True:
+            seconds = yield a if wanted == "A" else b
+            try:
+                wanted = blocks.send(seconds)
+            except StopIteration as end:
+                result: TrialResult = end.value
+                break
+        wins = result.wins or (result.pairs == 1 and result.ratio > _CLEAR)
+        figures = {name: getattr(result, name) for name in _FIGURES}
+        self.found.append({"a": a, "b": b, **figures, "chosen": "b" if wins else "a"})
+        return wins
+
+
+_FIGURES = ("ratio", "low", "high", "floor", "pairs")
+
+
+def _is_clear(result: TrialResult) -> bool:
+    return max(result.ratio, 1 / result.ratio) > _CLEAR
+
+
+# -- batches -------------------------------------------------------------------------------------
+
+
+def _take(batches: Iterator[Batch], samples: int) -> list[Batch]:
+    """The next batches with at least so many samples together; fewer at the end."""
+    taken: list[Batch] = []
+    while samples > 0 and (batch := next(batches, None)) is not None:
+        taken.append(batch)
+        samples -= batch.size
+    return taken
+
+
+def regrouped(batches: list[Batch], size: int) -> Iterator[Batch]:
+    """The samples of batches in batches of `size`, where they can be joined; larger are cut."""
+    group: list[Batch] = []
+    for batch in batches:
+        if group and not (
+            sum(one.size for one in group) + batch.size <= size and _can_join(group[-1], batch)
+        ):
+            yield _joined(group)
+            group = []
+        if batch.size > size:
+            yield from (batch.rows(at, at + size) for at in range(0, batch.size, size))
+        else:
+            group.append(batch)
+    if group:
+        yield _joined(group)
+
+
+def _kind(batch: Batch) -> Any:
+    """What batches must have in common to be joined, and their size."""
+    return batch.size, _rows_of(batch)
+
+
+def _rows_of(batch: Batch) -> list[Any] | tuple[Any, ...]:
+    return tuple(
+        (name, t.dtype, t.device, tuple(t.shape[1:])) for name, t in named_tensors("", batch[:4])
+    )
+
+
+def _can_join(before: Batch, batch: Batch) -> bool:
+    """Whether `batch` may follow in one batch: of this rank alone, and all samples before it."""
+    alone = all(one.copies == 1 and not one.is_copy and not one.whole for one in (before, batch))
+    return alone and not before.padding and _rows_of(before) == _rows_of(batch)
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    columns = [[t for _, t in named_tensors("", batch[:4])] for batch in batches]
+    tensors = iter([torch.cat(column) for column in zip(*columns, strict=True)])
+    inputs, targets, weight, indices = map_tensors(lambda _: next(tensors), batches[0][:4])
+    return batches[-1]._replace(
+        inputs=inputs,
+        targets=targets,
+        weight=weight,
+        indices=indices,
+        size=sum(batch.size for batch in batches),
+    )
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all values that are made."""
+
+    bytes: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.bytes += sum(tensor.nbytes for tensor in tensors_in(made))
+        return made
+
+
+def bytes_of_sample(run: Run, batch: Batch) -> int | None:
+    """Bytes of all values that a forward makes for a sample; None where others change its outputs.
+
+    Args:
+        run: the model's outputs.
+        batch: of which a few samples are run, all together and half of them.
+    """
+    few = batch.rows(0, _FEW)
+    if few.size < 2:
+        return None
+    half = few.rows(0, few.size // 2)
+    with _Counting() as counted:  # type: ignore[no-untyped-call]
+        together = tensors_in(run(few))
+    alone = tensors_in(run(half))
+    if not alone or len(alone) != len(together):
+        return None
+    for a, b in zip(alone, together, strict=True):
+        if a.dim() == 0 or len(b) != few.size or not _alike(a, b[: half.size]):
+            return None
+    return int(counted.bytes) // few.size
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    rounding = torch.finfo(a.dtype).eps ** 0.5
+    if torch.is_autocast_enabled(a.device.type):
+        rounding = max(rounding, _HALF_ROUNDING)
+    largest = float(b.abs().max()) if b.numel() else 0.0
+    return bool(((a - b).abs() <= rounding * largest).all())
