@@ -191,6 +191,8 @@ JOB = '''
     # One sample in the last batch: of a larger world some ranks have filling alone.
     rows = flatout.data.arrays(x[:51], y[:51]).batch(10, last="pad")
     fitted("padded", compiled(dense()), rows, batch_size=None, test=(x, y))
+    fitted("padded, with class weights", compiled(dense(), weighted_metrics=["accuracy"]), rows,
+           batch_size=None, test=(x, y), class_weight={0: 3.0, 2: 0.2})
     rows = flatout.data.arrays(words[:31], tags[:31]).batch(10, last="pad")
     fitted("padded, with masks", compiled(tagger()), rows, batch_size=None, test=(words, tags))
     fitted("a PyDataset", compiled(dense()), Rows(), batch_size=None, test=(x, y))
@@ -292,6 +294,7 @@ CASES = (
     "metrics of a line",
     "padded",
     "padded, with masks",
+    "padded, with class weights",
     "a PyDataset",
     "a generator",
     "an optimizer that gathers",
