@@ -485,6 +485,98 @@ def test_a_run_that_ends_first_keeps_what_was_proven(clock):
     loop.close()
 
 
+def test_a_machine_that_becomes_busy_is_measured_again(clock):
+    """Two threads wait for one another then; in the end one is faster for good."""
+    torch.set_num_threads(1)
+    busy: list[int] = []
+
+    def seconds(s):
+        slow = 3.0 if busy else 1.0
+        layout = 0.5 if (s.memory_format == "channels_last") != bool(busy) else 1.0
+        return 0.1 * slow * layout
+
+    said: list[str] = []
+    loop, compute, source = job(small_net(), seconds, clock, said=said, steps=3_000)
+    run(loop, compute, source)
+    assert loop.resolved.compute.memory_format == "channels_last"
+    busy.append(1)
+    while loop.step_count < 1_200:
+        for batch in loop.batches(source):
+            loop.step(compute, batch)
+        loop.finish_epoch()
+    assert any("times as long as they did: settings are tried once more" in line for line in said)
+    assert loop.resolved.compute.memory_format == "contiguous"
+    assert loop.tuning["spans"][-1]["settings"].get("compute.memory_format") is None
+
+
+def test_other_parameters_that_train_are_measured_again(clock):
+    model = small_net()
+    model[0].weight.requires_grad_(False)
+
+    def seconds(s):
+        trains = model[0].weight.requires_grad
+        return 0.05 if (s.memory_format == "channels_last") == trains else 0.1
+
+    said: list[str] = []
+    loop, compute, source = job(model, seconds, clock, said=said, steps=3_000)
+    run(loop, compute, source)
+    assert loop.resolved.compute.memory_format == "contiguous"
+    model[0].weight.requires_grad_(True)
+    while loop.step_count < 1_000:
+        for batch in loop.batches(source):
+            loop.step(compute, batch)
+        loop.finish_epoch()
+    assert "other parameters train than before" in said[1]
+    assert loop.resolved.compute.memory_format == "channels_last"
+
+
+def test_sequences_of_changing_length_are_compared_by_their_length(clock):
+    lengths = torch.randint(2, 40, (200,)).tolist()
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    loop = Loop(say=lambda line: None)
+
+    def batches():
+        for length in lengths:
+            yield torch.randn(16, length, 8), torch.randint(0, 3, (16,))
+
+    def compute(batch):
+        faster = 0.8 if loop.stepper.switch.now.fused_optimizer == "on" else 1.0
+        clock.now += 0.01 * faster * batch.inputs.shape[1]
+        return nn.functional.cross_entropy(model(batch.inputs).mean(1), batch.targets)
+
+    source, optimizer = as_source(batches), torch.optim.Adam(model.parameters())
+    loop.prepare(model, optimizer, compute=compute, data=source, steps=2_000)
+    run(loop, compute, source)
+    assert loop.resolved.compute.fused_optimizer == "on"
+    assert loop.resolved.choices["compute.fused_optimizer"].ratio == pytest.approx(1.25, rel=0.01)
+
+
+def test_a_compiled_model_is_measured_before_the_first_step(clock):
+    """What torch.compile would take again and again is stood in for: the model is only marked."""
+    model = small_net(dropout=0.1)
+    model[1]._compiled_call_impl = model[1]._call_impl
+    before = copy.deepcopy(model.state_dict())
+    randoms = torch.get_rng_state()
+
+    def seconds(s):
+        return 0.01 if s.fused_optimizer == "on" else 0.02
+
+    said: list[str] = []
+    loop, compute, source = job(model, seconds, clock, said=said)
+    assert not loop.tuner.is_searching
+    assert loop.resolved.compute.fused_optimizer == "on"
+    assert loop.step_count == 0
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(randoms, torch.get_rng_state())
+    run(loop, compute, source)
+    for batch in loop.batches(source):
+        loop.step(compute, batch)
+    (span,) = loop.tuning["spans"]
+    assert (span["first"], span["last"]) == (1, 4)
+    assert span["settings"]["compute.fused_optimizer"] == "on"
+
+
 def test_a_run_of_unknown_length_is_tuned_once_it_lasts(clock):
     loop, compute, source = job(
         small_net(), lambda s: 0.05 if s.memory_format == "contiguous" else 0.02, clock, steps=None

@@ -205,7 +205,7 @@ def settle(
     found = _choices(search, decision.facts)
     resolved = requested.resolve({**running.choices, **found}, running.machine, decision.facts)
     parity = max(choice.parity for choice in found.values()) if found else Parity.EXACT
-    cost = f"tuning cost {search.budget.before_s + search.budget.lost_s:.1f} s"
+    cost = f"tuning cost {search.budget.cost_s:.1f} s"
     if search.best == search.plain:
         line = f"auto: nothing measured faster than plain; {cost}"
     elif search.whole is None:

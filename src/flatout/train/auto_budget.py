@@ -27,11 +27,13 @@ class Budget:
         elapsed_s: since the first step.
         before_s: spent before the first step.
         lost_s: lost since.
+        rehearsed_s: spent before the first step on steps that are not the run's.
     """
 
     def __init__(self, steps: int | None) -> None:
         self.steps = steps
         self.step_s = self.elapsed_s = self.before_s = self.lost_s = 0.0
+        self.rehearsed_s = 0.0
 
     @property
     def run_s(self) -> float:
@@ -39,6 +41,11 @@ class Budget:
         if self.steps is None:
             return max(_UNKNOWN_S, self.elapsed_s)
         return self.steps * self.step_s
+
+    @property
+    def cost_s(self) -> float:
+        """What tuning has cost so far."""
+        return self.before_s + self.rehearsed_s + self.lost_s
 
     @property
     def limit_s(self) -> float:

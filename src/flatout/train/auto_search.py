@@ -185,6 +185,18 @@ class Search:
         if self.compiles:
             yield from self._compiled()
 
+    def again(self) -> _Steps:
+        """The same later in the run, from the best settings on: what was measured is forgotten."""
+        self._measured.clear()
+        self.step_s.clear()
+        self.results.clear()
+        self.kept.clear()
+        self.together = self.whole = None
+        self._now = None
+        yield from self._run(self.best)
+        yield from self._one_by_one()
+        yield from self._confirm()
+
     # -- what is tried -----------------------------------------------------------------------
 
     def _allocator(self, option: Option) -> _Steps:

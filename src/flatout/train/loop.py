@@ -54,6 +54,7 @@ from flatout.train.preflight import explain_one_sample
 from flatout.train.prepare import first_batches, follow_rule, place_model, show
 from flatout.train.rank_device import device_here
 from flatout.train.rank_trial import RankTrial, is_trial
+from flatout.train.rehearsal import is_compiled, rehearse
 from flatout.train.requested import requested_here
 from flatout.train.resume import Resume, job_of, own_state_of, state_of
 from flatout.train.running_mean import mean_of
@@ -294,6 +295,8 @@ class Loop:
         if decision.search is not None:
             settle = partial(self._settle, decision)
             self.tuner = Tuner(decision.search, self.stepper, self.feed, self.world, settle)
+            if compute is not None and is_compiled(self.model):
+                rehearse(self.tuner, self.stepper, compute, first)
 
     def _settle(self, decision: Decision, tuner: Tuner) -> None:
         """What was tried is decided: it holds from the next step on."""
@@ -407,11 +410,13 @@ class Loop:
         try:
             run = watched(compute) if looks else compute
             number, tuner = self.step_count + 1, self.tuner
-            if tuner is None or not tuner.is_searching:
+            if tuner is None or number < tuner.next_step:
                 done = self.stepper(run, batches, number, turn)
             else:
                 make = partial(self.stepper, run, batches, number, turn)
                 done = tuner.step(make, batches, turn, number, copy / 1e9)
+                while tuner.notes:
+                    self.note(tuner.notes.pop(0))
         except (IndexError, RuntimeError, ValueError) as error:
             explain_one_sample(error, batches, self.step_count + 1)
             explain_ids(error, self.model, batches, compute, self.feed.source)

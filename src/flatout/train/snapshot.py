@@ -106,15 +106,6 @@ class Moving:
             tensor.data.copy_(value)
 
 
-def bytes_kept(model: nn.Module, optimizers: Optimizers) -> int:
-    """How many bytes a Snapshot holds."""
-    states = [state for o in as_tuple(optimizers) for state in o.state.values()]
-    values = [value for state in states if isinstance(state, dict) for value in state.values()]
-    own = adapter_of(model)
-    tensors = [*own.parameters(), *own.untrained(), *filter(torch.is_tensor, values)]
-    return sum(0 if is_lazy(tensor) else tensor.nbytes for tensor in tensors)
-
-
 class Snapshot:
     """Weights, buffers, gradients, modes, optimizer state and random states at one moment.
 

@@ -3,6 +3,9 @@
 A step under settings that are tried is a step of the run like any other. Where it fails or its
 gradients are not finite, it is made again under the best settings known, as if it had not been.
 Several ranks switch at the same step: what they decide by is agreed after each block.
+
+When nothing is left to try, a step is looked at now and then: where the pace has changed for good,
+or other parameters train than before, settings are tried once more.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 
 from flatout.console import first_line
-from flatout.data import Batch
+from flatout.data import Batch, tensors_in
 from flatout.measure import page_faults
 from flatout.train.auto_search import Block, Failed, Measured, Search
 from flatout.train.feed import Feed
@@ -25,11 +28,12 @@ from flatout.train.step import Done, Stepper
 from flatout.train.turn import Turn
 from flatout.world import World
 
-# When nothing is left to try, the pace is looked at so many steps apart.
-_LOOK_EVERY = 50
-# Steps that take so many times as long as they did, or as short, are measured again, once they
-# have done so twice.
-_CHANGED = 1.3
+# When nothing is left to try, the pace is looked at so many steps apart, and more often where it
+# seems to have changed by this factor.
+_LOOK_EVERY, _LOOK_AGAIN = 100, 5
+_CHANGED = 1.4
+# So many looks in turn tell that it has.
+_LOOKS = 4
 
 
 class Tuner:
@@ -49,6 +53,7 @@ class Tuner:
         why: why it ended early.
         spans: what ran in which steps: the first, the last, and the settings.
         next_step: the number of the step that is to be handed to `step`; those before need not be.
+        notes: what the user should know, since they were read last.
     """
 
     def __init__(
@@ -65,12 +70,16 @@ class Tuner:
         self.why = ""
         self.spans: list[tuple[int, int, Settings]] = []
         self.next_step = 0
+        self.notes: list[str] = []
         self._stepper, self._feed, self._world = stepper, feed, world
         self._settle, self._clock = settle, clock
         self._moving = Moving(stepper.switch.model, draws=world.size == 1)
         self._is_gpu = stepper.switch.device.type == "cuda"
         self._kind: Any = None
-        self._first = 0
+        self._values = 0
+        self._changed = 0
+        self._trained = self._trainable()
+        self._first = self._last = 0
         self._started: float | None = None
         self._blocks = search.run()
         self._begin(next(self._blocks))
@@ -102,6 +111,12 @@ class Tuner:
         if self._started is None:
             self._started = self._clock()
             self._first = number
+        if not self.is_searching:
+            began = self._clock()
+            done = run()
+            self._wait()
+            self._look(self._clock() - began + prepared_s, batches, turn, number)
+            return done
         settings = self._block.settings
         is_tried = settings != self.search.best
         self._moving.keep()
@@ -119,6 +134,7 @@ class Tuner:
             self._stepper.may_split = True
         if is_tried and turn.update.gated and turn.update.was_bad():
             return self._again(run, turn, number, "gave NaN")
+        self._last = number
         self._span(number, settings)
         self._count(self._clock() - began + prepared_s, batches, turn, number)
         return done
@@ -130,6 +146,7 @@ class Tuner:
         self._moving.put_back()
         self._use(self.search.best)
         done = run()
+        self._last = number
         self._span(number, self.search.best)
         self._next(lambda: self._blocks.throw(Failed(why)), number)
         return done
@@ -166,11 +183,10 @@ class Tuner:
         self._feed.channels_last = settings.memory_format == "channels_last"
 
     def _count(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
-        """Only steps of one kind count: of the same optimizers, on as many values."""
-        kind = (turn.number, sum(self._size_of(batch) for batch in batches))
-        self._kind = self._kind or kind
-        if kind != self._kind:
+        """Only steps of one kind count, each by how many values its batches have."""
+        if not self._is_of_kind(batches, turn):
             return
+        seconds *= self._share(batches)
         self._steps += 1
         if self._settling:
             self._settled_s += seconds
@@ -182,8 +198,20 @@ class Tuner:
         if not self._left:
             self._end(number)
 
-    def _size_of(self, batch: Batch) -> int:
-        return batch.size if self._world.size == 1 else batch.whole
+    def _is_of_kind(self, batches: Sequence[Batch], turn: Turn) -> bool:
+        """Whether it is a step of the same optimizers, on as many samples, as the first was."""
+        is_alone = self._world.size == 1
+        kind = (turn.number, sum(b.size if is_alone else b.whole for b in batches))
+        if self._kind is None:
+            self._kind, self._values = kind, _values(batches)
+        return bool(kind == self._kind)
+
+    def _share(self, batches: Sequence[Batch]) -> float:
+        """What a step of as many values as the first had would take, for each second of this one.
+
+        Sequences may be longer in one batch than in another.
+        """
+        return self._values / (_values(batches) or 1) if self._values else 1.0
 
     def _end(self, number: int) -> None:
         """A block is over: the slowest rank tells how long it took."""
@@ -223,7 +251,46 @@ class Tuner:
 
     def _finish(self) -> None:
         self._use(self.search.best)
+        self._changed = 0
+        self._trained = self._trainable()
+        self.next_step = self._last + _LOOK_EVERY
         self._settle(self)
+
+    def restart_numbers(self) -> None:
+        """The steps so far were none of the run's."""
+        self.spans.clear()
+        for trial in self.search.trials:
+            trial["first"] = trial["last"] = 0
+        self.next_step = _LOOK_EVERY
+
+    def _trainable(self) -> int:
+        return sum(p.requires_grad for p in self._stepper.switch.model.parameters())
+
+    def _look(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
+        """Whether what was measured still holds."""
+        self.next_step = number + _LOOK_EVERY
+        known = self.search.step_s.get(self.search.best)
+        factor = 1.0
+        if known is not None and self._is_of_kind(batches, turn):
+            factor = seconds * self._share(batches) / known
+        thawed = self._trainable() != self._trained
+        own = [factor, float(thawed)]
+        factor, thawed = map(max, zip(*self._world.gather(own), strict=True))
+        self._changed = self._changed + 1 if not 1 / _CHANGED < factor < _CHANGED else 0
+        if self._changed:
+            self.next_step = number + _LOOK_AGAIN
+        if thawed or self._changed >= _LOOKS:
+            what = (
+                "other parameters train than before"
+                if thawed
+                else (f"steps take {factor:.1f} times as long as they did")
+            )
+            self.notes.append(f"auto: {what}: settings are tried once more")
+            self.done, self.why, self.next_step = False, "", 0
+            self._kind = None
+            self._last = number
+            self._blocks = self.search.again()
+            self._begin(next(self._blocks))
 
     def record(self, last: int) -> dict[str, Any]:
         """What History keeps of it: plain data.
@@ -235,15 +302,20 @@ class Tuner:
         plain, seconds = search.plain, search.step_s
         spans = [(a, b, settings.other_than(plain)) for a, b, settings in self.spans]
         begun = spans[-1][1] + 1 if spans else 1
-        if last >= begun:
+        if last >= begun and not self.is_searching:
             spans.append((begun, last, search.best.other_than(plain)))
         return {
             "done": self.done,
             "why": self.why,
-            "before_first_step_s": search.budget.before_s,
+            "before_first_step_s": search.budget.before_s + search.budget.rehearsed_s,
             "lost_s": search.budget.lost_s,
             "step_s": {"plain": seconds.get(plain), "chosen": seconds.get(search.best)},
             "spans": [{"first": a, "last": b, "settings": s} for a, b, s in spans],
             "trials": list(search.trials),
             "dropped": dict(search.dropped),
         }
+
+
+def _values(batches: Sequence[Batch]) -> int:
+    """How many numbers the inputs have."""
+    return sum(tensor.numel() for batch in batches for tensor in tensors_in(batch.inputs))

@@ -1,0 +1,59 @@
+"""Tries settings before the first step, for a model that cannot be switched while it trains.
+
+What the user has compiled is compiled again under other settings, which would hold up the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from flatout.data import Batch
+from flatout.train.auto_budget import LONGEST_S
+from flatout.train.snapshot import Snapshot
+from flatout.train.step import Compute, Stepper
+from flatout.train.tuner import Tuner
+
+# And it takes at most this share of the run.
+_SHARE = 0.1
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model or a part of it was compiled by torch.compile."""
+    return any(
+        module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    )
+
+
+def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence[Batch]) -> None:
+    """Take a tuner's steps on the first batches, and put back all that they change.
+
+    Args:
+        tuner: at its begin; it has come to its end when this returns.
+        stepper: makes the steps.
+        compute: forward and loss of a batch.
+        batches: the first, on the device.
+    """
+    switch, budget, turn = stepper.switch, tuner.search.budget, stepper.joint
+    snapshot = Snapshot(switch.model, switch.optimizers)
+    number = 0
+    try:
+        while tuner.is_searching:
+            batch = batches[number % len(batches)]
+            if switch.now.memory_format == "channels_last":
+                batch = batch.to_memory_format(torch.channels_last)
+            number += 1
+            make = partial(stepper, compute, (batch,), number, turn)
+            tuner.step(make, (batch,), turn, number, 0.0)
+            budget.rehearsed_s = budget.elapsed_s
+            if budget.elapsed_s > min(LONGEST_S, _SHARE * budget.run_s):
+                tuner.stop("the time before the first step was up")
+    finally:
+        snapshot.restore()
+        stepper.use(switch.now)
+        turn.tally.reset()
+    tuner.restart_numbers()
