@@ -317,7 +317,11 @@ def test_an_option_that_fails_or_changes_values_is_not_tried(spoil, clock, monke
 def test_a_step_that_an_option_spoils_is_made_again(spoil, clock, monkeypatch):
     """On a few samples all is well. The weights are those of the run without the option."""
     monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
-    others = {"compute.fused_optimizer": "off", "memory.allocator": "default"}
+    others = {
+        "compute.fused_norms": "off",
+        "compute.fused_optimizer": "off",
+        "memory.allocator": "default",
+    }
     open_ = Recipe().replace({**others, "process.threads": torch.get_num_threads()})
 
     def train(model, recipe):
