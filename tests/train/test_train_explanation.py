@@ -155,6 +155,14 @@ def test_what_settings_promise_is_relative_to_plain():
     assert promised["channels_last"] == 1.0
 
 
+def test_the_settings_that_ran_stand_among_those_that_promise():
+    recipe = history()["recipe"]
+    values = {**BF16, "compute.fused_optimizer": "on", "compute.compile": "off", "save.every": 3}
+    found = Explanation.of(history(recipe={**recipe, "values": values}))
+    assert [words for words, _, _ in found.promised][-1] == "bf16 · fused optimizer"
+    assert found.promised[-1][1] == pytest.approx(sum(lane.least_s for lane in found.lanes))
+
+
 def test_on_a_gpu_the_step_stands_as_a_whole():
     (step,) = Explanation.of(history(roofline={**history()["roofline"], "device": "cuda"})).lanes
     assert (step.name, step.took_s) == ("step", pytest.approx(0.029))

@@ -24,7 +24,13 @@ _BAR = 20
 _NAME = 34
 # Ranges of steps that are listed of each of the settings that ran.
 _MOST_SPANS = 5
-# What a roofline tells apart, the largest groups last.
+# Fields that a roofline tells apart, and what is plain.
+_KNOWN = {
+    "compute.precision": "fp32",
+    "compute.memory_format": "contiguous",
+    "compute.fused_optimizer": "off",
+    "compute.compile": "off",
+}
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"compute.fused_optimizer": "on"},
     {"compute.precision": "bf16"},
@@ -116,8 +122,9 @@ class Explanation:
         plain = predicted(counts, self.rates, {})
         found = [("plain", plain, 1.0)]
         images = any(kind.startswith("conv") for of in counts["lanes"].values() for kind in of)
-        for option in _OPTIONS:
-            if images or "compute.memory_format" not in option:
+        ran = {f: v for f, v in self.settings.items() if v != _KNOWN.get(f, v)}
+        for option in [*_OPTIONS, *([ran] if ran and ran not in _OPTIONS else [])]:
+            if option is ran or images or "compute.memory_format" not in option:
                 seconds = predicted(counts, self.rates, option)
                 found.append((words_of(option), seconds, plain / max(seconds, 1e-12)))
         return found
@@ -237,6 +244,8 @@ class Explanation:
             else:
                 bar, took = "", "-"
             yield f"  {lane.name:12}{took:>10}{_ms(lane.least_s):>11}  {bar}"
+        took_s = sum(lane.took_s for lane in self.lanes)
+        yield f"  {'all':12}{_ms(took_s):>10}{_ms(sum(lane.least_s for lane in self.lanes)):>11}"
         yield ""
         yield f"  {'operators':22}{'at least':>11}"
         kinds = self._kinds()
@@ -245,9 +254,9 @@ class Explanation:
             bar = full * max(1, round(_BAR * seconds / longest))
             yield f"  {kind:22}{_ms(seconds):>11}  {bar}"
         yield ""
-        yield f"  {'settings':34}{'at least':>11}{'gain':>9}"
+        yield f"  {'settings':42}{'at least':>11}{'gain':>9}"
         for words, seconds, gain in self.promised:
-            yield f"  {words:34}{_ms(seconds):>11}{'' if words == 'plain' else f'{gain:.2f}x':>9}"
+            yield f"  {words:42}{_ms(seconds):>11}{'' if words == 'plain' else f'{gain:.2f}x':>9}"
 
     def _kinds(self) -> dict[str, float]:
         """Seconds of the step by kind, the longest first; without what does not show."""
