@@ -6,10 +6,12 @@ import sys
 import time
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # How long examples take to make is a matter of how busy the machine is.
-settings.register_profile("any machine")
+settings.register_profile(
+    "any machine", suppress_health_check=[HealthCheck.too_slow], deadline=None
+)
 settings.load_profile("any machine")
 
 # Keras reads it when it is imported.

@@ -188,6 +188,7 @@ def test_after_an_interruption_anywhere(tmp_path, source, step):
     rest.is_like(whole)
     assert rest.history.timeline.steps == 15 - step
     resumed, changed, *advice = rest.said
+    advice = [line for line in advice if not line.startswith("auto: ")]  # on a slow machine
     assert all("waiting" in line for line in advice)  # for samples that are made one by one
     assert resumed == f"resumed step {step} from step-00000000{step}, 0 samples repeated, 0 skipped"
     assert [line for line in changed.splitlines() if "callback 2" in line] == [

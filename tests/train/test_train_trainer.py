@@ -110,6 +110,7 @@ def test_steps_on_which_settings_are_tried_count(monkeypatch):
     monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
     monkeypatch.setattr("flatout.train.auto_search.BLOCK_S", 1e-4)
     monkeypatch.setattr("flatout.train.auto_search._MOST_PAIRS", 1)
+    monkeypatch.setattr("flatout.train.auto_check._FAR_SLOWER", 1e6)
     x, y = images(160)
     ours, theirs = convnet(), convnet()
     ours_with, theirs_with = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ours, theirs))
