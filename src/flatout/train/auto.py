@@ -36,6 +36,14 @@ FEWEST_STEPS = 40
 # The reason of a setting that is still being measured.
 MEASURING = "being measured"
 
+# What changes most comes first, and what helps others before those.
+_ORDER = {
+    field: place
+    for place, field in enumerate(
+        ("compute.precision", "compute.memory_format", "compute.fused_norms", "compute.rewrites")
+    )
+}
+
 Choices = dict[str, Choice]
 
 
@@ -219,7 +227,7 @@ def settle(
         line = f"{line}; {ended} before all was tried" if search.trials else ""
     elif search.disturbed:
         line += "; the machine is busy, so the next run measures again"
-    else:
+    elif search.trials or not search.options:
         auto_cache.write(decision.key, resolved)
     return resolved, line
 
@@ -275,9 +283,12 @@ class _Job:
 
 
 def _options(requested: Recipe, stepper: Stepper, facts: ModelFacts, allow: Parity) -> list[Option]:
-    """Options that are open in the request, fit model and machine, and lie within `allow`."""
-    job = _Job(stepper.switch)
-    return [
+    """Options that are open in the request, fit model and machine, and lie within `allow`.
+
+    What earlier jobs on this machine have chosen comes first.
+    """
+    job, votes = _Job(stepper.switch), auto_cache.chosen_here()
+    options = [
         Option(field, trial, trial.value)
         for field in _MEASURED
         if (trial := SETTINGS[field].trial) is not None
@@ -285,6 +296,7 @@ def _options(requested: Recipe, stepper: Stepper, facts: ModelFacts, allow: Pari
         and trial.fits(job)
         and of_change(field, "plain", trial.value, facts) <= allow
     ]
+    return sorted(options, key=lambda option: (-votes[option.field], _ORDER.get(option.field, 9)))
 
 
 def _has_bf16_units(device: torch.device) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
+from collections import Counter
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -16,8 +18,11 @@ from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data import Batch, named_tensors
 from flatout.measure.fingerprint import fingerprint
 from flatout.models import adapter_of
-from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps, loads
+from flatout.recipe import PLAIN, Parity, Recipe, ResolvedRecipe, dumps, loads
 from flatout.train.step import Stepper
+
+# Jobs that tell in which order settings are tried.
+_LATEST = 16
 
 
 def key(
@@ -64,6 +69,24 @@ def read(name: str) -> tuple[ResolvedRecipe, datetime] | None:
     except (OSError, ValueError):
         return None  # measured again
     return (recipe, when) if isinstance(recipe, ResolvedRecipe) else None
+
+
+def chosen_here() -> Counter[str]:
+    """How many of the latest jobs of this machine had a setting that is not plain, by field."""
+    votes: Counter[str] = Counter()
+    try:
+        kept = sorted((cache_folder() / "auto").glob("*.toml"), key=lambda p: -p.stat().st_mtime)
+        for path in kept[:_LATEST]:
+            recipe = tomllib.loads(path.read_text())
+            votes.update(f for f, plain in PLAIN.items() if _differs(recipe, f, plain))
+    except (OSError, ValueError):
+        pass  # other orders find the same
+    return votes
+
+
+def _differs(recipe: dict[str, Any], field: str, plain: Any) -> bool:
+    section, _, name = field.partition(".")
+    return bool(recipe.get(section, {}).get(name, plain) != plain)
 
 
 def write(name: str, resolved: ResolvedRecipe) -> None:

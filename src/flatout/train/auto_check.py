@@ -122,7 +122,7 @@ class FirstCheck:
         """
         few_s = self.budget.step_s * self._few.size / self._whole.size
         in_passes = [one for one in options if one.setting not in _NOT_IN_PASSES]
-        if not self.budget.pays_before(2 * (len(in_passes) + 2) * few_s):
+        if not self.budget.pays_before(2 * (min(len(in_passes), 2) + 1) * few_s):
             return False
         with self._leaving_no_trace():
             plain, plain_s = self._passes(self.plain)
