@@ -391,9 +391,7 @@ def test_what_was_measured_on_a_busy_machine_is_not_kept(clock, monkeypatch, tmp
     times = random.Random(0)
     monkeypatch.setattr(auto_search, "NOISE", 0.2)
     said: list[str] = []
-    tuned(
-        small_net(), lambda s: 0.1 * (1 + 9 * times.random()), clock, said=said, steps=20_000
-    )
+    tuned(small_net(), lambda s: 0.1 * (1 + 9 * times.random()), clock, said=said, steps=20_000)
     assert "busy" in said[0]
     assert not (tmp_path / "cache" / "auto").exists()
 
