@@ -290,6 +290,7 @@ def test_no_memory_to_measure_other_settings(monkeypatch):
 
     monkeypatch.setattr("flatout.train.auto_check.FirstCheck._passes", starve)
     monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_budget._BEFORE_SHARE", 1e6)
     monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
     monkeypatch.setattr("flatout.train.auto.FEWEST_STEPS", 1)
     _, history, said = fitted()

@@ -272,6 +272,7 @@ def test_with_every_kind_of_state(tmp_path, options, step):
 
 def test_settings_are_kept_and_not_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_budget._BEFORE_SHARE", 1e6)
     monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
     monkeypatch.setattr("flatout.train.auto_search.BLOCK_S", 1e-4)
     monkeypatch.setattr("flatout.train.auto_search._MOST_PAIRS", 1)
@@ -300,6 +301,7 @@ def test_settings_are_kept_and_not_measured_again(tmp_path, monkeypatch):
 
 def test_what_was_still_being_measured_is_measured_on_resume(tmp_path, monkeypatch):
     monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_budget._BEFORE_SHARE", 1e6)
     monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
     run, x = tmp_path / "run", images(160)
 

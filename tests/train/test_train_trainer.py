@@ -107,6 +107,7 @@ def test_a_convnet_with_rewrites_is_bit_identical():
 def test_steps_on_which_settings_are_tried_count(monkeypatch):
     """Exact settings are tried, as in a long run; the result is still the plain loop's."""
     monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
+    monkeypatch.setattr("flatout.train.auto_budget._BEFORE_SHARE", 1e6)
     monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
     monkeypatch.setattr("flatout.train.auto_search.BLOCK_S", 1e-4)
     monkeypatch.setattr("flatout.train.auto_search._MOST_PAIRS", 1)

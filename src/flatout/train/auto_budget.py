@@ -6,8 +6,8 @@ are slower than those under the best settings known by then, and what is done be
 
 from __future__ import annotations
 
-# Nothing takes longer before the first step, and nothing more than half of what there is.
-LONGEST_S = 6.0
+# Before the first step nothing takes longer, nor a larger share of the run.
+LONGEST_S, _BEFORE_SHARE = 6.0, 0.05
 # Of a short run, at most this share; of a longer one, this many seconds and this share.
 _SHORT_SHARE = 0.045
 _FIXED_S, _SHARE = 0.3, 0.0125
@@ -49,13 +49,13 @@ class Budget:
 
     @property
     def limit_s(self) -> float:
-        """What tuning may cost in all."""
+        """What slower steps may cost in all."""
         return min(_SHORT_SHARE * self.run_s, _FIXED_S + _SHARE * self.run_s)
 
     @property
     def left_s(self) -> float:
         """What of it is left."""
-        return self.limit_s - self.before_s - self.lost_s
+        return self.limit_s - self.lost_s
 
     def pays_for(self, seconds: float) -> bool:
         """Whether something may begin that costs about so much."""
@@ -63,4 +63,4 @@ class Budget:
 
     def pays_before(self, seconds: float) -> bool:
         """Whether it may begin before the first step."""
-        return self.before_s + seconds <= min(LONGEST_S, self.limit_s / 2)
+        return self.before_s + seconds <= min(LONGEST_S, _BEFORE_SHARE * self.run_s)
