@@ -82,6 +82,14 @@ def test_overhead(tmp_path):
     assert row["said"]
 
 
+def test_breadth(tmp_path):
+    found = run_bench("breadth.py", "--seconds", "1", "--only", "mlp", cwd=tmp_path)
+    (row,) = found["rows"]
+    assert set(row["hand_s"]) == {"fp32", "fused", "bf16", "bf16+fused"}
+    assert row["vs_plain"] > 0
+    assert found["keys"]["seconds_before_first_step"] >= 0
+
+
 def test_observing(tmp_path):
     found = run_bench("observing.py", "--quadruples", "8", cwd=tmp_path)
     assert found["keys"]["added_us_counted"] > 0

@@ -196,6 +196,7 @@ def kind(request):
 def always_measures(monkeypatch):
     """However short the run, measuring pays, and all of it fits into these steps."""
     monkeypatch.setattr(auto_budget, "_SHORT_SHARE", 1e6)
+    monkeypatch.setattr(auto_budget, "_BEFORE_SHARE", 1e6)
     monkeypatch.setattr(auto_budget, "_FIXED_S", 1e6)
     for name, value in {"_MOST_STEPS": 1, "_MOST_PAIRS": 2, "_SEARCHED": 1.0}.items():
         monkeypatch.setattr(auto_search, name, value)
