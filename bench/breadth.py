@@ -4,9 +4,10 @@
                             [--fresh 5] [--losses] [--json [FILE]]
 
 The planned run is as many steps as the plain loop makes in `--seconds`. By hand, each arm is a loop
-over tensors in a fresh process, and its run takes those steps times the median step, compiling
-included. The default is `Trainer.fit` with an empty cache, run whole: what it measures is
-included.
+over tensors in a fresh process. The default is `Trainer.fit` with an empty cache, run whole.
+`default_vs_...` compares steps: the median of the arm with that of the last third of the run.
+`whole_run_vs_...` compares runs: by hand those steps times the median step, and compiling; by
+default all seconds of the fit, with what it measures.
 
 `--fresh N` runs the default N times more and tells which share of the settings is chosen alike.
 `--losses` compares the loss after 200 steps with that of the plain loop from three seeds.
@@ -77,6 +78,7 @@ def measure(family: str, a: argparse.Namespace) -> dict[str, Any]:
     made = fits[0]["steps"]
     hand = {arm: made * step + setup_s[arm] for arm, step in step_s.items()}
     best = min(hand, key=lambda arm: hand[arm])
+    steady = median(one["step_s"] for one in fits)
     fit_s = median(one["fit_s"] for one in fits)
     row = {
         "family": family,
@@ -86,10 +88,11 @@ def measure(family: str, a: argparse.Namespace) -> dict[str, Any]:
         "hand_s": step_s,
         "best": best,
         "fit_s": fit_s,
-        "step_s": median(one["step_s"] for one in fits),
+        "step_s": steady,
         "vs_hand": hand[best] / fit_s,
         "vs_plain": made * plain / fit_s,
-        "steady_vs_hand": step_s[best] / median(one["step_s"] for one in fits),
+        "steady_vs_hand": step_s[best] / steady,
+        "steady_vs_plain": plain / steady,
         "before_s": max(one["before_s"] for one in fits),
         "lost_share": max(one["lost_s"] / one["fit_s"] for one in fits),
         "fits": fits,
@@ -122,11 +125,14 @@ def alike(chosen: list[dict[str, str]]) -> float:
 def keys(rows: list[dict[str, Any]], a: argparse.Namespace) -> list[Key]:
     share = 0.02 if a.seconds >= 60 else 0.05
     found = [
-        Key("default_vs_best_by_hand", median(r["vs_hand"] for r in rows), at_least=1.0),
-        Key("default_vs_best_by_hand_worst", min(r["vs_hand"] for r in rows), at_least=0.95),
-        Key("steady_vs_best_by_hand", median(r["steady_vs_hand"] for r in rows)),
-        Key("default_vs_plain", median(r["vs_plain"] for r in rows), at_least=1.5),
-        Key("default_vs_plain_worst", min(r["vs_plain"] for r in rows), at_least=1.0),
+        Key("default_vs_best_by_hand", median(r["steady_vs_hand"] for r in rows), at_least=1.0),
+        Key("default_vs_best_worst", min(r["steady_vs_hand"] for r in rows), at_least=0.95),
+        Key("default_vs_plain", median(r["steady_vs_plain"] for r in rows), at_least=1.5),
+        Key("default_vs_plain_worst", min(r["steady_vs_plain"] for r in rows), at_least=1.0),
+        Key(
+            "whole_run_vs_best_by_hand", median(r["vs_hand"] for r in rows), note="tuning included"
+        ),
+        Key("whole_run_vs_plain", median(r["vs_plain"] for r in rows), note="tuning included"),
         Key(
             "tuning_share",
             max(r["lost_share"] for r in rows),
@@ -160,6 +166,7 @@ def line(row: dict[str, Any]) -> list[str]:
         row["best"],
         f"{row['vs_plain']:.2f}",
         rate(row["step_s"]),
+        f"{row['steady_vs_hand']:.2f}",
         f"{row['vs_hand']:.2f}",
         f"{row['before_s']:.2f}",
         f"{row['lost_share']:.3f}",
@@ -185,11 +192,11 @@ def main() -> int:
     results = Results(
         title=f"Planned for {a.seconds:g} s of plain steps; restarts of each: {a.restarts}",
         headers=[
-            "family", "plain ms", "A/A", "by hand", "which", "default", "steady", "vs hand",
-            "before s", "lost", "chosen",
+            "family", "plain ms", "A/A", "by hand", "which", "run", "default", "vs hand",
+            "run vs", "before s", "lost", "chosen",
         ],
         lines=[line(row) for row in rows],
-        remarks=["by hand, default, steady: times as fast as plain"],
+        remarks=["by hand, run (whole, by default) and default: times as fast as plain"],
         keys=keys(rows, a),
         data={"rows": rows},
     )  # fmt: skip

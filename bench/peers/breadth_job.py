@@ -53,7 +53,7 @@ def by_hand(family: Family, arm: set[str], seed: int, seconds: float, steps: int
             optimizer.zero_grad()
             half = "bf16" in arm
             with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
-                output = run(inputs)
+                output = run(**inputs) if isinstance(inputs, dict) else run(inputs)
                 loss = family.loss(output.float() if half else output, targets)
             loss.backward()
             optimizer.step()

@@ -192,9 +192,9 @@ class Tables(nn.Module):
             nn.Linear(13 + 128, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 1)
         )
 
-    def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids = [column(x["ids"][:, i]) for i, column in enumerate(self.columns)]
-        return self.body(torch.cat([x["numbers"], *ids], 1)).squeeze(1)
+    def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows = [column(ids[:, i]) for i, column in enumerate(self.columns)]
+        return self.body(torch.cat([numbers, *rows], 1)).squeeze(1)
 
 
 class Graph(nn.Module):
@@ -206,11 +206,12 @@ class Graph(nn.Module):
         self.updates = nn.ModuleList([nn.Linear(96, 64), nn.Linear(128, 64)])
         self.head = nn.Linear(64, CLASSES)
 
-    def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
-        nodes = x["nodes"]
+    def forward(
+        self, nodes: torch.Tensor, sources: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
         graphs, count, _ = nodes.shape
         first = count * torch.arange(graphs)[:, None]
-        source, end = ((x[name] + first).flatten() for name in ("sources", "ends"))
+        source, end = (sources + first).flatten(), (ends + first).flatten()
         h = nodes.flatten(0, 1)
         for message, update in zip(self.messages, self.updates, strict=True):
             sent = F.relu(message(h))[source]

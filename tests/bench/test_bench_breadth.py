@@ -10,7 +10,8 @@ def test_a_step_reaches_every_parameter(name):
     family = FAMILIES[name]
     torch.manual_seed(0)
     model, inputs = family.model(), family.inputs(8)
-    loss = family.loss(model(inputs), family.targets(inputs))
+    output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    loss = family.loss(output, family.targets(inputs))
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad is not None for p in model.parameters())

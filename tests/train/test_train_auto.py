@@ -521,6 +521,8 @@ def test_a_machine_that_becomes_busy_is_measured_again(clock):
     assert any("times as long as they did: settings are tried once more" in line for line in said)
     assert loop.resolved.compute.memory_format == "contiguous"
     assert loop.tuning["spans"][-1]["settings"].get("compute.memory_format") is None
+    spans = loop.tuning["spans"]
+    assert all(b["first"] == a["last"] + 1 for a, b in itertools.pairwise(spans))
 
 
 def test_other_parameters_that_train_are_measured_again(clock):

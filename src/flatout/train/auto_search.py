@@ -1,12 +1,13 @@
 """The order in which `auto` tries settings, and when it knows enough.
 
     1  plain       a few steps, which tell how long the run will take
-    2  allocator   first, because its limits cannot be put back
-    3  together    all options against plain, since they help one another: bf16 alone may be slower
+    2  together    all options against plain, since they help one another: bf16 alone may be slower
                    where bf16 with channels_last is three times faster
+    3  allocator   before the others, because its limits cannot be put back
     4  one by one  each option against the best settings so far without it; what is not measured
                    faster goes, and what others have changed since is tried once more
-    5  the whole   what is left against plain; if that does not win, plain it is
+    5  the whole   what is left against plain, where not all together have won; if that does not
+                   win, plain it is
     6  compile     only where the run is long enough to repay the compilation
 
 The search is a generator: it yields Blocks of the job's own steps and is sent what they took.
@@ -168,7 +169,8 @@ class Search:
 
     def run(self) -> _Steps:
         """The blocks in turn; `best` holds whenever it ends."""
-        yield Block(self.plain, 1, 2)
+        first = yield Block(self.plain, 1, 2)
+        self.step_s[self.plain], self._now = first.seconds, self.plain
         while self.budget.steps is None and self.budget.elapsed_s < _SURE_S:
             yield Block(self.plain, 1, 0)
         seconds = yield from self._run(self.plain)
@@ -176,10 +178,10 @@ class Search:
             why = "short steps run faster on one thread"
             self.options.append(Option("process.threads", Trial(1, bool, why=why), 1))
         self._rest = [option for option in self.options if option.setting != "allocator"]
-        for option in set(self.options) - set(self._rest):
-            yield from self._allocator(option)
-        self._base = self.best
         yield from self._all_together()
+        for option in self.options:
+            if option.setting == "allocator":
+                yield from self._allocator(option)
         yield from self._one_by_one()
         yield from self._confirm()
         if self.compiles:
@@ -204,18 +206,19 @@ class Search:
 
         What makes up for the missing interleaving is the count of page faults.
         """
-        kept = self.plain.but(allocator=option.value)
-        before = yield Block(self.plain, self._count(self.plain), 0)
+        kept = self.best.but(allocator=option.value)
+        before = yield Block(self.best, self._count(self.best), 0 if self._now == self.best else 1)
+        self._now = self.best
         if before.faults * _FAULT_S < _WORTH * before.seconds:
             self.dropped[option.field] = f"{before.faults:,.0f} page faults a step: too few"
             return
         a: list[float] = []
         b: list[float] = []
         for _ in range(4):
-            a.append((yield from self._run(self.plain)))
+            a.append((yield from self._run(self.best)))
         after = before
         for number in range(4):
-            after = yield Block(kept, self._count(self.plain), 0 if number else 1)
+            after = yield Block(kept, self._count(self.best), 0 if number else 1)
             self._account(after, kept)
             b.append(after.seconds)
         self._now = kept
@@ -229,7 +232,7 @@ class Search:
             except StopIteration as end:
                 result = end.value
         self.results[option.field] = result
-        self._note(self.plain, kept, after.last - 8, result, is_faster(result))
+        self._note(self.best, kept, after.last - 8, result, is_faster(result))
         if is_faster(result):
             self.best, self.step_s[kept] = kept, statistics.median(b)
 
@@ -265,13 +268,17 @@ class Search:
 
     def _confirm(self) -> _Steps:
         """What is left against plain."""
-        if self.best in (self.plain, self._base):
+        base = self.plain.but(allocator=self.best.allocator)
+        if self.best == base:
             return
-        self.whole = self._measured.get((self._base, self.best))
+        if self.together is not None and is_faster(self.together):
+            self.whole = self.together
+            return
+        self.whole = self._measured.get((base, self.best))
         if self.whole is None:
-            self.whole = yield from self._compare(self._base, self.best, 1.0)
+            self.whole = yield from self._compare(base, self.best, 1.0)
         if self.whole is not None and not is_faster(self.whole) and self.whole.low <= 1:
-            self.best = self._base
+            self.best = base
 
     def _compiled(self) -> _Steps:
         """torch.compile, where the run outlasts the compilation by far."""
@@ -306,7 +313,7 @@ class Search:
         challenger = on if self.best == off else off
         steps, first = self.budget.steps, self._at + 1
         if steps is not None and self._at > _SEARCHED * steps:
-            self.dropped.setdefault(field, "was not measured: the run is half over")
+            self._not_measured(field, "the run is half over")
             return None
         known = challenger in self.step_s
         begins = (
@@ -315,7 +322,7 @@ class Search:
             else self._affords(2 * max(_UNKNOWN, slower - 1))
         )
         if not begins:
-            self.dropped.setdefault(field, "was not measured: the run is too short for it")
+            self._not_measured(field, "the run is too short for it")
             return None
 
         def enough(result: TrialResult) -> bool:
@@ -347,6 +354,10 @@ class Search:
         self._measured[off, on] = result
         self._note(off, on, first, result, is_faster(result))
         return result
+
+    def _not_measured(self, field: str, why: str) -> None:
+        if field not in self.results:
+            self.dropped.setdefault(field, f"was not measured: {why}")
 
     def _run(self, settings: Settings) -> Generator[Block, Measured, float]:
         """Seconds per step of one block."""

@@ -78,6 +78,7 @@ class Tuner:
         self._kind: Any = None
         self._values = 0
         self._changed = 0
+        self._look_every = _LOOK_EVERY
         self._trained = self._trainable()
         self._first = self._last = 0
         self._started: float | None = None
@@ -134,9 +135,11 @@ class Tuner:
             self._stepper.may_split = True
         if is_tried and turn.update.gated and turn.update.was_bad():
             return self._again(run, turn, number, "gave NaN")
+        self._wait()
+        seconds = self._clock() - began + prepared_s
         self._last = number
         self._span(number, settings)
-        self._count(self._clock() - began + prepared_s, batches, turn, number)
+        self._count(seconds, batches, turn, number)
         return done
 
     def _again(self, run: Callable[[], Done], turn: Turn, number: int, why: str) -> Done:
@@ -163,19 +166,16 @@ class Tuner:
         self._block = block
         self._settling, self._left = block.settle, block.steps
         self._seconds = self._settled_s = 0.0
-        self._prepared_s = 0.0
         began = self._clock()
         self._use(block.settings)
         self._switched_s = self._clock() - began
-        self._faults = page_faults()
         self._steps = 0
         self._start()
 
     def _start(self) -> None:
         """The steps that count begin."""
         if not self._settling:
-            self._wait()
-            self._began, self._faults = self._clock(), page_faults()
+            self._faults = page_faults()
 
     def _use(self, settings: Settings) -> None:
         if settings != self._stepper.switch.now:
@@ -215,7 +215,6 @@ class Tuner:
 
     def _end(self, number: int) -> None:
         """A block is over: the slowest rank tells how long it took."""
-        self._wait()
         block, budget = self._block, self.search.budget
         own = [
             self._seconds / block.steps,
@@ -253,7 +252,7 @@ class Tuner:
         self._use(self.search.best)
         self._changed = 0
         self._trained = self._trainable()
-        self.next_step = self._last + _LOOK_EVERY
+        self.next_step = self._last + self._look_every
         self._settle(self)
 
     def restart_numbers(self) -> None:
@@ -268,7 +267,7 @@ class Tuner:
 
     def _look(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
         """Whether what was measured still holds."""
-        self.next_step = number + _LOOK_EVERY
+        self.next_step = number + self._look_every
         known = self.search.step_s.get(self.search.best)
         factor = 1.0
         if known is not None and self._is_of_kind(batches, turn):
@@ -287,7 +286,10 @@ class Tuner:
             )
             self.notes.append(f"auto: {what}: settings are tried once more")
             self.done, self.why, self.next_step = False, "", 0
+            # A machine that never rests is not asked all the time.
+            self._look_every *= 2
             self._kind = None
+            self.spans.append((self._last + 1, number, self.search.best))
             self._last = number
             self._blocks = self.search.again()
             self._begin(next(self._blocks))
