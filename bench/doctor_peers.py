@@ -60,7 +60,7 @@ SCRIPTS: Mapping[str, Words] = {
     "log_each_step": Words(
         part=r"host|residual|logging|callback|batch_end|item\b",
         cause=r"fsync|recorder|\blog\b.*\b(each|every) step|logging",
-        cure=r"(log|record)\w*.*(less|seldom|every|interval|rare)",
+        cure=r"(log|record)\w*.*(less|rarely|every|interval|rare)",
     ),
     "fp32_slow": Words(
         part=r"comput|forward|backward|addmm|\bmm\b|linear",
@@ -70,7 +70,7 @@ SCRIPTS: Mapping[str, Words] = {
     "garbage_each_step": Words(
         part=r"garbage|\bgc\b|host|residual",
         cause=r"gc\.collect|garbage collect",
-        cure=r"(remove|delete|drop|without|take out|leave out|schedul|interval|seldom|less)",
+        cure=r"(remove|delete|drop|without|take out|leave out|schedul|interval|rarely|less)",
     ),
     "eval_missing": Words(
         part=r"evaluat|validat",

@@ -34,7 +34,7 @@ sys.path.append(str(PEERS))
 from convnet_job import BATCH, save
 from keras_job import OPTIMIZERS
 
-# In its own folder this file would pass for Keras itself, where somebody asks if it is installed.
+# In its own folder this file would pass for Keras itself, where someone asks if it is installed.
 sys.path.remove(str(Path(__file__).parent))
 
 FLATOUT, AGAIN = "flatout", "flatout-again"

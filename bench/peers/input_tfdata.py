@@ -1,6 +1,6 @@
 """tf.data in the form of it that was fastest for each kind of data.
 
-The dataset repeats for ever, so that no pass pays for building it. Text and records are shuffled in
+The dataset repeats forever, so that no pass pays for building it. Text and records are shuffled in
 windows of `WINDOW` rows as whole tensors of strings, which takes half the time of `shuffle` and its
 buffer; files are read in turn, several at once. Numbers of parallel calls are given, because
 AUTOTUNE was slower on one and two cores.

@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.pool = nn.MaxPool2d(2)
         self.drop = nn.Dropout(0.2)
         self.last = nn.Linear(36, 3)
-        self.seldom = nn.Parameter(torch.ones(3))
+        self.rarely = nn.Parameter(torch.ones(3))
     def forward(self, x):
         x = self.pool(self.relu(self.first(x)))
         return self.last(self.drop(x.flatten(1)))
@@ -48,7 +48,7 @@ def main():
             optimizer.zero_grad(set_to_none=False)
             output = model(x)
             if step == 1:
-                output = output + model.seldom
+                output = output + model.rarely
             loss = nn.functional.cross_entropy(output, y)
             loss.backward()
             nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)

@@ -780,7 +780,7 @@ def test_a_disk_that_becomes_full(tmp_path, to, layout, when, monkeypatch):
         given = {} if to == "rows" else {"shards": 10}
 
         def fill(inputs, target):
-            # Somebody else takes the room once it runs.
+            # Someone else takes the room once it runs.
             if (disk / when).exists() and not (disk / "other").exists():
                 free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize
                 (disk / "other").write_bytes(bytes(free - 60_000))

@@ -11,7 +11,7 @@ from flatout.data.stages.shuffle import shuffled
 
 @pytest.fixture
 def made(monkeypatch):
-    """Epochs in the order in which somebody asked for their order."""
+    """Epochs in the order in which someone asked for their order."""
     monkeypatch.setattr(orders, "_MANY", 10)
     monkeypatch.setattr(orders, "usable_cpus", lambda: 2)
     asked = []

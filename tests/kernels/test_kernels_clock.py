@@ -85,7 +85,7 @@ def test_time_goes_to_the_lane_that_ran(kind):
     assert spent[HOST] >= 0.02
     assert spent[1] >= 0.04
     assert spent[2] == 0
-    one.last -= 5_000_000_000  # as of somebody who leaves time out
+    one.last -= 5_000_000_000  # as of someone who leaves time out
     one.switch(0)
     assert one.spent[2] >= 5_000_000_000
 

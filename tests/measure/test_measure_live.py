@@ -246,7 +246,7 @@ def test_a_file_that_no_job_has_written_is_passed_over(content):
 def test_what_is_no_file_of_this_user_is_passed_over(tmp_path):
     folder = _own().parent
     folder.mkdir(parents=True, exist_ok=True)
-    os.mkfifo(_own())  # reading it would wait for ever
+    os.mkfifo(_own())  # reading it would wait forever
     assert Ranks().read() == []
     _own().unlink()
     (tmp_path / "elsewhere").write_text(_forged())

@@ -57,7 +57,7 @@ def test_some_seconds_are_needed_and_half_of_them():
 
 
 class Clock:
-    """Its time passes only where somebody sleeps."""
+    """Its time passes only where someone sleeps."""
 
     now = 0.0
 

@@ -369,7 +369,7 @@ def test_clipping_does_not_hide_a_nan(clip):
     assert_equal([p.detach() for p in model.parameters()], kept)
 
 
-# -- an optimizer that somebody watches or changes -------------------------------------------------
+# -- an optimizer that someone watches or changes -------------------------------------------------
 
 
 def run(model, update, steps, start=0):
@@ -510,7 +510,7 @@ def test_channels_last_parameters(name):
         stepped.zero_grad()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    # What somebody loads in another format is put into order as well.
+    # What someone loads in another format is put into order as well.
     saved = copy.deepcopy(optimizer.state_dict())
     for state in saved["state"].values():
         for key, value in state.items():

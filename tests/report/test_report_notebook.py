@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("IPython")
 
-# torch is there before anybody observes, and so is an iteration over a loader.
+# torch is there before anyone observes, and so is an iteration over a loader.
 BEFORE = """
     import hashlib, torch
     from torch.utils.data import DataLoader, TensorDataset

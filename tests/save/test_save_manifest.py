@@ -9,7 +9,7 @@ from flatout.save.storage import Folder, Written
 
 
 def made_up(folder, **changes):
-    """A manifest with a good seal, as anybody can make one."""
+    """A manifest with a good seal, as anyone can make one."""
     whole = manifests.Manifest(3, {"a.json": Written(2, "0" * 64)}, 0.5, {"x": 1})
     fields = json.loads(manifests.dump(whole))
     fields = {**fields, "manifest_sha256": BLANK, **changes}

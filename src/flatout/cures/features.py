@@ -87,7 +87,7 @@ class Features:
         self._has_come_again = False
 
     def open(self) -> bool:
-        """Puts itself in the way, unless somebody else is there."""
+        """Puts itself in the way, unless someone else is there."""
         part = self._part()
         if self._is_over or part is None or "forward" in vars(part) or is_anything_compiled():
             return False

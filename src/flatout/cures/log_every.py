@@ -24,7 +24,7 @@ class Log:
     """Leaves out prints, log records and summaries that come between all steps.
 
     Warnings and errors pass, and so does what is printed elsewhere than to standard output, what
-    comes more seldom than once in each step, and what packages tell by themselves.
+    comes less often than once in each step, and what packages tell by themselves.
 
     Args:
         torch: the module.

@@ -79,7 +79,7 @@ class Verified:
 
     Args:
         name: of the file, for people.
-        sums: what it shall have.
+        sums: what it should have.
         key: of the file as it is now.
         do: what to do where a block differs.
     """
@@ -326,7 +326,7 @@ def shared() -> tuple[str, dict[Key, tuple[int, int]]]:
 
 
 def adopt(told: tuple[str, dict[Key, tuple[int, int]]]) -> None:
-    """Share the marks of the process that `told` of them; without them, compare for oneself."""
+    """Share the marks of the process that `told` of them; without them, compare alone."""
     path, places = told
     with _lock:
         if path.startswith(f"/proc/{os.getpid()}/"):

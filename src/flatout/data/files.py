@@ -216,7 +216,7 @@ def _here(
 
 
 def _no_file(name: str, mode: int) -> DataError:
-    """Opening it could wait for ever."""
+    """Opening it could wait forever."""
     if stat.S_ISFIFO(mode):
         return DataError(
             "expected a file, found a pipe, which is read once and has no row numbers",

@@ -40,7 +40,7 @@ class Pipe:
         path: a FIFO; "-" for standard input; or what the names of several begin with, one for each
             pass: PATH_0, PATH_1, ...
         turn: which pass it is, from 0.
-        timeout_s: the longest time without a byte; None waits for ever.
+        timeout_s: the longest time without a byte; None waits forever.
         say: gets a line when something is waited for.
 
     Attributes:
@@ -68,7 +68,7 @@ class Pipe:
         """Open it and keep other readers away; waits for a FIFO that is not there yet.
 
         Raises:
-            DataError: it is no FIFO, cannot be opened, somebody else reads it, standard input was
+            DataError: it is no FIFO, cannot be opened, someone else reads it, standard input was
                 read already, or time is up.
         """
         if self._path == STANDARD_INPUT:

@@ -41,7 +41,7 @@ class Gpu:
         uuid: its name for CUDA_VISIBLE_DEVICES.
         name: its model.
         memory_total: its memory.
-        memory_used: what of it is taken, by anybody.
+        memory_used: what of it is taken, by anyone.
         capability: its compute capability, such as (8, 9).
         speed: cores times the highest clock in MHz, to compare models roughly; 0 if not known.
         processes: who uses it.

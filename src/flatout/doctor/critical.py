@@ -131,7 +131,7 @@ def _explained(lanes: tuple[str, ...], rank: Observation) -> tuple[str, Site | N
 
 
 def _begins(lanes: tuple[str, ...], rank: Observation) -> Site | None:
-    """Where a lane begins in the user's code, as far as anybody knows."""
+    """Where a lane begins in the user's code, as far as anyone knows."""
     if lanes == ("saving",):
         return next((call.site for call in rank.calls if call.kind == "save"), None)
     if lanes == ("optimizer",):

@@ -36,7 +36,7 @@ SHM_DO = "start the container with --shm-size=4g or --ipc=host, or use num_worke
 
 
 def of_intel(environ: Mapping[str, str]) -> list[str]:
-    """Names of the variables by which somebody sets up Intel's OpenMP."""
+    """Names of the variables by which someone sets up Intel's OpenMP."""
     return sorted(n for n in environ if n.startswith("KMP_") and n not in _NOT_MEANT)
 
 
@@ -139,7 +139,7 @@ def _hidden_gpus(facts: Facts) -> Finding | None:
     return Finding(
         "slow",
         f"CUDA_VISIBLE_DEVICES={value!r} hides {counted(len(gpus), 'GPU')}",
-        "unset it, unless the job shall run on the CPU",
+        "unset it, unless the job is to run on the CPU",
     )
 
 

@@ -57,7 +57,7 @@ static void pass_to(Clock *self, int lane)
     self->current = lane;
 }
 
-/* A step has ended when last looked; returns whether somebody wants to be called. */
+/* A step has ended when last looked; returns whether someone wants to be called. */
 static int end_step(Clock *self, int merge)
 {
     long long between = self->spent[EVALUATION] + self->spent[SAVING], took;

@@ -1,4 +1,4 @@
-/* Hooks for the calls of a step that are like those before: amid training, where caches are full of
+/* Hooks for the calls of a step that are like those before: during training, where caches are full of
    other things, a hook in Python takes several times as long. Whatever else is called is handed to
    the hook in Python, `otherwise`, in whose place this one stands. */
 

@@ -50,7 +50,7 @@ class Clock:
         is_inside: whether a model is being called.
         is_open: whether it is undecided what calls of models were: evaluation, or of a step.
         seen_backwards: backward passes when the lanes were marked.
-        due, until: the number of steps, and the time, at which somebody wants to be called.
+        due, until: the number of steps, and the time, at which someone wants to be called.
         is_counted: whether the optimizer's step that runs has ended a step.
         is_trained_on: whether a backward pass has followed a batch of that loader.
     """

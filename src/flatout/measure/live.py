@@ -191,7 +191,7 @@ class Ranks:
         """Those whose process still runs, by job and rank."""
         found = []
         for file in sorted((cache_folder() / "live").glob("*.json")):
-            # Another version of Flatout may have written it, a disk that is full, or anybody else.
+            # Another version of Flatout may have written it, a disk that is full, or anyone else.
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 data, _ = _read(file)
                 if data["host"] == socket.gethostname() and file.stem == str(data["pid"]):

@@ -56,7 +56,7 @@ def recompute_activations(model: nn.Module) -> Callable[[], None]:
 def _places(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
     """The outermost blocks and flat Sequentials in `module`, itself included."""
     if "forward" in vars(module):
-        return  # somebody else replaced it: left as it is
+        return  # someone else replaced it: left as it is
     if _is_flat(module) or (listed and _parts(module) and not isinstance(module, _LISTS)):
         yield module
         return

@@ -23,7 +23,7 @@ def relu_pool(
         images: of shape (images, channels, height, width).
         pool: the module that does the pooling where the kernel does not; None for the function.
         relu: the same for the activation.
-        is_written: somebody may write into the result, so its gradient must not need it.
+        is_written: someone may write into the result, so its gradient must not need it.
     """
     if (
         is_at_work(images)

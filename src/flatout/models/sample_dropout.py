@@ -103,7 +103,7 @@ class SampleDropout:
     def _mark(self, name: str, module: nn.Module) -> None:
         """Let calls tell which layer they are from."""
         if "forward" in vars(module):
-            return  # somebody else replaced it: its calls count as those of the code around it
+            return  # someone else replaced it: its calls count as those of the code around it
         self._marked.append((f"{name} ({type(module).__name__})", module))
         module.forward = MethodType(_forward(self, len(self._marked)), module)
 

@@ -112,7 +112,7 @@ def line_of(node: fx.Node) -> tuple[str, int]:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether somebody hooked this module, or replaced its forward."""
+    """Whether someone hooked this module, or replaced its forward."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

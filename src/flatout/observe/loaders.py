@@ -244,7 +244,7 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
     def seen_of(loader: Any, site: Site | None) -> SeenLoader:
         seen = known.get(id(loader))
         if seen is None or seen.ref() is not loader:
-            seen = known[id(loader)] = _made_anew(loader, site) or _met(loader, site)
+            seen = known[id(loader)] = _remade(loader, site) or _met(loader, site)
         seen.facts.site = seen.facts.site or site
         return seen
 
@@ -253,7 +253,7 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
         watch.loaders.append(seen)
         return seen
 
-    def _made_anew(loader: Any, site: Site | None) -> SeenLoader | None:
+    def _remade(loader: Any, site: Site | None) -> SeenLoader | None:
         """One of which this loader is the successor, as where each epoch makes its own."""
         for seen in watch.loaders if site is not None else ():
             # Who tells of a site has read its line too.
@@ -300,7 +300,7 @@ def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:
 
 def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
     """Times every batch that an iterator of this class hands over."""
-    owner._flatout_seen = None  # of one that was begun before anybody looked
+    owner._flatout_seen = None  # of one that was begun before anyone looked
     wrap(owner, "_next_index", "observe", _hashed)
     wrap(owner, "__init__", "observe", _met, seen_of)
     wrap(owner, "__next__", "observe", _timed, watch)

@@ -21,7 +21,7 @@ from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
 # Shapes of inputs that are told apart. They are looked at in each of the first calls, and then the
-# more seldom the more calls there were: a look takes as long as a third of a very short step.
+# less often the more calls there were: a look takes as long as a third of a very short step.
 _SHAPES, _FIRST_CALLS, _EVERY, _SHARE = 64, 256, 32, 16
 # A model that is called no oftener may be a part of another one that is being built.
 _BUILDING = 2

@@ -144,7 +144,7 @@ class StepFinder:
         """It has stepped. One that hands its step on to another, as wrappers do, is not counted.
 
         Raises:
-            Enough: the script shall end here.
+            Enough: the script is to end here.
         """
         lanes = self._lanes
         if self._is_traced() or lanes.is_counted:
@@ -206,7 +206,7 @@ class StepFinder:
         return is_due
 
     def _meet(self, optimizer: Any) -> SeenOptimizer:
-        """A new one: it comes last in its round, as far as anybody knows."""
+        """A new one: it comes last in its round, as far as anyone knows."""
         for other in self._seen.values():
             other.ends_round = False
         seen = SeenOptimizer(optimizer, facts_of(optimizer, here(4)))

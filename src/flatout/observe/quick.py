@@ -1,4 +1,4 @@
-"""Most calls of a step are like those before, and are seen in C: amid training, where caches are
+"""Most calls of a step are like those before, and are seen in C: during training, where caches are
 full of other things, a hook in Python takes several times as long.
 
 What is new goes to the hook in Python that the one in C stands for. The first steps do, and all of

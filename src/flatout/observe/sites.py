@@ -74,7 +74,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def site_of_code(code: CodeType | None) -> Site | None:
-    """The line in which a function of the user's begins; None for anybody else's."""
+    """The line in which a function of the user's begins; None for anyone else's."""
     if code is None or not is_users(code.co_filename):
         return None
     return Site(code.co_filename, code.co_firstlineno)

@@ -86,7 +86,7 @@ class Watch:
         """A step has ended that was due, or the time is over.
 
         Raises:
-            Enough: the script shall end here.
+            Enough: the script is to end here.
         """
         lanes = self.lanes
         if not self._has_begun:

@@ -72,7 +72,7 @@ class Update:
         )
         devices = dict.fromkeys(p.device for p in self.parameters)
         for device in devices:
-            # A flag that is set stays set, until somebody clears it.
+            # A flag that is set stays set, until someone clears it.
             self._flags.setdefault(device, torch.zeros((), device=device))
         self._one = {d: torch.ones((), device=d) for d in devices}
         # The usual case, one device, without a walk through a dictionary in each step.
@@ -196,7 +196,7 @@ class Part:
         self._sizes = [len(g["params"]) for g in self._groups]
 
     def is_stale(self) -> bool:
-        """Whether somebody loaded a state into the optimizer, or added parameters to it."""
+        """Whether someone loaded a state into the optimizer, or added parameters to it."""
         optimizer, groups = self.optimizer, self._groups
         return (
             optimizer.param_groups is not groups
@@ -213,7 +213,7 @@ class Part:
             on_cpu: whether that is the CPU, where the flag was read already.
         """
         complete = len(gradients) == len(self.parameters)
-        # An empty state means that somebody had the optimizer start over.
+        # An empty state means that someone had the optimizer start over.
         if self.direct is not None and complete and self._state and not self._hooked():
             self._step_directly(gradients, None if on_cpu else flag)
             return

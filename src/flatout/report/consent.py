@@ -19,7 +19,7 @@ _LOGS = "logs to "
 
 
 def has_terminal() -> bool:
-    """Whether somebody can be asked."""
+    """Whether someone can be asked."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 

@@ -16,7 +16,7 @@ from flatout.report.page import page
 
 @dataclass(frozen=True)
 class Files:
-    """Where they are, or shall be; None for what no one asked for.
+    """Where they are, or will be; None for what no one asked for.
 
     Attributes:
         page: HTML.

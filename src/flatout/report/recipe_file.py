@@ -16,7 +16,7 @@ COMMENT = "Written by flatout doctor, which may replace it: keep a Recipe of you
 
 
 def place(asked: Path | None, *, force: bool = False) -> Path:
-    """Where the file shall lie; to be known before any script runs.
+    """Where the file will be; known before any script runs.
 
     Args:
         asked: by the user; None: flatout.toml here, or beside it where that is the user's own.

@@ -49,7 +49,7 @@ class Asked:
 
     Attributes:
         what: the script and its arguments; a module after "-m"; or torchrun's command line.
-        recipe: where what is proven shall lie.
+        recipe: where what is proven will be written.
         seconds, steps: how long its steps are watched in the first look.
         verbose: whether its output is shown then.
         in_place: whether it writes then what it writes.

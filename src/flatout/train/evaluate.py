@@ -64,7 +64,7 @@ def evaluate(
         loop: has the ranks, and the precision and device of training.
         source: read from its beginning, in the order of epoch 0.
         stopped: asked after each batch whether to give up; the answer is then None.
-        watched: the same batches, for somebody who wants to know when each begins and ends.
+        watched: the same batches, for someone who wants to know when each begins and ends.
 
     Raises:
         NumbersError: if a weight or buffer is not finite.

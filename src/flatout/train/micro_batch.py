@@ -148,7 +148,7 @@ def pieces_for(batch_size: int, micro_batch: str | int) -> int:
 def estimate_pieces(model: nn.Module, forward: Callable[[Batch], object], batch: Batch) -> int:
     """Pieces that let the activations of `batch` fit in the free memory of this machine.
 
-    On a CPU running out of memory is seldom an error that can be caught: the kernel ends the
+    On a CPU running out of memory is rarely an error that can be caught: the kernel ends the
     process. So the bytes that autograd keeps for backward are counted on a few samples and on twice
     as many, and extended to the batch. Model, buffers and random states are left as they were.
     """

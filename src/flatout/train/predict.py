@@ -69,7 +69,7 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
 
 
 def _check(output: Any) -> None:
-    """Refuse what `map_tensors` would take for a tuple, or iterate for ever."""
+    """Refuse what `map_tensors` would take for a tuple, or iterate forever."""
     if isinstance(output, (dict, tuple, list)):
         for part in output.values() if isinstance(output, dict) else output:
             _check(part)

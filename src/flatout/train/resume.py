@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # So many sample numbers of the first batch tell one order from another.
 _SHOWN = 8
-_ANEW = "or begin a new run with warm_start"
+_NEW_RUN = "or begin a new run with warm_start"
 
 
 class Resume:
@@ -236,7 +236,7 @@ def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] |
         raise DataError(
             "the training data or batch size differ from those of the checkpoint",
             where=f"then: {_words(saved, now)}\n  now: {_words(now, saved)}",
-            do=f"resume with the same data and batch size, {_ANEW}",
+            do=f"resume with the same data and batch size, {_NEW_RUN}",
         )
     then = state["first_samples"]
     # On more ranks a part has fewer samples.
@@ -244,7 +244,7 @@ def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] |
         raise DataError(
             "the samples come in another order than those of the checkpoint",
             where=f"an epoch began with samples {then}, now with {first}",
-            do=f"resume with the same seed and shuffle, {_ANEW}",
+            do=f"resume with the same seed and shuffle, {_NEW_RUN}",
         )
 
 

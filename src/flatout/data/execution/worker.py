@@ -160,7 +160,7 @@ def _sendable(error: Exception, told: str) -> Exception:
 
 
 def _end_with_parent() -> None:
-    """One that is killed tells no one, and its processes would wait for work for ever."""
+    """One that is killed tells no one, and its processes would wait for work forever."""
     parent = torch.multiprocessing.parent_process()
     if parent is not None:
         parent.join()

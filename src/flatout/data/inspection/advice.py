@@ -15,7 +15,7 @@ _MANY_FILES = 16
 _LARGE_FILE = 1 << 30
 # How much faster a row cache has to be to be worth its place on the disk.
 _WORTH = 1.5
-# What an epoch may cost without anybody minding.
+# What an epoch may cost without anyone minding.
 _QUICK_S = 0.1
 
 

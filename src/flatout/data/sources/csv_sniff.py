@@ -13,7 +13,7 @@ from contextlib import suppress
 from flatout.data.files import File
 from flatout.errors import as_data_error
 
-# In this order where several fit: what parts all rows alike is seldom anything but the delimiter,
+# In this order where several fit: what parts all rows alike is rarely anything but the delimiter,
 # only commas stand in numbers and texts as well.
 _DELIMITERS = ("\t", ";", "|", ",")
 _BYTES, _ROWS = 1 << 16, 64

@@ -293,7 +293,7 @@ def fifo(
             a writer that dies between two rows cannot be told from one that has finished.
         on_error: "fail", or "skip" rows that are not as they should be, in each pass.
         max_errors: the most rows to skip in a pass.
-        timeout_s: the longest time without a byte; None waits for ever. Either way it is said on
+        timeout_s: the longest time without a byte; None waits forever. Either way it is said on
             stderr what is waited for.
         max_record_bytes: the longest record; memory for reading is bounded by it.
 

@@ -1,4 +1,4 @@
-"""Batches that somebody else makes: read forward, and resumed by replaying."""
+"""Batches that someone else makes: read forward, and resumed by replaying."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _LAYERWISE = (32_768, 39)
 
 @check()
 def look(seen: Observation) -> Findings:
-    """Whether a step has more samples, and an epoch fewer steps, than anybody reports."""
+    """Whether a step has more samples, and an epoch fewer steps, than anyone reports."""
     step_ms(seen)
     at_once = samples_per_call(seen)
     if at_once is None:

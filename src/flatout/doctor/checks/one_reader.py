@@ -22,7 +22,7 @@ _MUCH = 0.5
 """Share of the loader's time from which on it is reading that holds it up."""
 
 _READERS = 4
-"""Parts to begin with: disks and decompression seldom scale much further."""
+"""Parts to begin with: disks and decompression rarely scale much further."""
 
 
 @check()

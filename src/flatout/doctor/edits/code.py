@@ -302,7 +302,7 @@ class Code:
         space = line[: len(line) - len(line.lstrip(" \t"))]
         if self.begin(last) - self.starts[last.lineno - 1] != len(space):
             return [(at, at, "".join(f", {each}" for each in words))]
-        # It begins its line, and so shall the new ones; what stands behind it stays with it.
+        # It begins its line, and so do the new ones; what stands behind it stays with it.
         comma, found = self.next_token(at)
         is_comma = found == ","
         line_ends = self.starts[self.line_of(comma if is_comma else at)]

@@ -24,7 +24,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 def after_loop(at: Place) -> list[Edit]:
     """The statement that computes a metric, moved behind the loop that it stands in.
 
-    The last turn's value is the only one that anybody can have read, and all that it is made of is
+    The last turn's value is the only one that anyone can have read, and all that it is made of is
     still there behind the loop.
     """
     code, statement = at.code, at.statement

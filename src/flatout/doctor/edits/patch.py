@@ -35,7 +35,7 @@ def diff(edits: Iterable[Edit], root: Path) -> str:
 
 
 def of_files(files: Mapping[str, tuple[bytes, bytes]], root: Path) -> str:
-    """Returns the diff of files, each as it is and as it shall be."""
+    """Returns the diff of files, each before and after."""
     parts: list[str] = []
     for file in sorted(files):
         name = _below(file, root)

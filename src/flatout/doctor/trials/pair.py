@@ -164,7 +164,7 @@ class Against:
                 self._a.meet()
                 self._has_met = True
             elif fresh or (self._has_aged(terms.floor) and self.start_s < budget_s / 2):
-                self._start_anew()
+                self._restart()
             # B starts as long as A did; for what it does beyond that there is the trial's time.
             starts = time.monotonic() + _SLACK * self.start_s
             with closing(self._start("b", b, min(self._until, max(until, starts)), warm)) as other:
@@ -199,7 +199,7 @@ class Against:
     def _has_aged(self, floor: float) -> bool:
         return self._old_s > self._young_s * (1 + max(floor, _AGED))
 
-    def _start_anew(self) -> None:
+    def _restart(self) -> None:
         """A from its beginning; a script that is short begins again and again as it is."""
         if self._a.most_steps is None:
             self._a.renew(self._a.queue + WARM_STEPS)
@@ -233,12 +233,12 @@ class Against:
 
         def measured(side: Arm) -> Callable[[], float]:
             def one() -> float:
-                is_anew = lives.begin_anew(len(pair.blocks))
-                if is_anew:
+                restarts = lives.restart(len(pair.blocks))
+                if restarts:
                     a.renew(dropped)
                     b.renew(dropped)
                 # Who goes on alone has its pace, unless its script ends by itself meanwhile.
-                goes_on = bool(pair.blocks) and pair.blocks[-1].side == side.name and not is_anew
+                goes_on = bool(pair.blocks) and pair.blocks[-1].side == side.name and not restarts
                 paced, _ = length.of(side.step_s)
                 left_out, counted = length.of(side.step_s, is_paced=not goes_on)
                 block = side.block(left_out, counted, dropped_again=paced)

@@ -13,7 +13,7 @@ _CHUNK = 1 << 18
 
 
 def relay(services: Sequence[socket.socket]) -> NoReturn:
-    """Accepts what comes to sockets that listen in the other network, for ever.
+    """Accepts what comes to sockets that listen in the other network, forever.
 
     Each connection goes on to the same address and port in this process' own network.
     """

@@ -133,7 +133,7 @@ class Lives:
     count: int
     quadruples: int
 
-    def begin_anew(self, blocks: int) -> bool:
+    def restart(self, blocks: int) -> bool:
         """Whether one ends after so many blocks."""
         life, rest = divmod(blocks, 4 * self.quadruples)
         return rest == 0 and 0 < life < self.count

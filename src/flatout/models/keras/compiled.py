@@ -26,7 +26,7 @@ class KerasJob:
     """Forward, the compiled loss with all that layers add to it, and the compiled metrics.
 
     The metrics are the model's own objects, as in Keras: one job uses them at a time. They are
-    updated in each step and read when somebody asks.
+    updated in each step and read when someone asks.
 
     Args:
         model: built and compiled.

@@ -6,7 +6,7 @@ whole batch's mean where every sample counts the same. Where masks, `ignore_clas
 the whole batch's value first, so that its weighing by samples comes out as on one rank.
 
 Metrics of Keras add up sums over samples. Each rank feeds its own, and the sums of all ranks are
-put together when somebody reads. A metric of the user's own may do anything with a batch, so it
+put together when someone reads. A metric of the user's own may do anything with a batch, so it
 gets the whole of each, on every rank.
 """
 

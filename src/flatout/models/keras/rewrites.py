@@ -31,7 +31,7 @@ _here = threading.local()
 def training_step() -> Iterator[None]:
     """Only in here a layer may leave its ReLU to the pool behind it.
 
-    Elsewhere somebody may look at what the layer gives, as a callback with a model of features.
+    Elsewhere someone may look at what the layer gives, as a callback with a model of features.
     """
     before = _is_step()
     _here.is_step = True

@@ -3,7 +3,7 @@
 Some of Keras' metrics cost many small operators in each update whatever the batch (MeanIoU builds a
 confusion matrix). The first updates of every metric are timed beside the steps. A metric of Keras'
 own that takes more than half of what the rest of a step takes keeps the outputs from then on, and
-is updated with many batches at once, at the latest when somebody reads it. Its result is the same
+is updated with many batches at once, at the latest when someone reads it. Its result is the same
 to rounding, because these metrics add up sums over samples. A metric of the user's own is only
 named.
 """

@@ -103,7 +103,7 @@ class Beside:
         return self.reduction.is_exact
 
     def memory(self, number: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros where a bucket's gradients shall lie."""
+        """Zeros for a bucket's gradients."""
         return self.reduction.memory(number, length, dtype, self.device)
 
     def state_dict(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Reduction:
     def memory(
         self, number: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Zeros in one dimension, where a bucket's gradients shall lie; no sum may be under way."""
+        """Zeros in one dimension, for a bucket's gradients; no sum may be under way."""
         return torch.zeros(length, dtype=dtype, device=device)
 
     def add_up(self, flat: Flat) -> None:
