@@ -174,14 +174,16 @@ class Search:
         while self.budget.steps is None and self.budget.elapsed_s < _SURE_S:
             yield Block(self.plain, 1, 0)
         seconds = yield from self._run(self.plain)
-        if self.threads and self.plain.threads > 1 and seconds < SHORT_STEP_S:
-            why = "short steps run faster on one thread"
-            self.options.append(Option("process.threads", Trial(1, bool, why=why), 1))
         self._rest = [option for option in self.options if option.setting != "allocator"]
         yield from self._all_together()
         for option in self.options:
             if option.setting == "allocator":
                 yield from self._allocator(option)
+        if self.threads and self.plain.threads > 1 and seconds < SHORT_STEP_S:
+            why = "short steps run faster on one thread"
+            one = Option("process.threads", Trial(1, bool, why=why), 1)
+            self.options.append(one)
+            self._rest.append(one)
         yield from self._one_by_one()
         yield from self._confirm()
         if self.compiles:
