@@ -67,7 +67,7 @@ def by_hand(family: Family, arm: set[str], seed: int, seconds: float, steps: int
     return {
         "step_s": median(times),
         "setup_s": setup if "compile" in arm else 0.0,
-        "loss": sum(losses[-20:]) / len(losses[-20:]),
+        "loss": sum(losses[-BATCHES:]) / len(losses[-BATCHES:]),
     }
 
 
