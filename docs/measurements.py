@@ -65,12 +65,6 @@ SECTIONS = (
         "A step of a tiny model, with next to no arithmetic: what the training loop itself costs.",
     ),
     Section(
-        "breadth",
-        "Models that nobody tuned for",
-        "`fit` with nothing set, whole runs with all that tuning costs, beside loops by hand: "
-        "fp32, fused Adam, bf16, channels_last, and these together. Data in memory, two threads.",
-    ),
-    Section(
         "overhead",
         "What a fit costs beyond its steps",
         "One epoch over 80,000 rows of 25 columns in batches of 1,024 (an MLP of 32, one thread, "
