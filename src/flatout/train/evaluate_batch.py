@@ -95,7 +95,7 @@ class EvaluateBatch:
             gain *= one["ratio"]
         if gain >= _TOLD:
             self._tell(
-                f"evaluation takes {search.size:,} samples at a time: {gain:.1f} times as fast as "
+                f"evaluation takes {search.size:,} samples at a time: measured faster than "
                 f"{search.given:,}"
             )
 
