@@ -6,7 +6,7 @@ from glob import glob
 from setuptools import Extension, setup
 
 free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-shared = [f"src/flatout/kernels/{name}.h" for name in ("_module", "_buffers", "_rows")]
+shared = [f"src/flatout/kernels/{name}.h" for name in ("_module", "_buffers", "_rows", "_bf16")]
 
 setup(
     ext_modules=[

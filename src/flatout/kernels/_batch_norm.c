@@ -12,6 +12,7 @@
    with it for the CPUs. */
 
 #include "_module.h"
+#include "_bf16.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -41,22 +42,6 @@ struct Job {
     int activation, failed;
     Pass pass;
 };
-
-static inline uint16_t rounded(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint16_t nearest = (uint16_t)((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16);
-    return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : nearest;
-}
-
-static inline float widened(uint16_t value)
-{
-    uint32_t bits = (uint32_t)value << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
 
 /* As torch does: a NaN stays one, and passes its gradient on. */
 static inline __attribute__((always_inline)) float activated(float value, int activation)

@@ -4,6 +4,7 @@
    the OpenMP that torch itself uses: a pool of our own would fight with it for the CPUs. */
 
 #include "_module.h"
+#include "_bf16.h"
 #include "_dropout_core.h"
 
 /* Elements that a thread takes at a time, and whose bytes lie on its stack at a time. */
@@ -24,22 +25,6 @@ struct Job {
     void (*unit)(const Job *job, int64_t number);
     int64_t elements, units, next;
 };
-
-static inline uint16_t rounded(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint16_t nearest = (uint16_t)((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16);
-    return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : nearest;
-}
-
-static inline float widened(uint16_t value)
-{
-    uint32_t bits = (uint32_t)value << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
 
 /* `count` elements from place `at` on; their bytes lie `stride` apart. As in torch, what is dropped
    is multiplied by zero: a NaN stays one. */
