@@ -64,23 +64,29 @@ def _by_kernel(
     result, moments = _BatchNorm.apply(  # type: ignore[no-untyped-call]
         x, norm.weight, norm.bias, skip, activation, norm.eps
     )
-    _track(norm, moments, x.numel() // x.shape[1])
+    move_statistics(norm, moments[0], moments[1], x.numel() // x.shape[1])
     return result
 
 
 @torch.no_grad()
-def _track(norm: Any, moments: torch.Tensor, count: int) -> None:
-    """The running statistics, as torch's BatchNorm keeps them."""
-    if not norm.track_running_stats:
+def move_statistics(norm: Any, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
+    """Move a BatchNorm's running statistics on, as it does itself in training.
+
+    Args:
+        norm: the layer.
+        mean: of the batch, of shape (channels,).
+        variance: of the batch, biased, of shape (channels,).
+        count: values of each channel.
+    """
+    if norm.running_mean is None or norm.running_var is None or not norm.training:
         return
-    momentum = norm.momentum
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        momentum = 1 / float(norm.num_batches_tracked) if momentum is None else momentum
-    if norm.running_mean is not None:
-        norm.running_mean.mul_(1 - momentum).add_(moments[0], alpha=momentum)
-        share = momentum * count / (count - 1)
-        norm.running_var.mul_(1 - momentum).add_(moments[1], alpha=share)
+    norm.num_batches_tracked.add_(1)
+    share = norm.momentum
+    if share is None:  # the mean over all batches so far
+        share = 1 / float(norm.num_batches_tracked)
+    unbiased = variance * (count / max(1.0, count - 1))
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+    norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), share)
 
 
 class _BatchNorm(torch.autograd.Function):

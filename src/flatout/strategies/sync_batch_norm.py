@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatout.models import is_keras_norm, keras_moments, modules_of
+from flatout.models import is_keras_norm, keras_moments, modules_of, move_statistics
 from flatout.world import ONE, World
 
 
@@ -109,7 +109,7 @@ class _Normalized(torch.autograd.Function):
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.size()}"
             )
-        _keep(layer, mean, variance, total / sync.copies)
+        move_statistics(layer, mean, variance, total / sync.copies)
         scale = torch.rsqrt(variance + layer.eps)
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.world, ctx.dims, ctx.total = sync.world, dims, total
@@ -158,20 +158,6 @@ def _over_all(
 
 
 @torch.no_grad()
-def _keep(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
-    """Move the running statistics on, as BatchNorm does."""
-    if layer.running_mean is None or layer.running_var is None or not layer.training:
-        return
-    assert layer.num_batches_tracked is not None
-    layer.num_batches_tracked.add_(1)
-    share = layer.momentum
-    if share is None:  # the mean over all batches so far
-        share = 1 / float(layer.num_batches_tracked)
-    unbiased = variance * (count / max(1.0, count - 1))
-    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
-    layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), share)
-
-
 def _spread(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Of each channel, in a shape to be combined with `like`."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
