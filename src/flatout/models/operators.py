@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.data import tensors_in
+
 # An operator that touches no more is taken to find all of it in a cache.
 CACHED_BYTES = 2**21
 
@@ -50,7 +52,7 @@ class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, flops, is_view = _known(func)
         if not kind or (func is _TO_COPY and _is_cast(args[0], out)):
             return
-        moved = 0 if is_view else sum(map(_bytes, _tensors((*args, out))))
+        moved = 0 if is_view else sum(map(_bytes, tensors_in((*args, out))))
         kinds = self._since
         if torch._C._current_graph_task_id() != -1:
             self._end_forward()
@@ -86,7 +88,7 @@ def weights_counted(
     trained = [p for p in model.parameters() if p.requires_grad]
     states = [state for o in optimizers for state in o.state.values()]
     # A count of steps is no state of each weight.
-    held = [t for state in states for t in _tensors((state,)) if t.dim()]
+    held = [t for state in states for t in tensors_in(state) if t.dim()]
     return {
         "bytes": sum(map(_bytes, trained)),
         "state_bytes": sum(map(_bytes, held)),
@@ -100,17 +102,6 @@ def _add(kinds: _Kinds, kind: str, calls: float, flops: float, moved: float, cac
     of["flops"] += flops
     of["bytes"] += moved
     of["cached_bytes"] += cached
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors of nested lists, tuples and dicts."""
-    if torch.is_tensor(values):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

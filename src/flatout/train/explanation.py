@@ -6,7 +6,7 @@ Its text is what `history.explain()` returns and `flatout explain` prints; the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from textwrap import wrap
@@ -107,11 +107,7 @@ class Explanation:
         if counts["device"] == "cpu":
             return [Lane(name, took.get(name, 0.0), kinds) for name, kinds in least.items()]
         # There the lanes are the host's, which calls ahead.
-        kinds: dict[str, float] = {}
-        for of in least.values():
-            for kind, seconds in of.items():
-                kinds[kind] = kinds.get(kind, 0.0) + seconds
-        return [Lane("step", sum(took.values()), kinds)]
+        return [Lane("step", sum(took.values()), _summed(least.values()))]
 
     @cached_property
     def promised(self) -> list[tuple[str, float, float]]:
@@ -260,13 +256,19 @@ class Explanation:
 
     def _kinds(self) -> dict[str, float]:
         """Seconds of the step by kind, the longest first; without what does not show."""
-        found: dict[str, float] = {}
-        for lane in self.lanes:
-            for kind, seconds in lane.kinds.items():
-                found[kind] = found.get(kind, 0.0) + seconds
+        found = _summed(lane.kinds for lane in self.lanes)
         whole = sum(found.values())
         shown = {kind: seconds for kind, seconds in found.items() if seconds > 0.005 * whole}
         return dict(sorted(shown.items(), key=lambda one: -one[1]))
+
+
+def _summed(lanes: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by kind over all lanes."""
+    found: dict[str, float] = {}
+    for kinds in lanes:
+        for kind, seconds in kinds.items():
+            found[kind] = found.get(kind, 0.0) + seconds
+    return found
 
 
 def words_of(settings: Mapping[str, Any]) -> str:
