@@ -30,7 +30,7 @@ import math
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ import numpy.typing as npt
 from flatout.errors import FlatoutError
 
 _Array = npt.NDArray[np.float64]
+_Side = TypeVar("_Side")
 
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
@@ -96,6 +97,12 @@ class TrialResult:
         return middle * math.sqrt(self.ratio), middle / math.sqrt(self.ratio)
 
     @property
+    def figures(self) -> dict[str, Any]:
+        """Plain data for a record: `ratio`, `low`, `high`, `floor` and `pairs`."""
+        names = ("ratio", "low", "high", "floor", "pairs")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def words(self) -> str:
         """One phrase, such as `1.19x [1.17,1.21] (A/A ±0.9%)`."""
         interval = f"[{self.low:.2f},{self.high:.2f}]"
@@ -144,6 +151,8 @@ def run_trial(
             do="give at least one pair, and max_pairs no smaller than min_pairs",
         )
     blocks = quadruples(
+        measure_a,
+        measure_b,
         max_pairs=max_pairs,
         min_pairs=min_pairs,
         deadline_s=deadline_s,
@@ -152,18 +161,19 @@ def run_trial(
         seed=seed,
         clock=clock,
     )
-    measures = {"A": measure_a, "B": measure_b}
-    wanted = next(blocks)
+    measure = next(blocks)
     while True:
-        seconds = measures[wanted]()
+        seconds = measure()
         try:
-            wanted = blocks.send(seconds)
+            measure = blocks.send(seconds)
         except StopIteration as end:
             found: TrialResult = end.value
             return found
 
 
 def quadruples(
+    a: _Side,
+    b: _Side,
     *,
     max_pairs: int = 8,
     min_pairs: int = 2,
@@ -174,13 +184,14 @@ def quadruples(
     enough: Callable[[TrialResult], bool] = lambda result: False,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
-) -> Generator[str, float, TrialResult]:
+) -> Generator[_Side, float, TrialResult]:
     """The trial of `run_trial` for a caller that runs the blocks itself.
 
-    Yields the configuration of the next block, "A" or "B", and is sent its seconds per step;
-    returns the result.
+    Yields the configuration of the next block and is sent its seconds per step; returns the result.
 
     Args:
+        a: stands for configuration A.
+        b: stands for configuration B.
         max_pairs, min_pairs, deadline_s, floor, precision, seed, clock: as of `run_trial`.
         tie_floor: "no difference" is an answer only where the floor is at most this.
         enough: asked after each quadruple, from the first on; true ends the trial.
@@ -190,25 +201,25 @@ def quadruples(
     """
     began = clock()
     slowest = 0.0
-    a: list[tuple[float, float]] = []
-    b: list[tuple[float, float]] = []
+    of_a: list[tuple[float, float]] = []
+    of_b: list[tuple[float, float]] = []
     while True:
         quadruple_began = clock()
-        a1 = _checked((yield "A"), "A")
-        b1 = _checked((yield "B"), "B")
-        b2 = _checked((yield "B"), "B")
-        a2 = _checked((yield "A"), "A")
-        a.append((a1, a2))
-        b.append((b1, b2))
+        a1 = _checked((yield a), "A")
+        b1 = _checked((yield b), "B")
+        b2 = _checked((yield b), "B")
+        a2 = _checked((yield a), "A")
+        of_a.append((a1, a2))
+        of_b.append((b1, b2))
         now = clock()
         slowest = max(slowest, now - quadruple_began)
-        result = _judge(np.array(a), np.array(b), floor, seed, now - began)
+        result = _judge(np.array(of_a), np.array(of_b), floor, seed, now - began)
         is_precise = result.high <= result.low * (1 + precision)
         is_tie = _within_floor(result) and result.floor <= tie_floor
         settled = ((result.wins or result.loses) and is_precise) or is_tie
-        if len(a) >= max_pairs or now - began + slowest > deadline_s or enough(result):
+        if len(of_a) >= max_pairs or now - began + slowest > deadline_s or enough(result):
             return result
-        if len(a) >= min_pairs and settled:
+        if len(of_a) >= min_pairs and settled:
             return result
 
 

@@ -289,7 +289,7 @@ def _options(requested: Recipe, stepper: Stepper, facts: ModelFacts, allow: Pari
     """
     job, votes = _Job(stepper.switch), auto_cache.chosen_here()
     options = [
-        Option(field, trial, trial.value)
+        Option(field, trial)
         for field in _MEASURED
         if (trial := SETTINGS[field].trial) is not None
         and requested.get(field) == "auto"

@@ -20,7 +20,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flatout.measure import TrialResult, quadruples
+from flatout.measure import TrialResult, quadruples, run_trial
 from flatout.recipe import Trial
 from flatout.train.auto_budget import Budget
 from flatout.train.settings import Settings
@@ -60,17 +60,20 @@ class Option:
     Attributes:
         field: its dotted name in the Recipe.
         trial: of another value than the plain one.
-        value: that is tried.
     """
 
     field: str
     trial: Trial
-    value: Any
 
     @property
     def setting(self) -> str:
         """Its name in Settings."""
         return self.field.partition(".")[2]
+
+    @property
+    def value(self) -> Any:
+        """What is tried."""
+        return self.trial.value
 
 
 class Block(NamedTuple):
@@ -181,7 +184,7 @@ class Search:
                 yield from self._allocator(option)
         if self.threads and self.plain.threads > 1 and seconds < SHORT_STEP_S:
             why = "short steps run faster on one thread"
-            one = Option("process.threads", Trial(1, bool, why=why), 1)
+            one = Option("process.threads", Trial(1, bool, why=why))
             self.options.append(one)
             self._rest.append(one)
         yield from self._one_by_one()
@@ -225,16 +228,10 @@ class Search:
             b.append(after.seconds)
         self._now = kept
         self.faults = (before.faults, after.faults)
-        blocks = quadruples(max_pairs=2)
-        sides = {"A": iter(a), "B": iter(b)}
-        wanted, result = next(blocks), None
-        while result is None:
-            try:
-                wanted = blocks.send(next(sides[wanted]))
-            except StopIteration as end:
-                result = end.value
+        of_a, of_b = iter(a), iter(b)
+        result = run_trial(lambda: next(of_a), lambda: next(of_b), max_pairs=2)
         self.results[option.field] = result
-        self._note(self.best, kept, after.last - 8, result, is_faster(result))
+        self._note(self.best, kept, after.last - 8, result)
         if is_faster(result):
             self.best, self.step_s[kept] = kept, statistics.median(b)
 
@@ -302,7 +299,7 @@ class Search:
         result = yield from self._compare(self.best, compiled, 1.0, field)
         if result is not None:
             trial = Trial("on", bool, why="one kernel for many operators")
-            self.options.append(Option(field, trial, "on"))
+            self.options.append(Option(field, trial))
             self.results[field] = result
             self.best = compiled if is_faster(result) else self.best
 
@@ -332,12 +329,12 @@ class Search:
             return _is_clear(result) or over or not self._affords_pair(challenger)
 
         blocks = quadruples(
-            max_pairs=_MOST_PAIRS, floor=_LEAST_GAIN, tie_floor=TIE_FLOOR, enough=enough
+            off, on, max_pairs=_MOST_PAIRS, floor=_LEAST_GAIN, tie_floor=TIE_FLOOR, enough=enough
         )
         wanted = next(blocks)
         while True:
             try:
-                seconds = yield from self._run(off if wanted == "A" else on)
+                seconds = yield from self._run(wanted)
             except Failed as failed:
                 self.dropped[field] = str(failed)
                 return None
@@ -354,7 +351,7 @@ class Search:
                 result: TrialResult = end.value
                 break
         self._measured[off, on] = result
-        self._note(off, on, first, result, is_faster(result))
+        self._note(off, on, first, result)
         return result
 
     def _not_measured(self, field: str, why: str) -> None:
@@ -405,20 +402,14 @@ class Search:
         excess = max(0.0, self.step_s[challenger] - self.step_s[self.best])
         return self.budget.pays_for(2 * self._count(challenger) * excess)
 
-    def _note(
-        self, off: Settings, on: Settings, first: int, result: TrialResult, won: bool
-    ) -> None:
+    def _note(self, off: Settings, on: Settings, first: int, result: TrialResult) -> None:
         self.trials.append(
             {
                 "a": off.other_than(self.plain),
                 "b": on.other_than(self.plain),
                 "first": first,
                 "last": self._at,
-                "ratio": result.ratio,
-                "low": result.low,
-                "high": result.high,
-                "floor": result.floor,
-                "pairs": result.pairs,
-                "chosen": "b" if won else "a",
+                **result.figures,
+                "chosen": "b" if is_faster(result) else "a",
             }
         )

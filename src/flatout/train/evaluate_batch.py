@@ -152,22 +152,10 @@ class _Search:
 
     def _is_faster(self, a: int, b: int) -> Generator[int, float, bool]:
         self.block = max(a, b, self.given)
-        blocks = quadruples(max_pairs=4, floor=_LEAST_GAIN, enough=_is_clear)
-        wanted = next(blocks)
-        while True:
-            seconds = yield a if wanted == "A" else b
-            try:
-                wanted = blocks.send(seconds)
-            except StopIteration as end:
-                result: TrialResult = end.value
-                break
+        result = yield from quadruples(a, b, max_pairs=4, floor=_LEAST_GAIN, enough=_is_clear)
         wins = result.wins or (result.pairs == 1 and result.ratio > _CLEAR)
-        figures = {name: getattr(result, name) for name in _FIGURES}
-        self.found.append({"a": a, "b": b, **figures, "chosen": "b" if wins else "a"})
+        self.found.append({"a": a, "b": b, **result.figures, "chosen": "b" if wins else "a"})
         return wins
-
-
-_FIGURES = ("ratio", "low", "high", "floor", "pairs")
 
 
 def _is_clear(result: TrialResult) -> bool:
