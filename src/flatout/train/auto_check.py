@@ -17,6 +17,7 @@ from torch import nn
 from flatout.console import first_line
 from flatout.data import Batch
 from flatout.errors import OutOfMemory
+from flatout.measure import finish_device
 from flatout.models import adapter_of
 from flatout.recipe import ModelFacts, Parity, of_change
 from flatout.train.auto_budget import Budget
@@ -111,7 +112,7 @@ class FirstCheck:
         with untouched(self._stepper.switch.model), torch.no_grad():
             began = self._clock()
             self._stepper.look(self._whole, self._run)
-            self._wait()
+            finish_device()
             self.budget.step_s = _FORWARDS * (self._clock() - began)
 
     def of(self, options: list[Option], facts: ModelFacts) -> bool:
@@ -158,7 +159,7 @@ class FirstCheck:
         if seconds > _FAR_SLOWER * plain_s:
             times = f"{seconds / plain_s:.1f}"
             self.dropped[option.field] = f"a few samples take {times} times as long with it"
-        elif not all(g is None or bool(g.isfinite().all()) for g in _dense(gradients)):
+        elif not all(g is None or bool(g.isfinite().all()) for g in gradients):
             self.dropped[option.field] = "gave NaN"
         elif why := self._differ(option, plain, gradients, facts):
             self.dropped[option.field] = why
@@ -183,12 +184,12 @@ class FirstCheck:
         if settings.memory_format == "channels_last":
             batch = batch.to_memory_format(torch.channels_last)
         found = self._gradients(batch)
-        self._wait()
+        finish_device()
         seconds = self._clock() - began
         if self.budget.pays_before(2 * seconds):
             again = self._clock()
             self._gradients(batch)
-            self._wait()
+            finish_device()
             seconds = min(seconds, self._clock() - again)
         self.budget.before_s += self._clock() - began
         return found, max(seconds, 1e-9)
@@ -204,7 +205,7 @@ class FirstCheck:
             value = self._compute(batch)
         loss = value[0] if isinstance(value, tuple) else value
         loss.backward()  # type: ignore[no-untyped-call]
-        found = [loss.detach(), *(p.grad for p in update.parameters)]
+        found = [loss.detach(), *map(_dense, (p.grad for p in update.parameters))]
         update.forget()
         return found
 
@@ -223,19 +224,13 @@ class FirstCheck:
                 parameter.grad = gradient
             self.budget.before_s = before + self._clock() - began
 
-    def _wait(self) -> None:
-        if self._stepper.switch.device.type == "cuda":
-            torch.cuda.synchronize(self._stepper.switch.device)
 
-
-def _dense(gradients: Gradients) -> Gradients:
-    return [g.coalesce().values() if g is not None and g.is_sparse else g for g in gradients]
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a.to_dense(), b.to_dense()) if a.is_sparse else torch.equal(a, b)
+    return a is b if a is None or b is None else torch.equal(a, b)
 
 
 def _difference(plain: Gradients, others: Gradients) -> float:
@@ -246,8 +241,6 @@ def _difference(plain: Gradients, others: Gradients) -> float:
             if a is not b:
                 return float("inf")
             continue
-        differing += (
-            float((a - b).to_dense().double().norm() if a.is_sparse else (a - b).norm()) ** 2
-        )
-        norm += float(a.to_dense().norm() if a.is_sparse else a.norm()) ** 2
+        differing += float((a - b).norm()) ** 2
+        norm += float(a.norm()) ** 2
     return (differing / norm) ** 0.5 if norm else 0.0 if not differing else float("inf")

@@ -9,6 +9,7 @@ import torch
 from flatout.measure.fingerprint import fingerprint
 from flatout.measure.machine import known_rates
 from flatout.models import OperatorCount, weights_counted
+from flatout.train.rehearsal import is_compiled
 
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
@@ -16,10 +17,8 @@ if TYPE_CHECKING:
 
 def operator_count(loop: Loop) -> OperatorCount | None:
     """What counts the next step; None where the model is compiled: it would run otherwise."""
-    compiled = loop.resolved is not None and loop.resolved.compute.compile == "on"
-    for module in loop.model.modules():
-        compiled |= module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-    return None if compiled else OperatorCount()
+    asked = loop.resolved is not None and loop.resolved.compute.compile == "on"
+    return None if asked or is_compiled(loop.model) else OperatorCount()
 
 
 def counted(count: OperatorCount, loop: Loop) -> dict[str, Any]:

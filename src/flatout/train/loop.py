@@ -294,7 +294,9 @@ class Loop:
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
         if decision.search is not None:
             settle = partial(self._settle, decision)
-            self.tuner = Tuner(decision.search, self.stepper, self.feed, self.world, settle)
+            self.tuner = Tuner(
+                decision.search, self.stepper, self.feed, self.world, settle, self.note
+            )
             if compute is not None and is_compiled(self.model):
                 rehearse(self.tuner, self.stepper, compute, first)
 
@@ -415,8 +417,6 @@ class Loop:
             else:
                 make = partial(self.stepper, run, batches, number, turn)
                 done = tuner.step(make, batches, turn, number, copy / 1e9)
-                while tuner.notes:
-                    self.note(tuner.notes.pop(0))
         except (IndexError, RuntimeError, ValueError) as error:
             explain_one_sample(error, batches, self.step_count + 1)
             explain_ids(error, self.model, batches, compute, self.feed.source)

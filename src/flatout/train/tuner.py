@@ -14,11 +14,9 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from flatout.console import first_line
 from flatout.data import Batch, tensors_in
-from flatout.measure import page_faults
+from flatout.measure import finish_device, page_faults
 from flatout.train.auto_search import Block, Failed, Measured, Search
 from flatout.train.feed import Feed
 from flatout.train.micro_batch import forget_frames
@@ -45,6 +43,7 @@ class Tuner:
         feed: lays batches out.
         world: of this rank.
         settle: called with this Tuner when the search is over.
+        note: gets what the user should know.
         clock: returns seconds.
 
     Attributes:
@@ -53,7 +52,6 @@ class Tuner:
         why: why it ended early.
         spans: what ran in which steps: the first, the last, and the settings.
         next_step: the number of the step that is to be handed to `step`; those before need not be.
-        notes: what the user should know, since they were read last.
     """
 
     def __init__(
@@ -63,6 +61,7 @@ class Tuner:
         feed: Feed,
         world: World,
         settle: Callable[[Tuner], None],
+        note: Callable[[str], None],
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.search = search
@@ -70,11 +69,9 @@ class Tuner:
         self.why = ""
         self.spans: list[tuple[int, int, Settings]] = []
         self.next_step = 0
-        self.notes: list[str] = []
         self._stepper, self._feed, self._world = stepper, feed, world
-        self._settle, self._clock = settle, clock
+        self._settle, self._note, self._clock = settle, note, clock
         self._moving = Moving(stepper.switch.model, draws=world.size == 1)
-        self._is_gpu = stepper.switch.device.type == "cuda"
         self._kind: Any = None
         self._values = 0
         self._changed = 0
@@ -115,7 +112,7 @@ class Tuner:
         if not self.is_searching:
             began = self._clock()
             done = run()
-            self._wait()
+            finish_device()
             self._look(self._clock() - began + prepared_s, batches, turn, number)
             return done
         settings = self._block.settings
@@ -135,7 +132,7 @@ class Tuner:
             self._stepper.may_split = True
         if is_tried and turn.update.gated and turn.update.was_bad():
             return self._again(run, turn, number, "gave NaN")
-        self._wait()
+        finish_device()
         seconds = self._clock() - began + prepared_s
         self._last = number
         self._span(number, settings)
@@ -235,10 +232,6 @@ class Tuner:
             self.done = True
             self._finish()
 
-    def _wait(self) -> None:
-        if self._is_gpu:
-            torch.cuda.synchronize(self._stepper.switch.device)
-
     # -- the end -----------------------------------------------------------------------------
 
     def stop(self, why: str) -> None:
@@ -284,7 +277,7 @@ class Tuner:
                 if thawed
                 else (f"steps take {factor:.1f} times as long as they did")
             )
-            self.notes.append(f"auto: {what}: settings are tried once more")
+            self._note(f"auto: {what}: settings are tried once more")
             self.done, self.why, self.next_step = False, "", 0
             # A machine that never rests is not asked all the time.
             self._look_every *= 2
