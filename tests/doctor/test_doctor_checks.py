@@ -278,7 +278,7 @@ ROWS = {
         starving(loader={"hot": [(Site("train.py", 7, "a = line.split(',')"), 0.5)]}),
         starving(loader={"hot": [(Site("train.py", 7, "a = np.load(path)"), 0.5)]}),
         starving(),
-        cost=6.0,  # whoever keeps samples does not read them either
+        cost=6.0,  # samples that are kept are not read either
     ),
     "table_dense": Row(
         job(model=TABLE, optimizer={"sparse_share": 0.01}, lanes={"optimizer": 3.0}),
