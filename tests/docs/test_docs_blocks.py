@@ -46,7 +46,7 @@ PAGES = [DOCS / "loop.md", DOCS / "data" / "pipes.md"]
 # What measuring decides differs between machines, and so do the machines themselves.
 # What a machine has, and what is wrong with it, is its own.
 DIFFERS = (
-    "flatout: auto:", "of it ", "ran ", "CPU ", "RAM ", "GPU ", "torch ", "DANGER", "SLOW", "  do:",
+    "note: auto:", "of it ", "ran ", "CPU ", "RAM ", "GPU ", "torch ", "DANGER", "SLOW", "  do:",
     "12 of 14",
 )  # fmt: skip
 
