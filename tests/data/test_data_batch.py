@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.batch import Batch, map_tensors, named_tensors
+from flatout.data.batch import Batch, Features, KeptRows, map_tensors, named_tensors
 
 CPU = torch.device("cpu")
 
@@ -84,3 +84,21 @@ def test_names_say_where_a_tensor_is():
     names = [name for name, _ in named_tensors("inputs", _batch(1).inputs)]
     assert names == ["inputs['image']", "inputs['more'][0]", "inputs['more'][1]"]
     assert map_tensors(len, {"a": (torch.ones(2), None)}) == {"a": (2, None)}
+
+
+def test_features_stay_features_whatever_is_done_to_their_batch():
+    values = Features((torch.arange(6.0).reshape(3, 2), torch.arange(3)))
+    batch = Batch(values, torch.arange(3), None, torch.arange(3), 3)
+    for piece, size in zip(batch.split(2), (2, 1), strict=True):
+        assert isinstance(piece.inputs, Features)
+        assert [len(part) for part in piece.inputs] == [size, size]
+
+
+def test_kept_rows_go_to_a_device_with_the_others():
+    kept = KeptRows(Features((torch.ones(2, 3),)), torch.tensor([0, 2]))
+    batch = Batch(torch.zeros(1, 4), torch.arange(3), None, torch.arange(3), 3, kept=kept)
+    assert batch.to(torch.device("cpu")) is batch
+    moved = batch.to(torch.device("meta"))
+    assert {tensor.device.type for tensor in moved.tensors()} == {"meta"}
+    assert moved.kept.rows.device.type == "cpu"
+    assert isinstance(moved.kept.values, Features)

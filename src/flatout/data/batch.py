@@ -14,6 +14,27 @@ from torch import Tensor
 Tensors: TypeAlias = Tensor | tuple[Any, ...] | dict[str, Any]
 
 
+class Features(tuple[Tensor, ...]):
+    """What the frozen part of a model gives for a batch, in place of its inputs.
+
+    Each tensor has one row per sample. A model on which a cut was put takes it as one argument.
+    """
+
+    __slots__ = ()
+
+
+class KeptRows(NamedTuple):
+    """Samples of a batch whose features are kept.
+
+    Attributes:
+        values: their features.
+        rows: their places in the batch, int64 of shape (samples,), ascending.
+    """
+
+    values: Features
+    rows: Tensor
+
+
 class Batch(NamedTuple):
     """The samples of one step. Tensors have one row per sample.
 
@@ -29,6 +50,8 @@ class Batch(NamedTuple):
         start: where among the samples of all ranks the first of these stands.
         whole: how many samples all ranks have together; 0 where that is not known.
         padding: how many of the last rows only fill the batch up and are no samples.
+        kept: samples whose features a store had. `inputs` then has rows for the others alone, in
+            their order, and is () where there are none; a step completes it (train/features.py).
     """
 
     inputs: Tensors
@@ -41,6 +64,7 @@ class Batch(NamedTuple):
     start: int = 0
     whole: int = 0
     padding: int = 0
+    kept: KeptRows | None = None
 
     @property
     def samples(self) -> int:
@@ -95,12 +119,22 @@ class Batch(NamedTuple):
 
         `indices` stay on the CPU: they are read to name samples, not to compute.
         """
-        if all(_is_on(tensor, device) for _, tensor in named_tensors("", self[:3])):
+        if all(_is_on(tensor, device) for tensor in self.tensors()):
             return self
-        inputs, targets, weight = map_tensors(
-            lambda tensor: tensor.to(device, non_blocking=non_blocking), self[:3]
-        )
-        return self._replace(inputs=inputs, targets=targets, weight=weight)
+        return self.with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is computed with: of inputs, targets, weight and features."""
+        features = None if self.kept is None else self.kept.values
+        return (tensor for _, tensor in named_tensors("", (*self[:3], features)))
+
+    def with_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with `function` applied to each of these tensors."""
+        inputs, targets, weight = map_tensors(function, self[:3])
+        kept = self.kept
+        if kept is not None:
+            kept = kept._replace(values=map_tensors(function, kept.values))
+        return self._replace(inputs=inputs, targets=targets, weight=weight, kept=kept)
 
     def to_memory_format(self, memory_format: torch.memory_format) -> Batch:
         """The batch with floating inputs of four dimensions laid out in `memory_format`.
@@ -127,7 +161,8 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: map_tensors(function, part) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
-        return tuple(map_tensors(function, part) for part in value)
+        made = (map_tensors(function, part) for part in value)
+        return Features(made) if isinstance(value, Features) else tuple(made)
     return None if value is None else function(value)
 
 

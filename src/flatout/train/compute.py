@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.data import Batch, Source, rows_of_samples
+from flatout.data import Batch, Features, Source, rows_of_samples
 from flatout.errors import FlatoutError
 from flatout.train.broadcast import no_broadcast
 from flatout.train.checks import MISFITS, check_all_labels, check_targets, loss_misfit
@@ -20,8 +20,8 @@ from flatout.train.step import Compute
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """`model(x)`, `model(*tuple)` or `model(**mapping)`."""
-    if torch.is_tensor(inputs):
+    """`model(x)`, `model(*tuple)` or `model(**mapping)`; features are one argument."""
+    if torch.is_tensor(inputs) or isinstance(inputs, Features):
         return model(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.data.batch import Batch, map_tensors, named_tensors
+from flatout.data.batch import Batch
 from flatout.data.execution.parallel import Ahead, Tuner
 
 
@@ -32,12 +32,11 @@ class _Copier:
     def start(self, batch: Batch) -> _Copied:
         """Begin to copy; called by the thread that reads ahead."""
         if self._stream is None:
-            inputs, targets, weight = map_tensors(torch.clone, batch[:3])
-            return _Copied(batch._replace(inputs=inputs, targets=targets, weight=weight), None)
+            return _Copied(batch.with_tensors(torch.clone), None)
         with self._stream:
-            inputs, targets, weight = map_tensors(self._copy, batch[:3])
+            copied = batch.with_tensors(self._copy)
             event = self._stream.record_event()
-        return _Copied(batch._replace(inputs=inputs, targets=targets, weight=weight), event)
+        return _Copied(copied, event)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and not tensor.is_pinned():
@@ -49,7 +48,7 @@ class _Copier:
         if copied.event is not None:
             here = torch.accelerator.current_stream(self._device)
             here.wait_event(copied.event)
-            for _, tensor in named_tensors("", copied.batch[:3]):
+            for tensor in copied.batch.tensors():
                 # Or the allocator would give the memory away while this stream still reads it.
                 tensor.record_stream(here)
         return copied.batch
