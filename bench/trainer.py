@@ -16,6 +16,7 @@ from results import Key, Results, add_arguments, finish, lines_of, positive, row
 
 HANDWRITTEN, TRAINER, AGAIN = "handwritten", "trainer", "trainer-again"
 DATALOADER, LIGHTNING, ACCELERATE, KERAS = "dataloader", "lightning", "accelerate", "keras-torch"
+JAX, JAX_SCAN = "jax", "jax-scan"
 
 
 def peers(epochs: int, samples: int) -> list[Peer]:
@@ -28,6 +29,8 @@ def peers(epochs: int, samples: int) -> list[Peer]:
         Peer(ACCELERATE, "mlp_accelerate.py", arguments, ("torch", "accelerate")),
         Peer(LIGHTNING, "mlp_lightning.py", arguments, ("torch", "lightning")),
         Peer(KERAS, "mlp_keras.py", arguments, ("torch", "keras")),
+        Peer(JAX, "mlp_jax.py", arguments, ("jax",)),
+        Peer(JAX_SCAN, "mlp_jax.py", (*arguments, "--scan"), ("jax",)),
     ]
 
 
@@ -36,6 +39,8 @@ def keys(rows: dict[str, Row]) -> list[Key]:
         Key("trainer_vs_handwritten", ratio(rows, TRAINER, HANDWRITTEN), at_most=1.05),
         Key("lightning_vs_trainer", ratio(rows, LIGHTNING, TRAINER), at_least=3),
         Key("keras_torch_vs_trainer", ratio(rows, KERAS, TRAINER), at_least=6),
+        Key("small_step_vs_jax", ratio(rows, TRAINER, JAX), at_most=1, note="a jitted step"),
+        Key("small_step_vs_jax_scan", ratio(rows, TRAINER, JAX_SCAN), note="an epoch as one scan"),
         Key("accelerate_vs_trainer", ratio(rows, ACCELERATE, TRAINER)),
         Key("dataloader_vs_trainer", ratio(rows, DATALOADER, TRAINER)),
         Key("trainer_vs_itself", ratio(rows, AGAIN, TRAINER), note="A/A: what noise makes of 1"),

@@ -13,8 +13,11 @@ LEARNING_RATE = 1e-3
 THREADS = 1
 
 
-def arguments() -> argparse.Namespace:
+def arguments(*flags: str) -> argparse.Namespace:
+    """What every peer is told, and the flags that this one has besides."""
     parser = argparse.ArgumentParser()
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=20, help="timed, after one of warm-up")
     parser.add_argument("--samples", type=int, default=8192)

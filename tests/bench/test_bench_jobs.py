@@ -32,13 +32,21 @@ def test_every_peer_has_its_file_and_names_what_it_needs(tmp_path):
 
 def test_the_trainer_bench_divides_times_in_the_right_direction():
     rows = rows_of(
-        trainer.peers(1, 1), trainer=[2, 2, 2], handwritten=[1, 1, 1], lightning=[8, 8, 8]
+        trainer.peers(1, 1),
+        trainer=[2, 2, 2],
+        handwritten=[1, 1, 1],
+        lightning=[8, 8, 8],
+        jax=[4, 4, 4],
+        jax_scan=[1, 1, 1],
     )
     found = {key.name: key for key in trainer.keys(rows)}
     assert found["trainer_vs_handwritten"].value == pytest.approx(2)
     assert found["trainer_vs_handwritten"].met is False
     assert found["lightning_vs_trainer"].value == pytest.approx(4)
     assert found["lightning_vs_trainer"].met is True
+    assert found["small_step_vs_jax"].value == pytest.approx(0.5)
+    assert found["small_step_vs_jax"].met is True
+    assert found["small_step_vs_jax_scan"].value == pytest.approx(2)
     assert found["keras_torch_vs_trainer"].value is None
     assert found["keras_torch_vs_trainer"].met is False
 

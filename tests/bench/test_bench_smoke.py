@@ -52,6 +52,16 @@ def test_absent_peers_are_named(tmp_path):
     assert rows["handwritten"]["reason"] == ""
 
 
+@pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
+def test_jax_learns_by_steps_and_by_a_scan_alike(tmp_path):
+    arguments = ["--epochs", "4", "--samples", "2048", "--only", "jax", "jax-scan"]
+    found = run_bench("trainer.py", *arguments, cwd=tmp_path)
+    rows = {row["name"]: row for row in found["rows"]}
+    (by_steps,), (by_scan,) = (rows[name]["accuracies"] for name in ("jax", "jax-scan"))
+    assert by_steps == pytest.approx(by_scan, abs=0.01)
+    assert by_steps > 0.4
+
+
 @pytest.mark.long
 def test_convnet(tmp_path):
     chosen = {"flatout", "torch-fp32", "torch-bf16"}
