@@ -1,0 +1,1 @@
+"""What frozen layers gave, kept by sample for later epochs and runs."""

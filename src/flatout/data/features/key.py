@@ -1,0 +1,67 @@
+"""What tells kept features from all others: weights, precision, input and libraries."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import Any
+
+import torch
+
+# Of how rows are kept, and of whatever else of Flatout decides about their bytes.
+VERSION = 1
+_LIBRARIES = ("torch", "keras", "numpy", "pillow")
+_THREADS = 4
+
+
+def feature_key(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> str:
+    """32 hex digits that differ for features that differ in anything that they are made of.
+
+    Args:
+        tensors: parameters and buffers of the frozen layers, by name: all their bytes count, with
+            names, shapes and dtypes.
+        facts: whatever else decides, as JSON holds it: the input's content and how it is decoded,
+            the autocast dtype, which layers act as in training.
+
+    Raises:
+        TypeError: JSON has no such value as a fact holds.
+    """
+    digest = hashlib.sha256(f"flatout features {VERSION}".encode())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sums = pool.map(_sum_of, tensors.values())
+        for name, words in sorted(zip(tensors, sums, strict=True)):
+            digest.update(json.dumps([name, words]).encode())
+    everything = {"facts": dict(facts), "libraries": _versions(), "arithmetic": _arithmetic()}
+    digest.update(json.dumps(everything, sort_keys=True).encode())
+    return digest.hexdigest()[:32]
+
+
+def _sum_of(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if flat.numel():
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def _arithmetic() -> list[Any]:
+    """Process-wide switches of torch under which the same layers give other numbers."""
+    return [
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.mkldnn.enabled,
+        torch.backends.cpu.get_cpu_capability(),
+    ]
