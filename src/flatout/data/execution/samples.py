@@ -258,6 +258,10 @@ class Mapped(Made):
         self.seed = seed
         self.wants_rng = takes_rng(function)
 
+    def over(self, inner: Samples) -> Mapped:
+        """The same function of other samples."""
+        return Mapped(inner, self.function, self.seed)
+
     @property
     def digest(self) -> str:
         """The inner one's and the function's code."""

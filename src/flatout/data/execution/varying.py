@@ -1,19 +1,24 @@
-"""What a cache may hold: samples that are the same in every epoch."""
+"""What may be kept of samples: what is the same in every epoch, or one of a few variants."""
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import numpy as np
 
 from flatout.data.block import Block, Numbers, Ragged
 from flatout.data.buffers import Buffers
+from flatout.data.execution.augmented import Augmented
 from flatout.data.execution.samples import Costs, Fetched, Joined, Mapped, Samples
 from flatout.data.randomness import random_state, same_state, set_random_state
+
+Changed: TypeAlias = Mapped | Augmented
 
 _TRIED = 16
 """Samples that are made twice: a function that flips every second one passes once in 65,000."""
 
 
-def constant_part(samples: Samples, numbers: Numbers) -> tuple[Samples | None, list[Mapped]]:
+def constant_part(samples: Samples, numbers: Numbers) -> tuple[Samples | None, list[Changed]]:
     """Splits a chain of functions before the first one that is random.
 
     Args:
@@ -24,8 +29,8 @@ def constant_part(samples: Samples, numbers: Numbers) -> tuple[Samples | None, l
         What is the same in every epoch, or None where the source itself is random; and the
         functions behind it, the first random one in front.
     """
-    behind: list[Mapped] = []
-    while isinstance(samples, Mapped):
+    behind: list[Changed] = []
+    while isinstance(samples, Changed):
         behind.insert(0, samples)
         samples = samples.inner
     if _varies(samples, numbers):
@@ -33,6 +38,48 @@ def constant_part(samples: Samples, numbers: Numbers) -> tuple[Samples | None, l
     while behind and not _varies(behind[0], numbers):
         samples = behind.pop(0)
     return samples, behind
+
+
+def variants(samples: Samples, numbers: Numbers) -> int | None:
+    """How many different results a sample can have, over all epochs.
+
+    Args:
+        samples: such as those nearest to the batch; all stages before them count.
+        numbers: which of them take part.
+
+    Returns:
+        1 for samples that never change. None where there is no end to the results, or where a
+        user's code makes them at random.
+    """
+    if isinstance(samples, Augmented):
+        before, own = variants(samples.inner, numbers), samples.own_variants
+        return None if before is None or own is None else before * own
+    if isinstance(samples, Mapped):
+        random = samples.wants_rng or _differs(samples, numbers)
+        return None if random else variants(samples.inner, numbers)
+    return None if _varies(samples, numbers) else 1
+
+
+def variant(samples: Samples, numbers: Numbers, epoch: int) -> Numbers:
+    """Which of its results each sample has in an epoch, where `variants` says how many there are.
+
+    Args:
+        samples: for which `variants` gives a number.
+        numbers: of the samples, int64 of shape (rows,).
+        epoch: from 0.
+
+    Returns:
+        int64 of shape (rows,), from 0, below `variants`: by the very draws that `make` uses.
+    """
+    found = np.zeros(len(numbers), np.int64)
+    factor = 1
+    while isinstance(samples, Changed):
+        if isinstance(samples, Augmented):
+            assert samples.own_variants is not None
+            found += factor * samples.own_variant(numbers, epoch)
+            factor *= samples.own_variants
+        samples = samples.inner
+    return found
 
 
 def _varies(samples: Samples, numbers: Numbers) -> bool:
@@ -47,7 +94,7 @@ def _varies(samples: Samples, numbers: Numbers) -> bool:
             )
             if len(own)
         )
-    if isinstance(samples, Mapped) and samples.wants_rng:
+    if isinstance(samples, Augmented) or (isinstance(samples, Mapped) and samples.wants_rng):
         return True
     # Only a user's code can differ.
     return isinstance(samples, Mapped | Fetched) and _differs(samples, numbers)
@@ -61,7 +108,8 @@ def _differs(samples: Samples, numbers: Numbers) -> bool:
         first = samples.make(numbers[places], Buffers(), 0, Costs())
         if not same_state(before, random_state()):
             return True
-        return not _same(first, samples.make(numbers[places], Buffers(), 1, Costs()))
+        # In the same epoch: what differs by its number says so itself.
+        return not _same(first, samples.make(numbers[places], Buffers(), 0, Costs()))
     except Exception:
         return False  # an error of the user's code is told where the samples are made for use
     finally:

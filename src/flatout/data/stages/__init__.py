@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flatout.data.stages.augment import Augment, augment
 from flatout.data.stages.batch import Batch, batch
 from flatout.data.stages.cache import Cache, cache
 from flatout.data.stages.filter import Filter, filter
@@ -15,6 +16,7 @@ from flatout.data.stages.split import Split, split
 from flatout.data.stages.stage import Options, P, Plan, Stage, Writable, only
 
 __all__ = [
+    "Augment",
     "Batch",
     "Cache",
     "Filter",
@@ -39,6 +41,7 @@ __all__ = [
 class Staged(Writable[P]):
     """What all stages can be written behind."""
 
+    augment = augment
     batch = batch
     cache = cache
     filter = filter

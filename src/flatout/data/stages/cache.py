@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from flatout.data.execution.cache import Cached, Where
-from flatout.data.execution.samples import Mapped
-from flatout.data.execution.varying import constant_part
+from flatout.data.execution.varying import Changed, constant_part
 from flatout.data.stages.stage import P, Plan, Stage, Writable
 from flatout.errors import DataError
 
@@ -27,7 +26,7 @@ class Cache(Stage):
         """None: batches are the same without it."""
 
     def make(self, plan: Plan) -> None:
-        """It goes before all that orders, and before the first random function.
+        """It goes before all that orders, and before the first random function or augment.
 
         Behind a shuffle or a batch it would hold the same samples; before them it also holds for
         every later epoch. Behind a random function it would give every epoch the same draws.
@@ -65,7 +64,7 @@ class Cache(Stage):
         )
         plan.samples = cached
         for one in behind:
-            plan.samples = Mapped(plan.samples, one.function, one.seed)
+            plan.samples = one.over(plan.samples)
         plan.caches.append(cached)
         plan.runs.insert(len(plan.runs) - len(behind), "CACHE")
 
@@ -83,7 +82,7 @@ def cache(self: Writable[P], where: Where = "auto", *, folder: str | None = None
     return self._with(Cache(where, folder))
 
 
-def _left_out(behind: Sequence[Mapped]) -> str:
+def _left_out(behind: Sequence[Changed]) -> str:
     """Why there is no cache, where what it could hold is there already."""
     if not behind:
         return "cache was left out: the samples are in memory already"

@@ -1,0 +1,188 @@
+"""What `augment` does to images: which random choices there are, and what they do to pixels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Numbers
+from flatout.data.buffers import Buffers
+from flatout.data.draws import Draws
+from flatout.errors import DataError
+
+Flip = Literal["horizontal", "vertical", "both"]
+Size: TypeAlias = tuple[int, int]
+# Of shape (rows, height, width, channels).
+Pixels: TypeAlias = npt.NDArray[Any]
+
+# Orientations: mirrored left to right where 4 is in them, then turned by 0 to 3 quarters to the
+# left. With quarter turns any flip gives the same eight, each as likely.
+_ORIENTATIONS = {None: (0,), "horizontal": (0, 4), "vertical": (0, 6), "both": (0, 4, 6, 2)}
+_TURNS, _ALL = (0, 1, 2, 3), tuple(range(8))
+_CORNERS = 5
+# Which number of a sample's sequence decides what.
+_ORIENTATION, _CORNER, _TOP, _LEFT = range(4)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random choices for each image. They are made in the order of the attributes.
+
+    Attributes:
+        crop: height and width of a part that is cut out at a random place.
+        padding: black pixels around the image, before that.
+        five_crop: height and width of one of the four corners or the middle.
+        flip: mirrors half of the images; "both" does so in each direction, independently.
+        rotate: 90 turns by 0, 1, 2 or 3 quarters.
+        views: how many different results a sample can have; None: as many as there are.
+    """
+
+    crop: Size | None = None
+    padding: int = 0
+    five_crop: Size | None = None
+    flip: Flip | None = None
+    rotate: int | None = None
+    views: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.flip not in (None, *get_args(Flip)):
+            raise DataError(
+                f"augment: expected flip as 'horizontal', 'vertical' or 'both', found {self.flip!r}"
+            )
+        if self.rotate not in (None, 90):
+            raise DataError(
+                f"augment: expected rotate=90, for quarter turns, found {self.rotate!r}",
+                do="for other angles use map with a function that takes rng",
+            )
+        if self.views is not None and not _is_count(self.views):
+            raise DataError(f"augment: expected views as an int from 1, found {self.views!r}")
+        if not _is_count(self.padding, least=0):
+            raise DataError(f"augment: expected padding in pixels from 0, found {self.padding!r}")
+        if self.padding and self.crop is None:
+            raise DataError("augment: padding is for crop=, which is missing", do="pass crop=SIZE")
+        if self.crop is not None and self.five_crop is not None:
+            raise DataError(
+                "augment: crop and five_crop exclude each other",
+                do="leave one out, or write two augment stages",
+            )
+        if not any((self.crop, self.five_crop, self.flip, self.rotate)):
+            raise DataError("augment: nothing to do", do="pass a choice, such as flip='horizontal'")
+
+    def __str__(self) -> str:
+        """As it was written, such as "flip='horizontal', rotate=90"."""
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        told = {name: value for name, value in given.items() if value not in (None, 0)}
+        return ", ".join(f"{name}={value!r}" for name, value in told.items())
+
+    @property
+    def variants(self) -> int | None:
+        """How many different results an image can have; None where there is no end to them."""
+        if self.views is not None:
+            return self.views
+        if self.crop is not None:
+            return None
+        return len(self._orientations) * (1 if self.five_crop is None else _CORNERS)
+
+    def variant(self, draws: Draws) -> Numbers:
+        """Which of its results each image gets: int64 of shape (rows,), below `variants`."""
+        orientation = draws.below(len(self._orientations), _ORIENTATION)
+        if self.five_crop is None:
+            return orientation
+        return orientation * _CORNERS + draws.below(_CORNERS, _CORNER)
+
+    @property
+    def _orientations(self) -> tuple[int, ...]:
+        if self.rotate is None:
+            return _ORIENTATIONS[self.flip]
+        return _TURNS if self.flip is None else _ALL
+
+    def check(self, height: int, width: int) -> None:
+        """Refuse images that are too small.
+
+        Raises:
+            DataError: a crop is larger than the images, or they are to be turned and not square.
+        """
+        wanted = self.crop or self.five_crop
+        if wanted is not None:
+            around = 2 * self.padding
+            if wanted[0] > height + around or wanted[1] > width + around:
+                name = "five_crop" if self.crop is None else "crop"
+                raise DataError(
+                    f"augment: {name} of {wanted[0]} x {wanted[1]} is larger than the images of "
+                    f"{height} x {width}" + (f" with {around} of padding" if around else ""),
+                    do="crop less, or read larger images: images(..., size=)",
+                )
+            height, width = wanted
+        if self.rotate is not None and height != width:
+            raise DataError(
+                f"augment: rotate=90 wants square images, found {height} x {width}",
+                do="crop to a square: crop=SIZE, or read them with images(..., size=)",
+            )
+
+    def __call__(self, pixels: Pixels, draws: Draws, buffers: Buffers) -> Pixels:
+        """The images as the draws decide, in other memory.
+
+        Args:
+            pixels: of shape (rows, height, width, channels).
+            draws: of these rows.
+            buffers: where memory comes from.
+        """
+        rows, height, width, channels = pixels.shape
+        size = self.crop or self.five_crop or (height, width)
+        choices = np.array(self._orientations, np.int64)
+        orientation = choices[draws.below(len(choices), _ORIENTATION)]
+        made = buffers.empty((rows, *size, channels), pixels.dtype)
+        for row, (top, left) in enumerate(self._places(height, width, draws).tolist()):
+            cut = _cut(pixels[row], top, left, size)
+            made[row] = _turned(cut, int(orientation[row]))
+        return made
+
+    def _places(self, height: int, width: int, draws: Draws) -> Numbers:
+        """Top and left of what is cut out, of shape (rows, 2); they may lie outside the image."""
+        if self.crop is not None:
+            room = [
+                n + 2 * self.padding - w for n, w in zip((height, width), self.crop, strict=True)
+            ]
+            top, left = draws.below(room[0] + 1, _TOP), draws.below(room[1] + 1, _LEFT)
+            return np.stack([top, left], axis=1) - self.padding
+        if self.five_crop is not None:
+            down, right = height - self.five_crop[0], width - self.five_crop[1]
+            middle = (round(down / 2), round(right / 2))
+            corners = np.array([(0, 0), (0, right), (down, 0), (down, right), middle], np.int64)
+            return corners[draws.below(_CORNERS, _CORNER)]
+        return np.zeros((draws.rows, 2), np.int64)
+
+
+def size_of(name: str, given: Any) -> Size | None:
+    """Height and width, of a pair of them or of one number for both."""
+    pair = given if isinstance(given, (tuple, list)) else (given, given)
+    if given is not None and not (len(pair) == 2 and all(map(_is_count, pair))):
+        raise DataError(
+            f"augment: expected {name} as an int from 1, or as height and width, found {given!r}"
+        )
+    return None if given is None else (pair[0], pair[1])
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _cut(image: Pixels, top: int, left: int, size: Size) -> Pixels:
+    """A part of an image, black where it reaches beyond it."""
+    height, width = image.shape[:2]
+    if top >= 0 and left >= 0 and top + size[0] <= height and left + size[1] <= width:
+        return image[top : top + size[0], left : left + size[1]]
+    part = np.zeros((*size, image.shape[2]), image.dtype)
+    inside = image[max(0, top) : top + size[0], max(0, left) : left + size[1]]
+    down, right = max(0, -top), max(0, -left)
+    part[down : down + inside.shape[0], right : right + inside.shape[1]] = inside
+    return part
+
+
+def _turned(image: Pixels, orientation: int) -> Pixels:
+    """In an orientation, as a view."""
+    mirrored = image[:, ::-1] if orientation & 4 else image
+    return np.rot90(mirrored, orientation & 3)

@@ -1,0 +1,195 @@
+"""Images that are changed at random, by numbers that depend on (seed, epoch, sample) alone."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns as clock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.augmentation import Augmentation, Pixels
+from flatout.data.batch import named_tensors
+from flatout.data.block import Block, Numbers, Values
+from flatout.data.buffers import Buffers
+from flatout.data.draws import Draws
+from flatout.data.execution.digests import digest_of
+from flatout.data.execution.samples import Costs, Samples
+from flatout.data.form import Form, Tree
+from flatout.errors import DataError
+
+# Of an image in memory.
+_CHANNELS = (1, 3, 4)
+# Which number of a sample's sequence is its view; the augmentation takes others.
+_VIEW = 2**20
+
+
+class Augmented:
+    """Samples whose images are changed at random. Follows `Samples`.
+
+    Args:
+        inner: the samples as they are; their inputs are images, or hold some.
+        augmentation: which choices there are.
+        seed: of the draws.
+        place: how many such stages stand before this one: each has its own draws.
+    """
+
+    def __init__(
+        self, inner: Samples, augmentation: Augmentation, seed: int, place: int = 0
+    ) -> None:
+        self.inner = inner
+        self.augmentation = augmentation
+        self.seed, self.place = seed, place
+        self.rows, self.random = inner.rows, inner.random
+        self.name = f"augment({augmentation})"
+
+    def over(self, inner: Samples) -> Augmented:
+        """The same of other samples."""
+        return Augmented(inner, self.augmentation, self.seed, self.place)
+
+    @property
+    def probe(self) -> int:
+        """The inner one's."""
+        return self.inner.probe
+
+    @property
+    def draws(self) -> bool:
+        """Whether the inner one does: this one leaves the global generators alone."""
+        return self.inner.draws
+
+    @property
+    def form(self) -> Form:
+        """The inner one's."""
+        return self.inner.form
+
+    @property
+    def digest(self) -> str:
+        """The inner one's and the augmentation's."""
+        return digest_of(self.inner.digest, self.name)
+
+    def content(self) -> str | None:
+        """The inner one's and the augmentation's; of fixed views, also what they are drawn from."""
+        inner = self.inner.content()
+        drawn = "" if self.augmentation.views is None else f"{self.seed} {self.place}"
+        return None if inner is None else digest_of(inner, self.name, drawn)
+
+    @property
+    def own_variants(self) -> int | None:
+        """How many results this stage has for one image; None where there is no end to them.
+
+        `varying.variants` counts all stages together.
+        """
+        return self.augmentation.variants
+
+    def own_variant(self, numbers: Numbers, epoch: int) -> Numbers:
+        """Which of these each sample gets in an epoch: int64 of shape (rows,).
+
+        It is what `make` draws as well.
+        """
+        if self.augmentation.views is None:
+            return self.augmentation.variant(self._draws(numbers, epoch))
+        return self._view(numbers, epoch)
+
+    def _view(self, numbers: Numbers, epoch: int) -> Numbers:
+        assert self.augmentation.views is not None
+        draws = Draws(numbers, self.seed, self.place, 0, epoch)
+        return draws.below(self.augmentation.views, _VIEW)
+
+    def _draws(self, numbers: Numbers, epoch: int) -> Draws:
+        """From (seed, epoch, sample); of fixed views from (seed, view, sample)."""
+        if self.augmentation.views is None:
+            return Draws(numbers, self.seed, self.place, 0, epoch)
+        return Draws(numbers, self.seed, self.place, 1, self._view(numbers, epoch))
+
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+        """These samples, their images changed.
+
+        Raises:
+            DataError: they are no images, or such that cannot be changed like this.
+        """
+        block = self.inner.make(numbers, buffers, epoch, costs)
+        start = clock()
+        made = self.apply(block, epoch, buffers)
+        costs.add(self.name, clock() - start)
+        return made
+
+    def apply(self, block: Block, epoch: int, buffers: Buffers | None = None) -> Block:
+        """The rows of a block, their images changed."""
+        if not len(block):
+            return block
+        draws = self._draws(block.numbers, epoch)
+        columns = dict(block.columns)
+        for name in self._image_columns(block):
+            columns[name] = self._changed(name, columns[name], draws, buffers or Buffers())
+        return Block(columns, block.numbers)
+
+    def _image_columns(self, block: Block) -> list[str]:
+        form = self.inner.form
+        inputs = _columns(form.inputs)
+        images = [name for name in inputs if is_image(block.columns[name])]
+        if not images:
+            found = ", ".join(f"{name} {_words(block.columns[name])}" for name in inputs)
+            raise DataError(
+                f"augment: expected images among the inputs, each of shape (channels, height, "
+                f"width) or (height, width, channels), found {found}",
+                where=self.where(int(block.numbers[0])),
+                do="leave augment out, or give gray images of floats a dimension of one channel",
+            )
+        if masks := [name for name in _columns(form.targets) if _ndim(block.columns[name]) > 2]:
+            raise DataError(
+                f"augment: the target {masks[0]} is {_words(block.columns[masks[0]])}, which would "
+                "not move with the pixels of its image",
+                where=self.where(int(block.numbers[0])),
+                do="change both in a map with a function that takes rng",
+            )
+        return images
+
+    def _changed(
+        self, name: str, values: Values, draws: Draws, buffers: Buffers
+    ) -> npt.NDArray[Any]:
+        assert isinstance(values, np.ndarray)
+        pixels = as_pixels(values)
+        self.augmentation.check(*pixels.shape[1:3])
+        made = self.augmentation(pixels, draws, buffers)
+        if values.ndim == 3:
+            return made[..., 0]
+        return made if _has_channels_last(values) else made.transpose(0, 3, 1, 2)
+
+    def where(self, number: int) -> str:
+        """Where the row comes from."""
+        return self.inner.where(number)
+
+
+def _columns(tree: Tree) -> list[str]:
+    """Of which columns a part of a Form is made."""
+    leaves: list[Any] = [leaf for _, leaf in named_tensors("", tree)]
+    return list(dict.fromkeys(leaf.column for leaf in leaves))
+
+
+def is_image(values: Values) -> bool:
+    """Whether rows are images: of three dimensions, or bytes of two, which are gray."""
+    return _ndim(values) == 4 or (_ndim(values) == 3 and values.dtype == np.uint8)  # type: ignore[union-attr]
+
+
+def as_pixels(values: npt.NDArray[Any]) -> Pixels:
+    """Images as an array of shape (rows, height, width, channels), contiguous."""
+    if values.ndim == 3:
+        return np.ascontiguousarray(values)[..., np.newaxis]
+    if not _has_channels_last(values):
+        values = values.transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(values)
+
+
+def _has_channels_last(values: npt.NDArray[Any]) -> bool:
+    """Whether the last dimension is that of channels, by its length."""
+    return values.shape[3] in _CHANNELS and values.shape[1] not in _CHANNELS
+
+
+def _ndim(values: Values) -> int:
+    return values.ndim if isinstance(values, np.ndarray) else 0
+
+
+def _words(values: Values) -> str:
+    if not isinstance(values, np.ndarray):
+        return "of vectors of different lengths"
+    return f"{values.dtype} of shape {values.shape[1:]}"
