@@ -153,7 +153,7 @@ def make_jpeg(folder: Path, count: int) -> None:
         own = count * (number + 1) // len(CLASSES) - count * number // len(CLASSES)
         with ThreadPoolExecutor() as pool:
             made = pool.map(
-                lambda image, name=name, photograph=photograph: _variant(
+                lambda image, name=name, photograph=photograph: write_cut(
                     photograph, folder / name / f"{image:04}.jpg", seed=image
                 ),
                 range(own),
@@ -163,8 +163,8 @@ def make_jpeg(folder: Path, count: int) -> None:
     np.savez(folder.with_suffix(".npz"), colors=colors, counts=counts)
 
 
-def _variant(photograph: np.ndarray, path: Path, seed: int) -> np.ndarray:
-    """Write one; returns its mean color."""
+def write_cut(photograph: np.ndarray, path: Path, seed: int) -> np.ndarray:
+    """Write a cut, enlarged and perhaps mirrored, as JPEG; returns its mean color."""
     from PIL import Image
 
     random = np.random.default_rng(seed)

@@ -10,6 +10,7 @@ from stamps import Stamps, report
 import convnet
 import startup
 import trainer
+import transfer
 from flatout.data import idx_split
 from flatout.data.sources import idx
 from restarts import PEERS, Row
@@ -25,7 +26,11 @@ def rows_of(peers, **milliseconds):
 
 
 def test_every_peer_has_its_file_and_names_what_it_needs(tmp_path):
-    for peer in [*trainer.peers(1, 1), *convnet.peers(tmp_path, 1, 1)]:
+    for peer in [
+        *trainer.peers(1, 1),
+        *convnet.peers(tmp_path, 1, 1),
+        *transfer.peers(tmp_path, 32, 1, 1),
+    ]:
         assert (PEERS / peer.script).is_file()
         assert peer.needs
 
@@ -49,6 +54,30 @@ def test_the_trainer_bench_divides_times_in_the_right_direction():
     assert found["small_step_vs_jax_scan"].value == pytest.approx(2)
     assert found["keras_torch_vs_trainer"].value is None
     assert found["keras_torch_vs_trainer"].met is False
+
+
+def test_the_transfer_bench_names_the_best_peer_of_steps_and_of_whole_runs(tmp_path):
+    later = {"flatout": 1, "torch_fp32": 30, "torch_bf16": 5, "keras_tensorflow_bf16": 4}
+    later |= {"flatout_second_run": 1, "flatout_memory": 3, "flatout_disk": 4}
+    later |= {"flatout_head": 1, "torch_head": 200}
+    rows = rows_of(transfer.peers(tmp_path, 224, 1, 1), **{k: [v, v] for k, v in later.items()})
+    for name, row in rows.items():
+        row.first_seconds = [2 * seconds for seconds in row.seconds]
+        if name == "keras-tensorflow-bf16":
+            row.first_seconds = [0.1, 0.1]
+    rows["flatout-second-run"].first_seconds = [1e-3 / 0.95] * 2
+    found = {key.name: key for key in transfer.speed_keys(rows, has_amx=True)}
+    assert found["later_epochs_vs_plain"].value == pytest.approx(30)
+    assert found["later_epochs_vs_best_peer"].value == pytest.approx(4)
+    assert found["later_epochs_vs_best_peer"].note == "against keras-tensorflow-bf16"
+    assert found["first_epoch_vs_plain"].value == pytest.approx(30)
+    assert found["first_epoch_vs_plain"].at_least == 3.5
+    assert found["five_epochs_vs_best_peer"].value == pytest.approx(5)
+    assert found["five_epochs_vs_best_peer"].note.startswith("against torch-bf16")
+    assert found["second_run_first_epoch_vs_later"].value == pytest.approx(0.95)
+    assert found["disk_vs_memory"].value == pytest.approx(0.75)
+    assert found["head_only_vs_plain"].value == pytest.approx(200)
+    assert found["flatout_vs_itself"].value is None
 
 
 def test_the_convnet_bench_names_the_best_peer_of_those_that_ran(tmp_path):

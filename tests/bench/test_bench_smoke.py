@@ -76,6 +76,20 @@ def test_convnet(tmp_path):
     assert found["details"]["same_accuracy"]["note"] == "needs --data"
 
 
+def test_transfer(tmp_path):
+    chosen = {"flatout", "torch-fp32", "torch-bf16"}
+    arguments = ["--images", "40", "--size", "32", "--epochs", "2", "--loss-steps", "0"]
+    found = run_bench("transfer.py", *arguments, "--only", *chosen, cwd=tmp_path)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {name for name, row in rows.items() if row["seconds_per_step"]} == chosen
+    assert {rows[name]["reason"] for name in chosen} == {""}
+    assert all(rows[name]["first_seconds_per_step"][0] > 0 for name in chosen)
+    assert found["keys"]["later_epochs_vs_plain"] > 0
+    assert found["keys"]["five_epochs_vs_best_peer"] > 0
+    assert found["keys"]["live_flops_vs_matmul"] > 0
+    assert found["keys"]["head_only_vs_plain"] is None
+
+
 def test_startup(tmp_path):
     found = run_bench("startup.py", cwd=tmp_path)
     assert found["keys"]["help_ms"] > 0
