@@ -37,6 +37,7 @@ from flatout.data.form import Leaf
 from flatout.data.origins import Stream, is_rows, is_stream
 from flatout.data.randomness import random_state, same_state, set_random_state
 from flatout.data.stages import (
+    Balance,
     Batch,
     Cache,
     Options,
@@ -129,12 +130,13 @@ class Built:
 
     def notes(self) -> list[str]:
         """What the user should know."""
-        notes = list(self.plan.moved)
+        notes = [*self.plan.moved, *self.plan.notes]
         for cache in self.caches:
             where = "memory" if cache.where_kept == "memory" else "a folder"
             notes.append(f"cache in {where}: {cache.reason}")
         notes += getattr(self.program, "notes", [])
-        if self.plan.order_seed is None and is_rows(self.plan.origin) and self._is_by_class():
+        is_in_order = self.plan.order_seed is None and only(self.plan.stages, Balance) is None
+        if is_in_order and is_rows(self.plan.origin) and self._is_by_class():
             notes.append(
                 "the samples are sorted by class and nothing shuffles them: batches would hold one "
                 "class each; add .shuffle(seed)"
@@ -278,7 +280,7 @@ def build_rows(
     if not len(numbers):
         raise DataError("no sample is left for this rank", do="use fewer ranks, or more data")
     plan = _plan(origin, begun.samples, stages, options, say)
-    plan.numbers, plan.everywhere = numbers, chosen.everywhere
+    plan.numbers, plan.everywhere, plan.labels = numbers, chosen.everywhere, chosen.labels
     _make(plan)
     cut = _batches(plan, begun.order)
     rows = cut.samples // cut.passes
@@ -345,7 +347,9 @@ def _batches(plan: Plan, own_order: Order | None) -> BatchSampler:
     def in_order(epoch: int) -> Numbers:
         return plan.numbers
 
-    order = own_order or in_order
+    order, balance = own_order or in_order, only(plan.stages, Balance)
+    if balance is not None:
+        order = balance.balanced(plan)
     count = len(order(0)) * times_of(plan.stages)
     for stage in sorted(plan.stages, key=lambda stage: stage.turn(plan.stages)):
         order = stage.order(order, plan)

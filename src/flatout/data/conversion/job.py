@@ -13,6 +13,7 @@ import numpy.typing as npt
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.buffers import Buffers
 from flatout.data.conversion.passes import Piece, made
+from flatout.data.execution.labels import labels_of
 from flatout.data.execution.samples import Costs, Samples
 from flatout.data.form import Form, Leaf
 from flatout.data.mixture import Mixture
@@ -23,7 +24,6 @@ from flatout.data.planner import build_rows
 from flatout.data.randomness import seeded
 from flatout.data.schema import Column, Schema
 from flatout.data.stages import Cache, Options, Shuffle, only
-from flatout.data.stages.split import labels_of
 from flatout.errors import DataError
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ def _labels(pipeline: Pipeline, samples: Samples, numbers: Numbers) -> npt.NDArr
             f"{values.values.dtype if isinstance(values, Ragged) else values.dtype}",
             do='give the target the dtype "int64" in the schema',
         )
-    return labels_of(numbers, samples, None)
+    return labels_of(samples, numbers, "balance")[1]
 
 
 def _probe(samples: Samples, numbers: Numbers) -> Block:

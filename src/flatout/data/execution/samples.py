@@ -9,6 +9,8 @@ from time import perf_counter_ns as clock
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Subset
 
 from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, offsets_of, take
 from flatout.data.buffers import Buffers
@@ -127,6 +129,10 @@ class Decoded:
         costs.add(self.name, clock() - start)
         return block
 
+    def targets(self) -> npt.NDArray[Any] | None:
+        """Of all rows, where the source knows them without decoding."""
+        return self.source.targets()
+
     def where(self, number: int) -> str:
         """File and line or byte."""
         return self.source.where(number)
@@ -218,6 +224,10 @@ class Fetched(Made):
     def content(self) -> str | None:
         """None: only reading all samples would tell one Dataset from another of its kind."""
         return None
+
+    def targets(self) -> npt.NDArray[Any] | None:
+        """Those that the Dataset tells, as those of torchvision do."""
+        return told_targets(self.dataset)
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """These samples of the Dataset."""
@@ -363,6 +373,12 @@ class Joined:
         """Of all parts."""
         return digest_of("mix", *(part.digest for part in self.parts))
 
+    def targets(self) -> npt.NDArray[Any] | None:
+        """Of all parts."""
+        found = [known_targets(part) for part in self.parts]
+        known = [targets for targets in found if targets is not None]
+        return np.concatenate(known) if len(known) == len(found) else None
+
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """Each source's rows, put in the order asked for."""
         owner = np.searchsorted(self.starts, numbers, side="right") - 1
@@ -401,6 +417,38 @@ def _kinds(samples: Samples) -> dict[str, str]:
         else:
             kinds[name] = f"{values.dtype} of shape {values.shape[1:]}"
     return kinds
+
+
+def known_targets(samples: Samples) -> npt.NDArray[Any] | None:
+    """The targets of all rows by number, where they are known without making samples.
+
+    A cache and augmentations leave targets as they are; a user's function may change them.
+    """
+    found: Any = samples
+    while not hasattr(found, "targets"):
+        if isinstance(found, Mapped) or not hasattr(found, "inner"):
+            return None
+        found = found.inner
+    known: npt.NDArray[Any] | None = found.targets()
+    return known
+
+
+def told_targets(dataset: Any) -> npt.NDArray[Any] | None:
+    """The class numbers in a Dataset's `targets`, as torchvision has them; None without.
+
+    Those of a Subset are its own part. What a `target_transform` makes of them is not known.
+    """
+    if isinstance(dataset, Subset):
+        whole = told_targets(dataset.dataset)
+        return None if whole is None else whole[np.asarray(dataset.indices, np.int64)]
+    told = getattr(dataset, "targets", None)
+    if told is None or getattr(dataset, "target_transform", None) is not None:
+        return None
+    try:
+        found = np.asarray(told)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return found if found.shape == (len(dataset),) and found.dtype.kind in "iu" else None
 
 
 def sample_rng(seed: int, epoch: int, number: int) -> np.random.Generator:

@@ -9,6 +9,7 @@ from time import perf_counter_ns as clock
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -265,6 +266,11 @@ class ArraySamples:
     def content(self) -> str | None:
         """Over all bytes of the data."""
         return digest_of(self.digest, tensors_name(self._columns))
+
+    def targets(self) -> npt.NDArray[Any] | None:
+        """Of all rows, where they are one array."""
+        one = self.data.targets
+        return one.detach().cpu().numpy() if isinstance(one, Tensor) else None
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """These rows, in this order."""

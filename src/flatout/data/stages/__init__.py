@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flatout.data.stages.augment import Augment, augment
+from flatout.data.stages.balance import Balance, balance
 from flatout.data.stages.batch import Batch, batch
 from flatout.data.stages.cache import Cache, cache
 from flatout.data.stages.filter import Filter, filter
@@ -17,6 +18,7 @@ from flatout.data.stages.stage import Options, P, Plan, Stage, Writable, only
 
 __all__ = [
     "Augment",
+    "Balance",
     "Batch",
     "Cache",
     "Filter",
@@ -42,6 +44,7 @@ class Staged(Writable[P]):
     """What all stages can be written behind."""
 
     augment = augment
+    balance = balance
     batch = batch
     cache = cache
     filter = filter

@@ -17,7 +17,7 @@ from flatout.data.stages.stage import Function, P, Plan, Stage, Writable, only
 from flatout.errors import DataError
 
 # So many samples are looked at together.
-CHUNK = 4096
+_CHUNK = 4096
 _QUIET_S = 1.0
 
 
@@ -39,8 +39,8 @@ class Filter(Function):
         """One pass over all rows."""
         kept, total = [], len(plan.numbers)
         buffers, costs, said = Buffers(), Costs(), time.monotonic()
-        for start in range(0, total, CHUNK):
-            block = plan.samples.make(plan.numbers[start : start + CHUNK], buffers, 0, costs)
+        for start in range(0, total, _CHUNK):
+            block = plan.samples.make(plan.numbers[start : start + _CHUNK], buffers, 0, costs)
             kept.append(block.numbers[self._wanted(block, plan.samples)])
             if time.monotonic() - said > _QUIET_S:
                 said = time.monotonic()

@@ -9,12 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.block import Numbers
-from flatout.data.buffers import Buffers
-from flatout.data.execution.samples import Costs, Samples
-from flatout.data.form import Leaf
+from flatout.data.execution.labels import labels_of
 from flatout.data.order import order
-from flatout.data.origins import is_rows
-from flatout.data.stages.filter import CHUNK
 from flatout.data.stages.stage import P, Plan, Stage, Writable
 from flatout.errors import DataError
 
@@ -36,9 +32,7 @@ class Split(Stage):
         """One part of the rows."""
         labels = None
         if self.stratify:
-            is_known = is_rows(plan.origin) and plan.samples is plan.base
-            known = plan.origin.targets() if is_known else None
-            labels = labels_of(plan.numbers, plan.samples, known)
+            plan.numbers, labels = labels_of(plan.samples, plan.numbers, "split(stratify=True)")
         plan.numbers = self.part(plan.numbers, labels)
 
     def part(self, numbers: Numbers, labels: npt.NDArray[Any] | None) -> Numbers:
@@ -100,40 +94,3 @@ def split(
         raise DataError("split: stratify shares out at random, so it cannot go by order")
     first, second = (self._with(Split(fraction, own, by, seed, stratify)) for own in (True, False))
     return first, second
-
-
-def labels_of(
-    numbers: Numbers, samples: Samples, known: npt.NDArray[Any] | None
-) -> npt.NDArray[Any]:
-    """The targets of rows, to split by class.
-
-    Raises:
-        DataError: the target is not one number a row, or no class.
-    """
-    if known is not None:
-        return _classes(known[numbers])
-    found = []
-    buffers, costs = Buffers(), Costs()
-    for start in range(0, len(numbers), CHUNK):
-        block = samples.make(numbers[start : start + CHUNK], buffers, 0, costs)
-        target = samples.form.targets
-        values = block.columns[target.column] if isinstance(target, Leaf) else None
-        if not isinstance(values, np.ndarray) or values.size != len(block):
-            raise DataError(
-                "split(stratify=True) shares out classes, so it wants one target a sample; "
-                f"found {target if values is None else np.shape(values)}"
-            )
-        found.append(values.reshape(-1).copy())
-    return _classes(np.concatenate(found))
-
-
-def _classes(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same, unless about every row has its own target: those are no classes."""
-    different = len(np.unique(labels))
-    if labels.dtype.kind == "f" and 2 * different > len(labels) > 2:
-        raise DataError(
-            f"split(stratify=True) shares out classes; found {different:,} different targets in "
-            f"{len(labels):,} samples",
-            do="leave stratify out for targets that are numbers",
-        )
-    return labels

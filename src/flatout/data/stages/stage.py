@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
+import numpy.typing as npt
+
 from flatout.data.block import Block, Numbers
 from flatout.data.execution.batch_sampler import BatchSampler, Order
 from flatout.data.execution.cache import Cached
@@ -61,6 +63,7 @@ class Plan:
         say: gets a line for people.
         numbers: the rows that take part, ascending.
         everywhere: how many took part before a rank kept only its own; None where all have all.
+        labels: the class of each of `numbers`, where that matters; None elsewhere.
         samples: what the rows have become.
         passed: stages that have been gone through.
         batched: whether `batch` is among them.
@@ -68,6 +71,7 @@ class Plan:
         steps: of a stream: what becomes of its blocks.
         runs: names of what runs, in their order.
         moved: what runs elsewhere than it was written, and why that is the same.
+        notes: what else the user should know.
         caches: the caches in it.
     """
 
@@ -80,6 +84,7 @@ class Plan:
     say: Callable[[str], None]
     numbers: Numbers
     everywhere: int | None = None
+    labels: npt.NDArray[Any] | None = None
     samples: Samples = field(init=False)
     passed: list[Stage] = field(default_factory=list)
     batched: bool = False
@@ -87,6 +92,7 @@ class Plan:
     steps: list[Step] = field(default_factory=list)
     runs: list[str] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     caches: list[Cached] = field(default_factory=list)
 
     def __post_init__(self) -> None:

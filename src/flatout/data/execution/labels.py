@@ -1,0 +1,65 @@
+"""The targets of rows, for what counts classes or shares them out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Numbers
+from flatout.data.buffers import Buffers
+from flatout.data.execution.samples import Costs, Samples, known_targets
+from flatout.data.form import Leaf
+from flatout.errors import DataError
+
+# So many samples are made together.
+_CHUNK = 4096
+
+
+def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, npt.NDArray[Any]]:
+    """The rows of `numbers` that can be read, and their targets, shape (rows, ...).
+
+    Args:
+        samples: makes them, where their targets are not known otherwise.
+        numbers: of the rows.
+        what: wants them, for an error.
+
+    Raises:
+        DataError: samples have none, or several that differ in name or length.
+    """
+    known = known_targets(samples)
+    if known is not None:
+        return numbers, known[numbers]
+    kept, found = [], []
+    buffers, costs = Buffers(), Costs()
+    for start in range(0, len(numbers), _CHUNK):
+        block = samples.make(numbers[start : start + _CHUNK], buffers, 0, costs)
+        target = samples.form.targets
+        values = block.columns[target.column] if isinstance(target, Leaf) else None
+        if not isinstance(values, np.ndarray):
+            words = "none" if target is None else "several, or of different lengths"
+            raise DataError(f"{what} wants one target a sample; found {words}")
+        kept.append(block.numbers)
+        found.append(values.copy())
+    return np.concatenate(kept), np.concatenate(found)
+
+
+def labels_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, npt.NDArray[Any]]:
+    """The same, of rows that have one class each; labels of shape (rows,).
+
+    Raises:
+        DataError: the target is not one number a row, or about every row has its own.
+    """
+    kept, labels = targets_of(samples, numbers, what)
+    if labels.size != len(kept):
+        raise DataError(f"{what} wants one target a sample; found shape {labels.shape[1:]}")
+    labels = labels.reshape(-1)
+    different = len(np.unique(labels))
+    if labels.dtype.kind == "f" and 2 * different > len(labels) > 2:
+        raise DataError(
+            f"{what} goes by classes; found {different:,} different targets in {len(labels):,} "
+            "samples",
+            do="leave it out for targets that are numbers",
+        )
+    return kept, labels

@@ -1,0 +1,145 @@
+"""balance: each class equally often in an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Numbers
+from flatout.data.classes import classes_of
+from flatout.data.execution.batch_sampler import Order, whole_number
+from flatout.data.execution.labels import labels_of
+from flatout.data.order import order as drawn
+from flatout.data.stages.shard import Shard
+from flatout.data.stages.stage import P, Plan, Stage, Writable
+from flatout.errors import DataError
+from flatout.words import counted, rounded
+
+# Draws of classes, beyond the numbers of epochs that a shuffle of the same seed draws by.
+_CLASSES = 1 << 63
+# Classes that are told one by one.
+_TOLD = 8
+
+
+@dataclass(frozen=True)
+class Balance(Stage):
+    """Each class equally often in an epoch.
+
+    Attributes:
+        how: "over" as often as the most frequent class, "under" as the rarest; or so many rows of
+            each class.
+        seed: of which rows are left out or come once more.
+    """
+
+    how: Literal["over", "under"] | int
+    seed: int = 0
+
+    once: ClassVar[bool] = True
+    by_number: ClassVar[bool] = True
+    reorders = True
+
+    def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
+        """Refuse rows that are chosen later, or by each rank: they would not be in balance."""
+        late = next((stage for stage in behind if stage.chooses), None)
+        if late is not None and not isinstance(late, Shard):
+            raise DataError(
+                f"balance stands before {late.name}, behind which classes are out of balance",
+                do=f"put balance behind {late.name}; of a split, on the part that is trained on",
+            )
+        if any(isinstance(stage, Shard) and stage.has_own_rows for stage in (*before, *behind)):
+            raise DataError(
+                "balance goes by the rows of all ranks, and shard gives each rank its own",
+                do="leave shard out: a Trainer gives each rank its share of every batch",
+            )
+
+    def check_mixed(self) -> None:
+        """A mixture has its own order."""
+        raise DataError("balance stands behind mix", do="balance each source before mix")
+
+    def choose(self, plan: Plan) -> None:
+        """Learn which class each row has; rows that cannot be read have none."""
+        plan.numbers, plan.labels = labels_of(plan.samples, plan.numbers, "balance")
+
+    def balanced(self, plan: Plan) -> Order:
+        """Rows of all classes in turn, a function of (seed, epoch)."""
+        assert plan.labels is not None
+        labels, own, counts = np.unique(plan.labels, return_inverse=True, return_counts=True)
+        by_class = plan.numbers[np.argsort(own, kind="stable")]
+        groups = np.split(by_class, np.cumsum(counts)[:-1])
+        most = {"over": int(counts.max()), "under": int(counts.min())}
+        each = self.how if isinstance(self.how, int) else most[self.how]
+        plan.runs.append(self.name)
+        plan.notes.append(_words(classes_of(plan.origin), labels, counts, each))
+        return balanced(groups, each, self.seed)
+
+
+def balance(self: Writable[P], how: Literal["over", "under"] | int = "over", *, seed: int = 0) -> P:
+    """Each class equally often in an epoch, for training data in which some classes are rare.
+
+    Rows are found by number, so a repeated one is decoded or kept only once where there is a
+    cache. An order is a function of (seed, epoch) alone. Classes take turns; `shuffle` mixes them.
+    Validation data are other pipelines, and stay as they are: split before.
+
+    Args:
+        how: "over" repeats rows of rarer classes, so that each class comes as often as the most
+            frequent one: in an epoch each row of a class comes equally often, give or take one.
+            "under" takes as many rows of each class as the rarest one has, others in each epoch:
+            all have had their turn once the epochs have taken as many as there are. A number takes
+            so many rows of each class, by the same rules.
+        seed: of which rows come once more, or have their turn first.
+
+    Raises:
+        DataError: `how` is none of these. Later: samples do not have one class each.
+    """
+    if how not in ("over", "under"):
+        if isinstance(how, str):
+            raise DataError(f"balance: expected 'over', 'under' or a number of rows, found {how!r}")
+        how = whole_number("balance: rows of each class", how, 1)
+    return self._with(Balance(how, seed))
+
+
+def balanced(groups: Sequence[Numbers], each: int, seed: int) -> Order:
+    """`each` rows of every group in an epoch, the groups in turn.
+
+    All rows of a group come equally often; what is left over goes round in a drawn order, from
+    where the epoch before has stopped. So no row comes twice more than another.
+
+    Args:
+        groups: the rows of each class.
+        each: rows of a class in an epoch.
+        seed: of the drawn orders.
+    """
+    turns = [group[drawn(len(group), seed, _CLASSES + at)] for at, group in enumerate(groups)]
+
+    def order(epoch: int) -> Numbers:
+        rows = np.empty((each, len(groups)), np.int64)
+        for at, (group, turn) in enumerate(zip(groups, turns, strict=True)):
+            times, rest = divmod(each, len(group))
+            rows[: each - rest, at] = np.tile(group, times)
+            rows[each - rest :, at] = turn[(epoch * rest + np.arange(rest)) % len(group)]
+        return rows.reshape(-1)
+
+    return order
+
+
+def _words(
+    names: Sequence[str] | None, labels: npt.NDArray[np.int64], counts: Numbers, each: int
+) -> str:
+    """Such as "balance: 2 classes x 900 rows an epoch: cat 900 x 1, dog 100 x 9"."""
+    told = [
+        f"{_name(names, label)} {count:,} x {rounded(each / count)}"
+        for label, count in zip(labels[:_TOLD].tolist(), counts[:_TOLD].tolist(), strict=True)
+    ]
+    more = f" and {len(labels) - _TOLD:,} more" if len(labels) > _TOLD else ""
+    kinds = counted(len(labels), "class", "classes")
+    return f"balance: {kinds} x {each:,} rows an epoch: {', '.join(told)}{more}"
+
+
+def _name(names: Sequence[str] | None, label: Any) -> str:
+    if names is not None and isinstance(label, int) and 0 <= label < len(names):
+        return names[label]
+    return f"class {label:g}"
