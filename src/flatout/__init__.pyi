@@ -1,6 +1,8 @@
 from flatout import data as data
 from flatout import integrations as integrations
 from flatout import optim as optim
+from flatout.models import freeze as freeze
+from flatout.models import unfreeze as unfreeze
 from flatout.optim import LrRule as LrRule
 from flatout.recipe import Recipe as Recipe
 from flatout.report.notebook import load_ipython_extension as load_ipython_extension

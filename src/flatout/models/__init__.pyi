@@ -7,6 +7,8 @@ from flatout.models.adapter import weights_of as weights_of
 from flatout.models.batch_norm import move_statistics as move_statistics
 from flatout.models.fp32_operators import keep_in_fp32 as keep_in_fp32
 from flatout.models.fp32_operators import may_be_slower_in_bf16 as may_be_slower_in_bf16
+from flatout.models.freezing import freeze as freeze
+from flatout.models.freezing import unfreeze as unfreeze
 from flatout.models.fused_norms import fused_norms_of as fused_norms_of
 from flatout.models.keras.batch_norm import has_own_moments as has_own_moments
 from flatout.models.keras.batch_norm import is_keras_norm as is_keras_norm

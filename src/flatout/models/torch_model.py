@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from flatout.data import arguments_words, code_digest, is_library
 from flatout.errors import ModelError
+from flatout.models import hold
 from flatout.models.rewrites import Rewrite, rewrites_of
 from flatout.models.weights import layers_of, own_names
 
@@ -110,6 +111,30 @@ class TorchModel:
     def layers(self) -> list[tuple[str, Any]]:
         """Each part of the model whose calls can be watched, by its own name."""
         return layers_of(self.module)
+
+    def named(self) -> list[tuple[str, nn.Module]]:
+        """Each layer by the name that the user knows it by."""
+        return layers_of(self.module)
+
+    def hold(self, layers: Iterable[nn.Module]) -> None:
+        """Let layers and all inside them neither train nor act as in training."""
+        for layer in layers:
+            hold.hold(layer)
+
+    def hold_until(self, last: nn.Module) -> None:
+        """The same for a layer and all that it depends on."""
+        paths = {id(module): path for path, module in self.module.named_modules()}
+        hold.hold_until(self.module, paths[id(last)]) if paths[id(last)] else hold.hold(last)
+
+    def release(self, layers: Iterable[nn.Module], *, batch_norm: bool) -> None:
+        """Let layers and all inside them train again, BatchNorm only where that is asked for."""
+        parts = {id(part): part for layer in layers for part in layer.modules()}
+        for part in parts.values():
+            if batch_norm or not hold.keeps_statistics(part):
+                hold.release(part)
+        for outer in self.module.modules():
+            if any(id(part) in parts for part in outer.modules()) and id(outer) not in parts:
+                hold.follow(outer)
 
     def watch(self, look: Look, watches: ExitStack) -> None:
         """Have `look` called after each call of a layer, until `watches` is closed."""

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import FunctionType, ModuleType
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from flatout.errors import ModelError
+from flatout.models.keras import hold
 from flatout.models.keras.facts import layer_lines
 from flatout.models.keras.rewrites import keras_calls, put_on, training_step
 from flatout.models.rewrites import Rewrite
@@ -132,6 +133,23 @@ class KerasModel(TorchModel):
         """Also those that Keras keeps elsewhere than torch."""
         own = [(layer.name, layer) for layer in self.module._flatten_layers()]
         return [*self.module.named_modules(), *own]
+
+    def named(self) -> list[tuple[str, Any]]:
+        """Each layer by its name."""
+        return [(layer.name, layer) for layer in self.module._flatten_layers()]
+
+    def hold(self, layers: Iterable[Any]) -> None:
+        """Let layers and all inside them neither train nor act as in training."""
+        for layer in layers:
+            hold.hold(layer)
+
+    def hold_until(self, last: Any) -> None:
+        """The same for a layer and all that it depends on."""
+        self.hold(list(hold.before(self.module, last)))
+
+    def release(self, layers: Iterable[Any], *, batch_norm: bool) -> None:
+        """Let layers and all inside them train again, BatchNorm only where that is asked for."""
+        hold.release(self.module, layers, batch_norm=batch_norm)
 
     def watch(self, look: Look, watches: ExitStack) -> None:
         """Keras layers are torch modules, but their calls pass torch's hooks by."""

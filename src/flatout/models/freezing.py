@@ -1,0 +1,113 @@
+"""Freezing parts of a model, and letting them train again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TypeVar
+
+from torch import nn
+
+from flatout.errors import ModelError
+from flatout.models.adapter import adapter_of
+from flatout.models.hold import matching
+
+_M = TypeVar("_M", bound=nn.Module)
+Patterns = str | Iterable[str]
+
+
+def freeze(model: _M, until: str | None = None, *, layers: Patterns = ()) -> _M:
+    """Keep parts of a model as they are: no parameter trains, nothing acts as in training.
+
+        flatout.freeze(model, until="features.23")
+        flatout.freeze(model, layers=["encoder.layer.[0-5]", "embeddings"])
+        flatout.freeze(model.backbone)
+
+    Their parameters no longer require gradients. BatchNorm uses its running statistics and leaves
+    them alone, dropout passes everything on, and both stay so when `.train()` is called on the
+    model or on a part of it, by a Trainer too. A copy or a pickle of the model is frozen as it is,
+    and the state dict stays the same. Freezing twice is freezing once.
+
+    Of a Keras model, layers get `trainable=False`, and those that draw random numbers are told that
+    nothing trains; layers that augment the data, such as RandomFlip, go on. A Keras model that was
+    saved, cloned or copied keeps `trainable`, but its dropout acts until it is frozen once more.
+
+    Args:
+        model: the user's own object; it is changed in place.
+        until: the last layer to freeze: its name in `model.named_modules()`, or of a Keras layer
+            `layer.name`. All that its output depends on is frozen with it, by the graph of each
+            `forward` where that is certain, else all that is registered before it, and parameters
+            that the modules around it hold themselves.
+        layers: names of layers, with `*`, `?` and `[0-9]` as in file names; each is frozen with all
+            that is inside it.
+
+    Without `until` and `layers` the whole model is frozen.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: the model has no layer of such a name; with those that are near.
+    """
+    own, patterns = adapter_of(model), _listed(layers)
+    if until is not None:
+        own.hold_until(_only(own.named(), until))
+    chosen = _chosen(own.named(), patterns)
+    own.hold(chosen if until is not None or patterns else [model])
+    return model
+
+
+def unfreeze(model: _M, layers: Patterns | None = None, *, batch_norm: bool = False) -> _M:
+    """Let frozen parts of a model train again.
+
+    Dropout acts in training again. BatchNorm layers stay as they are, statistics, weight and bias:
+    on the small batches of fine-tuning their statistics would move away from what the other layers
+    were trained with.
+
+    Args:
+        model: the user's own object; it is changed in place.
+        layers: names of layers as in `freeze`, each with all that is inside it; None for all.
+        batch_norm: whether BatchNorm layers train and move their statistics on again, too.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: the model has no layer of such a name; with those that are near.
+    """
+    own = adapter_of(model)
+    chosen = [model] if layers is None else _chosen(own.named(), _listed(layers))
+    own.release(chosen, batch_norm=batch_norm)
+    return model
+
+
+def _listed(layers: Patterns) -> list[str]:
+    return [layers] if isinstance(layers, str) else list(layers)
+
+
+def _chosen(named: list[tuple[str, nn.Module]], patterns: list[str]) -> list[nn.Module]:
+    found = matching({name for name, _ in named}, patterns)
+    for pattern, names in found.items():
+        if not names:
+            raise _unknown(pattern, named)
+    wanted = {name for names in found.values() for name in names}
+    return [module for name, module in named if name in wanted]
+
+
+def _only(named: list[tuple[str, nn.Module]], name: str) -> nn.Module:
+    found = {id(module): module for own, module in named if own == name}
+    if not found:
+        raise _unknown(name, named)
+    return list(found.values())[-1]  # what a wrapper of the same name holds
+
+
+def _unknown(name: str, named: list[tuple[str, nn.Module]]) -> ModelError:
+    names = list(dict.fromkeys(own for own, _ in named if own))
+    end = name.rpartition(".")[2]
+    near = [*get_close_matches(name, names, 5), *(n for n in names if end in n.split("."))]
+    shown = list(dict.fromkeys(near))[:5] or names[:5]
+    words = ", ".join(map(repr, shown)) or "none, as it has no parts"
+    return ModelError(
+        f"the model has no layer {name!r}; {'near it are' if near else 'it has'}: {words}",
+        do="choose a name as model.named_modules() lists it, or the name of a Keras layer",
+    )

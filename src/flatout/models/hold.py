@@ -1,0 +1,190 @@
+"""Parts of a torch module that stay in evaluation, also where someone calls `.train()`.
+
+Which parts run before a layer is read off the graph of each written `forward`, level by level down
+to the layer; where a graph might not be the same program, off the order in which modules are
+registered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from flatout.models.trace import trace
+
+
+class Held:
+    """The `train` of a module that stays in evaluation; a copy or pickle of the module has its own.
+
+    It lies on the module itself, so that whatever calls `.train()` finds it, and it refers to the
+    module weakly, so that a model is freed as soon as it is no longer used.
+
+    Args:
+        module: the module.
+        trained: which of its own parameters trained before.
+        mode: what was last asked for, which holds again when the module is let go.
+    """
+
+    def __init__(self, module: nn.Module, trained: tuple[str, ...], mode: bool) -> None:
+        self._module = weakref.ref(module)
+        self.trained = trained
+        self.mode = mode
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        """Stay in evaluation; what is inside decides for itself."""
+        module = self._module()
+        assert module is not None
+        module.training, self.mode = False, mode
+        for child in module.children():
+            child.train(mode)
+        return module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Held, (self._module(), self.trained, self.mode)
+
+
+def hold(module: nn.Module) -> None:
+    """Let a module and all inside it neither train nor act as in training."""
+    for part in module.modules():
+        if not is_held(part):
+            own = part.named_parameters(recurse=False)
+            trained = tuple(name for name, value in own if value.requires_grad)
+            # Past torch's own __setattr__, which wrappers override.
+            vars(part)["train"] = Held(part, trained, part.training)
+        part.training = False
+        fix(part.parameters(recurse=False))
+
+
+def release(part: nn.Module) -> None:
+    """Let one module train and follow `.train()` again; those inside it stay as they are."""
+    own = dict(part.named_parameters(recurse=False))
+    if is_held(part):
+        own = {name: own[name] for name in vars(part)["train"].trained if name in own}
+        follow(part)
+    for value in own.values():
+        if value.is_floating_point() or value.is_complex():
+            value.requires_grad_(True)
+
+
+def follow(part: nn.Module) -> None:
+    """Let one module follow `.train()` again, beginning with what was last asked for."""
+    if is_held(part):
+        part.training = vars(part).pop("train").mode
+
+
+def is_held(part: nn.Module) -> bool:
+    """Whether a module stays in evaluation."""
+    return isinstance(vars(part).get("train"), Held)
+
+
+def fix(parameters: Iterable[nn.Parameter]) -> None:
+    """Let parameters no longer train: an optimizer leaves alone what has no gradient."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+
+
+def keeps_statistics(part: nn.Module) -> bool:
+    """Whether a layer normalizes by statistics that it moves on in training, as BatchNorm does."""
+    return isinstance(part, _NormBase)
+
+
+def matching(names: Iterable[str], patterns: Iterable[str]) -> dict[str, list[str]]:
+    """For each pattern the names that it fits."""
+    known = list(names)
+    return {p: [name for name in known if fnmatchcase(name, p)] for p in patterns}
+
+
+def hold_until(module: nn.Module, path: str) -> None:
+    """Hold all that the layer at `path` depends on, and the layer."""
+    level = _traced(module, path) or _registered(module, path)
+    fix(level.parameters)
+    for part in level.before:
+        if any(part is one for one in level.behind):
+            fix(part.parameters())  # what it does in training, it does behind the layer too
+        else:
+            hold(part)
+    if level.rest:
+        hold_until(level.last, level.rest)
+    else:
+        hold(level.last)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """What runs before a layer in one `forward`.
+
+    Attributes:
+        parameters: of this module itself.
+        before: submodules that are whole before the layer.
+        last: the submodule that is the layer or holds it.
+        rest: the path of the layer within `last`; "" if it is the layer.
+        behind: submodules that also run elsewhere.
+    """
+
+    parameters: list[nn.Parameter]
+    before: list[nn.Module]
+    last: nn.Module
+    rest: str
+    behind: list[nn.Module]
+
+
+def _traced(module: nn.Module, path: str) -> _Level | None:
+    """By the graph of the forward; None where there is none that calls the layer."""
+    traced = trace(module)
+    if traced is None:
+        return None
+    calls = [node for node in traced.graph.nodes if node.op == "call_module"]
+    to_it = [node for node in calls if f"{path}.".startswith(f"{node.target}.")]
+    if not to_it:
+        return None
+    flow = set(_flow_into(to_it))
+    before = [node for node in calls if node in flow and node not in to_it]
+    own = [node.target for node in flow if node.op == "get_attr"]
+    target = str(to_it[-1].target)
+    values = (_attribute(module, str(name)) for name in own)
+    return _Level(
+        [value for value in values if isinstance(value, nn.Parameter)],
+        [module.get_submodule(str(node.target)) for node in before],
+        module.get_submodule(target),
+        path[len(target) + 1 :],
+        [module.get_submodule(str(node.target)) for node in calls if node not in flow],
+    )
+
+
+def _flow_into(nodes: list[fx.Node]) -> Iterator[fx.Node]:
+    """These nodes, and all that they are computed from."""
+    waiting, met = list(nodes), set(nodes)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = [one for one in node.all_input_nodes if one not in met]
+        met.update(new)
+        waiting += new
+
+
+def _attribute(module: nn.Module, path: str) -> torch.Tensor | None:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _registered(module: nn.Module, path: str) -> _Level:
+    """By the order of registration."""
+    first, _, rest = path.partition(".")
+    before: list[nn.Module] = []
+    for name, child in module.named_children():
+        if name == first:
+            break
+        before.append(child)
+    return _Level(
+        list(module.parameters(recurse=False)), before, module.get_submodule(first), rest, []
+    )

@@ -1,0 +1,92 @@
+"""Keras layers that neither train nor act as in training.
+
+Keras' own `trainable=False` keeps BatchNormalization in inference; dropout acts in spite of it, so
+layers that draw random numbers get a `call` that is told that nothing trains. Augmentation, such as
+RandomFlip, goes on: it is part of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any
+
+_HELD = "_flatout_held"
+
+
+def hold(layer: Any) -> None:
+    """Let a layer and all inside it neither train nor act as in training."""
+    layer.trainable = False
+    for part in layer._flatten_layers():
+        if _acts(part) and not _is_held(part):
+            vars(part)["call"] = _without_training(part.call)
+
+
+def release(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> None:
+    """Let layers and all inside them train again."""
+    parts = {id(part) for layer in chosen for part in layer._flatten_layers()}
+    wanted = []
+    for layer in model._flatten_layers():
+        holds_one = any(id(part) in parts for part in layer._flatten_layers(include_self=False))
+        trains = holds_one or (id(layer) in parts and (batch_norm or not keeps_statistics(layer)))
+        wanted.append((layer, trains or layer.trainable))
+        if id(layer) in parts and _is_held(layer):
+            del vars(layer)["call"]
+    # From the outermost inward, as a layer hands its own flag on to those inside.
+    for layer, trains in wanted:
+        if layer.trainable != trains:
+            layer.trainable = trains
+
+
+def keeps_statistics(layer: Any) -> bool:
+    """Whether a layer normalizes by statistics that it moves on in training."""
+    return type(layer).__name__ == "BatchNormalization"
+
+
+def before(model: Any, last: Any) -> Iterator[Any]:
+    """All layers that `last` depends on, and `last`; by their graph, else as they are listed."""
+    if last is model:
+        yield model
+        return
+    layers = list(model._flatten_layers(include_self=False, recursive=False))
+    holder = next(one for one in layers if any(part is last for part in one._flatten_layers()))
+    graph = getattr(model, "_functional", None) or model
+    if hasattr(holder, "_inbound_nodes") and hasattr(graph, "operations"):
+        yield from _flow_into(holder, {id(one) for one in graph.operations})
+    else:
+        yield from layers[: layers.index(holder)]
+    yield from before(holder, last)
+
+
+def _flow_into(layer: Any, known: set[int]) -> Iterator[Any]:
+    waiting, met = [layer], {id(layer)}
+    while waiting:
+        nodes = [parent for node in waiting.pop()._inbound_nodes for parent in node.parent_nodes]
+        for operation in (node.operation for node in nodes):
+            if id(operation) in known and id(operation) not in met:
+                met.add(id(operation))
+                waiting.append(operation)
+                if hasattr(operation, "trainable"):
+                    yield operation
+
+
+def _acts(layer: Any) -> bool:
+    """Whether a layer draws random numbers in training, other than to augment the data."""
+    cell = getattr(layer, "cell", None)  # of a recurrent layer, which draws with its cell's
+    draws = layer._seed_generators or getattr(cell, "_seed_generators", None)
+    return bool(draws) and ".preprocessing." not in type(layer).__module__
+
+
+def _without_training(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def held(*inputs: Any, **options: Any) -> Any:
+        if "training" in options:
+            options["training"] = False
+        return call(*inputs, **options)
+
+    setattr(held, _HELD, True)
+    return held
+
+
+def _is_held(layer: Any) -> bool:
+    return hasattr(vars(layer).get("call"), _HELD)
