@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.batch import Batch, Features, KeptRows, map_tensors, named_tensors
+from flatout.data.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_features_stay_features_whatever_is_done_to_their_batch():
 
 
 def test_kept_rows_go_to_a_device_with_the_others():
-    kept = KeptRows(Features((torch.ones(2, 3),)), torch.tensor([0, 2]))
+    kept = KeptFeatures(Features((torch.ones(2, 3),)), torch.tensor([0, 2]))
     batch = Batch(torch.zeros(1, 4), torch.arange(3), None, torch.arange(3), 3, kept=kept)
     assert batch.to(torch.device("cpu")) is batch
     moved = batch.to(torch.device("meta"))

@@ -1,6 +1,6 @@
 from flatout.data.batch import Batch as Batch
 from flatout.data.batch import Features as Features
-from flatout.data.batch import KeptRows as KeptRows
+from flatout.data.batch import KeptFeatures as KeptFeatures
 from flatout.data.batch import Tensors as Tensors
 from flatout.data.batch import map_tensors as map_tensors
 from flatout.data.batch import named_tensors as named_tensors
@@ -17,6 +17,8 @@ from flatout.data.execution.code import is_library as is_library
 from flatout.data.execution.code import words_of as words_of
 from flatout.data.execution.digests import content_digest as content_digest
 from flatout.data.execution.digests import digest_of as digest_of
+from flatout.data.execution.featured import FeatureRows as FeatureRows
+from flatout.data.execution.featured import Numbered as Numbered
 from flatout.data.execution.prefetch import prefetch as prefetch
 from flatout.data.execution.row_store import SharedRows as SharedRows
 from flatout.data.execution.row_store import layout_of as layout_of
@@ -37,6 +39,7 @@ from flatout.data.mixture import Mixture as Mixture
 from flatout.data.mixture import mix as mix
 from flatout.data.normalization import Normalization as Normalization
 from flatout.data.normalization import holds_bytes as holds_bytes
+from flatout.data.numbering import numbered as numbered
 from flatout.data.origins import is_stream as is_stream
 from flatout.data.own_pipes import OwnPipe as OwnPipe
 from flatout.data.own_pipes import is_pipe as is_pipe

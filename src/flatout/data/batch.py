@@ -23,7 +23,7 @@ class Features(tuple[Tensor, ...]):
     __slots__ = ()
 
 
-class KeptRows(NamedTuple):
+class KeptFeatures(NamedTuple):
     """Samples of a batch whose features are kept.
 
     Attributes:
@@ -64,7 +64,7 @@ class Batch(NamedTuple):
     start: int = 0
     whole: int = 0
     padding: int = 0
-    kept: KeptRows | None = None
+    kept: KeptFeatures | None = None
 
     @property
     def samples(self) -> int:

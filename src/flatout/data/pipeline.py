@@ -14,6 +14,7 @@ from flatout.console import say_as_is
 from flatout.data.batch import Batch
 from flatout.data.classes import Renumbered, classes_of, listed, texts_of
 from flatout.data.execution.batch_sampler import last_batch
+from flatout.data.execution.featured import FeatureRows, Numbered
 from flatout.data.execution.prefetch import prefetch
 from flatout.data.execution.program import Program
 from flatout.data.explanation import Explanation
@@ -314,19 +315,40 @@ class Pipeline(Staged["Pipeline"]):
 
     # -- batches -----------------------------------------------------------------------------
 
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+    def numbered(self) -> Numbered | str:
+        """Its samples by number, where each is the same in all epochs or has a few variants.
+
+        Returns a text where it is not so: why.
+        """
+        built = self._built
+        if not isinstance(built, Built):
+            return "the rows of a stream have no numbers"
+        return built.numbered()
+
+    def batches(
+        self, epoch: int, start_step: int = 0, features: FeatureRows | None = None
+    ) -> Iterator[Batch]:
         """The batches of an epoch from `start_step` on.
+
+        Args:
+            epoch: its number.
+            start_step: the first batch.
+            features: has features of some samples, which then are not made: see `Batch.kept`. Only
+                for samples that are `numbered`.
 
         Raises:
             DataError: the epoch has no such step, or a row is not as it should be.
         """
         normalization = self.normalization
         if normalization is not None:
-            return map(normalization.batch, self.in_bytes.batches(epoch, start_step))
+            made = self.in_bytes.batches(epoch, start_step, features)
+            return map(normalization.batch, made)
         if self._ahead is not None and epoch == 0:
             ahead, self._ahead = self._ahead, None
             return islice(ahead, start_step, None)
-        made: Iterator[Batch] = self._program.batches(epoch, start_step)
+        # What is in memory is gathered as quickly as features are.
+        has_rows = isinstance(self._program, Program) and features is not None
+        made = self._program.batches(epoch, start_step, *([features] if has_rows else []))
         if self.prefetches is not None:
             made = prefetch(made, torch.device(self.prefetches.device), self.prefetches.depth)
         return self._flushing(made) if self._built.caches else made

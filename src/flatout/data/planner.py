@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from flatout.data.block import Numbers
+from flatout.data.block import Numbers, Ragged
 from flatout.data.buffers import Buffers
 from flatout.data.chunked import ChunkedRows
 from flatout.data.execution.batch_sampler import (
@@ -29,10 +29,12 @@ from flatout.data.execution.batch_sampler import (
 )
 from flatout.data.execution.cache import Cached
 from flatout.data.execution.digests import digest_of
+from flatout.data.execution.featured import Numbered
 from flatout.data.execution.parallel import Tuner
 from flatout.data.execution.program import Functions, Maker, Program
-from flatout.data.execution.samples import Costs, Decoded, Samples
+from flatout.data.execution.samples import Costs, Decoded, Samples, name_of
 from flatout.data.execution.stream_program import StreamProgram, StreamRows
+from flatout.data.execution.varying import endless, variant, variants
 from flatout.data.form import Leaf
 from flatout.data.origins import Stream, is_rows, is_stream
 from flatout.data.randomness import random_state, same_state, set_random_state
@@ -127,6 +129,21 @@ class Built:
     def where(self, number: int) -> str:
         """Where a sample comes from."""
         return self.plan.samples.where(number)
+
+    def numbered(self) -> Numbered | str:
+        """The samples by number, or why they are others each time."""
+        plan = self.plan
+        if plan.functions:
+            return f"map {name_of(plan.functions[0])} makes others of whole batches"
+        samples, numbers = plan.samples, plan.numbers
+        count = variants(samples, numbers)
+        if count is None:
+            return endless(samples, numbers)
+        block = samples.make(np.array([samples.probe], np.int64), Buffers(), 0, Costs())
+        if any(isinstance(values, Ragged) for values in block.columns.values()):
+            return "samples differ in length"
+        which = None if count == 1 else partial(variant, samples)
+        return Numbered(samples.rows, samples.content, count, which)
 
     def notes(self) -> list[str]:
         """What the user should know."""

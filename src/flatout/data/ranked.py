@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flatout.data.batch import Batch
+from flatout.data.execution.featured import FeatureRows
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.errors import DataError
@@ -60,11 +61,19 @@ class _Ranked:
             raise AttributeError(name)
         return getattr(self._whole, name)
 
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """This rank's parts of the batches of an epoch, from `start_step` on."""
+    def batches(
+        self, epoch: int, start_step: int = 0, features: FeatureRows | None = None
+    ) -> Iterator[Batch]:
+        """This rank's parts of the batches of an epoch, from `start_step` on.
+
+        Args:
+            epoch: its number.
+            start_step: the first batch.
+            features: as of `Pipeline.batches`; no other source looks at them.
+        """
         if self._own is None:
             return map(self._part, self._looked_at(self._whole.batches(epoch, start_step)))
-        made = self._own.batches(epoch, start_step)
+        made = self._own.batches(epoch, start_step, features)
         return (self._counted(batch, step) for step, batch in enumerate(made, start_step))
 
     def _looked_at(self, batches: Iterator[Batch]) -> Iterator[Batch]:

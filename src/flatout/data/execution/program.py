@@ -9,12 +9,14 @@ from time import perf_counter_ns as clock
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from flatout.data.batch import Batch
 from flatout.data.block import Block, Numbers, rows_between, take
 from flatout.data.buffers import Buffers
 from flatout.data.execution.batch_sampler import BatchSampler
+from flatout.data.execution.featured import FeatureRows
 from flatout.data.execution.orders import Orders
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.execution.process_pool import ProcessPool, refusal
@@ -39,8 +41,8 @@ _FIRST = 5
 # From this share of a batch's time on, the user's Python is what threads cannot help with.
 _PYTHON = 0.5
 
-# Rows of a batch, how many more of weight 0, epoch and step.
-Task: TypeAlias = tuple[Numbers, int, int, int]
+# Rows of a batch, how many more of weight 0, epoch and step; and a store that has some as features.
+Task: TypeAlias = tuple[Numbers, int, int, int, FeatureRows | None]
 
 
 class Maker:
@@ -61,10 +63,43 @@ class Maker:
         self.costs = Costs()
         self._buffers = Buffers()
 
-    def __call__(self, numbers: Numbers, padding: int, epoch: int, step: int) -> Batch:
-        """The batch of these rows, and of `padding` more that weigh nothing."""
+    def __call__(
+        self,
+        numbers: Numbers,
+        padding: int,
+        epoch: int,
+        step: int,
+        features: FeatureRows | None = None,
+    ) -> Batch:
+        """The batch of these rows, and of `padding` more that weigh nothing.
+
+        Args:
+            numbers: of the rows.
+            padding: how many more.
+            epoch: of the batch.
+            step: of the batch, in the epoch.
+            features: has features of some rows, which then are not made; only where there is no
+                function of whole batches.
+        """
+        if features is not None and len(numbers) and not padding:
+            there = features.has(numbers, epoch)
+            if there.any():
+                return self._with_features(features, numbers, there, epoch)
         block = self.samples.make(numbers, self._buffers, epoch, self.costs)
         return self._batch(block, padding, epoch, step)
+
+    def _with_features(
+        self, features: FeatureRows, numbers: Numbers, there: npt.NDArray[np.bool_], epoch: int
+    ) -> Batch:
+        form, made = self.samples.form, None
+        if not there.all():
+            block = self.samples.make(numbers[~there], self._buffers, epoch, self.costs)
+            made = form.batch(block, self._buffers) if len(block) else None
+        began = clock()
+        batch = features.batch(numbers, there, epoch, made, form)
+        self.costs.add("features", clock() - began)
+        self.costs.batches += 1
+        return batch
 
     def run(self, tasks: Sequence[Task]) -> list[Batch | Exception]:
         """The batches of several tasks of an epoch, whose rows are read at once.
@@ -74,9 +109,9 @@ class Maker:
         made: list[Batch | Exception] = []
         try:
             blocks = self._blocks(tasks)
-            for at, (numbers, padding, epoch, step) in enumerate(tasks):
+            for at, (numbers, padding, epoch, step, features) in enumerate(tasks):
                 if blocks is None:
-                    made.append(self(numbers, padding, epoch, step))
+                    made.append(self(numbers, padding, epoch, step, features))
                 else:
                     made.append(self._batch(blocks[at], padding, epoch, step))
         except Exception as error:
@@ -85,7 +120,7 @@ class Maker:
 
     def _blocks(self, tasks: Sequence[Task]) -> list[Block] | None:
         """The rows of each task; None where they are to be made one by one."""
-        if len(tasks) == 1:
+        if len(tasks) == 1 or tasks[0][-1] is not None:
             return None
         try:
             block = self.samples.make(
@@ -119,10 +154,17 @@ class Maker:
             raise DataError(f"batch {step:,} of epoch {epoch}: all of its rows are bad")
         return block
 
-    def seeded(self, numbers: Numbers, padding: int, epoch: int, step: int) -> Batch:
+    def seeded(
+        self,
+        numbers: Numbers,
+        padding: int,
+        epoch: int,
+        step: int,
+        features: FeatureRows | None = None,
+    ) -> Batch:
         """The same, with the global generators seeded from (seed, epoch, step) meanwhile."""
         with seeded(batch_seed(self.seed, epoch, step)):
-            return self(numbers, padding, epoch, step)
+            return self(numbers, padding, epoch, step, features)
 
 
 class Program:
@@ -169,20 +211,33 @@ class Program:
         """What the stages took in this process."""
         return self.maker.costs
 
-    def batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on."""
+    def batches(
+        self, epoch: int, start_step: int, features: FeatureRows | None = None
+    ) -> Iterator[Batch]:
+        """The batches of an epoch from `start_step` on.
+
+        Args:
+            epoch: its number.
+            start_step: the first batch.
+            features: has features of some rows, which then are not made.
+        """
         self.cut.first(start_step)
         order = self._orders.of(epoch)
         steps = self.cut.steps
         middle = (start_step + steps) // 2
+        uses_pool = self.pool is not None
+        if uses_pool and features is not None:
+            # A pool has no store. It is not needed where nothing is left to make.
+            uses_pool = not features.has(order, epoch).all()
+            features = None if uses_pool else features
 
         def task(step: int) -> Task:
             if step == middle:
                 self._orders.prepare(epoch + 1)
             start, stop = self.cut.bounds(step)
-            return order[start:stop], self.cut.padding(step), epoch, step
+            return order[start:stop], self.cut.padding(step), epoch, step, features
 
-        if self.pool is not None:
+        if self.pool is not None and uses_pool:
             return self._by_pool(self.pool, task, start_step, steps)
         if self.in_this_thread:
             return (self.maker.seeded(*task(step)) for step in range(start_step, steps))

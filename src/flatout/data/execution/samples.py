@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, offsets_of, take
 from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import Nameless, digest_of, function_digest, function_name
+from flatout.data.files import stamps_of
 from flatout.data.form import Form, columns_of, form_of
 from flatout.data.origins import Rows
 from flatout.data.randomness import random_state, same_state, set_random_state
@@ -117,10 +118,11 @@ class Decoded:
         return self.source.digest
 
     def content(self) -> str | None:
-        """The digest, all bytes of a table in memory, and when files were last written."""
-        files = getattr(self.source, "files", ())
+        """The digest, all bytes of a table in memory, and when files were last changed."""
+        files = [file.path for file in getattr(self.source, "files", ())]
+        paths = getattr(self.source, "paths", files)
         whole = getattr(self.source, "content", str)
-        return digest_of(self.digest, whole(), *(str(file.mtime_ns) for file in files))
+        return digest_of(self.digest, whole(), stamps_of(paths))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """Decode these rows."""

@@ -60,6 +60,17 @@ def variants(samples: Samples, numbers: Numbers) -> int | None:
     return None if _varies(samples, numbers) else 1
 
 
+def endless(samples: Samples, numbers: Numbers) -> str:
+    """Why there is no end to the results of samples for which `variants` gives None."""
+    _, changed = constant_part(samples, numbers)
+    for one in changed:
+        if isinstance(one, Augmented) and one.own_variants is None:
+            return f"{one.name} draws others in each epoch; views=K draws from K of each sample"
+        if isinstance(one, Mapped) and (one.wants_rng or _differs(one, numbers)):
+            return f"{one.name} is random"
+    return f"{samples.name} is random"
+
+
 def variant(samples: Samples, numbers: Numbers, epoch: int) -> Numbers:
     """Which of its results each sample has in an epoch, where `variants` says how many there are.
 

@@ -63,6 +63,11 @@ class ImageFolders:
             digest.update(self.headers[field].tobytes())
         return digest.hexdigest()
 
+    @property
+    def paths(self) -> list[str]:
+        """Of the images, by number."""
+        return [entry.path for entry in self._entries]
+
     def contents(self, numbers: Numbers, buffers: Buffers) -> Callable[[int], bytes]:
         """What reads the files, each when it is asked for."""
 

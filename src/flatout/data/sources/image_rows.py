@@ -129,6 +129,12 @@ class ImageRows(Rows):
         found: Sequence[File] = getattr(self._images, "files", ())
         return found
 
+    @property
+    def paths(self) -> Sequence[str]:
+        """Of all files that are read."""
+        found: Sequence[str] = getattr(self._images, "paths", ())
+        return found or [file.path for file in self.files]
+
     @cached_property
     def digest(self) -> str:
         """16 hex digits over the schema, the stored images and their labels."""

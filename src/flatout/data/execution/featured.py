@@ -1,0 +1,130 @@
+"""Batches whose samples a store has as features: these are neither read nor made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from flatout.data.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
+from flatout.data.block import Numbers
+from flatout.data.form import Form
+
+
+class Stored(Protocol):
+    """What is asked of a store of features. Several threads may call at once."""
+
+    def has(self, slots: Numbers) -> npt.NDArray[np.bool_]:
+        """Which of these slots are kept, of shape (slots,)."""
+        ...
+
+    def get(self, slots: Numbers) -> list[Tensor]:
+        """What is kept of them, in this order: each part of a row with one row per slot."""
+        ...
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Samples by number, each of which is always the same, or one of a few variants.
+
+    Attributes:
+        rows: the numbers are 0 to rows - 1.
+        content: gives 16 hex digits that differ for samples that differ in anything; None without
+            such a name. It may read all of the data.
+        variants: how many a sample has.
+        variant: which of them each of some samples has in an epoch, int64; None where there is one.
+    """
+
+    rows: int
+    content: Callable[[], str | None]
+    variants: int = 1
+    variant: Callable[[Numbers, int], Numbers] | None = None
+
+    @property
+    def slots(self) -> int:
+        """How many different samples there are."""
+        return self.rows * self.variants
+
+    def slots_of(self, numbers: Numbers, epoch: int) -> Numbers:
+        """Where in a store these samples of an epoch are."""
+        if self.variant is None:
+            return numbers
+        return numbers * self.variants + self.variant(numbers, epoch)
+
+
+@dataclass(frozen=True)
+class FeatureRows:
+    """A store's rows, as batches take them.
+
+    Attributes:
+        samples: whose features they are.
+        store: has them.
+        parts: of a row, how many are features; behind them stand the targets and the weight, in
+            the order in which `named_tensors` gives them.
+    """
+
+    samples: Numbered
+    store: Stored
+    parts: int
+
+    def has(self, numbers: Numbers, epoch: int) -> npt.NDArray[np.bool_]:
+        """Which of these samples are kept as they are in an epoch."""
+        return self.store.has(self.samples.slots_of(numbers, epoch))
+
+    def batch(
+        self,
+        numbers: Numbers,
+        there: npt.NDArray[np.bool_],
+        epoch: int,
+        made: Batch | None,
+        form: Form,
+    ) -> Batch:
+        """The batch of some samples, in this order.
+
+        Args:
+            numbers: of the samples.
+            there: which of them are kept; at least one.
+            epoch: decides their variants.
+            made: the others, without those that cannot be read; None where there are none.
+            form: of the samples.
+        """
+        missing = numbers[~there]
+        if len(missing) > (0 if made is None else made.size):
+            good = there.copy()
+            good[~there] = False if made is None else np.isin(missing, np.asarray(made.indices))
+            numbers, there = numbers[good], there[good]
+        values = self.store.get(self.samples.slots_of(numbers[there], epoch))
+        beside = [None] * len(values) if made is None else _beside(made, form)
+        rest = zip(values[self.parts :], beside, strict=False)
+        joined = (_joined(kept, other, there) for kept, other in rest)
+        targets, weight = map_tensors(lambda _: next(joined), (form.targets, form.weight))
+        places = torch.from_numpy(np.flatnonzero(there))
+        return Batch(
+            inputs=() if made is None else made.inputs,
+            targets=targets,
+            weight=weight,
+            indices=torch.from_numpy(numbers),
+            size=len(numbers),
+            kept=KeptFeatures(Features(values[: self.parts]), places),
+        )
+
+
+def _beside(made: Batch, form: Form) -> list[Any]:
+    """Targets and weight, of which a store has columns too."""
+    parts = (made.targets, made.weight if form.weight is not None else None)
+    return [tensor for _, tensor in named_tensors("", parts)]
+
+
+def _joined(kept: Tensor, made: Tensor | None, there: npt.NDArray[np.bool_]) -> Tensor:
+    """Rows that are kept and rows that were made, in the batch's order."""
+    if made is None:
+        return kept
+    at = torch.from_numpy(there)
+    joined = kept.new_empty((len(there), *kept.shape[1:]))
+    joined[at], joined[~at] = kept, made
+    return joined
