@@ -41,6 +41,7 @@ EXPECTED = [
     ("input.workers", 0, 4, DRAWS, Parity.EXACT),
     ("input.workers", 0, 4, ModelFacts(draws_random_in_input=True), Parity.REDRAWN),
     ("input.pin_memory", "off", "on", NOTHING, Parity.EXACT),
+    ("input.features", "off", "disk", NOTHING, Parity.TOLERANT),
     ("world.device", "cpu", "cuda", NOTHING, Parity.TOLERANT),
     ("world.device", "cpu", "cuda", DRAWS, Parity.REDRAWN),
     ("world.device", "cpu", "cuda", KEYED, Parity.TOLERANT),
@@ -111,6 +112,7 @@ def test_what_measurement_may_decide_defaults_to_auto():
         "process.threads": None,
         "input.workers": 0,
         "input.pin_memory": "off",
+        "input.features": "off",
         "world.device": "cpu",
         "world.reduction": "all_reduce",
     }

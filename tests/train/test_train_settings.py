@@ -286,7 +286,7 @@ def test_a_resolved_recipe_says_all_of_it():
             "affinity": "off",
             "flush_denormals": "off",
         },
-        input={"workers": 0, "pin_memory": "off"},
+        input={"workers": 0, "pin_memory": "off", "features": "off"},
         world={"device": "cpu", "reduction": "all_reduce"},
     )
     asked = Recipe().replace({**PLAIN, **asked.named()})

@@ -196,7 +196,12 @@ def being_measured(recipe: ResolvedRecipe) -> list[str]:
 
 
 def settle(
-    decision: Decision, running: ResolvedRecipe, requested: Recipe, ended: str
+    decision: Decision,
+    running: ResolvedRecipe,
+    requested: Recipe,
+    ended: str,
+    *,
+    suffices: bool = False,
 ) -> tuple[ResolvedRecipe, str]:
     """The Recipe that a search has come to, and the line that tells it; kept for the next run.
 
@@ -207,6 +212,7 @@ def settle(
         running: the Recipe as it was, with what was decided elsewhere.
         requested: as `resolve` was given.
         ended: why the search ended before all was tried; "" where it did not.
+        suffices: whether what was tried by then is kept for the next run all the same.
     """
     search = decision.search
     assert search is not None
@@ -225,7 +231,9 @@ def settle(
         )
     if ended:
         line = f"{line}; {ended} before all was tried" if search.trials else ""
-    elif search.disturbed:
+    if ended and not suffices:
+        return resolved, line
+    if search.disturbed:
         line += "; the machine is busy, so the next run measures again"
     elif search.trials or not search.options:
         auto_cache.write(decision.key, resolved)

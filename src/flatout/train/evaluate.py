@@ -75,7 +75,8 @@ def evaluate(
     world = loop.world
     job = objective.job(loop, None, training=False)
     part = part_of(agreed(source, world), world, loop.say)
-    tally = evaluate_batches(objective, loop, job, watched(part.batches(0, 0)), stopped, source)
+    batches = watched(loop.feed.evaluated(source, part))
+    tally = evaluate_batches(objective, loop, job, batches, stopped, source)
     if tally is None:
         return None
     loss = mean_of(world.gather(tally.state_dict(), "loss of an evaluation"))

@@ -131,6 +131,7 @@ class Explanation:
         return {
             "tuning": self.history.get("tuning"),
             "recipe": recipe,
+            "features": self.history.get("features"),
             "roofline": None
             if not self.lanes
             else {
@@ -159,8 +160,9 @@ class Explanation:
             full: what bars are made of.
             empty: what is left of them.
         """
-        parts = [self._tuning(), self._choices(), self._roofline(full, empty)]
-        return [line.rstrip() for part in parts for line in (*part, "")][:-1]
+        parts = [self._tuning(), self._choices(), self._features(), self._roofline(full, empty)]
+        written = [part for one in parts if (part := list(one))]
+        return [line.rstrip() for part in written for line in (*part, "")][:-1]
 
     # -- what was tried ----------------------------------------------------------------------
 
@@ -206,6 +208,11 @@ class Explanation:
             value = f"{field} = {recipe['values'].get(field)}"
             yield f"  {value}" + (f"  {measured[field]}" if measured.get(field) else "")
             yield from _wrapped(reason, 4)
+
+    def _features(self) -> Iterator[str]:
+        found = self.history.get("features")
+        if found is not None:
+            yield from _wrapped(found["line"])
 
     # -- the roofline ------------------------------------------------------------------------
 

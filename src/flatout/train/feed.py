@@ -9,6 +9,7 @@ import torch
 
 from flatout.data import Batch, Pipeline, Source, found_of, prefetch
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
+from flatout.train.features import FrozenFeatures, batches_of
 from flatout.train.inputs import Inputs
 from flatout.train.ranks import part_of
 from flatout.world import World
@@ -23,6 +24,7 @@ class Feed:
         channels_last: whether images lie so there.
         inputs: what becomes of a batch's images on the device; as a Trainer sets it.
         taken: batches of this epoch that were taken.
+        features: keeps what frozen leading layers give; None where nothing is kept.
     """
 
     def __init__(self) -> None:
@@ -31,6 +33,7 @@ class Feed:
         self.channels_last = False
         self.inputs = Inputs()
         self.taken = 0
+        self.features: FrozenFeatures | None = None
         self._lanes: tuple[int, int, int, int] | None = None
 
     def batches(
@@ -48,11 +51,11 @@ class Feed:
         part, log = part_of(self.source, world, note), world.collectives
         if hasattr(self.source, "expect_epochs"):
             self.source.expect_epochs(epochs)
-        iterator = part.batches(epoch, self.taken)
-        is_ahead = not isinstance(self.source, Pipeline) or self.source.prefetches is not None
-        if not is_ahead and self.device.type != "cpu":
-            iterator = prefetch(iterator, self.device)
+        iterator = self._begun(part, epoch)
         while True:
+            features = self.features
+            if features is not None and features.has_changed():
+                iterator = self._begun(part, epoch)
             start, before = clock(), log.waited
             batch = next(iterator, None)
             if batch is None:
@@ -60,13 +63,37 @@ class Feed:
             # Where ranks agree on whether all have a batch, the slowest keeps the others waiting.
             fetched, others = clock(), log.waited - before
             self.taken += 1
+            if features is not None:
+                features.settle(batch)
             batch = self.ready(batch)
             ready = clock()
             first, fetch, copy, waited = self._lanes or (start, 0, 0, 0)
             # Of several batches that make a step together all count.
             fetch += fetched - start - others
             self._lanes = (first, fetch, copy + ready - fetched, waited + others)
-            yield batch
+            yield batch if features is None else features.batch(batch, epoch)
+
+    def _begun(self, part: Source, epoch: int) -> Iterator[Batch]:
+        """An epoch's batches from the first on that was not taken, on their way to the device."""
+        source, features = self.source, self.features
+        assert source is not None
+        rows = None if features is None else features.rows_of(source)
+        iterator = batches_of(part, epoch, self.taken, rows)
+        is_ahead = not isinstance(source, Pipeline) or source.prefetches is not None
+        if not is_ahead and self.device.type != "cpu":
+            iterator = prefetch(iterator, self.device)
+        return iterator
+
+    def evaluated(self, source: Source, part: Source) -> Iterator[Batch]:
+        """The batches of an evaluation, of which what is kept is not computed again.
+
+        Args:
+            source: that is evaluated.
+            part: what this rank reads of it.
+        """
+        if self.features is None:
+            return part.batches(0, 0)
+        return self.features.evaluated(source, part)
 
     def ready(self, batch: Batch) -> Batch:
         """The batch on the device, in the memory format that was chosen."""

@@ -29,6 +29,7 @@ from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
 from flatout.train.counted import counted, operator_count
 from flatout.train.evaluate import look_at_validation
+from flatout.train.features import FrozenFeatures
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
 from flatout.train.objective import Objective, validates
@@ -156,6 +157,9 @@ class Fit:
             steps=planned,
         )
         self.job.reset()  # measuring has fed its metrics
+        features = FrozenFeatures(loop, objective.model, self.source)
+        loop.feed.features = features
+        loop.undo.callback(features.close)
         figures = self._figures()
         if loop.world.size > 1:
             loop.say(self._ranks_in_words())
@@ -313,6 +317,8 @@ class Fit:
         loop.end_tuning()
         assert loop.resolved is not None
         self.state.history.tuning = loop.tuning
+        assert loop.feed.features is not None
+        self.state.history.features = loop.feed.features.facts
         loop.resolved = loop.feed.with_workers(loop.requested, loop.resolved)
         self.state.history.recipe = loop.resolved
         if (folder := self._run_folder()) is not None:

@@ -48,6 +48,8 @@ class History:
         classes: names of the classes by number; empty where the data name none.
         tuning: which settings were measured on which steps, as plain data; None where nothing was
             to be chosen by measuring.
+        features: what was decided about keeping the features of frozen leading layers, as plain
+            data; None where none are frozen.
         roofline: operators of the first step, as `flatout.measure.bound` takes them; None before
             it, and where the model is compiled.
     """
@@ -65,6 +67,7 @@ class History:
     lanes_by_rank: list[dict[str, float]] = field(default_factory=list, repr=False)
     classes: list[str] = field(default_factory=list, repr=False)
     tuning: dict[str, Any] | None = field(default=None, repr=False)
+    features: dict[str, Any] | None = field(default=None, repr=False)
     roofline: dict[str, Any] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
@@ -154,6 +157,7 @@ class History:
                 "measured": {change.field: change.ratio for change in recipe.changes()},
             },
             "tuning": self.tuning,
+            "features": self.features,
             "roofline": self.roofline,
             "steady_lanes_s": self._steady_lanes(),
             "lr_scale": self.lr_scale and self.lr_scale.as_dict(),

@@ -303,7 +303,9 @@ class Loop:
     def _settle(self, decision: Decision, tuner: Tuner) -> None:
         """What was tried is decided: it holds from the next step on."""
         assert self.resolved is not None
-        self.resolved, line = settle(decision, self.resolved, self.requested, tuner.why)
+        self.resolved, line = settle(
+            decision, self.resolved, self.requested, tuner.why, suffices=tuner.suffices
+        )
         if line:
             self.note(line)
 
@@ -422,6 +424,7 @@ class Loop:
             explain_ids(error, self.model, batches, compute, self.feed.source)
             raise
         stepped = clock()
+        frozen = 0 if self.feed.features is None else self.feed.features.taken()
         turn.has_stepped = True
         self._guard.after_step(turn, compute, batches, self.feed.source)
         self.step_count += 1
@@ -433,7 +436,7 @@ class Loop:
             start,
             fetch,
             copy,
-            done.forward,
+            done.forward + frozen,
             done.backward,
             done.sync + others,
             done.optimizer,

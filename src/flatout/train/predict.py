@@ -50,8 +50,9 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
         return rows_of_samples(map_tensors(partial(_to_host, batch.size), output), batch)
 
     outputs = []
+    part = part_of(source, world, loop.say)
+    batches: Iterable[Batch] = loop.feed.evaluated(source, part)
     with evaluating(objective.model), loop.autocast():
-        batches: Iterable[Batch] = part_of(source, world, loop.say).batches(0, 0)
         if not objective.adapter.is_compiled:
             batches = at_the_fastest_size(objective, loop, source, batches)
         for batch in batches:

@@ -10,6 +10,7 @@ or other parameters train than before, settings are tried once more.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -50,6 +51,7 @@ class Tuner:
         search: what is tried, and what came of it.
         done: whether the search came to its end.
         why: why it ended early.
+        suffices: of a search that ended early, whether the next run need not search either.
         spans: what ran in which steps: the first, the last, and the settings.
         next_step: the number of the step that is to be handed to `step`; those before need not be.
     """
@@ -67,6 +69,7 @@ class Tuner:
         self.search = search
         self.done = False
         self.why = ""
+        self.suffices = False
         self.spans: list[tuple[int, int, Settings]] = []
         self.next_step = 0
         self._stepper, self._feed, self._world = stepper, feed, world
@@ -234,10 +237,10 @@ class Tuner:
 
     # -- the end -----------------------------------------------------------------------------
 
-    def stop(self, why: str) -> None:
+    def stop(self, why: str, *, suffices: bool = False) -> None:
         """End the search where it is: the best settings known hold."""
         if self.is_searching:
-            self.why = why
+            self.why, self.suffices = why, suffices
             self._blocks.close()
             self._finish()
 
@@ -247,6 +250,15 @@ class Tuner:
         self._trained = self._trainable()
         self.next_step = self._last + self._look_every
         self._settle(self)
+
+    def rest(self) -> None:
+        """Look at no step, until `wake`: steps are others than those that were measured."""
+        self.next_step = sys.maxsize
+
+    def wake(self, last: int) -> None:
+        """Look at steps again; `last` is the number of the latest."""
+        if not self.is_searching:
+            self.next_step = last + self._look_every
 
     def restart_numbers(self) -> None:
         """The steps so far were none of the run's."""

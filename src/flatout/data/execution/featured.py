@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,19 +13,8 @@ from torch import Tensor
 
 from flatout.data.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
 from flatout.data.block import Numbers
+from flatout.data.features.store import FeatureStore
 from flatout.data.form import Form
-
-
-class Stored(Protocol):
-    """What is asked of a store of features. Several threads may call at once."""
-
-    def has(self, slots: Numbers) -> npt.NDArray[np.bool_]:
-        """Which of these slots are kept, of shape (slots,)."""
-        ...
-
-    def get(self, slots: Numbers) -> list[Tensor]:
-        """What is kept of them, in this order: each part of a row with one row per slot."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +58,7 @@ class FeatureRows:
     """
 
     samples: Numbered
-    store: Stored
+    store: FeatureStore
     parts: int
 
     def has(self, numbers: Numbers, epoch: int) -> npt.NDArray[np.bool_]:
@@ -101,7 +90,7 @@ class FeatureRows:
         values = self.store.get(self.samples.slots_of(numbers[there], epoch))
         beside = [None] * len(values) if made is None else _beside(made, form)
         rest = zip(values[self.parts :], beside, strict=False)
-        joined = (_joined(kept, other, there) for kept, other in rest)
+        joined = (joined_rows(kept, other, there) for kept, other in rest)
         targets, weight = map_tensors(lambda _: next(joined), (form.targets, form.weight))
         places = torch.from_numpy(np.flatnonzero(there))
         return Batch(
@@ -120,11 +109,17 @@ def _beside(made: Batch, form: Form) -> list[Any]:
     return [tensor for _, tensor in named_tensors("", parts)]
 
 
-def _joined(kept: Tensor, made: Tensor | None, there: npt.NDArray[np.bool_]) -> Tensor:
-    """Rows that are kept and rows that were made, in the batch's order."""
+def joined_rows(kept: Tensor, made: Tensor | None, there: npt.NDArray[np.bool_]) -> Tensor:
+    """Rows that are kept and rows that were made, in the batch's order.
+
+    Args:
+        kept: a row for each place that is `there`.
+        made: a row for each other place, on the same device; None where there is none.
+        there: bool of shape (rows,).
+    """
     if made is None:
         return kept
-    at = torch.from_numpy(there)
+    at = torch.from_numpy(there).to(kept.device)
     joined = kept.new_empty((len(there), *kept.shape[1:]))
     joined[at], joined[~at] = kept, made
     return joined

@@ -44,3 +44,13 @@ class Input(Section):
         of_input=True,
         cure="flatout.cures.loaders:Loaders",
     )
+    features: Literal["auto", "off", "memory", "disk"] = setting(
+        "auto",
+        "What frozen leading layers give for a sample is kept, in memory or on the disk, and "
+        "computed once: for later epochs, validations, and later runs where it is on the disk. "
+        "`auto` keeps it where measured times say that it pays.",
+        plain="off",
+        # A sample's features are those of the batch in which it came first.
+        parity=Parity.TOLERANT,
+        words="features in {}",
+    )

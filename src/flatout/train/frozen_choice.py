@@ -1,0 +1,137 @@
+"""What is kept where a model has frozen leading layers: nothing, or features at one of its cuts.
+
+Chosen from measured times, planned epochs, and free memory and disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flatout.words import counted, rounded, size_words
+
+# A run of unknown length is taken to have so many epochs.
+_UNKNOWN = 5
+# What is kept must save this share of the run's time at least.
+_LEAST = 0.03
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Something that may be kept of each sample.
+
+    Attributes:
+        name: the cut, such as "behind features.16 (MaxPool2d)"; "decoded pixels".
+        saved_s: seconds of a sample that are not spent where it is kept.
+        bytes: of a sample.
+        variants: how many different samples there are for each.
+        read_s: seconds in which a sample is read, or written.
+        room: bytes that there is room for.
+        filled: which share of all is kept already.
+    """
+
+    name: str
+    saved_s: float
+    bytes: int
+    variants: int
+    read_s: float
+    room: float
+    filled: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is kept, and why.
+
+    Attributes:
+        kept: None for nothing.
+        why: nothing is kept, in words; "" where something is.
+        plain_s: seconds of a sample where nothing is kept.
+        later_s: where all is.
+        pays_from: the epoch, counted from 1, from which on the run is ahead.
+        whole_bytes: of all samples and variants.
+        share: of them there is room for.
+    """
+
+    kept: Kept | None
+    why: str = ""
+    plain_s: float = 0.0
+    later_s: float = 0.0
+    pays_from: int = 0
+    whole_bytes: int = 0
+    share: float = 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def words(self, where: str, precision: str) -> str:
+        """What is kept where, and from when on that pays."""
+        if self.kept is None:
+            return self.why
+        kept = self.kept
+        each = f"{size_words(kept.bytes)} a sample in {precision}"
+        if kept.variants > 1:
+            each += f", {counted(kept.variants, 'variant')}"
+        total = f"{size_words(self.whole_bytes)} {where}, {size_words(kept.room)} free"
+        if self.share < 1:
+            total += f", room for {self.share:.0%}"
+        pays = "from the start" if self.pays_from <= 1 else f"from epoch {self.pays_from} on"
+        rates = f"{rounded(1 / self.plain_s)} -> {rounded(1 / self.later_s)} samples/s"
+        return f"kept {kept.name} ({each}: {total}) · pays {pays}: {rates}"
+
+
+def choose(options: Sequence[Kept], samples: int, epochs: int | None, plain_s: float) -> Choice:
+    """The fastest of what may be kept over all epochs that are left.
+
+    Args:
+        options: what may be kept; at least one.
+        samples: of an epoch.
+        epochs: that are left; None where that is not known.
+        plain_s: seconds of a sample where nothing is kept.
+    """
+    left = _UNKNOWN if epochs is None else epochs
+    best, least, why = None, plain_s * left, ""
+    for option in options:
+        found = _of(option, samples, left, plain_s)
+        spent = sum(_epochs(option, samples, left, plain_s))
+        if spent < min(least, (1 - _LEAST) * plain_s * left) and found.pays_from:
+            best, least = found, spent
+    if best is not None:
+        return best
+    most = max(options, key=lambda one: one.saved_s)
+    if left < 2 and not most.filled:
+        why = "nothing kept: a single epoch is left"
+    elif most.room < most.bytes:
+        why = f"nothing kept: no room for {size_words(most.bytes)} a sample"
+    else:
+        why = (
+            f"nothing kept: {rounded(1e3 * most.saved_s)} of {rounded(1e3 * plain_s)} ms a sample "
+            f"could be saved, and reading takes {rounded(1e3 * most.read_s)} ms"
+        )
+    return Choice(None, why, plain_s)
+
+
+def _of(option: Kept, samples: int, epochs: int, plain_s: float) -> Choice:
+    whole = samples * option.variants * option.bytes
+    later = max(0.0, plain_s - option.saved_s) + option.read_s
+    ahead, pays_from = 0.0, 0
+    for epoch, spent in enumerate(_epochs(option, samples, epochs, plain_s), 1):
+        ahead += plain_s - spent
+        if ahead > 0 and not pays_from:
+            pays_from = epoch
+    share = min(1.0, option.room / max(1, whole))
+    return Choice(option, "", plain_s, later, pays_from, whole, share)
+
+
+def _epochs(option: Kept, samples: int, epochs: int, plain_s: float) -> Iterator[float]:
+    """Seconds of a sample in each epoch, on average."""
+    whole = samples * option.variants * option.bytes
+    room = min(1.0, option.room / max(1, whole))
+    later = max(0.0, plain_s - option.saved_s) + option.read_s
+    there = option.filled
+    for _ in range(epochs):
+        yield there * later + (1 - there) * (plain_s + option.read_s * (there < room))
+        # In each epoch a sample comes as one of its variants.
+        there = max(there, min(room, there + (1 - there) / option.variants))

@@ -1,0 +1,177 @@
+"""A fit whose frozen layers are computed once learns what it learns without."""
+
+import numpy as np
+import pytest
+import torch
+import train_cuts
+from torch import nn
+from train_jobs import figures, quiet, same
+
+import flatout
+from flatout.recipe import Recipe
+from flatout.train import features as kept
+from flatout.train.frozen_choice import Choice
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch):
+    """All cuts that fits have looked at; the last that pays is chosen, however short the run."""
+    cuts = []
+
+    def find_cuts(model, inputs):
+        found = train_cuts.find_cuts(model, inputs)
+        cuts.extend(found.cuts)
+        return found
+
+    def choose(options, samples, epochs, plain_s):
+        best = min(options, key=lambda one: one.bytes)
+        return Choice(best, "", plain_s, plain_s / 10, 2, best.bytes * samples * best.variants)
+
+    monkeypatch.setattr(kept, "find_cuts", find_cuts)
+    monkeypatch.setattr(kept, "choose", choose)
+    return cuts
+
+
+def frozen(**more):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(72, 3),
+    )
+    model[:5].requires_grad_(False)
+    return model
+
+
+def images(samples=50):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 1, 12, 12, generator=draw)
+    return x, torch.randint(0, 3, (samples,), generator=draw)
+
+
+def fitted(where, data=None, *, model=None, say=quiet, lr=0.01, precision="fp32", **options):
+    model = frozen() if model is None else model
+    recipe = Recipe(input={"features": where}, compute={"precision": precision})
+    trainer = flatout.Trainer(
+        model, optimizer="sgd", lr=lr, metrics=["accuracy"], recipe=recipe, say=say
+    )
+    given = {"batch_size": 10, "epochs": 3, "progress": False, **options}
+    return trainer, trainer.fit(images() if data is None else data, **given)
+
+
+def test_the_result_is_that_without(made):
+    x, y = images()
+    plain, expected = fitted("off", validation_data=(x[:20], y[:20]))
+    trainer, history = fitted("memory", validation_data=(x[:20], y[:20]))
+    assert same(trainer.model, plain.model)
+    assert figures(history) == figures(expected)
+    assert history.features["kept"]["name"] == "behind 5 (Flatten)"
+    # A few for looking, then each training sample and each validation sample once.
+    assert made[-1].computed <= 50 + 20 + 2 * 10 + 2
+
+
+def test_the_model_is_left_as_it_was():
+    trainer, _ = fitted("memory")
+    assert "_call_impl" not in vars(trainer.model)
+    x, y = images()
+    trainer.evaluate((x, y))
+
+
+def test_bf16_rows_stay_within_rounding():
+    plain, _ = fitted("off", precision="bf16")
+    trainer, _ = fitted("memory", precision="bf16")
+    for ours, theirs in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-3)
+
+
+def test_layers_that_a_callback_changes_are_computed_again(made):
+    class Change(flatout.Callback):
+        def on_epoch_end(self, state):
+            if state.epoch == 1:
+                with torch.no_grad():
+                    state.trainer.model[0].weight.mul_(2)
+
+    said = []
+    plain, expected = fitted("off", epochs=4, callbacks=[Change()])
+    trainer, history = fitted("memory", epochs=4, callbacks=[Change()], say=said.append)
+    assert sum("have changed" in line for line in said) == 1
+    assert same(trainer.model, plain.model)
+    assert figures(history) == figures(expected)
+
+
+class ChangeInAnEpoch(flatout.Callback):
+    every = 7
+
+    def on_step(self, state):
+        if state.step == 7:
+            with torch.no_grad():
+                state.trainer.model[0].weight.mul_(2)
+
+
+def written(tmp_path, samples=30):
+    x, y = images(samples)
+    path = tmp_path / "x.npz"
+    np.savez(path, x=x.numpy(), y=y.numpy())
+    return flatout.data.npz(path).shuffle(seed=1)
+
+
+def test_batches_made_of_rows_are_made_again_after_a_change(tmp_path):
+    data = written(tmp_path)
+    plain, expected = fitted("off", data, callbacks=[ChangeInAnEpoch()])
+    trainer, history = fitted("disk", data, callbacks=[ChangeInAnEpoch()])
+    assert same(trainer.model, plain.model)
+    assert figures(history) == figures(expected)
+
+
+def test_other_weights_and_precisions_find_nothing_of_it(tmp_path, made, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    data = written(tmp_path)
+    fitted("disk", data)
+    model = frozen()
+    with torch.no_grad():
+        model[0].bias[3] += 1e-3
+    fitted("disk", data, model=model)
+    assert made[-1].computed >= 30
+    fitted("disk", data, precision="bf16")
+    assert made[-1].computed >= 30
+
+
+def test_flips_are_kept_each_and_drawn_as_without(tmp_path, made):
+    data = written(tmp_path).augment(flip="horizontal")
+    plain, expected = fitted("off", data, epochs=5)
+    trainer, history = fitted("memory", data, epochs=5)
+    assert same(trainer.model, plain.model)
+    assert figures(history) == figures(expected)
+    assert history.features["kept"]["variants"] == 2
+    assert made[-1].computed <= 60 + 2 * 10 + 4
+
+
+def noise(x, y, rng):
+    return x + float(rng.random()), y
+
+
+def test_what_is_random_is_not_kept_and_said_why(tmp_path):
+    said = []
+    _, history = fitted("memory", written(tmp_path).map(noise), say=said.append)
+    assert history.features["kept"] is None
+    assert sum("features: nothing kept: map noise is random" in line for line in said) == 1
+    assert "map noise is random" in str(history.explain())
+
+
+def test_nothing_is_said_where_nothing_is_frozen():
+    said = []
+    model = frozen().requires_grad_(True)
+    _, history = fitted("auto", model=model, say=said.append)
+    assert history.features is None
+    assert not any("features" in line for line in said)
+
+
+def test_exact_bits_keep_nothing():
+    x, y = images()
+    trainer = flatout.Trainer(frozen(), optimizer="sgd", lr=0.1, allow="exact", say=quiet)
+    history = trainer.fit(x, y, epochs=3, progress=False)
+    assert "exact" in history.features["why"]
