@@ -10,6 +10,7 @@ from train_jobs import figures, quiet, same
 import flatout
 from flatout.recipe import Recipe
 from flatout.train import features as kept
+from flatout.train.explanation import Explanation
 from flatout.train.frozen_choice import Choice
 
 
@@ -140,6 +141,14 @@ def test_other_weights_and_precisions_find_nothing_of_it(tmp_path, made, monkeyp
     assert made[-1].computed >= 30
 
 
+def test_settings_are_tuned_first(made):
+    x, y = images(200)
+    trainer, history = fitted("memory", (x, y), epochs=12, precision="auto")
+    assert history.features["kept"] is not None
+    assert history.tuning["done"] or "features" in history.tuning["why"]
+    assert trainer.resolved.input.features == "memory"
+
+
 def test_flips_are_kept_each_and_drawn_as_without(tmp_path, made):
     data = written(tmp_path).augment(flip="horizontal")
     plain, expected = fitted("off", data, epochs=5)
@@ -159,7 +168,8 @@ def test_what_is_random_is_not_kept_and_said_why(tmp_path):
     _, history = fitted("memory", written(tmp_path).map(noise), say=said.append)
     assert history.features["kept"] is None
     assert sum("features: nothing kept: map noise is random" in line for line in said) == 1
-    assert "map noise is random" in str(history.explain())
+    lines = Explanation(history.as_dict(), None).lines()
+    assert "features: nothing kept: map noise is random" in lines
 
 
 def test_nothing_is_said_where_nothing_is_frozen():

@@ -91,7 +91,7 @@ class FrozenFeatures:
         self._contents: dict[int, str] = {}
         self._where: Any = loop.requested.input.features
         self._decided_in = -1  # the epoch of the latest decision
-        self._has_dropped = False
+        self._has_dropped = self._restarts = False
         self._waits: bool | None = None  # whether features wait for the settings
         self._ns = 0
 
@@ -129,27 +129,43 @@ class FrozenFeatures:
         is_frozen = not all(p.requires_grad for p in self._model.parameters())
         return is_frozen and self._where != "off" and find_cuts is not None
 
-    def has_changed(self) -> bool:
-        """Whether the frozen part is another by now: what was kept of it is not used again."""
-        if self._cut is None or self._cut.is_current():
-            return False
-        self._loop.note("features: the frozen layers have changed: what was kept is dropped")
-        self.close()
-        self._has_dropped = True
-        return True
+    def begin(self, part: Source, epoch: int) -> None:
+        """Before batches of an epoch are made: decide, where that is due and settings are known.
+
+        Args:
+            part: what this rank reads of the source.
+            epoch: its number.
+        """
+        if self._is_due(epoch):
+            why = numbered(self._source)
+            first = part.peek(1) if isinstance(why, Numbered) else []
+            self._decide(self._loop.ready(first[0]) if first else None, epoch)
+        self._restarts = False
+
+    def must_restart(self) -> bool:
+        """Whether batches that are being made are not those that are wanted by now.
+
+        The frozen part may be another, so that what was kept of it is not used again; or it was
+        decided since to use what an earlier run has kept.
+        """
+        if self._cut is not None and not self._cut.is_current():
+            self._loop.note("features: the frozen layers have changed: what was kept is dropped")
+            self.close()
+            self._restarts = self._has_dropped = True
+        restarts, self._restarts = self._restarts, False
+        return restarts
 
     def batch(self, batch: Batch, epoch: int) -> Batch:
-        """A training batch that is ready on the device, as the model takes it.
-
-        The first one after the settings are decided decides what is kept; where the frozen layers
-        change, the first one of a later epoch does.
-        """
-        tuner = self._loop.tuner
-        is_due = self._decided_in < 0 or (self._has_dropped and epoch > self._decided_in)
-        if is_due and self._may_keep and (tuner is None or not tuner.is_searching):
-            self._decided_in, self._has_dropped = epoch, False
+        """A training batch that is ready on the device, as the model takes it."""
+        if self._is_due(epoch):
             self._decide(batch, epoch)
         return self._complete(batch, self.rows_of(self._source), epoch)
+
+    def _is_due(self, epoch: int) -> bool:
+        """Once settings are decided; and in a later epoch where the frozen layers have changed."""
+        tuner = self._loop.tuner
+        is_due = self._decided_in < 0 or (self._has_dropped and epoch > self._decided_in)
+        return is_due and self._may_keep and (tuner is None or not tuner.is_searching)
 
     def taken(self) -> int:
         """Nanoseconds that the frozen layers took since this was asked last."""
@@ -163,8 +179,8 @@ class FrozenFeatures:
             source: that is evaluated.
             part: what this rank reads of it.
         """
-        rows = None if self.has_changed() else self.rows_of(source)
-        if rows is None:
+        rows = self.rows_of(source)
+        if rows is None or self._cut is None or not self._cut.is_current():
             return part.batches(0, 0)
         made = batches_of(part, 0, 0, rows)
         return (self._complete(self._loop.ready(batch), rows, 0) for batch in made)
@@ -182,8 +198,9 @@ class FrozenFeatures:
 
     # -- the decision ------------------------------------------------------------------------
 
-    def _decide(self, batch: Batch, epoch: int) -> None:
+    def _decide(self, batch: Batch | None, epoch: int) -> None:
         loop = self._loop
+        self._decided_in, self._has_dropped = epoch, False
         cuts, found = self._look(batch)
         # All ranks ask, also one that has nothing.
         reasons = loop.world.gather([found, [cut.name for cut in cuts]])
@@ -192,7 +209,7 @@ class FrozenFeatures:
             found = "ranks find other cuts"
         if found:
             self._tell(Choice(None, f"nothing kept: {found}"))
-        if found or not cuts:
+        if found or not cuts or batch is None:
             return
         choice = self._choose(cuts, batch, epoch)
         name = loop.world.from_first("" if choice.kept is None else choice.kept.name)
@@ -202,20 +219,21 @@ class FrozenFeatures:
             self._tell(choice)
         self._opened.clear()
 
-    def _look(self, batch: Batch) -> tuple[list[Cut], str]:
+    def _look(self, batch: Batch | None) -> tuple[list[Cut], str]:
         """Where the model may be cut; or why nothing can be kept, "" where nothing is frozen."""
-        if why := self._why_not(batch):
+        why = self._why_not(batch)
+        if why or batch is None:
             return [], why
         with self._loop.autocast():
             found = find_cuts(self._model, batch.inputs)
         return found.cuts, "" if found.cuts else found.hindrance
 
-    def _why_not(self, batch: Batch) -> str:
+    def _why_not(self, batch: Batch | None) -> str:
         """Why features cannot be kept, whatever the model is."""
         loop, samples = self._loop, numbered(self._source)
         if isinstance(samples, str):
             return samples
-        if batch.indices is None:
+        if batch is None or batch.indices is None:
             return "the source does not number its samples"
         if loop.allow < Parity.TOLERANT:
             return 'allow="exact": other batches may round otherwise'
@@ -280,6 +298,7 @@ class FrozenFeatures:
         rows = self._opened.pop(cut.name)
         self._rows[id(self._source)] = self._source, rows
         self._cut, self._undo = cut, cut.apply()
+        self._restarts = rows.store.kept > 0
         if self._loop.tuner is not None:
             self._loop.tuner.rest()
         self._tell(choice, rows.store.where, _NAMES.get(self._parts[cut.name][0].dtype, ""))

@@ -51,10 +51,12 @@ class Feed:
         part, log = part_of(self.source, world, note), world.collectives
         if hasattr(self.source, "expect_epochs"):
             self.source.expect_epochs(epochs)
+        features = self.features
+        if features is not None:
+            features.begin(part, epoch)
         iterator = self._begun(part, epoch)
         while True:
-            features = self.features
-            if features is not None and features.has_changed():
+            if features is not None and features.must_restart():
                 iterator = self._begun(part, epoch)
             start, before = clock(), log.waited
             batch = next(iterator, None)
