@@ -12,7 +12,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -247,7 +246,7 @@ class FrozenFeatures:
         loop, source = self._loop, self._source
         samples = numbered(source)
         assert isinstance(samples, Numbered)
-        made_s, room, rate = self._making_s(), self._room(), self._rate()
+        made_s, rates = self._making_s(), {}
         options, rest_s = [], 0.0
         with untouched(self._model), torch.no_grad(), loop.autocast():
             for cut in cuts:
@@ -257,13 +256,16 @@ class FrozenFeatures:
                 rows = self._open(source, cut)
                 assert rows is not None
                 self._opened[cut.name] = rows
+                where = rows.store.where
+                if where not in rates:
+                    rates[where] = _rate(where)
                 option = Kept(
                     cut.name,
                     saved_s=spent / batch.size + made_s,
                     bytes=cut.bytes_per_sample,
                     variants=samples.variants,
-                    read_s=cut.bytes_per_sample / rate,
-                    room=room,
+                    read_s=cut.bytes_per_sample / rates[where],
+                    room=_room(where),
                     filled=rows.store.kept / samples.slots,
                 )
                 options.append(option)
@@ -278,21 +280,6 @@ class FrozenFeatures:
         first = self._source.peek(1)
         spent = (time.perf_counter() - began) / max(1, first[0].size if first else 1)
         return spent / usable_cpus() if self._loop.device.type == "cpu" else 0.0
-
-    def _rate(self) -> float:
-        """Bytes a second at which rows are read."""
-        copied = torch.ones(_COPIED, dtype=torch.uint8)
-        took, _ = _timed(copied.clone)
-        rate = _READ * _COPIED / max(took, 1e-9)
-        return min(rate, _DISK) if self._where == "disk" else rate
-
-    def _room(self) -> float:
-        """Bytes that a store may take."""
-        memory, disk = available_bytes() * _SHARE, 0.0
-        folders = (cache_folder(), *cache_folder().parents)
-        with suppress(OSError):
-            disk = float(shutil.disk_usage(next(one for one in folders if one.exists())).free)
-        return {"memory": memory, "disk": disk}.get(self._where, max(memory, disk))
 
     def _use(self, cut: Cut, choice: Choice) -> None:
         rows = self._opened.pop(cut.name)
@@ -409,6 +396,22 @@ def batches_of(
     if rows is None or not isinstance(whole, Pipeline):
         return part.batches(epoch, start_step)
     return part.batches(epoch, start_step, rows)  # type: ignore[call-arg]
+
+
+def _rate(where: str) -> float:
+    """Bytes a second at which rows are read."""
+    copied = torch.ones(_COPIED, dtype=torch.uint8)
+    took, _ = _timed(copied.clone)
+    rate = _READ * _COPIED / max(took, 1e-9)
+    return min(rate, _DISK) if where == "disk" else rate
+
+
+def _room(where: str) -> float:
+    """Bytes that a store may take."""
+    if where == "memory":
+        return available_bytes() * _SHARE
+    folders = (cache_folder(), *cache_folder().parents)
+    return float(shutil.disk_usage(next(one for one in folders if one.exists())).free)
 
 
 def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
