@@ -8,6 +8,7 @@ from torch import nn
 from train_jobs import figures, quiet, same
 
 import flatout
+from flatout.models import find_cuts
 from flatout.recipe import Recipe
 from flatout.train import features as kept
 from flatout.train.explanation import Explanation
@@ -185,3 +186,64 @@ def test_exact_bits_keep_nothing():
     trainer = flatout.Trainer(frozen(), optimizer="sgd", lr=0.1, allow="exact", say=quiet)
     history = trainer.fit(x, y, epochs=3, progress=False)
     assert "exact" in history.features["why"]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.block = nn.Conv2d(8, 8, 3, padding=1)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.drop((self.block(x) + x).mean((2, 3))))
+
+
+def test_a_skip_and_dropout_behind_the_frozen_part(monkeypatch):
+    monkeypatch.setattr(kept, "find_cuts", find_cuts)
+    found = []
+    for where in ("off", "memory"):
+        torch.manual_seed(3)
+        model = flatout.freeze(Net(), until="stem")
+        found.append(fitted(where, model=model))
+    (plain, expected), (trainer, history) = found
+    assert "stem" in history.features["kept"]["name"]
+    assert same(trainer.model, plain.model)
+    assert figures(history) == figures(expected)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_keras_models_keep_features_too(monkeypatch, compiled):
+    keras = pytest.importorskip("keras")
+    monkeypatch.setattr(kept, "find_cuts", find_cuts)
+    x, y = images()
+    x = x.permute(0, 2, 3, 1).contiguous()
+    given = {"epochs": 3, "batch_size": 10, "validation_data": (x[:20], y[:20])}
+    found = []
+    for where in ("off", "memory"):
+        keras.utils.set_random_seed(0)
+        base = keras.Sequential(
+            [keras.layers.Input((12, 12, 1)), keras.layers.Conv2D(4, 3, activation="relu")]
+        )
+        base.trainable = False
+        inputs = keras.layers.Input((12, 12, 1))
+        behind = keras.layers.Dropout(0.2)(keras.layers.Flatten()(base(inputs)))
+        model = keras.Model(inputs, keras.layers.Dense(3)(behind))
+        recipe = Recipe(input={"features": where}, compute={"precision": "fp32"})
+        if compiled:
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(optimizer="sgd", loss=loss)
+            trainer = flatout.Trainer(model, recipe=recipe, say=quiet)
+        else:
+            trainer = flatout.Trainer(model, optimizer="sgd", lr=0.01, recipe=recipe, say=quiet)
+        torch.manual_seed(1)
+        found.append((model, trainer.fit(x, y, verbose=0, **given)))
+    (plain, expected), (model, history) = found
+    assert history.features["kept"] is not None
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        assert np.allclose(ours, theirs, atol=1e-6)
+    losses = [[one["loss"] for one in each.epochs] for each in (history, expected)]
+    assert np.allclose(*losses, atol=1e-5)

@@ -9,6 +9,8 @@ from flatout.models.fp32_operators import keep_in_fp32 as keep_in_fp32
 from flatout.models.fp32_operators import may_be_slower_in_bf16 as may_be_slower_in_bf16
 from flatout.models.freezing import freeze as freeze
 from flatout.models.freezing import unfreeze as unfreeze
+from flatout.models.frozen.cut import Cut as Cut
+from flatout.models.frozen.find import find_cuts as find_cuts
 from flatout.models.fused_norms import fused_norms_of as fused_norms_of
 from flatout.models.keras.batch_norm import has_own_moments as has_own_moments
 from flatout.models.keras.batch_norm import is_keras_norm as is_keras_norm

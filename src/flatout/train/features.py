@@ -13,13 +13,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatout import models
 from flatout.cache_folder import cache_folder
 from flatout.data import (
     Batch,
@@ -37,7 +36,7 @@ from flatout.data import (
     numbered,
 )
 from flatout.measure import available_bytes, finish_device, usable_cpus
-from flatout.models import adapter_of
+from flatout.models import Cut, adapter_of, find_cuts
 from flatout.recipe import Choice as RecipeChoice
 from flatout.recipe import Parity
 from flatout.train.frozen_choice import Choice, Kept, choose
@@ -45,10 +44,6 @@ from flatout.train.snapshot import untouched
 
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
-
-# A place where the model may be cut, and what finds such places.
-Cut: TypeAlias = Any
-find_cuts: Any = getattr(models, "find_cuts", None)
 
 # After so many steps of tuning the best settings known hold, where features wait for them.
 _TUNED = 60
@@ -126,7 +121,7 @@ class FrozenFeatures:
     @property
     def _may_keep(self) -> bool:
         is_frozen = not all(p.requires_grad for p in self._model.parameters())
-        return is_frozen and self._where != "off" and find_cuts is not None
+        return is_frozen and self._where != "off"
 
     def begin(self, part: Source, epoch: int) -> None:
         """Before batches of an epoch are made: decide, where that is due and settings are known.

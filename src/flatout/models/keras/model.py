@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
+from flatout.data import Features
 from flatout.errors import ModelError
+from flatout.models.frozen.cut import applied_cut
 from flatout.models.keras import hold
 from flatout.models.keras.facts import layer_lines
 from flatout.models.keras.rewrites import keras_calls, put_on, training_step
@@ -202,7 +204,11 @@ class _Called:
 
 
 def call(model: Any, inputs: Any, *, training: bool) -> Any:
-    """The model's outputs for a batch's inputs."""
+    """The model's outputs for a batch's inputs, or for the features in their place."""
+    if isinstance(inputs, Features):
+        cut = applied_cut(model)
+        assert cut is not None
+        return cut.rest(inputs)
     return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
 
 

@@ -1,0 +1,285 @@
+"""A forward in two parts: up to the values that are kept of a frozen prefix, and from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from flatout.data import Features
+from flatout.errors import ModelError
+from flatout.models.frozen.calls import Frame, call_with, is_keras, is_transparent, taking_part
+from flatout.models.frozen.form import Form
+from flatout.models.frozen.plan import Plan, Step
+from flatout.models.frozen.recording import Given
+from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
+
+_ACTING = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+
+
+class _Enough(BaseException):
+    """All that is kept is there: no error, and nothing of the user's code should catch it."""
+
+
+class _Part:
+    """A run through a forward of which only a part is computed.
+
+    Args:
+        plan: what is to be done at each call.
+        forms: of all values that may have to be stood for.
+        samples: of the batch.
+        values: that are known, by number.
+    """
+
+    def __init__(
+        self, plan: Plan, forms: dict[int, Form], samples: int, values: dict[int, torch.Tensor]
+    ) -> None:
+        self._plan = plan
+        self._forms = forms
+        self._samples = samples
+        self._frame = Frame(())
+        self._inside = 0  # how many modules run as they are
+        self.values = values
+
+    def stand_in(self, number: int) -> StandIn:
+        """For the value of this number."""
+        value = self.values.get(number)
+        if value is not None:
+            return StandIn.of(self, number, value)
+        form = self._forms[number]
+        return StandIn.blank(self, number, form.shape(self._samples), form.strides, form)
+
+    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function of torch that is given a stand-in."""
+        name = name_of(function)
+        answer = about(name, function, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
+        return self._take(self._plan.steps.get(self._frame.key(f":{name}")), function, args, kwargs)
+
+    def module(
+        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a module that takes part."""
+        if self._inside:
+            return call(*args, **kwargs)
+        key = self._frame.key(name)
+        step = self._plan.steps.get(key)
+        if step is None or step.kind != "enter":
+            self._inside += 1
+            try:
+                return self._take(step, call, args, kwargs)
+            finally:
+                self._inside -= 1
+        outer = self._frame
+        if not is_transparent(self._plan.parts[name]):
+            self._frame = outer.inside(key)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._frame = outer
+
+    def _take(
+        self, step: Step | None, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if step is not None and step.kind == "give":
+            return self._given(step, args, kwargs)
+        real = with_values((args, kwargs))
+        result = call(*real[0], **real[1])
+        return result if step is None else self._noted(step, result, args, kwargs)
+
+    def _given(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """What a call gives, without the call."""
+        written = self._write(step, args, kwargs)
+        if step.given is None:
+            return None
+        leaves = [
+            (written[leaf] if leaf in written else self.stand_in(leaf)) if is_value else leaf
+            for is_value, leaf in step.given.leaves
+        ]
+        return step.given.spec.unflatten(leaves)
+
+    def _noted(self, step: Step, result: Any, args: Any, kwargs: Any) -> Any:
+        """What a call gave, with stand-ins for its tensors."""
+        given = list(stand_ins((args, kwargs)))
+        for place, number in step.writes:
+            value = given[place].value
+            assert value is not None
+            self.values[number] = value
+        if step.given is not None:
+            leaves = step.given.spec.flatten_up_to(result)
+            for (is_value, number), leaf in zip(step.given.leaves, leaves, strict=True):
+                if is_value:
+                    self.values[number] = leaf
+        if step.is_last:
+            raise _Enough
+        return self._given(step, args, kwargs)
+
+    def _write(self, step: Step, args: Any, kwargs: Any) -> dict[int, StandIn]:
+        """The stand-ins that a call writes into, by the numbers of what they are then."""
+        given = list(stand_ins((args, kwargs))) if step.writes else []
+        for place, number in step.writes:
+            given[place].number = number
+            given[place].value = self.values.get(number)
+        return {number: given[place] for place, number in step.writes}
+
+
+class Cut:
+    """A place in a model's forward: what is before it is frozen.
+
+    Attributes:
+        name: the place, in words.
+        tensors: parameters and buffers that the prefix reads, by their name in the model.
+        bytes_per_sample: of what is kept.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        tensors: dict[str, torch.Tensor],
+        kept: list[int],
+        forms: dict[int, Form],
+        inputs: Given,
+        plans: tuple[Plan, Plan],
+        modules: list[nn.Module],
+    ) -> None:
+        self._model = ref(model)
+        self.name = name
+        self.tensors = tensors
+        self._kept = kept
+        self._forms = forms
+        self._inputs = inputs
+        self._before, self._behind = plans
+        # Only these do something else in training; an evaluation turns them off, never on.
+        parts = {id(part): part for module in modules for part in module.modules()}
+        self._acting = [part for part in parts.values() if isinstance(part, _ACTING)]
+        self._state = self._state_now()
+
+    def __repr__(self) -> str:
+        return f"Cut({self.name!r})"
+
+    @property
+    def model(self) -> nn.Module:
+        """That is cut."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """Of what is kept."""
+        return sum(self._forms[number].bytes_per_sample for number in self._kept)
+
+    def prefix(self, inputs: Any) -> Features:
+        """What is kept of a batch, computed without gradients in the caller's autocast.
+
+        Args:
+            inputs: as the model takes them.
+
+        Raises:
+            ModelError: the model's forward is another one than when it was cut.
+        """
+        leaves = self._inputs.spec.flatten_up_to(inputs)
+        numbers = [number if is_value else None for is_value, number in self._inputs.leaves]
+        values = {n: leaf for n, leaf in zip(numbers, leaves, strict=True) if n is not None}
+        first = next(iter(values))
+        axis = self._forms[first].axis
+        samples = values[first].shape[axis or 0]
+        run = _Part(self._before, self._forms, samples, values)
+        try:
+            with torch.enable_grad():
+                self._run(run, inputs)
+        except _Enough:
+            pass
+        missing = [number for number in self._kept if number not in run.values]
+        if missing:
+            raise self._other()
+        return Features(self._forms[n].rows(run.values[n]) for n in self._kept)
+
+    def rest(self, features: Features) -> Any:
+        """The model's outputs from what is kept.
+
+        Raises:
+            ModelError: the model's forward is another one than when it was cut.
+        """
+        values = {
+            number: self._forms[number].value(rows)
+            for number, rows in zip(self._kept, features, strict=True)
+        }
+        run = _Part(self._behind, self._forms, len(features[0]), values)
+        return with_values(self._run(run, None))
+
+    def _run(self, run: _Part, inputs: Any) -> Any:
+        leaves = self._inputs.spec.flatten_up_to(inputs) if inputs is not None else None
+        given = [
+            run.stand_in(known) if is_value else (known if leaves is None else leaves[at])
+            for at, (is_value, known) in enumerate(self._inputs.leaves)
+        ]
+        plan = run._plan
+        with taking_part(run, plan.parts.items()):
+            return call_with(self.model, self._inputs.spec.unflatten(given), forward_of(self.model))
+
+    def _other(self) -> ModelError:
+        return ModelError(
+            f"{type(self.model).__name__} does not come to where it was cut ({self.name})",
+            do="look for its cuts again after its forward or its settings have changed",
+        )
+
+    def is_current(self) -> bool:
+        """Whether the frozen part is what it was: its tensors, modules, flags and hooks."""
+        return bool(self._state == self._state_now())
+
+    def _state_now(self) -> list[Any]:
+        tensors = [
+            (name, id(t), t._version, t.data_ptr(), t.requires_grad)
+            for name, t in self.tensors.items()
+        ]
+        return [*tensors, *(part.training for part in self._acting)]
+
+    def apply(self) -> Callable[[], None]:
+        """Let the model take `Features` in place of its inputs, until what this returns is called.
+
+        All other calls of the model stay as they are, and so do its pickle, its copies and its
+        state dict. It is `_call_impl` of the instance that is replaced, so rewrites may put another
+        `forward` on the model, and take it off, meanwhile. Keras' models are called past it:
+        `applied_cut` tells who calls them.
+        """
+        model = self.model
+        _applied[model] = self
+        own = vars(model)
+        own["_call_impl"] = MethodType(_call_impl, model)
+
+        def undo() -> None:
+            if _applied.get(model) is self:
+                del _applied[model]
+                own.pop("_call_impl", None)
+
+        return undo
+
+
+_applied: WeakKeyDictionary[nn.Module, Cut] = WeakKeyDictionary()
+
+
+def applied_cut(model: nn.Module) -> Cut | None:
+    """The cut that lets a model take `Features`."""
+    return _applied.get(model)
+
+
+# Named so that a copy or a pickle of the model finds that of its class again.
+def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if len(args) == 1 and isinstance(args[0], Features):
+        cut = _applied.get(self)
+        if cut is not None:
+            return cut.rest(args[0])
+    return type(self)._call_impl(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def forward_of(model: Any) -> Callable[..., Any]:
+    """The model as a function of its inputs, past its own hooks."""
+    own: Callable[..., Any] = model if is_keras(model) else model.forward
+    return own

@@ -1,0 +1,121 @@
+"""What is to be done at each call of a forward, when only a part of it is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.models.frozen.calls import Key, is_transparent
+from flatout.models.frozen.recording import Call, Event, Given, Recording, store_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is to be done at a call.
+
+    Attributes:
+        kind: `enter` it; `do` it, and note what it gives; or only `give` that.
+        given: what it gives.
+        writes: the places of stand-ins that it writes into, and their numbers after it.
+        is_last: behind it is nothing that is kept.
+    """
+
+    kind: str
+    given: Given | None = None
+    writes: tuple[tuple[int, int], ...] = ()
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps by call, and the modules whose calls have one."""
+
+    steps: dict[Key, Step]
+    parts: dict[str, Any]
+
+
+def plan_prefix(noted: Recording, chosen: Collection[int], kept: Collection[int]) -> Plan:
+    """Compute the chosen events, and nothing else."""
+    return _plan(noted, chosen, kept, "do", "give")
+
+
+def plan_rest(noted: Recording, chosen: Collection[int], kept: Collection[int]) -> Plan:
+    """Compute all but the chosen events, from what is kept."""
+    return _plan(noted, chosen, kept, "give", "")
+
+
+def _plan(
+    noted: Recording, chosen: Collection[int], kept: Collection[int], inside: str, behind: str
+) -> Plan:
+    steps: dict[Key, Step] = {}
+    last = max(chosen)
+    keys = _keys(noted, chosen, goes_on=bool(behind))
+    for index, event in enumerate(noted.events):
+        kind = inside if index in chosen else behind
+        if kind and index in keys:
+            ends = inside == "do" and index == last
+            steps[keys[index]] = Step(kind, event.given, tuple(event.writes), ends)
+    hidden: list[range] = []
+    for call in noted.calls:
+        events = range(call.start, call.stop)
+        if call.is_leaf:
+            continue
+        is_whole = _is_whole(noted, call, chosen, kept)
+        if is_whole:
+            steps[call.key] = Step(inside, call.given, is_last=inside == "do" and last in events)
+            if not is_transparent(call.module):
+                hidden.append(events)
+        elif behind and not any(index in chosen for index in events) and call.given is not None:
+            steps[call.key] = Step(behind, call.given)
+        else:
+            steps[call.key] = Step("enter")
+    parts = {
+        call.key.name: call.module
+        for call in noted.calls
+        if not any(
+            call.start >= r.start and call.stop <= r.stop and call.key not in steps for r in hidden
+        )
+    }
+    return Plan(steps, parts)
+
+
+def _keys(noted: Recording, chosen: Collection[int], *, goes_on: bool) -> dict[int, Key]:
+    """Those of the events that a stand-in reaches.
+
+    Args:
+        noted: the whole forward.
+        chosen: what is in the prefix.
+        goes_on: whether there are stand-ins behind the prefix, too.
+    """
+    reached, counts, keys = set(noted.inputs), Counter[tuple[Any, str]](), dict[int, Key]()
+    for index, event in enumerate(noted.events):
+        is_reached = not event.from_outside and not reached.isdisjoint(event.reads)
+        if event.key is not None:
+            keys[index] = event.key
+        elif is_reached:
+            keys[index] = Key(event.path, event.name, counts[event.path, event.name])
+            counts[event.path, event.name] += 1
+        if (is_reached or event.key is not None) and (goes_on or index in chosen):
+            reached.update(event.gives())
+    return keys
+
+
+def _is_whole(noted: Recording, call: Call, chosen: Collection[int], kept: Collection[int]) -> bool:
+    """Whether all in a call is in the prefix, and what is kept of it is what it gives."""
+    events = [noted.events[index] for index in range(call.start, call.stop)]
+    if not events or call.given is None:
+        return False
+    if not all(index in chosen for index in range(call.start, call.stop)):
+        return False
+    born = {number for event in events for number in event.gives()}
+    if not (born & set(kept)) <= set(call.given.numbers()):
+        return False
+    return not _writes_outside(noted, events, born)
+
+
+def _writes_outside(noted: Recording, events: list[Event], born: set[int]) -> bool:
+    outside = {number for event in events for number in event.reads} - born
+    stores = {store_of(noted.values[number]) for number in outside}
+    return any(not stores.isdisjoint(event.stores) for event in events)

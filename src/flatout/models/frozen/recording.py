@@ -1,0 +1,363 @@
+"""A forward as the calls that its inputs reach, in order, with what each reads and gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from flatout.models.frozen.calls import Frame, Key, Path, is_transparent
+from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
+
+# Modules of torch's that hold others, and do nothing but call them.
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.TransformerEncoder)
+
+
+@dataclass
+class Given:
+    """The structure that a call gives.
+
+    Attributes:
+        spec: of the structure.
+        leaves: for each of its leaves the number of a value, or what it is otherwise.
+    """
+
+    spec: TreeSpec
+    leaves: list[tuple[bool, Any]]
+
+    def numbers(self) -> list[int]:
+        """Those of its values."""
+        return [leaf for is_value, leaf in self.leaves if is_value]
+
+
+@dataclass
+class Event:
+    """A call of a function, or of a module that is not looked into.
+
+    Attributes:
+        path: the containers around.
+        name: the module's, or the function's after a colon.
+        module: that is called, or None.
+        reads: numbers of the values that it is given.
+        given: what it gives; None where that holds no tensor.
+        writes: which of the stand-ins that it is given it changes, and the values' new numbers.
+        stores: the memory that it writes.
+        is_trained: whether something in it is trained.
+        why: why its result cannot be kept though nothing in it is trained; "" if it can.
+        key: as in runs that note all calls.
+    """
+
+    path: Path
+    name: str
+    module: Any
+    reads: list[int]
+    given: Given | None = None
+    writes: list[tuple[int, int]] = field(default_factory=list)
+    stores: set[int] = field(default_factory=set)
+    is_trained: bool = False
+    why: str = ""
+    from_outside: bool = False
+    key: Key | None = None
+
+    def gives(self) -> list[int]:
+        """The numbers of all values that are there after it and were not before."""
+        own = [] if self.given is None else self.given.numbers()
+        return [*own, *(number for _, number in self.writes)]
+
+
+@dataclass
+class Call:
+    """A call of a module with calls in it.
+
+    Attributes:
+        key: which one.
+        module: that is called.
+        start, stop: the events in it.
+        given: what it gives; None where that holds a tensor that no event gave.
+    """
+
+    key: Key
+    module: Any
+    start: int
+    stop: int = 0
+    given: Given | None = None
+    is_leaf: bool = False
+
+
+class Recording(TorchFunctionMode):
+    """Notes the calls of one forward.
+
+    Args:
+        parts: modules that take part, by name.
+        opaque: names of those that are not looked into.
+
+    Attributes:
+        events, calls: in order.
+        values: all tensors that were given, by number.
+        tensors_read: those of other tensors that functions were given, by id.
+        stopped_at, stopped_why: from which event on nothing is certain.
+        given: by the whole forward.
+    """
+
+    def __init__(self, parts: dict[str, Any], opaque: set[str]) -> None:
+        super().__init__()
+        self._parts = parts
+        self._opaque = opaque
+        self._inside = 0  # how many opaque modules are running
+        self._frame = Frame(())
+        self._stack: list[str] = []
+        self._drawn = _random()
+        self.events: list[Event] = []
+        self.calls: list[Call] = []
+        self.values: dict[int, torch.Tensor] = {}
+        self.inputs: list[int] = []
+        self.tensors_read: dict[int, tuple[int, torch.Tensor]] = {}
+        self.stopped_at: int | None = None
+        self.stopped_why = ""
+        self.given: Given | None = None
+        self.failed_in = ""
+
+    def take(self, value: torch.Tensor) -> StandIn:
+        """A stand-in for an input."""
+        made = self._stand_in(value)
+        self.inputs.append(made.number)
+        return made
+
+    def _stand_in(self, value: torch.Tensor) -> StandIn:
+        number = len(self.values)
+        self.values[number] = value
+        return StandIn.of(self, number, value)
+
+    def _stop(self, why: str) -> None:
+        if self.stopped_at is None:
+            self.stopped_at, self.stopped_why = len(self.events), why
+
+    # -- functions -----------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.function(func, args, kwargs or {})
+
+    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any function of torch."""
+        name = name_of(function)
+        answer = about(name, function, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
+        self._note_reads((args, kwargs))
+        if next(stand_ins((args, kwargs)), None) is not None:
+            event = Event(self._frame.path, f":{name}", None, [])
+            return self._run(event, function, args, kwargs)
+        if self._inside:
+            return function(*args, **kwargs)
+        return self._outside(name, function, args, kwargs)
+
+    def _note_reads(self, given: Any) -> None:
+        for tensor in _tensors(given):
+            if not isinstance(tensor, StandIn):
+                self.tensors_read.setdefault(id(tensor), (len(self.events), tensor))
+
+    def _outside(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """A function that no input reaches: what it gives may still be another in each step."""
+        before = self._drawn_since()
+        result = function(*args, **kwargs)
+        drew = self._drawn_since() or _has_generator(kwargs)
+        if before:
+            self._stop("forward draws random numbers in Python")
+        is_trained = any(t.requires_grad for t in _tensors((args, kwargs)))
+        hides = is_trained and not any(t.requires_grad for t in _tensors(result))
+        if not (drew or hides) or not any(True for _ in _tensors(result)):
+            return result
+        event = Event(self._frame.path, f":{name}", None, [], from_outside=True)
+        event.is_trained = is_trained
+        event.why = "draws random numbers" if drew else ""
+        self.events.append(event)
+        return self._wrapped(event, result, {}, {})
+
+    # -- modules -------------------------------------------------------------------------------
+
+    def module(
+        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a part."""
+        if self._inside:
+            return call(*args, **kwargs)
+        part = self._parts[name]
+        key = self._frame.key(name)
+        noted = Call(key, part, len(self.events), is_leaf=self._is_leaf(name, part))
+        self.calls.append(noted)
+        outer, self._frame = (
+            self._frame,
+            self._frame if is_transparent(part) else self._frame.inside(key),
+        )
+        self._stack.append(name)
+        try:
+            if noted.is_leaf:
+                event = Event(outer.path, name, part, [], key=key)
+                result = self._run(event, call, args, kwargs)
+            else:
+                result = call(*args, **kwargs)
+        except Exception:
+            self.failed_in = self.failed_in or name
+            raise
+        finally:
+            self._frame = outer
+            self._stack.pop()
+        noted.stop = len(self.events)
+        noted.given = _given(result)
+        return result
+
+    def _is_leaf(self, name: str, part: Any) -> bool:
+        if name in self._opaque:
+            return True
+        if hasattr(part, "_flatten_layers"):
+            return next(iter(part._flatten_layers(include_self=False)), None) is None
+        is_torchs = type(part).__module__.startswith("torch.")
+        return is_torchs and not isinstance(part, _CONTAINERS)
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def _run(self, event: Event, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            given = list(stand_ins((args, kwargs)))
+            real = with_values((args, kwargs))
+            versions = [(tensor, tensor._version) for tensor in _tensors(real)]
+            own = [] if event.module is None else tensors_of(event.module)
+            before = [tensor._version for tensor in own]
+            if self._drawn_since():
+                self._stop("forward draws random numbers in Python")
+        self._inside += event.module is not None
+        try:
+            result = call(*real[0], **real[1])
+        finally:
+            self._inside -= event.module is not None
+        with torch._C.DisableTorchFunction():
+            event.reads = list(dict.fromkeys(one.number for one in given))
+            written = {id(tensor): tensor for tensor, old in versions if tensor._version != old}
+            inner = {id(one.value): one for one in given}
+            event.stores = {store_of(tensor) for tensor in written.values()}
+            event.is_trained = self._is_trained(event, real, result)
+            if self._drawn_since() or _has_generator(kwargs):
+                event.why = "draws random numbers"
+            elif any(tensor._version != old for tensor, old in zip(own, before, strict=True)):
+                event.why = "changes its own buffers"
+            if any(tensor not in inner for tensor in written):
+                self._stop(f"{event.name.lstrip(':')} writes into a tensor that forward made")
+            self.events.append(event)
+            return self._wrapped(event, result, inner, written, given)
+
+    def _wrapped(
+        self,
+        event: Event,
+        result: Any,
+        inner: dict[int, StandIn],
+        written: dict[int, torch.Tensor],
+        given: list[StandIn] | None = None,
+    ) -> Any:
+        """The result with stand-ins; what was written in place has a new number."""
+        for at, one in enumerate(given or []):
+            if id(one.value) in written and all(at != place for place, _ in event.writes):
+                number = len(self.values)
+                self.values[number] = written[id(one.value)]
+                for place, same in enumerate(given or []):
+                    if same is one:
+                        event.writes.append((place, number))
+                one.number = number
+                written = {k: v for k, v in written.items() if k != id(one.value)}
+        leaves, spec = tree_flatten(result)
+        made = [
+            (inner[id(leaf)] if id(leaf) in inner else self._stand_in(leaf))
+            if torch.is_tensor(leaf)
+            else leaf
+            for leaf in leaves
+        ]
+        wrapped = spec.unflatten(made)
+        if not any(isinstance(leaf, StandIn) for leaf in made) and not event.writes:
+            self._stop(f"forward reads the numbers in a tensor ({event.name.lstrip(':')})")
+            return result
+        event.given = Given(spec, [_leaf(one) for one in made])
+        return wrapped
+
+    def _is_trained(self, event: Event, real: Any, result: Any) -> bool:
+        if any(tensor.requires_grad for tensor in _tensors(result)):
+            return True
+        parts = [] if event.module is None else list(event.module.parameters())
+        return any(tensor.requires_grad for tensor in [*parts, *_tensors(real)])
+
+    def _drawn_since(self) -> bool:
+        """Whether random numbers were drawn since it was asked last."""
+        before, self._drawn = self._drawn, _random()
+        return before != self._drawn
+
+
+@contextmanager
+def nothing_random() -> Iterator[None]:
+    """Within, random numbers may be drawn: the next one after it is as if none had been."""
+    torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    devices = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torchs)
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+        for state in devices:
+            torch.cuda.set_rng_state(state)
+
+
+def _random() -> tuple[Any, ...]:
+    with torch._C.DisableTorchFunction():
+        own = torch.default_generator.get_state().numpy().tobytes()
+        device = b""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            device = torch.cuda.get_rng_state().numpy().tobytes()
+    _, words, at, *_ = np.random.get_state()
+    return own, device, random.getstate(), at, np.asarray(words).tobytes()
+
+
+def _has_generator(kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.Generator) for value in kwargs.values())
+
+
+def _given(result: Any) -> Given | None:
+    leaves, spec = tree_flatten(result)
+    if any(torch.is_tensor(leaf) and not isinstance(leaf, StandIn) for leaf in leaves):
+        return None
+    return Given(spec, [_leaf(leaf) for leaf in leaves])
+
+
+def _leaf(leaf: Any) -> tuple[bool, Any]:
+    return (True, leaf.number) if isinstance(leaf, StandIn) else (False, leaf)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+
+
+def tensors_of(module: Any) -> list[torch.Tensor]:
+    """Parameters, buffers and plain tensors of a module and of those in it."""
+    own = [*module.parameters(), *module.buffers()]
+    for part in module.modules():
+        own += [value for value in vars(part).values() if torch.is_tensor(value)]
+    return own
+
+
+def store_of(tensor: torch.Tensor) -> int:
+    """Which memory it lies in."""
+    return tensor.untyped_storage().data_ptr()
