@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data.features import store as store_file
-from flatout.data.features.kept_rows import RowPart
+from flatout.data.features import room
 from flatout.data.features.key import feature_key
+from flatout.data.features.row_log import RowPart
 from flatout.data.features.store import FeatureStore
 
 MAP = RowPart((4, 3, 5), torch.bfloat16, channels_last=True)
@@ -84,17 +84,21 @@ def test_where_there_is_no_room_the_rest_is_not_kept():
     for slots in (np.arange(3), np.arange(3, 6), np.arange(6, 9)):
         store.put(slots, [torch.from_numpy(slots)])
     assert store.has(np.arange(10)).tolist() == [True] * 4 + [False] * 6
-    assert told == ["features: memory has room for 4 of 10 rows; the others are computed each time"]
+    assert told == [
+        "features: memory has no room for more than 4 rows; the others are computed each time"
+    ]
 
 
 def test_memory_that_others_need_is_left_to_them(monkeypatch):
     store = FeatureStore.open("key", 10, [LABEL], "memory", budget=1 << 20)
     told = []
     store.say = told.append
-    monkeypatch.setattr(store_file, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(room, "available_bytes", lambda: (512 << 20) + 2 * 8)
     store.put(np.arange(3), [torch.arange(3)])
-    assert store.kept == 0
-    assert told == ["features: memory is nearly used up; the others are computed each time"]
+    assert store.kept == 2
+    assert told == [
+        "features: memory has no room for more than 2 rows; the others are computed each time"
+    ]
 
 
 def test_threads_that_put_and_get_at_once_agree(store):

@@ -129,6 +129,19 @@ def test_batches_made_of_rows_are_made_again_after_a_change(tmp_path):
     assert figures(history) == figures(expected)
 
 
+def test_a_second_fit_with_another_rate_computes_nothing(tmp_path, made, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    data = written(tmp_path)
+    fitted("disk", data)
+    first = made[-1].computed
+    plain, expected = fitted("off", data, lr=0.02)
+    trainer, history = fitted("disk", data, lr=0.02)
+    looked = made[-1].computed
+    assert looked <= 2 * 10 + 2 < first
+    assert same(trainer.model, plain.model)
+    assert figures(history) == figures(expected)
+
+
 def test_other_weights_and_precisions_find_nothing_of_it(tmp_path, made, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     data = written(tmp_path)

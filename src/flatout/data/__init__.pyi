@@ -27,8 +27,8 @@ from flatout.data.execution.samples import name_of as name_of
 from flatout.data.execution.samples import takes_rng as takes_rng
 from flatout.data.execution.unchanged import Attributes as Attributes
 from flatout.data.explanation import Explanation as Explanation
-from flatout.data.features.kept_rows import RowPart as RowPart
 from flatout.data.features.key import feature_key as feature_key
+from flatout.data.features.row_log import RowPart as RowPart
 from flatout.data.features.store import FeatureStore as FeatureStore
 from flatout.data.files import unpack as unpack
 from flatout.data.inspection.inspect import inspect as inspect

@@ -24,6 +24,7 @@ KINDS = {
     "index": "where rows begin in files",
     "files": "fetched files",
     "rows": "cached samples",
+    "features": "what frozen layers gave",
     "live": "what jobs have shown",
     "trials": "trials that were killed",
     "samples": "measurements that were killed",

@@ -24,7 +24,8 @@ import torch
 
 from flatout.data.block import Numbers
 from flatout.data.buffers import Buffers
-from flatout.kernels import crc32c_blocks, lines
+from flatout.kernels import crc32c, crc32c_blocks, lines
+from flatout.measure import available_bytes
 
 Names: TypeAlias = npt.NDArray[np.uint64]
 """What rows are known by: uint64 of shape (rows, 2)."""
@@ -33,8 +34,6 @@ Names: TypeAlias = npt.NDArray[np.uint64]
 RECORD = np.dtype([("name", np.uint64, 2), ("row", np.uint32), ("own", np.uint32)])
 _SEALED = RECORD.itemsize - 4
 _ALIGNED = 8
-# Rows that are compared with their checksums in one go.
-_COMPARED = 64
 _FIRST_ROOM = 1024
 
 
@@ -58,26 +57,40 @@ class RowPart(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-class KeptRows:
+class Files(NamedTuple):
+    """Descriptors of open files.
+
+    Attributes:
+        rows: of the file of rows, to read and to write.
+        log: of the log, likewise.
+        on_disk: whether they are not in memory.
+    """
+
+    rows: int
+    log: int
+    on_disk: bool
+
+
+class RowLog:
     """Rows by place. Several threads and processes may call at once.
 
     Args:
         parts: what a row holds.
-        rows: descriptor of the file of rows, open to read and write; closed with this object.
-        log: descriptor of the log, likewise.
-        mapped: bytes of `rows` to map; 0 reads the file instead.
+        files: what is to be read and written; closed with this object.
+        expected: how many rows there will be about, for one map of them all.
 
     Attributes:
         stride: bytes of a row.
-        names: what the rows are known by, in the order of their places.
     """
 
-    def __init__(self, parts: Sequence[RowPart], rows: int, log: int, mapped: int = 0) -> None:
+    def __init__(self, parts: Sequence[RowPart], files: Files, expected: int = 0) -> None:
         self.parts = tuple(parts)
-        self._offsets = [self.stride_of(parts[:at]) for at in range(len(parts))]
-        self.stride = max(_ALIGNED, self.stride_of(parts))
-        self._rows, self._log = rows, log
-        self._memory = np.frombuffer(mmap.mmap(rows, mapped), np.uint8) if mapped else None
+        self._offsets = [self.stride_of(parts[:at]) if at else 0 for at in range(len(parts))]
+        self.stride = self.stride_of(parts)
+        self._files = files
+        self._expected = expected
+        self._map = mmap.mmap(-1, self.stride)
+        self._is_large = False  # as compared to the memory in which the system keeps files
         self._count = 0
         self._records = np.empty(_FIRST_ROOM, RECORD)
         # Compared with their checksums, or written by this process; and those that differ.
@@ -85,12 +98,12 @@ class KeptRows:
         self._bad = np.empty(_FIRST_ROOM, bool)
         self._lock = RLock()
         self._buffers = Buffers()
-        self._close = finalize(self, _close, rows, log)
+        self._close = finalize(self, _close, files.rows, files.log)
 
     @staticmethod
     def stride_of(parts: Sequence[RowPart]) -> int:
         """Bytes that a row of these parts takes."""
-        return sum(-(-part.width // _ALIGNED) * _ALIGNED for part in parts)
+        return max(_ALIGNED, sum(-(-part.width // _ALIGNED) * _ALIGNED for part in parts))
 
     def __len__(self) -> int:
         return self._count
@@ -104,15 +117,32 @@ class KeptRows:
         """Whether `close` was not called."""
         return self._close.alive
 
-    def refresh(self) -> Names:
-        """Look for rows that were kept since, by any process; returns the names of these."""
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it is not in memory."""
+        return self._files.on_disk
+
+    def kept(self) -> Numbers:
+        """Places of all rows that are known."""
+        self.refresh()
+        with self._lock:
+            return np.flatnonzero(~self._bad[: self._count])
+
+    def refresh(self) -> Numbers:
+        """Look for rows that were kept since, by any process; returns their places."""
         with self._lock:
             known = self._count
-            size = os.fstat(self._log).st_size // RECORD.itemsize
+            size = os.fstat(self._files.log).st_size // RECORD.itemsize
             if size > known:
-                data = _read(self._log, known * RECORD.itemsize, size * RECORD.itemsize)
+                data = _read(self._files.log, known * RECORD.itemsize, size * RECORD.itemsize)
                 self._add(np.frombuffer(data, RECORD))
-            return self._records["name"][known : self._count]
+            return known + np.flatnonzero(~self._bad[known : self._count])
+
+    def names(self, places: Numbers) -> Names:
+        """What these rows are known by."""
+        with self._lock:
+            names: Names = self._records["name"][places]
+            return names
 
     def _add(self, records: npt.NDArray[Any], whole: bool = False) -> None:
         begin, self._count = self._count, self._count + len(records)
@@ -129,22 +159,21 @@ class KeptRows:
         with self._lock:
             unknown = np.unique(places[~self._whole[places] & ~self._bad[places]])
             sums = self._records["row"][unknown]
-        for at in range(0, len(unknown), _COMPARED):
-            some = unknown[at : at + _COMPARED]
-            good = self._sums_of(some) == sums[at : at + _COMPARED]
+        if len(unknown):
+            good = self._sums_of(unknown) == sums
             with self._lock:
-                self._whole[some], self._bad[some] = good, ~good
+                self._whole[unknown], self._bad[unknown] = good, ~good
         with self._lock:
             are_good: npt.NDArray[np.bool_] = ~self._bad[places]
             return are_good
 
-    def _sums_of(self, places: Numbers) -> npt.NDArray[np.int64]:
-        room = self._buffers.empty((len(places), self.stride), np.uint8)
+    def _sums_of(self, places: Numbers) -> list[int]:
         try:
-            self._copy(places, 0, self.stride, room)
-        except lines.FileTooShort:
-            return np.full(len(places), -1)
-        return crc32c_blocks(room, self.stride)
+            rows = memoryview(self._mapped_for(places, is_cold=True))
+        except EOFError:
+            return [-1] * len(places)
+        starts = (places * self.stride).tolist()
+        return [crc32c(rows[start : start + self.stride]) for start in starts]
 
     def read(self, places: Numbers, buffers: Buffers | None = None) -> list[torch.Tensor]:
         """Rows that are whole, a tensor for each part, in this order.
@@ -152,35 +181,51 @@ class KeptRows:
         Args:
             places: int64 of shape (count,).
             buffers: where their memory comes from.
+
+        Raises:
+            EOFError: something else has cut the file.
         """
-        given = []
-        for part, offset in zip(self.parts, self._offsets, strict=True):
-            width = part.width
-            room = (buffers or self._buffers).empty((len(places), width), np.uint8)
-            if width:
-                self._copy(places, offset, width, room)
-            given.append(_as_tensor(room, part))
-        return given
+        rows = np.frombuffer(self._mapped_for(places, self._is_large), np.uint8)
+        widths = [part.width for part in self.parts]
+        pool = buffers or self._buffers
+        rooms = [pool.empty((len(places), width), np.uint8) for width in widths]
+        pieces = [one for one in zip(self._offsets, widths, rooms, strict=True) if one[1]]
+        lines.split_rows(rows.reshape(-1, self.stride), places, pieces)
+        return [_as_tensor(*one) for one in zip(rooms, self.parts, strict=True)]
 
-    def _copy(self, places: Numbers, offset: int, width: int, out: npt.NDArray[np.uint8]) -> None:
-        if self._memory is not None and self._mapped_rows >= self._count:
-            rows = self._memory[: self._mapped_rows * self.stride].reshape(-1, self.stride)
-            lines.split_rows(rows, places, [(offset, width, out)])
-            return
-        starts = places * self.stride + offset
-        to = np.arange(len(places), dtype=np.int64) * width
-        lines.read_rows(self._rows, starts, starts + width, out.reshape(-1), to)
+    def _mapped_for(self, places: Numbers, is_cold: bool) -> mmap.mmap:
+        """The file, of which these rows are to be read.
 
-    @property
-    def _mapped_rows(self) -> int:
-        return 0 if self._memory is None else len(self._memory) // self.stride
+        Raises:
+            EOFError: it ends before one of them: something else has cut it.
+        """
+        mapped = self._mapped()
+        if len(places) and os.fstat(self._files.rows).st_size < len(mapped):
+            raise EOFError(f"the rows of kept features end at byte {len(mapped):,} no longer")
+        if is_cold and self._files.on_disk:
+            # The disk fetches all of them at once, and not each when it is copied.
+            for start in (places * self.stride).tolist():
+                begin = start - start % mmap.PAGESIZE
+                mapped.madvise(mmap.MADV_WILLNEED, begin, start + self.stride - begin)
+        return mapped
+
+    def _mapped(self) -> mmap.mmap:
+        """All rows, with what there is behind them, so that they are seldom mapped again."""
+        with self._lock:
+            if self._count * self.stride > len(self._map):
+                size = os.fstat(self._files.rows).st_size // self.stride * self.stride
+                if size < self._count * self.stride:
+                    raise EOFError("the rows of kept features are fewer than their log says")
+                self._map = mmap.mmap(self._files.rows, size, prot=mmap.PROT_READ)
+                self._is_large = size > available_bytes() // 2
+            return self._map
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """While no other process or thread appends; all that was kept before is known then."""
         with self._lock:
             # Opened each time: a lock belongs to the opening, which processes share after a fork.
-            held = os.open(f"/proc/self/fd/{self._log}", os.O_RDWR | os.O_CLOEXEC)
+            held = os.open(f"/proc/self/fd/{self._files.log}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX)
                 yield
@@ -205,16 +250,19 @@ class KeptRows:
         records["own"] = _own_sums(records)
         first = self._count
         begin = first * RECORD.itemsize
-        if os.fstat(self._log).st_size != begin:  # a part of a record, of a process that was killed
-            os.ftruncate(self._log, begin)
-        _write(self._rows, packed, first * self.stride)
+        if os.fstat(self._files.log).st_size != begin:
+            os.ftruncate(self._files.log, begin)  # a process was killed within a record
+        end = first + len(names)
+        if os.fstat(self._files.rows).st_size < end * self.stride:
+            os.ftruncate(self._files.rows, max(self._expected, 2 * end) * self.stride)
+        _write(self._files.rows, packed, first * self.stride)
         try:
-            _write(self._log, records.view(np.uint8), begin)
+            _write(self._files.log, records.view(np.uint8), begin)
         except OSError:
-            os.ftruncate(self._log, begin)
+            os.ftruncate(self._files.log, begin)
             raise
         self._add(records, whole=True)
-        return np.arange(first, first + len(names))
+        return np.arange(first, end)
 
     def _packed(self, count: int, values: Sequence[torch.Tensor]) -> npt.NDArray[np.uint8]:
         pieces = []
@@ -233,8 +281,8 @@ class KeptRows:
 
     def flush(self) -> None:
         """Bring the rows to the disk, and then their records."""
-        os.fsync(self._rows)
-        os.fsync(self._log)
+        os.fsync(self._files.rows)
+        os.fsync(self._files.log)
 
 
 def _own_sums(records: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

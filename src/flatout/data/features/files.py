@@ -1,0 +1,96 @@
+"""The files of a store: in the cache folder, or in memory that the processes of a host share."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from flatout.cache_folder import kind_folder, private
+from flatout.data.features.row_log import Files
+from flatout.processes import state_and_start
+
+KIND = "features"
+
+
+def disk_files(name: str) -> Files:
+    """Those of a store in the cache folder, made where they are not there yet.
+
+    Raises:
+        OSError: they cannot be made.
+    """
+    folder = kind_folder(KIND) / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    log = _opened(folder / "filled.log")
+    try:
+        return Files(_opened(folder / "rows"), log, on_disk=True)
+    except OSError:
+        os.close(log)
+        raise
+
+
+def has_rows(name: str) -> bool:
+    """Whether the cache folder has such a store, with rows in it."""
+    with suppress(OSError):
+        return (kind_folder(KIND) / name / "filled.log").stat().st_size > 0
+    return False
+
+
+def memory_files(name: str) -> Files:
+    """Those that a living process of this user has made under this name, or new ones.
+
+    Where the cache folder cannot be written, they are this process' alone.
+    """
+    try:
+        number = _opened(kind_folder(KIND) / f"{name}.memory")
+    except OSError:
+        return Files(_memory(), _memory(), on_disk=False)
+    with open(number, "r+") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        found = _adopted(owner.read())
+        if found is None:
+            found = Files(_memory(), _memory(), on_disk=False)
+            owner.seek(0)
+            owner.truncate()
+            owner.write(_words(found))
+        return found
+
+
+def _words(files: Files) -> str:
+    pid = os.getpid()
+    numbers = [[number, os.fstat(number).st_ino] for number in (files.rows, files.log)]
+    return json.dumps({"pid": pid, "start": state_and_start(pid), "files": numbers})
+
+
+def _adopted(words: str) -> Files | None:
+    """The files of the process that has written this, if it lives and has not closed them."""
+    opened: list[int] = []
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        told = json.loads(words)
+        now = state_and_start(told["pid"])
+        if now is None or now[1] != told["start"][1]:
+            return None
+        for number, inode in told["files"]:
+            opened.append(os.open(f"/proc/{told['pid']}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
+            if os.fstat(opened[-1]).st_ino != inode:
+                raise ValueError
+        rows, log = opened
+        return Files(rows, log, on_disk=False)
+    for one in opened:
+        os.close(one)
+    return None
+
+
+def _opened(path: Path) -> int:
+    return private(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _memory() -> int:
+    """A file without a name, in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("flatout-features", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,31 @@
+"""What is really free for features."""
+
+from __future__ import annotations
+
+import os
+
+from flatout.cache_folder import cache_folder
+from flatout.measure import available_bytes
+
+# Of the free memory, what a store may take where no one said how much.
+_SHARE = 0.5
+# What stays free for others; of a small disk, a part of it.
+_MEMORY_RESERVE = 512 << 20
+_DISK_RESERVE, _DISK_PART = 1 << 30, 20
+
+
+def memory_room(share: float = _SHARE) -> int:
+    """Bytes of memory that features may take."""
+    free = available_bytes()
+    return max(0, min(int(free * share), free - _MEMORY_RESERVE))
+
+
+def disk_room() -> int:
+    """Bytes that this user may still write where the cache folder is, or will be."""
+    place = cache_folder()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    found = os.statvfs(place)
+    whole = found.f_blocks * found.f_frsize
+    reserve = min(_DISK_RESERVE, whole // _DISK_PART)
+    return max(0, found.f_bavail * found.f_frsize - reserve)
