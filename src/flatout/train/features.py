@@ -50,6 +50,8 @@ _TUNED = 60
 # Of the free memory, what a store may take; as the store itself has it.
 _SHARE = 0.5
 _COPIED = 16 << 20
+# Samples that are measured on a CPU; fewer where an earlier run has kept this share of the rows.
+_MEASURED, _FEWEST, _MOST_IS_THERE = 8, 2, 0.5
 # A row is also compared with its checksum, and gathered: it is read at this share of a copy's rate.
 _READ = 0.25
 # Without a cache, a disk reads about so many bytes a second.
@@ -131,8 +133,8 @@ class FrozenFeatures:
             epoch: its number.
         """
         if self._is_due(epoch):
-            why = numbered(self._source)
-            first = part.peek(1) if isinstance(why, Numbered) else []
+            samples = numbered(self._source)
+            first = part.peek(1) if isinstance(samples, Numbered) else []
             self._decide(self._loop.ready(first[0]) if first else None, epoch)
         self._restarts = False
 
@@ -241,31 +243,34 @@ class FrozenFeatures:
         loop, source = self._loop, self._source
         samples = numbered(source)
         assert isinstance(samples, Numbered)
-        made_s, rates = self._making_s(), {}
-        options, rest_s = [], 0.0
+        made_s, options, rest_s = self._making_s(), [], 0.0
         with untouched(self._model), torch.no_grad(), loop.autocast():
             for cut in cuts:
-                spent, features = _timed(partial(cut.prefix, batch.inputs))
-                rest_s, _ = _timed(partial(cut.rest, features))
+                features = cut.prefix(batch.rows(0, _FEWEST).inputs)
                 self._parts[cut.name] = _parts_of(features)
                 rows = self._open(source, cut)
                 assert rows is not None
                 self._opened[cut.name] = rows
-                where = rows.store.where
-                if where not in rates:
-                    rates[where] = _rate(where)
+                filled = rows.store.kept / samples.slots
+                measured = batch
+                if loop.device.type == "cpu":
+                    measured = batch.rows(0, _FEWEST if filled > _MOST_IS_THERE else _MEASURED)
+                prefix_s, features = _timed(partial(cut.prefix, measured.inputs))
+                cut.rest(features)
+                rest_s, _ = _timed(partial(cut.rest, features))
+                rest_s /= measured.size
                 option = Kept(
                     cut.name,
-                    saved_s=spent / batch.size + made_s,
+                    saved_s=prefix_s / measured.size + made_s,
                     bytes=cut.bytes_per_sample,
                     variants=samples.variants,
-                    read_s=cut.bytes_per_sample / rates[where],
-                    room=_room(where),
-                    filled=rows.store.kept / samples.slots,
+                    read_s=cut.bytes_per_sample / _rate(rows.store.where),
+                    room=_room(rows.store.where),
+                    filled=filled,
                 )
                 options.append(option)
         # Backward takes about twice as long as forward.
-        step_s = max(option.saved_s for option in options) + 3 * rest_s / batch.size
+        step_s = max(option.saved_s for option in options) + 3 * rest_s
         left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
         return choose(options, source.samples or samples.rows, left, step_s)
 
@@ -396,6 +401,7 @@ def batches_of(
 def _rate(where: str) -> float:
     """Bytes a second at which rows are read."""
     copied = torch.ones(_COPIED, dtype=torch.uint8)
+    copied.clone()
     took, _ = _timed(copied.clone)
     rate = _READ * _COPIED / max(took, 1e-9)
     return min(rate, _DISK) if where == "disk" else rate
@@ -410,8 +416,7 @@ def _room(where: str) -> float:
 
 
 def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of the second of two calls, and what it gave."""
-    run()
+    """Seconds of a call, and what it gave."""
     finish_device()
     began = time.perf_counter()
     given = run()

@@ -34,7 +34,7 @@ from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
 from flatout.train.objective import Objective, validates
 from flatout.train.rank_trial import is_trial
-from flatout.train.ranks import agreed
+from flatout.train.ranks import agreed, part_of
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.signature import facts_of
 from flatout.train.snapshot import random_state, set_random_state
@@ -183,6 +183,7 @@ class Fit:
         state.history.notes.extend(loop.notes())
         for callback in self.callbacks:
             callback.check(state, figures)
+        features.begin(part_of(self.source, loop.world, loop.note), loop.epoch)
         self._open_run()
         place = loop.world.place
         state.history.world_size, state.history.nodes = place.world_size, place.nodes
