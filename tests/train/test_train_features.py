@@ -228,6 +228,22 @@ def test_a_skip_and_dropout_behind_the_frozen_part(monkeypatch):
     assert figures(history) == figures(expected)
 
 
+def test_a_layer_that_could_be_frozen_is_named(monkeypatch):
+    monkeypatch.setattr(kept, "find_cuts", find_cuts)
+    model = flatout.freeze(Net(), until="stem.0")
+    model.stem.requires_grad_(False)
+    _, history = fitted("memory", model=model)
+    assert "more could be kept: stem.1 (BatchNorm2d)" in history.features["line"]
+
+
+def test_a_store_that_memory_cannot_hold_is_read_at_the_rate_of_the_disk(monkeypatch):
+    monkeypatch.setattr(kept, "_disk_rate", lambda data: 123.0)
+    assert kept._rate("disk", 2**60) == 123.0
+    assert kept._rate("disk", 1000) > 1e6 < kept._rate("memory", 2**60)
+    monkeypatch.undo()
+    assert kept._disk_rate(bytes(1 << 16)) > 0
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_keras_models_keep_features_too(monkeypatch, compiled):
     keras = pytest.importorskip("keras")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data import (
     Batch,
     FeatureRows,
@@ -54,8 +55,6 @@ _COPIED = 16 << 20
 _MEASURED, _FEWEST, _MOST_IS_THERE = 8, 2, 0.5
 # A row is also compared with its checksum, and gathered: it is read at this share of a copy's rate.
 _READ = 0.25
-# Without a cache, a disk reads about so many bytes a second.
-_DISK = 5e8
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Settings of a Switch by which features differ.
 _DECIDES = ("precision", "fp32_operators", "memory_format", "fused_norms")
@@ -88,6 +87,7 @@ class FrozenFeatures:
         self._where: Any = loop.requested.input.features
         self._decided_in = -1  # the epoch of the latest decision
         self._has_dropped = self._restarts = False
+        self._hindrance = ""  # what keeps more of the model from being frozen
         self._waits: bool | None = None  # whether features wait for the settings
         self._ns = 0
 
@@ -222,6 +222,7 @@ class FrozenFeatures:
             return [], why
         with self._loop.autocast():
             found = find_cuts(self._model, batch.inputs)
+        self._hindrance = found.hindrance
         return found.cuts, "" if found.cuts else found.hindrance
 
     def _why_not(self, batch: Batch | None) -> str:
@@ -264,7 +265,7 @@ class FrozenFeatures:
                     saved_s=prefix_s / measured.size + made_s,
                     bytes=cut.bytes_per_sample,
                     variants=samples.variants,
-                    read_s=cut.bytes_per_sample / _rate(rows.store.where),
+                    read_s=cut.bytes_per_sample / _rate(rows.store.where, rows.store.whole_bytes),
                     room=_room(rows.store.where),
                     filled=filled,
                 )
@@ -293,6 +294,8 @@ class FrozenFeatures:
     def _tell(self, choice: Choice, where: str = "", precision: str = "") -> None:
         place = "on disk" if where == "disk" else "in memory"
         self.line = f"features: {choice.words(place, precision)}"
+        if where and self._hindrance:
+            self.line += f" · more could be kept: {self._hindrance}"
         self.facts = {**choice.as_dict(), "where": where, "line": self.line}
         loop = self._loop
         loop.note(self.line)
@@ -398,13 +401,32 @@ def batches_of(
     return part.batches(epoch, start_step, rows)  # type: ignore[call-arg]
 
 
-def _rate(where: str) -> float:
-    """Bytes a second at which rows are read."""
+def _rate(where: str, size: int) -> float:
+    """Bytes a second at which rows are read.
+
+    Args:
+        where: they are.
+        size: bytes of all of them: what the system keeps of files in memory is read from there.
+    """
     copied = torch.ones(_COPIED, dtype=torch.uint8)
     copied.clone()
     took, _ = _timed(copied.clone)
     rate = _READ * _COPIED / max(took, 1e-9)
-    return min(rate, _DISK) if where == "disk" else rate
+    if where == "disk" and size > available_bytes() * _SHARE:
+        rate = min(rate, _disk_rate(bytes(_COPIED)))
+    return rate
+
+
+def _disk_rate(data: bytes) -> float:
+    """Bytes a second at which the cache folder's disk is read."""
+    with tempfile.TemporaryFile(dir=kind_folder("features"), buffering=0) as file:
+        file.write(data)
+        os.fsync(file)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        began = time.perf_counter()
+        file.read()
+        return len(data) / max(time.perf_counter() - began, 1e-9)
 
 
 def _room(where: str) -> float:
