@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 import train_cuts
+from PIL import Image
 from torch import nn
 from train_jobs import figures, quiet, same
 
 import flatout
+from flatout.data.sources.image_rows import ImageRows
 from flatout.models import find_cuts
 from flatout.recipe import Recipe
 from flatout.train import features as kept
@@ -184,6 +186,29 @@ def test_what_is_random_is_not_kept_and_said_why(tmp_path):
     assert sum("features: nothing kept: map noise is random" in line for line in said) == 1
     lines = Explanation(history.as_dict(), None).lines()
     assert "features: nothing kept: map noise is random" in lines
+
+
+def test_pixels_are_kept_where_samples_are_drawn_without_end(tmp_path, monkeypatch):
+    for number in range(20):
+        folder = tmp_path / "ab"[number % 2]
+        folder.mkdir(exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (12, 12), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    decoded = []
+    take = ImageRows.take
+    monkeypatch.setattr(
+        ImageRows, "take", lambda own, at, *rest: decoded.extend(at) or take(own, at, *rest)
+    )
+    data = flatout.data.images(tmp_path, channels=1).shuffle(seed=1)
+    data = data.augment(crop=12, padding=2).batch(10)
+    plain, expected = fitted("off", data, epochs=9)
+    before = len(decoded)
+    trainer, history = fitted("auto", data, epochs=9)
+    assert history.features["kept"]["name"] == "decoded pixels"
+    assert "views=K" in history.features["line"]
+    assert same(trainer.model, plain.model)
+    assert figures(history) == figures(expected)
+    assert len(decoded) - before < before
 
 
 def test_nothing_is_said_where_nothing_is_frozen():

@@ -6,17 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from flatout.console import say_as_is
 from flatout.data.batch import Batch
+from flatout.data.buffers import Buffers
 from flatout.data.classes import Renumbered, classes_of, listed, texts_of
 from flatout.data.execution.batch_sampler import last_batch
 from flatout.data.execution.featured import FeatureRows, Numbered
 from flatout.data.execution.prefetch import prefetch
 from flatout.data.execution.program import Program
+from flatout.data.execution.samples import Costs
 from flatout.data.explanation import Explanation
 from flatout.data.normalization import Normalization
 from flatout.data.origins import is_rows, is_stream
@@ -24,6 +27,7 @@ from flatout.data.planner import Built, BuiltStream, build, check
 from flatout.data.schema import Schema
 from flatout.data.stages import Batch as BatchStage
 from flatout.data.stages import (
+    Cache,
     Map,
     Normalize,
     Options,
@@ -38,6 +42,9 @@ from flatout.data.stages import (
 )
 from flatout.devices import check_count
 from flatout.errors import DataError
+
+# Images that tell how long decoding takes.
+_DECODED = 8
 
 
 class Pipeline(Staged["Pipeline"]):
@@ -324,6 +331,21 @@ class Pipeline(Staged["Pipeline"]):
         if not isinstance(built, Built):
             return "the rows of a stream have no numbers"
         return built.numbered()
+
+    def cached(self) -> tuple[Pipeline, float] | None:
+        """The same with a cache of its images, and the seconds that decoding one takes.
+
+        None for what are no images, and where there is a cache already.
+        """
+        built = self._built
+        if not isinstance(built, Built) or built.caches or self._origin_name != "images":
+            return None
+        some = built.plan.numbers[:_DECODED]
+        began = perf_counter()
+        built.plan.base.make(some, Buffers(), 0, Costs())
+        decoding_s = (perf_counter() - began) / len(some)
+        at = next(n for n, one in enumerate(self.stages) if isinstance(one, BatchStage))
+        return self.with_stages([*self.stages[:at], Cache("auto"), *self.stages[at:]]), decoding_s
 
     def batches(
         self, epoch: int, start_step: int = 0, features: FeatureRows | None = None

@@ -35,11 +35,13 @@ from flatout.data import (
     map_tensors,
     named_tensors,
     numbered,
+    tensors_in,
 )
 from flatout.measure import available_bytes, finish_device, usable_cpus
 from flatout.models import Cut, adapter_of, find_cuts
 from flatout.recipe import Choice as RecipeChoice
 from flatout.recipe import Parity
+from flatout.train.compute import call as call_model
 from flatout.train.frozen_choice import Choice, Kept, choose
 from flatout.train.snapshot import untouched
 
@@ -87,6 +89,7 @@ class FrozenFeatures:
         self._where: Any = loop.requested.input.features
         self._decided_in = -1  # the epoch of the latest decision
         self._has_dropped = self._restarts = False
+        self._pixels: Pipeline | None = None
         self._hindrance = ""  # what keeps more of the model from being frozen
         self._waits: bool | None = None  # whether features wait for the settings
         self._ns = 0
@@ -134,9 +137,14 @@ class FrozenFeatures:
         """
         if self._is_due(epoch):
             samples = numbered(self._source)
-            first = part.peek(1) if isinstance(samples, Numbered) else []
+            can_look = isinstance(samples, Numbered) or isinstance(self._source, Pipeline)
+            first = part.peek(1) if can_look and self._source.seekable else []
             self._decide(self._loop.ready(first[0]) if first else None, epoch)
         self._restarts = False
+
+    def read_from(self, part: Source) -> Source:
+        """What batches are read from: where decoded pixels are kept, a pipeline with a cache."""
+        return self._pixels if self._pixels is not None and part is self._source else part
 
     def must_restart(self) -> bool:
         """Whether batches that are being made are not those that are wanted by now.
@@ -203,7 +211,7 @@ class FrozenFeatures:
         found = next((reason for reason, _ in reasons if reason), "")
         if not found and any(names != reasons[0][1] for _, names in reasons):
             found = "ranks find other cuts"
-        if found:
+        if found and not (batch is not None and self._keep_pixels(batch, epoch, found)):
             self._tell(Choice(None, f"nothing kept: {found}"))
         if found or not cuts or batch is None:
             return
@@ -275,6 +283,39 @@ class FrozenFeatures:
         left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
         return choose(options, source.samples or samples.rows, left, step_s)
 
+    def _keep_pixels(self, batch: Batch, epoch: int, why: str) -> bool:
+        """Keep what is decoded where that pays and features cannot be kept; says whether it does.
+
+        Args:
+            batch: ready on the device.
+            epoch: that begins.
+            why: there are no features.
+        """
+        loop, source = self._loop, self._source
+        cached = source.cached() if isinstance(source, Pipeline) and loop.world.size == 1 else None
+        if cached is None or not source.samples:
+            return False
+        pixels, decoding_s = cached
+        (raw,) = source.peek(1)
+        decoding_s /= usable_cpus()
+        few = batch.rows(0, _MEASURED)
+        with untouched(self._model), torch.no_grad(), loop.autocast():
+            call = adapter_of(self._model).called(training=True)
+            forward_s, _ = _timed(partial(call_model, call, few.inputs))
+        size = sum(tensor.nbytes for tensor in tensors_in(raw.inputs)) // raw.size
+        memory = _room("memory")
+        where = "memory" if size * source.samples <= memory else "disk"
+        rate = _rate(where, size * source.samples)
+        option = Kept("decoded pixels", decoding_s, size, 1, size / rate, _room(where))
+        left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
+        plain_s = decoding_s + 3 * forward_s / few.size
+        choice = choose([option], source.samples, left, plain_s)
+        if choice.kept is None or choice.share < 1:
+            return False
+        self._pixels, self._restarts = pixels, True
+        self._tell(choice, where, "bytes", f"no features: {why}")
+        return True
+
     def _making_s(self) -> float:
         """Seconds by which making a sample delays its step."""
         began = time.perf_counter()
@@ -291,16 +332,17 @@ class FrozenFeatures:
             self._loop.tuner.rest()
         self._tell(choice, rows.store.where, _NAMES.get(self._parts[cut.name][0].dtype, ""))
 
-    def _tell(self, choice: Choice, where: str = "", precision: str = "") -> None:
+    def _tell(self, choice: Choice, where: str = "", precision: str = "", beside: str = "") -> None:
         place = "on disk" if where == "disk" else "in memory"
         self.line = f"features: {choice.words(place, precision)}"
         if where and self._hindrance:
-            self.line += f" · more could be kept: {self._hindrance}"
+            beside = f"more could be kept: {self._hindrance}"
+        self.line += f" · {beside}" if beside else ""
         self.facts = {**choice.as_dict(), "where": where, "line": self.line}
         loop = self._loop
         loop.note(self.line)
         assert loop.resolved is not None
-        if where and loop.requested.input.features == "auto":
+        if where and self._cut is not None and loop.requested.input.features == "auto":
             found = RecipeChoice(value=where, reason=self.line, parity=Parity.TOLERANT)
             choices = {**loop.resolved.choices, "input.features": found}
             loop.resolved = loop.requested.resolve(choices, loop.resolved.machine)

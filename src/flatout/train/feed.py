@@ -79,7 +79,9 @@ class Feed:
         """An epoch's batches from the first on that was not taken, on their way to the device."""
         source, features = self.source, self.features
         assert source is not None
-        rows = None if features is None else features.rows_of(source)
+        rows = None
+        if features is not None:
+            part, rows = features.read_from(part), features.rows_of(source)
         iterator = batches_of(part, epoch, self.taken, rows)
         is_ahead = not isinstance(source, Pipeline) or source.prefetches is not None
         if not is_ahead and self.device.type != "cpu":
