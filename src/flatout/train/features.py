@@ -219,7 +219,7 @@ class FrozenFeatures:
         name = loop.world.from_first("" if choice.kept is None else choice.kept.name)
         if name:
             self._use(next(cut for cut in cuts if cut.name == name), choice)
-        else:
+        elif not self._keep_pixels(batch, epoch, choice.why):
             self._tell(choice)
         self._opened.clear()
 
