@@ -181,7 +181,8 @@ def noise(x, y, rng):
 
 def test_what_is_random_is_not_kept_and_said_why(tmp_path):
     said = []
-    _, history = fitted("memory", written(tmp_path).map(noise), say=said.append)
+    data = written(tmp_path).map(noise)
+    _, history = fitted("memory", data, say=said.append, progress=True)
     assert history.features["kept"] is None
     assert sum("features: nothing kept: map noise is random" in line for line in said) == 1
     lines = Explanation(history.as_dict(), None).lines()

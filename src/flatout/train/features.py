@@ -89,6 +89,7 @@ class FrozenFeatures:
         self._where: Any = loop.requested.input.features
         self._decided_in = -1  # the epoch of the latest decision
         self._has_dropped = self._restarts = False
+        self._say = loop.say  # before the first epoch no progress line would show it
         self._pixels: Pipeline | None = None
         self._hindrance = ""  # what keeps more of the model from being frozen
         self._waits: bool | None = None  # whether features wait for the settings
@@ -141,6 +142,7 @@ class FrozenFeatures:
             first = part.peek(1) if can_look and self._source.seekable else []
             self._decide(self._loop.ready(first[0]) if first else None, epoch)
         self._restarts = False
+        self._say = self._loop.note
 
     def read_from(self, part: Source) -> Source:
         """What batches are read from: where decoded pixels are kept, a pipeline with a cache."""
@@ -340,7 +342,7 @@ class FrozenFeatures:
         self.line += f" · {beside}" if beside else ""
         self.facts = {**choice.as_dict(), "where": where, "line": self.line}
         loop = self._loop
-        loop.note(self.line)
+        self._say(self.line)
         assert loop.resolved is not None
         if where and self._cut is not None and loop.requested.input.features == "auto":
             found = RecipeChoice(value=where, reason=self.line, parity=Parity.TOLERANT)
