@@ -9,6 +9,7 @@ from flatout.data.batch import tensors_in as tensors_in
 from flatout.data.buffers import Buffers as Buffers
 from flatout.data.classes import listed as listed
 from flatout.data.conversion.convert import convert as convert
+from flatout.data.counting import epoch_targets as epoch_targets
 from flatout.data.execution.batch_sampler import last_batch as last_batch
 from flatout.data.execution.code import arguments_of as arguments_of
 from flatout.data.execution.code import arguments_words as arguments_words

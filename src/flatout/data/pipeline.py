@@ -9,6 +9,7 @@ from itertools import chain, islice
 from time import perf_counter
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from flatout.console import say_as_is
@@ -315,6 +316,16 @@ class Pipeline(Staged["Pipeline"]):
         if targets is None or targets.dtype.kind not in "iu":
             return None
         return int(targets.min()), int(targets.max())
+
+    def targets(self) -> npt.NDArray[Any]:
+        """The target of each sample of epoch 0, in its order; shape (samples, ...).
+
+        Known to class folders and arrays; elsewhere, and behind `map`, samples are made for it.
+
+        Raises:
+            DataError: of a stream, or samples have no one target.
+        """
+        return self._built.targets()
 
     def notes(self) -> list[str]:
         """What the user should know: rows skipped, stages moved, order of classes."""

@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from flatout.data.block import Numbers, Ragged
 from flatout.data.buffers import Buffers
@@ -30,6 +31,7 @@ from flatout.data.execution.batch_sampler import (
 from flatout.data.execution.cache import Cached
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.featured import Numbered
+from flatout.data.execution.labels import targets_of
 from flatout.data.execution.parallel import Tuner
 from flatout.data.execution.program import Functions, Maker, Program
 from flatout.data.execution.samples import Costs, Decoded, Samples, name_of
@@ -145,6 +147,12 @@ class Built:
         which = None if count == 1 else partial(variant, samples)
         return Numbered(samples.rows, samples.content, count, which)
 
+    def targets(self) -> npt.NDArray[Any]:
+        """The target of each sample of epoch 0, in its order, without those that cannot be read."""
+        numbers, found = targets_of(self.plan.samples, self.plan.numbers, "counting classes")
+        order = self.cut.order(0)
+        return found[np.searchsorted(numbers, order[np.isin(order, numbers)])]
+
     def notes(self) -> list[str]:
         """What the user should know."""
         notes = [*self.plan.moved, *self.plan.notes]
@@ -256,6 +264,15 @@ class BuiltStream:
         own = shard is not None and shard.has_own_rows  # the same on all ranks
         base = self.stream.schema.dumps() if own else self.stream.digest
         return digest_of(base, *(stage.name for stage in stages))
+
+    def targets(self) -> npt.NDArray[Any]:
+        """Not known before they have come."""
+        raise DataError(
+            "the classes of a stream cannot be counted before it has come",
+            where=self.stream.describe(),
+            do="pass the weights, as class_weight={0: 1.0, 1: 5.0}, or convert it to files first: "
+            "flatout data convert",
+        )
 
     def where(self, number: int) -> None:
         """Rows have no place."""

@@ -11,6 +11,7 @@ import torch
 
 from flatout.data import Batch
 from flatout.errors import ModelError
+from flatout.train.class_counts import classes_of
 from flatout.train.losses import Loss
 
 
@@ -77,27 +78,12 @@ class ClassWeight:
         Raises:
             ModelError: the targets are not one class per sample.
         """
-        classes = self._classes(batch.targets)
+        classes = classes_of(batch.targets, self._loss)
         if self._table.device != classes.device:
             self._table = self._table.to(classes.device)
         known = (classes >= 0) & (classes < len(self._table))
         weight = self._table[classes.where(known, 0)].where(known, 1.0)
         return batch._replace(weight=weight if batch.weight is None else batch.weight * weight)
-
-    def _classes(self, targets: torch.Tensor | Any) -> torch.Tensor:
-        if isinstance(targets, torch.Tensor):
-            takes_labels = self._loss.ignore_index is not None
-            if takes_labels and targets.is_floating_point() and targets.dim() == 2:
-                return targets.argmax(1)
-            if targets.dim() == 2 and targets.shape[1] == 1:
-                targets = targets[:, 0]
-            if targets.dim() == 1:
-                return (targets.round() if targets.is_floating_point() else targets).long()
-        found = f"shape {tuple(targets.shape)}" if torch.is_tensor(targets) else f"{type(targets)}"
-        raise ModelError(
-            f"class_weight needs one class per sample, found targets of {found}",
-            do="weigh the classes in the loss, as torch.nn.CrossEntropyLoss(weight=...) does",
-        )
 
 
 def _is_weight(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.data import Arrays, Pipeline, Source, as_keras_source, split_validation
-from flatout.errors import ModelError
+from flatout.errors import DataError, ModelError
 from flatout.models import (
     KerasJob,
     SlowMetrics,
@@ -26,6 +26,13 @@ from flatout.models import (
 from flatout.models.keras import compiled
 from flatout.optim import KerasOptimizer
 from flatout.train.callbacks import Callback
+from flatout.train.class_counts import (
+    balanced_weights,
+    balanced_words,
+    count,
+    counts_of,
+    is_balanced,
+)
 from flatout.train.evaluate import evaluate
 from flatout.train.history import History
 from flatout.train.job import Job
@@ -87,6 +94,7 @@ class CompiledObjective(Objective):
         self._callbacks: Any = None
         self._slow_metrics: Any = None
         self._class_weight: dict[int, float] | None = None
+        self._is_balanced = False
 
     def start_warm(self, source: str | Path, say: Callable[[str], None]) -> Signature | None:
         """With the first batch, which builds the optimizer."""
@@ -96,23 +104,48 @@ class CompiledObjective(Objective):
     def to_fit(self, data: FitData, loop: Loop, *, drop_last: bool) -> tuple[Source, Source | None]:
         """What is trained on, and what is validated on, as `model.fit` takes it."""
         x, y, sample_weight, held_out = data.x, data.y, data.sample_weight, data.validation_data
-        weights = _class_weights(data.class_weight, self.model, y)
         if data.validation_split and held_out is None:
             (x, y, sample_weight), held_out = split_validation(
                 x, y, sample_weight, data.validation_split
             )
+        # Keras' adapters and arrays bring the weights of their samples.
+        brings_own = not isinstance(x, (Arrays, Pipeline))
+        self._is_balanced = is_balanced(data.class_weight) and not brings_own
+        given = None if self._is_balanced else self._given_weights(data.class_weight, y, loop)
+        weights = _class_weights(given, self.model, y)
         source = as_keras_source(
             x, y, sample_weight, batch_size=data.batch_size, shuffle=data.shuffle, seed=loop.seed,
             class_weight=weights, steps=data.steps_per_epoch,
             workers=loop.requested.input.workers,
         )  # fmt: skip
-        # Keras' adapters and arrays bring the weights of their samples.
-        self._class_weight = weights if isinstance(x, (Arrays, Pipeline)) else None
+        self._class_weight = None if brings_own else weights
         if held_out is None:
             return source, None
         parts = held_out if isinstance(held_out, tuple) else (held_out,)
         size = data.validation_batch_size or data.batch_size
         return source, as_keras_source(*parts, batch_size=size, steps=data.validation_steps)
+
+    def _given_weights(self, given: Any, y: Any, loop: Loop) -> Any:
+        """Weights as they were given, or those that balance the classes of `y`."""
+        if not is_balanced(given):
+            return given
+        if not hasattr(y, "shape"):
+            raise DataError(
+                "class_weight='balanced' counts targets that are one array, and found "
+                f"{'none' if y is None else f'a {type(y).__name__}'}",
+                do="pass the weights, as class_weight={0: 1.0, 1: 5.0}; or x and y as arrays, or a "
+                "pipeline of flatout.data",
+            )
+        counts = count(compiled.classes_of(torch.as_tensor(y)))
+        loop.say(balanced_words(counts, None))
+        return balanced_weights(counts)
+
+    def weigh_classes(self, source: Source, loop: Loop, names: tuple[str, ...] | None) -> None:
+        """Weigh classes by how many samples they have, where the fit was asked for that."""
+        if self._is_balanced:
+            counts = counts_of(source, compiled.classes_of, loop.world)
+            self._class_weight = _class_weights(balanced_weights(counts), self.model, None)
+            loop.say(balanced_words(counts, names))
 
     def to_evaluate(
         self,
@@ -160,7 +193,8 @@ class CompiledObjective(Objective):
             f"{type(self.model).__name__} has its own train_step: it runs as written, in Keras' "
             "own loop, and nothing of it is changed"
         )
-        theirs = self.model.fit(**data._asdict(), **arguments)
+        weights = self._given_weights(data.class_weight, data.y, loop)
+        theirs = self.model.fit(**data._replace(class_weight=weights)._asdict(), **arguments)
         history = KerasHistory(batch_size=data.batch_size or 32)
         history.epochs = [
             {name: values[n] for name, values in theirs.history.items() if n < len(values)}

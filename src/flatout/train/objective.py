@@ -20,6 +20,13 @@ from flatout.errors import DataError, ModelError
 from flatout.models import adapter_of
 from flatout.optim import Lamb, Lars
 from flatout.train.callbacks import Callback
+from flatout.train.class_counts import (
+    balanced_weights,
+    balanced_words,
+    counted_classes,
+    counts_of,
+    is_balanced,
+)
 from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import call
 from flatout.train.evaluate import evaluate, evaluating
@@ -107,6 +114,7 @@ class Objective:
         self.scheduler = _as_scheduler(scheduler, self.optimizer)
         self.schedule_every = schedule_every or "step"
         self._class_weight: Any = None
+        self._is_balanced = False
         self._said: set[str] = set()
 
     def start_warm(self, source: str | Path, say: Callable[[str], None]) -> Signature | None:
@@ -124,7 +132,9 @@ class Objective:
         share = 0.0 if held_out is not None else data.validation_split
         x, y, last = with_parts(data.x, data.y, data.sample_weight, share)
         held_out = held_out if last is None else last
-        self._class_weight = _class_weights(data.class_weight, self.loss)
+        self._is_balanced = is_balanced(data.class_weight)
+        given = None if self._is_balanced else data.class_weight
+        self._class_weight = _class_weights(given, self.loss)
         source = _source(
             x, y, loop, batch_size=data.batch_size, shuffle=data.shuffle, drop_last=drop_last
         )
@@ -151,6 +161,27 @@ class Objective:
     def to_predict(self, x: Any, loop: Loop, batch_size: int | None) -> Source:
         """Inputs, in order: a tuple of arrays is one input of several parts, not (x, y)."""
         return self.to_evaluate((x,) if isinstance(x, tuple) else x, None, loop, batch_size)
+
+    def weigh_classes(self, source: Source, loop: Loop, names: tuple[str, ...] | None) -> None:
+        """Weigh classes by how many samples they have, where the fit was asked for that.
+
+        Args:
+            source: what is trained on.
+            loop: has the ranks.
+            names: of the classes by number, where they are known.
+        """
+        if not self._is_balanced:
+            return
+        if isinstance(self.loss, SeveralLosses):
+            raise ModelError(
+                "class_weight='balanced' is for a model of one loss, and there are several",
+                do=f"give weights by output: class_weight={{{next(iter(self.loss.parts))!r}: "
+                "{0: 1.0, 1: 5.0}}",
+            )
+        loss = self.loss
+        counts = counts_of(source, lambda targets: counted_classes(targets, loss), loop.world)
+        self._class_weight = ClassWeight(balanced_weights(counts), loss)
+        loop.say(balanced_words(counts, names))
 
     def build(self, source: Source, loop: Loop) -> Signature | None:
         """Make what waits for a first batch; returns what a warm start knows of the data."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -194,7 +194,7 @@ class Trainer:
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
-        class_weight: Mapping[Any, Any] | None = None,
+        class_weight: Mapping[Any, Any] | Literal["balanced"] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
@@ -228,7 +228,8 @@ class Trainer:
             shuffle: a new order each epoch, a function of seed and epoch alone.
             class_weight: weight by class number, 1 where none is named: each sample's weight in
                 the loss of training is multiplied by that of its class. With several losses: by
-                output.
+                output. "balanced" counts the training data: samples / (classes * samples of the
+                class), as in scikit-learn.
             sample_weight: of arrays, shape (samples,): each sample's weight in the loss, which is
                 divided by the sum of the weights.
             initial_epoch: the number of the first epoch, which decides the order of its samples
@@ -271,6 +272,7 @@ class Trainer:
         self.loop = Loop(**self._loop_arguments, resume=resume)
         source, validation = self.learn(source, validation)
         self._know(objective.build(source, self.loop))
+        objective.weigh_classes(source, self.loop, self.classes)
         shown = progress_of(verbose) if progress is None else progress
         ours, theirs = objective.apart(callbacks)
         first = first_epoch(initial_epoch)

@@ -132,6 +132,11 @@ class Arrays(Staged[Pipeline]):
         """Smallest and largest target, where the targets are one tensor of integers."""
         return self._label_range
 
+    def label_array(self) -> npt.NDArray[Any] | None:
+        """The targets, where they are one array."""
+        one = self.targets
+        return one.detach().cpu().numpy() if isinstance(one, Tensor) else None
+
     def _named(self) -> list[tuple[str, Tensor]]:
         parts = {"inputs": self.inputs, "targets": self.targets, "weight": self.weight}
         return [pair for name, part in parts.items() for pair in named_tensors(name, part)]
@@ -269,8 +274,7 @@ class ArraySamples:
 
     def targets(self) -> npt.NDArray[Any] | None:
         """Of all rows, where they are one array."""
-        one = self.data.targets
-        return one.detach().cpu().numpy() if isinstance(one, Tensor) else None
+        return self.data.label_array()
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """These rows, in this order."""

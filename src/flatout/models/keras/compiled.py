@@ -188,15 +188,19 @@ def build(model: Any, batch: Batch) -> None:
 
 def _weighed(batch: Batch, class_weight: Mapping[int, float]) -> Batch:
     """The batch with each sample's weight times its class's, as Keras finds the class."""
-    y = batch.targets
-    assert isinstance(y, torch.Tensor)
-    if y.dim() > 1:
-        y = y.squeeze(-1) if y.shape[-1] == 1 else y.argmax(-1)
-    classes = y.round().long() if y.is_floating_point() else y
+    assert isinstance(batch.targets, torch.Tensor)
+    classes = classes_of(batch.targets)
     weight = torch.ones(len(classes), dtype=torch.float32, device=classes.device)
     for number, of_class in class_weight.items():
         weight[classes == int(number)] = of_class
     return batch._replace(weight=weight if batch.weight is None else batch.weight * weight)
+
+
+def classes_of(y: torch.Tensor) -> torch.Tensor:
+    """The class number of each target, as Keras finds it to weigh it."""
+    if y.dim() > 1:
+        y = y.squeeze(-1) if y.shape[-1] == 1 else y.argmax(-1)
+    return y.round().long() if y.is_floating_point() else y
 
 
 def targets_of(batch: Batch) -> tuple[Any, Any]:

@@ -1,0 +1,40 @@
+"""The targets of all samples of an epoch, for counting classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from flatout.data.execution.samples import told_targets
+from flatout.data.pipeline import Pipeline
+from flatout.data.source import Source
+from flatout.data.sources.arrays import ArraySource
+from flatout.data.sources.dataset_source import DatasetSource
+from flatout.errors import DataError
+
+
+def epoch_targets(source: Source) -> npt.NDArray[Any]:
+    """The target of each sample of epoch 0, shape (samples, ...); of this rank's own where each
+    rank has its own.
+
+    Images of class folders are not decoded for that; samples behind a user's `map` are made.
+
+    Raises:
+        DataError: only reading all batches could tell them, or samples have no one target.
+    """
+    if isinstance(source, Pipeline):
+        return source.targets()
+    found = None
+    if isinstance(source, ArraySource):
+        found = source.data.label_array()
+    elif isinstance(source, DatasetSource):
+        found = told_targets(source.dataset)
+    if found is None:
+        raise DataError(
+            "the classes cannot be counted without reading all batches",
+            where=source.describe(),
+            do="pass the weights, as class_weight={0: 1.0, 1: 5.0}; or data whose targets are "
+            "known: arrays, files, class folders, or a Dataset with class numbers in `targets`",
+        )
+    return found

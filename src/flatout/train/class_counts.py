@@ -1,0 +1,107 @@
+"""How many samples of each class the training data have, and weights that balance them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from flatout.data import Pipeline, Source, epoch_targets
+from flatout.errors import DataError, ModelError
+from flatout.train.losses import Loss
+from flatout.words import counted, rounded
+from flatout.world import World
+
+Counts: TypeAlias = dict[int, int]
+# Classes that are told one by one.
+_TOLD = 8
+
+
+def classes_of(targets: Any, loss: Loss) -> torch.Tensor:
+    """The class of each sample, int64 of shape (samples,), as the loss understands its targets.
+
+    Raises:
+        ModelError: the targets are not one class per sample.
+    """
+    if isinstance(targets, torch.Tensor):
+        takes_labels = loss.ignore_index is not None
+        if takes_labels and targets.is_floating_point() and targets.dim() == 2:
+            return targets.argmax(1)
+        one = targets[:, 0] if targets.dim() == 2 and targets.shape[1] == 1 else targets
+        if one.dim() == 1:
+            return (one.round() if one.is_floating_point() else one).long()
+    found = f"shape {tuple(targets.shape)}" if torch.is_tensor(targets) else f"{type(targets)}"
+    raise ModelError(
+        f"class_weight needs one class per sample, found targets of {found}",
+        do="weigh the classes in the loss, as torch.nn.CrossEntropyLoss(weight=...) does",
+    )
+
+
+def counted_classes(targets: Any, loss: Loss) -> torch.Tensor:
+    """The same, -1 for those that the loss ignores."""
+    classes = classes_of(targets, loss)
+    if loss.ignore_index is not None:
+        classes = classes.masked_fill(classes == loss.ignore_index, -1)
+    return classes
+
+
+def counts_of(
+    source: Source, classes: Callable[[torch.Tensor], torch.Tensor], world: World
+) -> Counts:
+    """How many samples of each class an epoch has, over all ranks.
+
+    Args:
+        source: of a training.
+        classes: gives the class of each target; negative ones are none.
+        world: the ranks that train.
+
+    Raises:
+        DataError: it cannot be known without reading all batches.
+    """
+    targets = epoch_targets(source)
+    own = count(classes(torch.tensor(targets)))
+    if not (isinstance(source, Pipeline) and source.has_own_rows):
+        return own
+    total: Counter[int] = Counter()
+    for of_rank in world.gather([list(pair) for pair in own.items()], "counts of classes"):
+        total.update(dict(of_rank))
+    return dict(sorted(total.items()))
+
+
+def count(classes: torch.Tensor) -> Counts:
+    """How many there are of each class; negative numbers are none."""
+    numbers, counts = torch.unique(classes[classes >= 0], return_counts=True)
+    return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+
+
+def is_balanced(given: Any) -> bool:
+    """Whether the weights are to be counted from the data."""
+    return isinstance(given, str) and given == "balanced"
+
+
+def balanced_weights(counts: Counts) -> dict[int, float]:
+    """Weights with which all classes that there are count alike: n / (classes * count).
+
+    As scikit-learn's `class_weight="balanced"`; their mean over all samples is 1.
+
+    Raises:
+        DataError: there is no sample of any class.
+    """
+    if not counts:
+        raise DataError("class_weight='balanced' found no sample that has a class")
+    total = sum(counts.values())
+    return {number: total / (len(counts) * count) for number, count in counts.items()}
+
+
+def balanced_words(counts: Counts, names: Sequence[str] | None) -> str:
+    """Such as "class_weight balanced: cat 0.62 (812 samples), dog 2.6 (193 samples)"."""
+    weights = balanced_weights(counts)
+    told = [
+        f"{names[number] if names and number < len(names) else number} {rounded(weight)} "
+        f"({counted(counts[number], 'sample')})"
+        for number, weight in list(weights.items())[:_TOLD]
+    ]
+    more = f" and {len(counts) - _TOLD:,} more" if len(counts) > _TOLD else ""
+    return f"class_weight balanced: {', '.join(told)}{more}"
