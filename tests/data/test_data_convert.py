@@ -342,14 +342,14 @@ def test_shuffle_is_that_of_the_pipeline(tmp_path):
 
 
 @pytest.mark.parametrize("shuffle", [None, 5])
-def test_balanced_classes(tmp_path, shuffle):
+def test_spread_classes(tmp_path, shuffle):
     class Skewed(MadeUp):
         def take(self, numbers, buffers):
             block = super().take(numbers, buffers)
             return Block({**block.columns, "y": (numbers >= 900).astype(np.int64)}, numbers)
 
     source = Pipeline(Skewed(1000))
-    done = convert(source, tmp_path / "a.tfrecord", balance="class", shuffle=shuffle, shards=5)
+    done = convert(source, tmp_path / "a.tfrecord", balance="spread", shuffle=shuffle, shards=5)
     for file in done.files:
         (batch,) = batches(flatout.data.tfrecord(file, schema=done.schema), 200)
         assert int(batch.targets.sum()) == 20
@@ -360,6 +360,33 @@ def test_balanced_classes(tmp_path, shuffle):
     assert sorted(numbers.tolist()) == list(range(1000))
     rare = numbers[numbers >= 900]
     assert (np.diff(rare) > 0).all() == (shuffle is None)
+
+
+@pytest.mark.parametrize("to", ["tfrecord", "rows"])
+@pytest.mark.parametrize(("sampling", "each"), [("over", 90), ("under", 10)])
+def test_equally_many_rows_of_each_class(tmp_path, to, sampling, each):
+    class Skewed(MadeUp):
+        def take(self, numbers, buffers):
+            block = super().take(numbers, buffers)
+            return Block({**block.columns, "y": (numbers >= 90).astype(np.int64)}, numbers)
+
+    given = {"balance": "class", "sampling": sampling, "shuffle": 3}
+    given |= {"shards": 5} if to == "tfrecord" else {}
+    done, again = (
+        convert(Pipeline(Skewed(100)), tmp_path / name / f"a.{to}", **given) for name in "ab"
+    )
+    (whole,) = batches(read(done), 200)
+    assert np.bincount(whole.targets).tolist() == [each, each]
+    (other,) = batches(read(again), 200)
+    assert same(whole.inputs["x"], other.inputs["x"])
+    times = np.bincount(whole.inputs["x"][:, 0].long(), minlength=100)
+    assert times[90:].tolist() == [each // 10] * 10
+    assert set(times[:90].tolist()) == ({1} if sampling == "over" else {0, 1})
+    assert f"2 classes x {each} rows an epoch" in str(done)
+    if to == "tfrecord":
+        for file in done.files:
+            (batch,) = batches(flatout.data.tfrecord(file, schema=done.schema), 200)
+            assert int(batch.targets.sum()) * 2 == batch.size
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60))
@@ -381,7 +408,7 @@ def test_only_whole_numbers_are_classes(tmp_path):
     with pytest.raises(DataError, match="whole numbers as targets, found 'x' of dtype float32"):
         convert(source, tmp_path / "a.tfrecord", balance="class")
     unlabeled = Schema(format="held", columns=columns[1:])
-    with pytest.raises(DataError, match="one target a row, found none"):
+    with pytest.raises(DataError, match="one target a sample; found none"):
         convert(
             Pipeline(Held({"y": np.arange(4)}, unlabeled)), tmp_path / "a.rows", balance="class"
         )
@@ -874,6 +901,8 @@ def test_what_a_stream_cannot(tmp_path, change, given, words):
         ("a.tfrecord", {"shards": 201}, "201 shards are more than there are rows: 200"),
         ("a.rows", {"shards": 2}, "a row cache is one folder"),
         ("a.tfrecord", {"balance": "rows"}, "balance: expected 'class'"),
+        ("a.tfrecord", {"balance": "class", "sampling": "both"}, "sampling: expected 'over'"),
+        ("a.tfrecord", {"sampling": "under"}, "is for balance='class'"),
         ("folder.tfrecord", {}, "the target is a folder"),
     ],
 )

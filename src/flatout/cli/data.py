@@ -35,9 +35,17 @@ class Target(StrEnum):
 
 
 class Balance(StrEnum):
-    """What `convert` spreads evenly."""
+    """What `convert` does about classes."""
 
     class_ = "class"
+    spread = "spread"
+
+
+class Sampling(StrEnum):
+    """How `convert` makes classes equally frequent."""
+
+    over = "over"
+    under = "under"
 
 
 class OnError(StrEnum):
@@ -239,8 +247,15 @@ def convert(
         int | None, typer.Option(min=1, help="About how large files become.", show_default=False)
     ] = None,
     balance: Annotated[
-        Balance | None, typer.Option(help="Spread each class evenly.", show_default=False)
+        Balance | None,
+        typer.Option(
+            help="class: equally many rows of each class; spread: all rows, each class evenly.",
+            show_default=False,
+        ),
     ] = None,
+    sampling: Annotated[
+        Sampling, typer.Option(help="Of --balance class: repeat rare rows, or leave others out.")
+    ] = Sampling.over,
     on_error: Annotated[OnError, typer.Option(help="What becomes of bad rows.")] = OnError.fail,
     max_errors: Annotated[
         int, typer.Option(min=0, help="With --on-error skip, the most to skip.")
@@ -269,7 +284,8 @@ def convert(
         shards=shards,
         rows_per_shard=rows_per_shard,
         shard_bytes=shard_bytes,
-        balance=None if balance is None else "class",
+        balance=None if balance is None else balance.value,
+        sampling=sampling.value,
         on_error=on_error.value,
         max_errors=max_errors,
         overwrite=overwrite,

@@ -50,7 +50,8 @@ def convert(
     shards: int | None = None,
     rows_per_shard: int | None = None,
     shard_bytes: int | None = None,
-    balance: Literal["class"] | None = None,
+    balance: Literal["class", "spread"] | None = None,
+    sampling: Literal["over", "under"] = "over",
     on_error: OnError = "fail",
     max_errors: int = 100,
     overwrite: bool = False,
@@ -79,7 +80,10 @@ def convert(
         shards: how many files; None makes them of about `shard_bytes`.
         rows_per_shard: the most rows in a file, in place of `shards`.
         shard_bytes: about how large files become, in place of `shards`; None means 128 MiB.
-        balance: "class" spreads each class evenly over all files, and within them.
+        balance: "class" writes equally many rows of each class, "spread" all rows as they are;
+            both spread each class evenly over all files, and within them.
+        sampling: of balance="class": "over" writes rows of rarer classes several times, "under"
+            leaves rows of more frequent ones out; which, `shuffle`, else 0, decides as a seed.
         on_error: "fail", or "skip" rows that are not as they should be.
         max_errors: the most rows to skip.
         overwrite: replace what other settings or other data have made.
@@ -96,8 +100,12 @@ def convert(
     kind = _kind(path, to)
     sizes = ShardSizes(shards, rows_per_shard, shard_bytes)
     sizes.check(kind)
-    if balance not in (None, "class"):
-        raise DataError(f"balance: expected 'class' or None, found {balance!r}")
+    if balance not in (None, "class", "spread"):
+        raise DataError(f"balance: expected 'class', 'spread' or None, found {balance!r}")
+    if sampling not in ("over", "under"):
+        raise DataError(f"sampling: expected 'over' or 'under', found {sampling!r}")
+    if sampling == "under" and balance != "class":
+        raise DataError("sampling='under' is for balance='class'", do="pass both, or neither")
     if not isinstance(source, Pipeline):
         source = _opened(source, kind, format, schema, on_error, max_errors, options or {})
     elif schema is not None or format is not None or options:
@@ -115,7 +123,7 @@ def convert(
             )
         place = _place(path, kind, None)
         return write_stream(source, place, _writer(kind), sizes, overwrite, progress, began)
-    job = job_of(source, shuffle, balance)
+    job = job_of(source, shuffle, balance, sampling)
     if kind == "rows":
         return _to_rows(job, path, overwrite, progress, began)
     return _to_shards(job, path, kind, sizes, overwrite, progress, began)

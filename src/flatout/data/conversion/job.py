@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ class Job:
         origin: where they come from.
         describe: the same for people.
         alone: a function draws from the global generators: one thread makes all.
+        told: what balancing has made of the classes.
     """
 
     samples: Samples
@@ -59,10 +60,11 @@ class Job:
     origin: Any
     describe: str
     alone: bool
+    told: Sequence[str] = ()
 
     def notes(self) -> list[str]:
-        """What the source left out, by now."""
-        return list(getattr(self.origin, "notes", list)())
+        """What balancing made of the classes, and what the source left out by now."""
+        return [*self.told, *getattr(self.origin, "notes", list)()]
 
     def make(self, pieces: Sequence[Piece], use: Callable[[Block], T]) -> Generator[T, None, None]:
         """What `use` makes of each piece, by threads, in the order of the pieces."""
@@ -81,7 +83,12 @@ class Job:
             yield one
 
 
-def job_of(pipeline: Pipeline, shuffle: int | None, balance: str | None) -> Job:
+def job_of(
+    pipeline: Pipeline,
+    shuffle: int | None,
+    balance: str | None,
+    sampling: Literal["over", "under"] = "over",
+) -> Job:
     """The rows of a pipeline, shuffled and balanced as is wanted.
 
     Raises:
@@ -93,6 +100,8 @@ def job_of(pipeline: Pipeline, shuffle: int | None, balance: str | None) -> Job:
         if only(pipeline.stages, Shuffle) is not None:
             raise DataError("the pipeline shuffles already; found shuffle as well")
         pipeline = pipeline.shuffle(seed=shuffle)
+    if balance == "class":
+        pipeline = pipeline.balance(sampling, seed=shuffle or 0)
     cached = only(pipeline.stages, Cache) is not None
     if balance is not None and not cached and not getattr(pipeline.origin, "random", True):
         pipeline = pipeline.cache()
@@ -108,6 +117,7 @@ def job_of(pipeline: Pipeline, shuffle: int | None, balance: str | None) -> Job:
         "rows": len(numbers),
         "shuffle": shuffle,
         "balance": balance,
+        **({"sampling": sampling} if balance == "class" else {}),
         "order": hashlib.sha256(numbers.tobytes()).hexdigest()[:16],
     }
     return Job(
@@ -120,6 +130,7 @@ def job_of(pipeline: Pipeline, shuffle: int | None, balance: str | None) -> Job:
         origin=pipeline.origin,
         describe=pipeline.describe(),
         alone=getattr(built.program, "in_this_thread", False),
+        told=built.plan.notes,
     )
 
 

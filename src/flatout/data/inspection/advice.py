@@ -160,7 +160,7 @@ def _order(facts: Facts) -> Iterator[Advice]:
             "order",
             True,
             "the rows are sorted by class: without .shuffle(seed) batches hold one class each; "
-            "flatout data convert --shuffle 0 writes them shuffled, --balance class evenly mixed",
+            "flatout data convert --shuffle 0 writes them shuffled, --balance spread evenly mixed",
         )
     if not facts.random:
         yield Advice(
