@@ -9,7 +9,7 @@ from train_jobs import figures, quiet
 import flatout
 from flatout.data.batch import Batch
 from flatout.errors import DataError, ModelError
-from flatout.train.compute import build_compute
+from flatout.train.compute import ModelCompute
 from flatout.train.losses import as_loss
 
 X = torch.randn(66, 4, generator=torch.Generator().manual_seed(0))
@@ -89,7 +89,7 @@ def test_one_value_against_several():
 
 def test_rows_that_only_fill_a_batch_up_are_no_way_out():
     batch = Batch(X, Y, None, None, 66, padding=3)
-    compute = build_compute(nn.Linear(4, 1), as_loss(by_hand), (), unweighted=False)
+    compute = ModelCompute(nn.Linear(4, 1), as_loss(by_hand), (), unweighted=False)
     with pytest.raises(ModelError, match=r"output \(63, 1\) and target \(63,\)"):
         compute(batch)
 

@@ -7,7 +7,7 @@ import flatout
 from flatout.data.batch import Batch
 from flatout.errors import DataError, ModelError
 from flatout.train.checks import check_first_batch, check_labels, check_targets, describe
-from flatout.train.compute import build_compute
+from flatout.train.compute import ModelCompute
 from flatout.train.losses import as_loss
 
 
@@ -16,7 +16,7 @@ def batch(x, y, indices=None):
 
 
 def checked(model, x, y, loss="cross_entropy", indices=None):
-    compute = build_compute(model, as_loss(loss), (), unweighted=False)
+    compute = ModelCompute(model, as_loss(loss), (), unweighted=False)
     check_first_batch(model, compute, [batch(x, y, indices)])
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from flatout.data.batch import Batch
 from flatout.errors import DataError
-from flatout.train.compute import build_compute, call
+from flatout.train.compute import ModelCompute, call
 from flatout.train.losses import as_loss
 from flatout.train.metrics import as_metrics
 from flatout.train.settings import Switch
@@ -36,7 +36,7 @@ def test_inputs_are_handed_over_by_kind():
 
 def test_forward_and_loss():
     model, batch = network(), data()
-    compute = build_compute(model, as_loss("cross_entropy"), (), unweighted=True)
+    compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=True)
     assert torch.equal(compute(batch), F.cross_entropy(model(batch.inputs), batch.targets))
 
 
@@ -48,7 +48,7 @@ def test_metrics_see_each_output_once_and_without_its_graph():
             seen.append((output.requires_grad, torch.is_grad_enabled(), batch.size))
 
     model = network()
-    compute = build_compute(model, as_loss("cross_entropy"), [Watch()], unweighted=True)
+    compute = ModelCompute(model, as_loss("cross_entropy"), [Watch()], unweighted=True)
     compute(data(6)).backward()
     compute(data(2)).backward()
     assert seen == [(False, False, 6), (False, False, 2)]
@@ -63,7 +63,7 @@ def test_metrics_over_a_step_in_pieces():
         Switch(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu")),
         micro_batch=2,
     )
-    compute = build_compute(model, as_loss("cross_entropy"), [metric], unweighted=True)
+    compute = ModelCompute(model, as_loss("cross_entropy"), [metric], unweighted=True)
     stepper(compute, [batch], 1)
     assert metric.compute() == pytest.approx(float(wanted))
 
@@ -76,7 +76,7 @@ def test_a_label_out_of_range_in_the_middle_of_training(micro_batch, unweighted)
         Switch(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu")),
         micro_batch=micro_batch,
     )
-    compute = build_compute(model, as_loss("cross_entropy"), (), unweighted=unweighted)
+    compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=unweighted)
     for step in range(3):
         stepper(compute, [data(6, step * 6)], step)
     before = model[0].weight.detach().clone()
@@ -90,7 +90,7 @@ def test_a_label_out_of_range_in_the_middle_of_training(micro_batch, unweighted)
 
 
 def test_a_batch_of_another_kind_in_the_middle_of_training():
-    compute = build_compute(network(), as_loss("cross_entropy"), (), unweighted=True)
+    compute = ModelCompute(network(), as_loss("cross_entropy"), (), unweighted=True)
     compute(data())
     with pytest.raises(DataError, match="the loss cross_entropy does not take") as caught:
         compute(data()._replace(targets=torch.zeros(6)))
@@ -103,7 +103,7 @@ def test_a_gpu_that_stopped_is_explained():
     def loss(output, target):
         raise RuntimeError("CUDA error: device-side assert triggered\nCompile with ...")
 
-    compute = build_compute(network(), as_loss(loss), (), unweighted=True)
+    compute = ModelCompute(network(), as_loss(loss), (), unweighted=True)
     with pytest.raises(DataError, match="most likely at a label") as caught:
         compute(data())
     assert "device='cpu'" in caught.value.do
@@ -113,7 +113,7 @@ def test_memory_that_runs_out_in_the_loss_is_not_the_datas_fault():
     def loss(output, target):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    compute = build_compute(network(), as_loss(loss), (), unweighted=True)
+    compute = ModelCompute(network(), as_loss(loss), (), unweighted=True)
     with pytest.raises(torch.OutOfMemoryError):
         compute(data())
 
@@ -123,6 +123,6 @@ def test_errors_of_the_model_come_through():
         def forward(self, x):
             raise ValueError("mine")
 
-    compute = build_compute(Broken(), as_loss("mse"), (), unweighted=True)
+    compute = ModelCompute(Broken(), as_loss("mse"), (), unweighted=True)
     with pytest.raises(ValueError, match=r"^mine$"):
         compute(data())

@@ -4,7 +4,7 @@ from torch import nn
 
 from flatout.data.batch import Batch
 from flatout.errors import NumbersError
-from flatout.train.compute import build_compute
+from flatout.train.compute import ModelCompute
 from flatout.train.guard import (
     _BAD_FORWARD,
     _BAD_SAMPLES,
@@ -32,7 +32,7 @@ def network(*extra):
 
 
 def explained(model, batch, loss="cross_entropy", **options):
-    compute = build_compute(model, as_loss(loss), (), unweighted=True)
+    compute = ModelCompute(model, as_loss(loss), (), unweighted=True)
     options = {"step": 12, "learning_rate": 0.01, "held_back": True, **options}
     error = explain_bad_step(model, compute, batch, **options)
     assert isinstance(error, NumbersError)
@@ -279,7 +279,7 @@ def test_batch_norm_that_has_seen_a_nan_is_found_though_the_loss_is_finite():
     stepper = Stepper(
         Switch(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"))
     )
-    compute = build_compute(model, as_loss("cross_entropy"), (), unweighted=True)
+    compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=True)
     bad = batch._replace(inputs=batch.inputs * NAN)
     stepper(compute, [bad], 1)
     stepper.update.clear()

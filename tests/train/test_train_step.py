@@ -13,7 +13,7 @@ from torch import nn
 
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
-from flatout.train.compute import build_compute
+from flatout.train.compute import ModelCompute
 from flatout.train.losses import as_loss
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
@@ -46,7 +46,7 @@ def job(model, loss="cross_entropy", optimizer=None, **options):
     """A Stepper and what it differentiates."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
     stepper = Stepper(Switch(model, optimizer, CPU), **options)
-    return stepper, build_compute(model, as_loss(loss), (), unweighted=False)
+    return stepper, ModelCompute(model, as_loss(loss), (), unweighted=False)
 
 
 def moved(model, before):
@@ -502,7 +502,7 @@ def test_memory_that_really_runs_out_on_a_cpu():
         import resource, torch
         from torch import nn
         from flatout.data.batch import Batch
-        from flatout.train.compute import build_compute
+        from flatout.train.compute import ModelCompute
         from flatout.train.losses import as_loss
         from flatout.train.settings import Switch
         from flatout.train.step import Stepper
@@ -516,7 +516,7 @@ def test_memory_that_really_runs_out_on_a_cpu():
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             switch = Switch(model, optimizer, torch.device("cpu"))
             stepper = Stepper(switch, micro_batch=micro_batch)
-            compute = build_compute(model, as_loss("cross_entropy"), (), unweighted=True)
+            compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=True)
             size = 20_000
             x = torch.randn(size, 64, generator=torch.Generator().manual_seed(1))
             batch = Batch(x, torch.arange(size) % 4, None, None, size)

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.strategies.reductions.all_reduce import AllReduce
-from flatout.train.compute import build_compute
+from flatout.train.compute import ModelCompute
 from flatout.train.losses import as_loss
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
@@ -91,7 +91,7 @@ def step(model, world, given, steps=1, **options):
     stepper = Stepper(Switch(model, torch.optim.SGD(model.parameters(), lr=1.0), CPU), **options)
     stepper.meet(world)
     stepper.train_with(world, given.size, Named(world))
-    compute = build_compute(model, as_loss("cross_entropy"), (), unweighted=False)
+    compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=False)
     try:
         return [stepper(compute, [given], number) for number in range(7, 7 + steps)][-1], stepper
     finally:

@@ -21,6 +21,7 @@ from flatout.unfinished import is_abandoned, is_unfinished
 KINDS = {
     "auto": "measured settings of models",
     "ranks": "measured numbers of ranks",
+    "steps": "compiled training steps",
     "index": "where rows begin in files",
     "files": "fetched files",
     "rows": "cached samples",

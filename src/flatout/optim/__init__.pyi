@@ -13,5 +13,7 @@ from flatout.optim.rates import rates_of as rates_of
 from flatout.optim.rates import scaled as scaled
 from flatout.optim.several import Optimizers as Optimizers
 from flatout.optim.several import as_tuple as as_tuple
+from flatout.optim.traced import Kind as Kind
+from flatout.optim.traced import kind_of as kind_of
 from flatout.optim.tried import warnings_of as warnings_of
 from flatout.optim.update import Update as Update

@@ -214,7 +214,7 @@ class Part:
         """
         complete = len(gradients) == len(self.parameters)
         # An empty state means that someone had the optimizer start over.
-        if self.direct is not None and complete and self._state and not self._hooked():
+        if self.direct is not None and complete and self._state and not self.hooked():
             self._step_directly(gradients, None if on_cpu else flag)
             return
         self._step_optimizer(None if on_cpu else flag)
@@ -255,7 +255,8 @@ class Part:
         # torch's schedulers look here to see that the optimizer stepped before them.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def _hooked(self) -> bool:
+    def hooked(self) -> bool:
+        """Whether someone wants to be called around the optimizer's own step."""
         optimizer = self.optimizer
         return bool(
             optimizer._optimizer_step_pre_hooks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from flatout.train.class_weight import ClassWeight
 from flatout.train.losses import Loss, Value
 from flatout.train.metrics import MeanOf, Metric
 from flatout.train.micro_batch import is_out_of_memory
-from flatout.train.step import Compute
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -28,16 +27,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs)
 
 
-def build_compute(
-    model: nn.Module,
-    loss: Loss,
-    metrics: Iterable[Metric],
-    *,
-    unweighted: bool,
-    weigh: ClassWeight | None = None,
-    source: Source | None = None,
-) -> Compute:
-    """The function that a step differentiates.
+class ModelCompute:
+    """The function of a batch that a step differentiates.
 
     The targets of the first batch are looked at before the loss sees them, and on this batch the
     user's own functions are watched for shapes that broadcast. Later ones are looked at only when
@@ -50,26 +41,65 @@ def build_compute(
         unweighted: no target of the source is one that the loss ignores.
         weigh: adds weights to a batch's samples, for the loss.
         source: all of whose labels are looked at with the first batch, or None.
+        prepare: makes of each batch what the model takes.
     """
-    metrics = list(metrics)
-    unseen: int | None = None
 
-    def compute(batch: Batch) -> Value:
-        nonlocal unseen
-        output = call(model, batch.inputs)
-        watches = unseen is None or unseen > 0
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        metrics: Iterable[Metric],
+        *,
+        unweighted: bool,
+        weigh: ClassWeight | None = None,
+        source: Source | None = None,
+        prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        self._model, self._loss, self._weigh, self._source = model, loss, weigh, source
+        self.metrics = list(metrics)
+        self._unweighted, self._prepare = unweighted, prepare
+        self._unseen: int | None = None
+
+    def __call__(self, batch: Batch) -> Value:
+        """The loss of a batch; metrics are fed with the output."""
+        batch = self._prepare(batch)
+        output = call(self._model, batch.inputs)
+        watches = self._unseen is None or self._unseen > 0
         if watches:  # the first batch may come in pieces
-            unseen = (unseen or batch.whole or batch.size) - batch.size
-            check_all_labels(loss, output, source)
-            if weigh is not None:
-                weigh.check(output)
-        weighed = batch if weigh is None else weigh(batch)
-        value = value_of(loss, output, weighed, watches, unweighted)
-        if metrics and not batch.is_copy and batch.samples:
-            feed(metrics, output, batch, watches)
+            self._unseen = (self._unseen or batch.whole or batch.size) - batch.size
+            check_all_labels(self._loss, output, self._source)
+            if self._weigh is not None:
+                self._weigh.check(output)
+        weighed = batch if self._weigh is None else self._weigh(batch)
+        value = value_of(self._loss, output, weighed, watches, self._unweighted)
+        if self.metrics and not batch.is_copy and batch.samples:
+            feed(self.metrics, output, batch, watches)
         return value
 
-    return compute
+    def traced(self, batch: Batch) -> tuple[Value, Any]:
+        """Loss and output of a batch like those before: nothing but a function of tensors."""
+        batch = self._prepare(batch)
+        output = call(self._model, batch.inputs)
+        weighed = batch if self._weigh is None else self._weigh(batch)
+        return self._loss(output, weighed, unweighted=self._unweighted), output
+
+    def feed(self, output: Any, batch: Batch) -> None:
+        """Show the metrics an output that was computed elsewhere."""
+        feed(self.metrics, output, self._prepare(batch), False)
+
+    @property
+    def hindrance(self) -> str:
+        """Why `traced` may depend on more than tensors and modules; "" where it does not."""
+        own = self._loss.own
+        if own is None or type(own).__module__.startswith("torch.nn."):
+            return ""
+        return f"the loss {self._loss.name} is a function of one's own"
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All that the model and the loss are made of."""
+        parts = (self._model, self._loss.module, self._loss.own)
+        return [m for part in parts if isinstance(part, nn.Module) for m in part.modules()]
 
 
 def value_of(loss: Loss, output: Any, batch: Batch, watches: bool, unweighted: bool) -> Value:

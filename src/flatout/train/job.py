@@ -11,7 +11,7 @@ from flatout.console import say
 from flatout.data import Source
 from flatout.errors import ModelError
 from flatout.models import KerasJob
-from flatout.train.compute import build_compute
+from flatout.train.compute import ModelCompute
 from flatout.train.losses import Loss
 from flatout.train.metrics import Metric, as_metrics
 from flatout.train.narrow import Narrow
@@ -61,15 +61,15 @@ class TorchJob:
             self.compute: Compute = several
         else:
             self._metrics = as_metrics(metrics)
-            compute = build_compute(
+            self.compute = ModelCompute(
                 model,
                 loss,
                 self._metrics.values(),
                 unweighted=unweighted,
                 weigh=class_weight,
                 source=source,
+                prepare=narrow.batch,
             )
-            self.compute = lambda batch: compute(narrow.batch(batch))
         # Whether loss and metrics do not depend on how samples come in batches.
         self.is_of_samples = all(one.own is None for one in losses) and all(
             one.is_of_samples for one in self._metrics.values()

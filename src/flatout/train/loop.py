@@ -43,6 +43,7 @@ from flatout.strategies import check_replicas
 from flatout.train import guard
 from flatout.train.auto import Decision, settle
 from flatout.train.broadcast import watched
+from flatout.train.capture import Capture
 from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.decide import decide, make_stepper
 from flatout.train.evaluate_batch import EvaluateBatch
@@ -267,6 +268,8 @@ class Loop:
         elif world.is_first:
             self.stepper.notes += elsewhere  # after a resume the History has them
         follow_rule(self)
+        if self.resolved is not None and self.resolved.compute.capture == "on":
+            self._capture()
         check_replicas(model, world, "at the start")
         if is_trial():
             tunes = partial(getattr, self.tuner, "is_searching", False)
@@ -299,6 +302,12 @@ class Loop:
             )
             if compute is not None and is_compiled(self.model):
                 rehearse(self.tuner, self.stepper, compute, first)
+
+    def _capture(self) -> None:
+        """Let steps run as one compiled graph."""
+        waits = partial(getattr, self.tuner, "is_searching", False)
+        self.stepper.capture = capture = Capture(self.stepper, self.note, waits)
+        self.undo.callback(capture.close)
 
     def _settle(self, decision: Decision, tuner: Tuner) -> None:
         """What was tried is decided: it holds from the next step on."""

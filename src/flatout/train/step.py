@@ -15,8 +15,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from time import perf_counter_ns as clock
-from typing import Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +33,9 @@ from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import Moving
 from flatout.train.turn import Turn
 from flatout.world import ONE, World
+
+if TYPE_CHECKING:
+    from flatout.train.capture import Capture
 
 Compute = Callable[[Batch], Value]
 # Mean loss, its weight, and the times of forward, backward and sync in ns; the gradients are in
@@ -93,6 +97,7 @@ class Stepper:
         samples: about how many samples of all ranks make a step: only a scale, the same on all;
             0 before steps are those of all ranks.
         may_split: whether a batch is taken again in smaller pieces where memory runs out.
+        capture: makes steps as one compiled graph where settings say so; None where none can.
         joint: the turn of all optimizers together.
         turn: that of the present step, or the latest.
         turns: all that there were, by the places of their optimizers.
@@ -127,11 +132,14 @@ class Stepper:
         self.micro_batch = micro_batch
         self.notes: list[str] = []
         self._use_autocast = False
+        self._captures = False
+        self.capture: Capture | None = None
 
     def use(self, settings: Settings) -> None:
         """Switch to other settings before the next step."""
         self.switch.use(settings)
         self._use_autocast = settings.precision != "fp32"
+        self._captures = settings.capture == "on"
         for turn in self.turns.values():
             turn.update.refresh()
             if settings.precision != "fp16":
@@ -212,6 +220,13 @@ class Stepper:
             OutOfMemory: where the batch cannot be split further, or only by changing learning.
         """
         self.turn = turn or self.joint
+        if not self._captures or self.capture is None or self.turn is not self.joint:
+            return self._eager(compute, batches, step)
+        eager = partial(self._eager, compute, batches, step)
+        return self.capture(eager, compute, batches, step)
+
+    def _eager(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
+        """One operator after another."""
         self.turn.update.begin()
         if self.dropout is None:
             found = self._gradients(compute, batches, step)
@@ -303,7 +318,7 @@ class Stepper:
     def _mean(self, compute: Compute, batch: Batch) -> _Part:
         """The common case: one rank and one piece."""
         start = clock()
-        loss, weight = _mean(self._forward(compute, batch), batch.size)
+        loss, weight = mean_of_value(self._forward(compute, batch), batch.size)
         middle = clock()
         self._backward(loss)
         return _Part(loss.detach(), weight, middle - start, clock() - middle, True)
@@ -510,7 +525,7 @@ def placed(batches: Sequence[Batch]) -> list[Batch]:
     return found
 
 
-def _mean(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
+def mean_of_value(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
     """A loss as (mean, weight)."""
     if not isinstance(value, tuple):
         return value, size

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
-from flatout.recipe.setting import Flag, Live, Section, Switch, Trial, setting
+from flatout.recipe.setting import Flag, Live, OnOff, Section, Switch, Trial, setting
 
 
 def _memory_format(facts: ModelFacts) -> Parity:
@@ -114,6 +114,15 @@ class Compute(Section):
         live=Live(lambda at, value: at.compile(), layer=5),
         cure="flatout.cures.compile:cure",
         around=3,
+    )
+    capture: OnOff = setting(
+        "off",
+        "Forward, backward and update as one compiled graph, on a CPU and one rank: for small "
+        "models, whose steps are mostly calls. It is compiled by another process while training "
+        "goes on, and kept for later runs.",
+        parity=Parity.TOLERANT,
+        words="captured step",
+        live=Live(),
     )
     matmul_precision: Literal["auto", "highest", "high", "medium"] = setting(
         "auto",

@@ -1,0 +1,438 @@
+"""Runs steps of a small model as one compiled graph: forward, backward and update.
+
+The graph is traced from the step as it is now (capture_graph.py) and compiled by a child process
+while training goes on (capture_child.py). A step whose batch has another shape, or before which
+something of the model has changed, is made as ever.
+
+When the graph is there, and every thousandth time from then on, it runs on copies beside a step
+that is made as ever, and is not used where the two differ by more than rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from time import monotonic
+from time import perf_counter_ns as clock
+from typing import Any
+
+import torch
+
+from flatout import unfinished
+from flatout.cache_folder import cache_folder, is_made, kind_folder
+from flatout.cache_folder import remove as remove_made
+from flatout.console import first_line
+from flatout.data import Batch
+from flatout.measure.fingerprint import fingerprint
+from flatout.optim import scaled
+from flatout.train.capture_graph import (
+    Graph,
+    Unfit,
+    Watch,
+    places_of,
+    shapes_of,
+    tensors_of,
+    trace,
+)
+from flatout.train.compute import ModelCompute
+from flatout.train.step import Done, Stepper
+from flatout.words import duration
+
+KIND = "steps"
+# A compilation that takes longer is given up.
+_LONGEST_S = 600.0
+# The child is asked so many steps apart.
+_ASK_EVERY = 20
+# The graph runs beside a step as ever again after so many steps.
+_CHECK_EVERY = 1000
+# The graph computes the same but for rounding where gradients, or losses, differ by this share; by
+# the other one under autocast. The update is a quotient of two of them.
+_ROUNDING, _HALF_ROUNDING, _OF_UPDATE = 0.01, 0.5, 0.5
+_EPSILON = 1e-6
+# A graph is made anew where settings change, but not for ever.
+_MOST_GRAPHS = 3
+
+Tensors = list[torch.Tensor]
+
+
+class Compiling:
+    """A child that compiles a graph.
+
+    Args:
+        graph: to compile.
+        digest: its name in the cache.
+
+    Raises:
+        OSError: nothing can be written or started.
+    """
+
+    def __init__(self, graph: Graph, digest: str) -> None:
+        self._target = kind_folder(KIND) / f"{digest}.pt2"
+        self._folder = self._target.with_name(unfinished.new_name())
+        self._folder.mkdir(mode=0o700)
+        self._began = monotonic()
+        torch.save(
+            {
+                "code": graph.code,
+                "constants": graph.constants,
+                "inputs": graph.inputs,
+                "threads": torch.get_num_threads(),
+            },
+            self._folder / "graph.pt",
+        )
+        variables = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "inductor"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TMPDIR": str(self._folder),
+        }
+        module = "flatout.train.capture_child"
+        with open(self._folder / "said", "wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(self._folder), str(os.getpid())],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+            )
+
+    def done(self) -> Path | None:
+        """The package, once it is there.
+
+        Raises:
+            Unfit: it will not be.
+        """
+        status = self._process.poll()
+        if status is None:
+            if monotonic() - self._began > _LONGEST_S:
+                self.close()
+                raise Unfit(f"compiling took longer than {duration(_LONGEST_S)}")
+            return None
+        try:
+            if status:
+                raise Unfit(f"compiling failed: {self._last_words(status)}")
+            os.replace(self._folder / "step.pt2", self._target)
+        except OSError as error:
+            raise Unfit(f"compiling failed: {error}") from error
+        finally:
+            self.close()
+        return self._target
+
+    def _last_words(self, status: int) -> str:
+        said = (self._folder / "said").read_text(errors="replace")
+        errors = re.findall(r"^[\w.]+: .+", said, re.MULTILINE)
+        return errors[-1] if errors else f"the process ended with status {status}"
+
+    def close(self) -> None:
+        """End it, and remove what it has written."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        remove_made(self._folder)
+
+
+def loaded(path: Path) -> Callable[[Tensors], Tensors]:
+    """The function in a package, which takes the graph's inputs."""
+    # torch._inductor does the same, after seconds of imports.
+    run: Callable[[Tensors], Tensors] = torch._C._aoti.AOTIModelPackageLoader(
+        str(path), "model", False, 1, -1
+    ).boxed_run
+    return run
+
+
+class Program:
+    """A compiled step, bound to the tensors of a run.
+
+    Args:
+        path: of the package.
+        graph: that it was compiled from.
+        stepper: whose steps it makes.
+        compute: forward and loss of a batch.
+
+    Attributes:
+        settings: that it computes at.
+        left: steps until it is compared again.
+
+    Raises:
+        Unfit: the tensors are others than those that the graph was made for.
+    """
+
+    def __init__(self, path: Path, graph: Graph, stepper: Stepper, compute: ModelCompute) -> None:
+        self._run = loaded(path)
+        self._graph, self._stepper, self._compute = graph, stepper, compute
+        self.settings = stepper.switch.now
+        self.bind()
+        self._watch = Watch(compute.modules)
+        self._facts = [facts for facts, _ in self._places.groups]
+        self._of_batch = graph.inputs[len(self._held) + len(self._groups) :]
+
+    def bind(self) -> None:
+        """Find the tensors.
+
+        Raises:
+            Unfit: they are others than those that the graph was made for.
+        """
+        model, update = self._stepper.switch.model, self._stepper.joint.update
+        self._places = places = places_of(model, update)
+        self._held = places.tensors()
+        if shapes_of(self._held) != self._graph.inputs[: len(self._held)]:
+            raise Unfit("weights or the optimizer's state lie otherwise than before")
+        self._part, self._optimizer = update.parts[0], update.parts[0].optimizer
+        self._state, self._groups = self._optimizer.state, self._optimizer.param_groups
+        self._states = len(self._state)
+        self._rates = [
+            torch.zeros(len(places.kind.rates(group)), dtype=torch.float64)
+            for group in self._groups
+        ]
+        self._known: list[list[float]] = [[] for _ in self._groups]
+        self._moved = list(places.parameters.values())
+        self._own = [*model.parameters(), *model.buffers()]
+        self._lie = [tensor.data_ptr() for tensor in self._own]
+        self.left = 0
+
+    def is_current(self) -> bool:
+        """Whether the model and the optimizer's options are those of the graph."""
+        facts = self._places.kind.facts
+        return (
+            self._watch.holds()
+            and not self._part.hooked()
+            and [facts(group) for group in self._optimizer.param_groups] == self._facts
+        )
+
+    def is_bound(self) -> bool:
+        """Whether the tensors are still the same."""
+        optimizer = self._optimizer
+        return (
+            optimizer.state is self._state
+            and optimizer.param_groups is self._groups
+            and len(self._state) == self._states
+            and [tensor.data_ptr() for tensor in self._own] == self._lie
+        )
+
+    def takes(self, batches: Sequence[Batch]) -> bool:
+        """Whether the batch is of the graph's shapes."""
+        batch = batches[0]
+        if len(batches) > 1 or self._stepper.pieces > 1:
+            return False
+        if batch.padding or batch.copies > 1 or batch.kept is not None:
+            return False
+        return shapes_of(tensors_of(batch)) == self._of_batch
+
+    def _inputs(self, held: Tensors, batch: Batch, step: int) -> Tensors:
+        scale, rates_of = self._stepper.lr_scale, self._places.kind.rates
+        with nullcontext() if scale is None else scaled(self._optimizer, scale.at(step - 1)):
+            rates = [rates_of(group) for group in self._groups]
+        if rates != self._known:
+            self._known = rates
+            for tensor, own in zip(self._rates, rates, strict=True):
+                tensor.copy_(torch.tensor(own, dtype=torch.float64))
+        return [*held, *self._rates, *tensors_of(batch)]
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, step: int) -> Done:
+        """Make a step."""
+        start = clock()
+        loss, *rest = self._run(self._inputs(self._held, batch, step))
+        # Whoever asks for the version of a weight is told of the change.
+        torch.autograd.graph.increment_version(self._moved)
+        # torch's schedulers look here to see that the optimizer stepped before them.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.left -= 1
+        weight, self._output = self._graph.restore(rest)
+        return Done(loss, weight, clock() - start, 0, 0, 0)
+
+    def feed(self, batch: Batch) -> None:
+        """Show the metrics what the step before has put out."""
+        if self._compute.metrics:
+            self._compute.feed(self._output, batch)
+        self._output = None
+
+    @torch.no_grad()
+    def rehearse(self, batch: Batch, step: int) -> None:
+        """Make a step on copies, for `compare`."""
+        before = [tensor.clone() for tensor in self._held]
+        ours = [tensor.clone() for tensor in self._held]
+        loss = self._run(self._inputs(ours, batch, step))[0]
+        self._rehearsed = (before, ours, loss)
+
+    def compare(self, wanted: torch.Tensor) -> None:
+        """Compare it with the same step as it was made meanwhile.
+
+        Args:
+            wanted: its loss.
+
+        Raises:
+            Unfit: they differ by more than rounding.
+        """
+        before, ours, loss = self._rehearsed
+        del self._rehearsed
+        if self._stepper.joint.update.was_bad():
+            return
+        most = _ROUNDING if self.settings.precision == "fp32" else _HALF_ROUNDING
+        sides = self._places.of(before), self._places.of(ours), self._places
+        parts = [("the loss", most, [[torch.zeros_like(loss)], [loss], [wanted]])]
+        parts.append(("buffers", most, [list(side.others.values()) for side in sides]))
+        states = max(map(len, self._places.states.values()))
+        for place in range(states):
+            columns = [[s[place] for s in side.states.values() if s] for side in sides]
+            parts.append(("the optimizer's state", most, columns))
+        limit = _OF_UPDATE if states else most
+        parts.append(("weights", limit, [list(side.parameters.values()) for side in sides]))
+        for what, limit, columns in parts:
+            share = _share(*columns)
+            if not share <= limit:
+                raise Unfit(f"{what} would differ by {share:.0%}: more than rounding")
+        self.left = _CHECK_EVERY
+
+
+class Capture:
+    """Makes steps by a compiled graph, once it is there.
+
+    Args:
+        stepper: makes all others.
+        note: gets what the user should know.
+        waits: whether settings are still being chosen, so that it is too soon to compile.
+
+    Attributes:
+        why: why no step is captured; "" while it may be.
+    """
+
+    def __init__(
+        self, stepper: Stepper, note: Callable[[str], None], waits: Callable[[], bool]
+    ) -> None:
+        self._stepper, self._note, self._waits = stepper, note, waits
+        self.why = ""
+        self._graph: Graph | None = None
+        self._compiling: Compiling | None = None
+        self._program: Program | None = None
+        self._graphs = 0
+        self._is_told = False
+
+    def __call__(
+        self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
+    ) -> Done:
+        """Make a step, by the graph where it can."""
+        program = self._program
+        if program is None:
+            done = eager()
+            if not self.why:
+                with self._giving_up():
+                    self._advance(compute, batches, step)
+            return done
+        if program.settings != self._stepper.switch.now or not program.is_current():
+            self._program = self._graph = None
+            return eager()
+        if not program.is_bound():
+            with self._giving_up():
+                program.bind()
+            return eager()
+        if not program.takes(batches):
+            return eager()
+        if program.left > 0:
+            captured = None
+            with self._giving_up():
+                captured = program(batches[0], step)
+            if captured is None:
+                return eager()
+            program.feed(batches[0])
+            return captured
+        with self._giving_up():
+            program.rehearse(batches[0], step)
+        done = eager()
+        if self._program is None:
+            return done
+        with self._giving_up():
+            program.compare(done.loss)
+            if not self._is_told:
+                self._is_told = True
+                self._note(f"from step {step + 1:,} on steps run as one compiled graph")
+        return done
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Within, what fails ends the capturing and never the run."""
+        try:
+            yield
+        except (Unfit, OSError, RuntimeError) as error:
+            self.close()
+            self.why = first_line(error)
+            self._note(f"compute.capture: steps run as ever: {self.why}")
+
+    def _advance(self, compute: Any, batches: Sequence[Batch], step: int) -> None:
+        """Do what comes next until the graph is there."""
+        if self._compiling is not None:
+            path = self._compiling.done() if step % _ASK_EVERY == 0 else None
+            if path is not None:
+                self._compiling = None
+                self._load(path, compute)
+        elif not self._waits():
+            self._begin(compute, batches)
+
+    def _begin(self, compute: Any, batches: Sequence[Batch]) -> None:
+        """Trace the step, and compile it unless that was done before."""
+        if why := self._hindrance(compute, batches):
+            raise Unfit(why)
+        self._graphs += 1
+        stepper, model = self._stepper, self._stepper.switch.model
+        update = stepper.joint.update
+        places = places_of(model, update)
+        self._graph = trace(compute, batches[0], places, update, stepper.switch)
+        digest = self._graph.digest(
+            fingerprint().digest, torch.__version__, torch.get_num_threads()
+        )
+        kept = cache_folder() / KIND / f"{digest}.pt2"
+        if is_made(kept.parent) and kept.exists():
+            self._load(kept, compute)
+        else:
+            self._compiling = Compiling(self._graph, digest)
+
+    def _load(self, path: Path, compute: Any) -> None:
+        assert self._graph is not None
+        self._program = Program(path, self._graph, self._stepper, compute)
+
+    def _hindrance(self, compute: Any, batches: Sequence[Batch]) -> str:
+        """Why a step is none that a graph could make; "" where there is nothing."""
+        stepper, now = self._stepper, self._stepper.switch.now
+        if self._graphs >= _MOST_GRAPHS:
+            return "settings or the model change again and again"
+        if stepper.switch.device.type != "cpu" or stepper.world.size > 1:
+            return "that is for one rank on a CPU"
+        if not isinstance(compute, ModelCompute):
+            return "that is for a Trainer's loss of one output"
+        if compute.hindrance:
+            return compute.hindrance
+        if len(batches) > 1 or stepper.pieces > 1 or isinstance(stepper.micro_batch, int):
+            return "a step is made of several batches or micro-batches"
+        if batches[0].kept is not None or batches[0].padding:
+            return "samples come from what frozen layers gave, or fill a batch up"
+        if stepper.dropout is not None or stepper.scaler is not None:
+            return "dropout by sample and the scaled loss of fp16 are not captured"
+        for name in ("compile", "fused_norms", "activation_checkpointing"):
+            if getattr(now, name, "off") != "off":
+                return f"{name} is on"
+        return ""
+
+    def close(self) -> None:
+        """End what goes on beside the training; from now on steps run as ever."""
+        self._program = self._graph = None
+        if self._compiling is not None:
+            self._compiling.close()
+            self._compiling = None
+
+
+def _share(old: Tensors, new: Tensors, wanted: Tensors) -> float:
+    """The norm of what differs beyond rounding, as a share of the norm of what has changed."""
+    differing, changed, size = (
+        math.hypot(*(float((a.double() - b.double()).norm()) for a, b in zip(x, y, strict=True)))
+        for x, y in ((new, wanted), (wanted, old), (wanted, [torch.zeros_like(w) for w in wanted]))
+    )
+    beyond = differing - _EPSILON * max(1.0, size)
+    if math.isnan(beyond):
+        return beyond
+    return 0.0 if beyond <= 0 else beyond / changed if changed else math.inf

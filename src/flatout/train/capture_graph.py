@@ -1,0 +1,338 @@
+"""A whole step as one graph: forward, backward, clipping, the gate, and the update.
+
+It is traced on tensors without values, so that nothing is computed or drawn, and nothing that
+depends on values can be in it. What a step changes are its inputs, which the graph writes to:
+
+    parameters, other parameters and buffers, the optimizer's state, the gate's flag,
+    the rates of each group, the tensors of the batch
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flatout.console import first_line
+from flatout.data import Batch, map_tensors
+from flatout.optim import Kind, Update, kind_of
+from flatout.train.compute import ModelCompute
+from flatout.train.losses import Value
+from flatout.train.settings import Switch
+from flatout.train.step import mean_of_value
+
+Tensors = list[torch.Tensor]
+Shapes = list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name
+)
+
+
+class Unfit(Exception):
+    """Raised where a step cannot be one graph; says why."""
+
+
+class Graph(NamedTuple):
+    """A step as code of torch.fx.
+
+    Attributes:
+        code: of a function `forward(self, *inputs)` that returns a list of tensors.
+        constants: tensors that it takes from `self`, by name.
+        inputs: shape, strides and dtype of each input.
+        behind: what is returned behind the loss, with an ellipsis for each tensor.
+        spec: its structure.
+    """
+
+    code: str
+    constants: dict[str, torch.Tensor]
+    inputs: Shapes
+    behind: list[Any]
+    spec: Any
+
+    def restore(self, returned: Tensors) -> tuple[torch.Tensor | float, Any]:
+        """The weight and output of a batch."""
+        left = iter(returned)
+        parts = [next(left) if part is ... else part for part in self.behind]
+        weight, output = tree_unflatten(parts, self.spec)
+        return weight, output
+
+    def digest(self, *facts: Any) -> str:
+        """24 hex digits that differ where what is compiled may."""
+        told = [
+            self.code,
+            self.inputs,
+            facts,
+            *((k, v.tolist()) for k, v in self.constants.items()),
+        ]
+        return hashlib.sha256(repr(told).encode()).hexdigest()[:24]
+
+
+class Places(NamedTuple):
+    """The tensors that a step reads and changes, and how they are told apart.
+
+    Attributes:
+        parameters: of the optimizer, by their names in the model.
+        others: parameters that do not train, and buffers.
+        groups: of the optimizer: how it steps, its facts, and its parameters' names.
+        states: of each parameter, its state in the order of `Kind.states`; none before its first
+            step.
+        flag: of the gate.
+    """
+
+    kind: Kind
+    parameters: dict[str, torch.Tensor]
+    others: dict[str, torch.Tensor]
+    groups: list[tuple[dict[str, bool], list[str]]]
+    states: dict[str, Tensors]
+    flag: torch.Tensor
+
+    def tensors(self) -> Tensors:
+        """All of them in the order of the graph's inputs."""
+        states = [tensor for state in self.states.values() for tensor in state]
+        return [*self.parameters.values(), *self.others.values(), *states, self.flag]
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Places:
+        """The same places with other tensors."""
+        left = iter(tensors)
+        return self._replace(
+            parameters={name: next(left) for name in self.parameters},
+            others={name: next(left) for name in self.others},
+            states={name: [next(left) for _ in state] for name, state in self.states.items()},
+            flag=next(left),
+        )
+
+
+def places_of(model: nn.Module, update: Update) -> Places:
+    """The places of a step.
+
+    Raises:
+        Unfit: the model or its optimizer is of a kind that cannot be captured.
+    """
+    _check_model(model)
+    kind = kind_of(update.parts[0].optimizer) if len(update.parts) == 1 else None
+    if kind is None:
+        kinds = " and ".join(type(part.optimizer).__name__ for part in update.parts)
+        raise Unfit(f"the update of {kinds} is not known; those of SGD, Adam and AdamW are")
+    optimizer = update.parts[0].optimizer
+    if update.parts[0].hooked():
+        raise Unfit(f"{type(optimizer).__name__} has hooks, or a step of its own")
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+    wanted = {p for p in names if p.requires_grad}
+    if set(update.parameters) != wanted or update.flag is None:
+        raise Unfit("the optimizer's parameters are not those of the model that train")
+    if {p.dtype for p in wanted} - {torch.float32, torch.float64} or update.flag.is_cuda:
+        raise Unfit("parameters are not in float32 on the CPU")
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in wanted):
+        raise Unfit("a parameter has hooks")
+    groups: list[tuple[dict[str, bool], list[str]]] = []
+    states: dict[str, Tensors] = {}
+    for group in optimizer.param_groups:
+        if any(map(torch.is_tensor, kind.rates(group))):
+            raise Unfit("the optimizer's learning rate or another rate is a tensor")
+        facts = kind.facts(group)
+        groups.append((facts, [names[p] for p in group["params"]]))
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            found = [state.get(name) for name in kind.states(facts)]
+            states[names[p]] = [] if any(one is None for one in found) else found
+    parameters = {names[p]: p.detach() for group in optimizer.param_groups for p in group["params"]}
+    frozen = {name: p.detach() for p, name in names.items() if name not in parameters}
+    return Places(
+        kind, parameters, {**frozen, **dict(model.named_buffers())}, groups, states, update.flag
+    )
+
+
+def _check_model(model: nn.Module) -> None:
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        raise Unfit("modules have hooks")
+    for name, module in model.named_modules():
+        which = f"{name or 'the model'} ({type(module).__name__})"
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            raise Unfit(f"{which} has hooks")
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise Unfit(f"{which} is compiled already")
+        if any(torch.is_tensor(value) for value in vars(module).values()):
+            raise Unfit(f"{which} keeps a tensor that is neither a parameter nor a buffer")
+
+
+class Watch:
+    """Tells whether something has changed on which the code of a traced step depends.
+
+    Args:
+        modules: of the model and its loss, whose modes and plain attributes are compared.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._hooks = [getattr(module, name) for module in modules for name in _HOOKS]
+        self._known: list[tuple[dict[str, Any], str, Any]] = []
+        for module in modules:
+            own = vars(module)
+            self._known += [(own, k, v) for k, v in own.items() if isinstance(v, _PLAIN)]
+            self._known.append((own, "forward", own.get("forward")))
+            for names in (module._modules, module._parameters, module._buffers):
+                self._known += [(names, k, v) for k, v in names.items()]
+        self._trains = [(p, p.requires_grad) for m in modules for p in m.parameters(recurse=False)]
+
+    def holds(self) -> bool:
+        """Whether the model is what it was."""
+        if any(self._hooks):
+            return False
+        for names, key, value in self._known:
+            now = names.get(key)
+            if now is not value and (not isinstance(value, _PLAIN) or now != value):
+                return False
+        return all(parameter.requires_grad is trains for parameter, trains in self._trains)
+
+
+class _Whole(nn.Module):
+    """The loss as a module, so that the tensors of the model within can be replaced."""
+
+    def __init__(self, model: nn.Module, compute: ModelCompute) -> None:
+        super().__init__()
+        self.model, self._compute = model, compute
+
+    def forward(self, batch: Batch) -> tuple[Value, Any]:
+        return self._compute.traced(batch)
+
+
+def trace(
+    compute: ModelCompute, batch: Batch, places: Places, update: Update, switch: Switch
+) -> Graph:
+    """The step on batches like this one; nothing changes.
+
+    Args:
+        compute: forward and loss of a batch.
+        batch: tells the shapes.
+        places: of the step.
+        update: clips.
+        switch: holds the model, and gives the context of forward.
+
+    Raises:
+        Unfit: it cannot be one graph.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.graph import CodeGen
+
+    whole, held = _Whole(switch.model, compute), places.tensors()
+    rates = [
+        torch.tensor(places.kind.rates(group), dtype=torch.float64)
+        for group in update.parts[0].optimizer.param_groups
+    ]
+    # What is no tensor of what is returned behind the loss; an ellipsis stands for a tensor.
+    template: list[Any] = []
+
+    def step(*flat: torch.Tensor) -> Tensors:
+        now = places.of(flat[: len(held)])
+        numbers = flat[len(held) : len(held) + len(rates)]
+        left = iter(flat[len(held) + len(rates) :])
+        inputs, targets, weights = map_tensors(lambda _: next(left), batch[:3])
+        own = batch._replace(inputs=inputs, targets=targets, weight=weights, indices=None)
+        with torch.enable_grad():
+            trained = {name: p.detach().requires_grad_() for name, p in now.parameters.items()}
+            tensors = {f"model.{name}": t for name, t in {**trained, **now.others}.items()}
+            with switch.autocast():
+                value, output = torch.func.functional_call(whole, tensors, (own,))
+            loss, weight = mean_of_value(value, batch.size)
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        _update(now, list(found), [rate.unbind() for rate in numbers], update)
+        behind, spec = tree_flatten((weight, output if compute.metrics else None))
+        template[:] = [[... if torch.is_tensor(part) else part for part in behind], spec]
+        return [loss.detach(), *(part.detach() for part in behind if torch.is_tensor(part))]
+
+    arguments = [*held, *rates, *tensors_of(batch)]
+    try:
+        graph = make_fx(step, _decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)(
+            *arguments
+        )
+    except Unfit:
+        raise
+    except Exception as error:  # whatever a model's code raises at tensors without values
+        raise Unfit(f"it cannot be traced: {first_line(error)}") from error
+    nodes = graph.graph.nodes
+    if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes):
+        raise Unfit("the model draws random numbers")
+    graph.graph.set_codegen(CodeGen())  # of flat inputs and outputs
+    graph.recompile()
+    constants = {n.target: getattr(graph, n.target) for n in nodes if n.op == "get_attr"}
+    if not all(isinstance(value, torch.Tensor) for value in constants.values()):
+        raise Unfit("a part of the model is no function of tensors")
+    return Graph(graph.code, constants, shapes_of(arguments), *template)
+
+
+def tensors_of(batch: Batch) -> Tensors:
+    """What a step reads of a batch."""
+    found: Tensors = []
+    map_tensors(found.append, batch[:3])
+    return found
+
+
+def shapes_of(tensors: Tensors) -> Shapes:
+    """Shape, strides and dtype of each."""
+    return [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors]
+
+
+def _update(
+    now: Places, gradients: list[torch.Tensor | None], rates: list[Any], update: Update
+) -> None:
+    """Clip, gate and update, in place of the inputs."""
+    found = {n: g for n, g in zip(now.parameters, gradients, strict=True) if g is not None}
+    found = dict(zip(found, _clipped(list(found.values()), update), strict=True))
+    bad = now.flag != 0
+    for gradient in found.values():
+        bad = bad | ~gradient.abs().amax().isfinite()
+    for (facts, names), numbers in zip(now.groups, rates, strict=True):
+        stepping = [name for name in names if name in found]
+        if any(len(now.states[name]) != len(now.kind.states(facts)) for name in stepping):
+            raise Unfit("the optimizer has not stepped all parameters yet")
+        if not stepping:
+            continue
+        factors = now.kind.factors(numbers, facts, now.states[stepping[0]])
+        for name in stepping:
+            old = [now.parameters[name], *now.states[name]]
+            new, states = now.kind.update(old[0], found[name], old[1:], numbers, facts, factors)
+            for tensor, value in zip(old, [new, *states], strict=True):
+                tensor.copy_(torch.where(bad, tensor, value))
+    now.flag.copy_(bad.to(now.flag.dtype))
+
+
+def _clipped(gradients: Tensors, update: Update) -> Tensors:
+    if update.clip_norm is not None:
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        share = (update.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        gradients = [g * share for g in gradients]
+    if update.clip_value is not None:
+        gradients = [g.clamp(-update.clip_value, update.clip_value) for g in gradients]
+    return gradients
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    return {torch.ops.aten.native_batch_norm.default: _batch_norm}
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """BatchNorm whose change of its statistics is told: torch's operator says that it has none."""
+    aten = torch.ops.aten
+    if mean is None:
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
+    *found, new_mean, new_var = aten._native_batch_norm_legit_functional(
+        x, weight, bias, mean, var, training, momentum, eps
+    )
+    if training:
+        mean.copy_(new_mean)
+        var.copy_(new_var)
+    return tuple(found)

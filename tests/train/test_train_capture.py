@@ -1,0 +1,371 @@
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from train_jobs import CLASSES, data, network, quiet
+
+import flatout
+from flatout.errors import NumbersError
+from flatout.recipe import Recipe
+from flatout.train import capture, capture_child
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+class Interpreted:
+    """Stands in for the child: the graph runs operator by operator."""
+
+    graphs = ()
+
+    def __init__(self, graph, digest):
+        self.graphs.append(graph)
+        self.asked = 0
+
+    def done(self):
+        return len(self.graphs) - 1
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    def load(number):
+        graph = Interpreted.graphs[number]
+        module = capture_child.module_of(graph.code, graph.constants)
+        return lambda inputs: calls.append(1) or module(*inputs)
+
+    calls = []
+    monkeypatch.setattr(Interpreted, "graphs", [])
+    monkeypatch.setattr(capture, "Compiling", Interpreted)
+    monkeypatch.setattr(capture, "loaded", load)
+    monkeypatch.setattr(capture, "_ASK_EVERY", 1)
+    return calls
+
+
+def net(norm=True):
+    """No bias before BatchNorm: its gradient is rounding alone, which Adam makes whole steps of."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(16)] if norm else []
+    return nn.Sequential(nn.Linear(12, 16, bias=False), *norms, nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+def job(model, *, optimizer=ADAM, captured="on", loss="cross_entropy", say=quiet, **options):
+    recipe = Recipe(
+        compute={"capture": captured, "compile": "off", "rewrites": "off"},
+        memory={"allocator": "default"},
+        process={"threads": 1},
+    )
+    options = {"allow": "exact", "metrics": ["accuracy"], **options}
+    return flatout.Trainer(model, loss=loss, optimizer=optimizer, recipe=recipe, say=say, **options)
+
+
+def fitted(model, epochs=10, samples=150, *, x_y=None, callbacks=(), **options):
+    """A fit of five steps an epoch, the last of which is of another size where 150 samples are."""
+    trainer = job(model, **options)
+    x, y = x_y or data(samples=samples)
+    history = trainer.fit((x, y), batch_size=32, epochs=epochs, progress=False, callbacks=callbacks)
+    return trainer, history
+
+
+def state_of(trainer):
+    optimizer = trainer.optimizer.state_dict()["state"]
+    return {
+        **trainer.model.state_dict(),
+        **{f"{p}.{n}": v for p, state in optimizer.items() for n, v in state.items()},
+    }
+
+
+def check_alike(ours, theirs, within=1e-4):
+    for (name, a), b in zip(state_of(ours).items(), state_of(theirs).values(), strict=True):
+        if torch.is_tensor(a):
+            assert torch.allclose(a, b, atol=within, rtol=within), name
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ADAM,
+        partial(torch.optim.Adam, lr=0.01, weight_decay=0.1, amsgrad=True, fused=True),
+        partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9)),
+        SGD,
+        partial(torch.optim.SGD, lr=0.05),
+        partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    ],
+)
+def test_captured_steps_are_those_of_torch(optimizer, interpreted):
+    plain, by_hand = fitted(net(), optimizer=optimizer, captured="off")
+    ours, history = fitted(net(), optimizer=optimizer)
+    assert len(interpreted) == 4 * 10 - 2  # all whole batches but the first two
+    check_alike(ours, plain)
+    for a, b in zip(history.epochs, by_hand.epochs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["accuracy"] == pytest.approx(b["accuracy"], abs=0.02)
+    assert any("one compiled graph" in note for note in history.notes)
+
+
+def test_a_schedule_and_clipping_go_on(interpreted):
+    options = {
+        "optimizer": SGD,
+        "scheduler": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=60),
+        "clip_norm": 0.5,
+        "clip_value": 0.1,
+    }
+    plain, _ = fitted(net(), captured="off", **options)
+    ours, _ = fitted(net(), **options)
+    assert interpreted
+    check_alike(ours, plain)
+    assert ours.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])), "mse", nn.SmoothL1Loss()]
+)
+def test_losses(loss, interpreted):
+    x, y = data()
+    if loss == "mse" or isinstance(loss, nn.SmoothL1Loss):
+        y = nn.functional.one_hot(y, CLASSES).float()
+    options = {"loss": loss, "x_y": (x, y), "metrics": []}
+    plain, by_hand = fitted(net(), captured="off", **options)
+    ours, history = fitted(net(), **options)
+    assert interpreted
+    check_alike(ours, plain)
+    assert history.epochs[-1]["loss"] == pytest.approx(by_hand.epochs[-1]["loss"], rel=1e-4)
+
+
+def test_weights_of_classes(interpreted):
+    def fit(captured):
+        trainer = job(net(), captured=captured)
+        trainer.fit(data(), batch_size=32, epochs=5, progress=False, class_weight={1: 3.0})
+        return trainer
+
+    plain, ours = fit("off"), fit("on")
+    assert interpreted
+    check_alike(ours, plain)
+
+
+def test_a_batch_with_nan_is_held_back_and_named(interpreted):
+    x, y = data()
+    x = x.clone()
+    x[70] = float("nan")
+
+    def weights(captured):
+        model = net(norm=False)
+        with pytest.raises(NumbersError) as raised:
+            fitted(model, x_y=(x, y), captured=captured, epochs=1)
+        return copy.deepcopy(model.state_dict()), str(raised.value)
+
+    # Its batch may come before the graph is there, so the first epoch is one without it.
+    monkey = fitted(net(norm=False), epochs=1)
+    assert monkey
+    (theirs, told), (ours, ours_told) = weights("off"), weights("on")
+    assert told == ours_told
+    assert "sample 70" in told
+    assert all(torch.isfinite(value).all() for value in ours.values())
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-5, rtol=1e-4)
+
+
+class Interrupt(flatout.Callback):
+    def __init__(self, change, at):
+        self.change, self.at, self.n = change, at, 0
+
+    def on_epoch_end(self, state):
+        self.n += 1
+        if self.n == self.at:
+            self.change(state)
+
+
+def test_what_changes_meanwhile_is_followed(interpreted):
+    """A layer is frozen, weights are replaced, and the optimizer's state is loaded again."""
+
+    def replace(state):
+        model = state.trainer.model
+        model[0].weight.data = model[0].weight.data.clone() * 0.5
+
+    def load(state):
+        optimizer = state.trainer.optimizer
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    def momentum(state):
+        state.trainer.model[1].momentum = 0.5
+
+    def fit(captured):
+        changes = [Interrupt(replace, 3), Interrupt(load, 5), Interrupt(momentum, 7)]
+        return fitted(net(), captured=captured, callbacks=changes)[0]
+
+    plain, ours = fit("off"), fit("on")
+    assert len(Interpreted.graphs) == 2
+    check_alike(ours, plain)
+
+
+def test_a_resume_goes_on(interpreted, tmp_path):
+    plain, _ = fitted(net(), captured="off", epochs=8)
+    fitted(net(), epochs=4, run=tmp_path / "run")
+    ours = job(net(), run=tmp_path / "run")
+    ours.fit(data(), batch_size=32, epochs=8, progress=False, resume=True)
+    assert len(Interpreted.graphs) == 2
+    check_alike(ours, plain)
+
+
+class Counting(nn.Sequential):
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+class Deciding(nn.Sequential):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum() > 0 else y * 2
+
+
+class OnNumpy(nn.Sequential):
+    def forward(self, x):
+        return super().forward(torch.from_numpy(x.numpy() * 2))
+
+
+class Keeping(nn.Sequential):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.mask = torch.ones(12)
+
+    def forward(self, x):
+        return super().forward(x * self.mask)
+
+
+def hooked():
+    model = net()
+    model[0].register_forward_hook(lambda module, inputs, output: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "why"),
+    [
+        (network, {}, "draws random numbers"),
+        (hooked, {}, "0 (Linear) has hooks"),
+        (lambda: Counting(nn.Linear(12, 3)), {}, "the model change again and again"),
+        (lambda: Deciding(nn.Linear(12, 3)), {}, "cannot be traced"),
+        (lambda: OnNumpy(nn.Linear(12, 3)), {}, "cannot be traced"),
+        (lambda: Keeping(nn.Linear(12, 3)), {}, "keeps a tensor"),
+        (lambda: net(), {"optimizer": torch.optim.RMSprop}, "RMSprop is not known"),
+        (
+            lambda: net(),
+            {"loss": lambda output, y: output.logsumexp(1).mean()},
+            "a function of one's own",
+        ),
+        (lambda: net(), {"accumulate": 2}, "several batches"),
+    ],
+)
+def test_what_is_not_captured_says_why(model, options, why, interpreted):
+    torch.manual_seed(0)
+    theirs, _ = fitted(model(), captured="off", epochs=3, **options)
+    torch.manual_seed(0)
+    ours, history = fitted(model(), epochs=3, **options)
+    notes = [note for note in history.notes if note.startswith("compute.capture")]
+    assert len(notes) == 1
+    assert why in "".join(notes)
+    if model is not network:
+        check_alike(ours, theirs)
+
+
+def test_a_graph_that_computes_something_else_is_dropped(interpreted, monkeypatch):
+    load = capture.loaded
+
+    def wrong(number):
+        run = load(number)
+
+        def more(inputs):
+            returned = run(inputs)
+            inputs[0].mul_(1.5)
+            return returned
+
+        return more
+
+    monkeypatch.setattr(capture, "loaded", wrong)
+    plain, _ = fitted(net(), captured="off", optimizer=SGD)
+    ours, history = fitted(net(), optimizer=SGD)
+    assert any("weights would differ" in note for note in history.notes)
+    check_alike(ours, plain, within=0)
+
+
+def test_a_graph_that_fails_is_dropped_and_the_step_is_made(interpreted, monkeypatch):
+    def failing(number):
+        run = load(number)
+
+        def call(inputs):
+            if len(interpreted) == fails_at:
+                raise RuntimeError("index out of bounds")
+            return run(inputs)
+
+        return call
+
+    load = capture.loaded
+    monkeypatch.setattr(capture, "loaded", failing)
+    plain, _ = fitted(net(), captured="off")
+    for fails_at in (0, 12):
+        interpreted.clear()
+        ours, history = fitted(net())
+        assert len(interpreted) == fails_at
+        assert "compute.capture: steps run as ever: index out of bounds" in history.notes
+        check_alike(ours, plain)
+
+
+def test_a_child_that_fails_costs_nothing(monkeypatch, tmp_path):
+    """The child is not Python here, and ends with a status."""
+    monkeypatch.setattr(capture, "_ASK_EVERY", 1)
+    monkeypatch.setattr(capture.sys, "executable", "/bin/false")
+    stop = Interrupt(lambda state: time.sleep(0.2), 1)
+    plain, _ = fitted(net(), captured="off")
+    ours, history = fitted(net(), callbacks=[stop])
+    assert any("compiling failed: the process ended" in note for note in history.notes)
+    check_alike(ours, plain, within=0)
+    assert [path.name for path in (tmp_path / "cache" / "steps").iterdir()] == [".made-by-flatout"]
+
+
+def test_a_child_that_never_ends_is_ended(monkeypatch, tmp_path):
+    asleep = tmp_path / "asleep"
+    asleep.write_text("#!/bin/sh\nexec sleep 100\n")
+    asleep.chmod(0o700)
+    monkeypatch.setattr(capture.sys, "executable", str(asleep))
+    monkeypatch.setattr(capture, "_LONGEST_S", -1.0)
+    _, history = fitted(net(), epochs=6)
+    assert any("compiling took longer" in note for note in history.notes)
+    monkeypatch.setattr(capture, "_LONGEST_S", 100.0)
+    fitted(net(), epochs=2)  # the run is over before
+    assert [path.name for path in (tmp_path / "cache" / "steps").iterdir()] == [".made-by-flatout"]
+
+
+def test_the_child_dies_with_its_parent(tmp_path):
+    script = (
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', "
+        "'import sys, time; from flatout.processes import die_with_parent; "
+        "die_with_parent(int(sys.argv[1])); print(1, flush=True); time.sleep(100)', "
+        "str(os.getpid())], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline(); print(child.pid, flush=True); import time; time.sleep(100)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{child}"):
+            return
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("it lives on")
