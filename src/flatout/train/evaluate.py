@@ -17,6 +17,7 @@ from flatout.models.torch_model import TorchModel
 from flatout.recipe import Parity
 from flatout.train import guard
 from flatout.train.checks import explained
+from flatout.train.confusion import Matrix
 from flatout.train.job import Job, TorchJob
 from flatout.train.ranks import agreed, part_of
 from flatout.train.running_mean import RunningMean, mean_of
@@ -37,6 +38,7 @@ class Evaluated(Protocol):
 
     adapter: TorchModel
     model: Any
+    confusion: Matrix | None
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
         """Forward, loss and fresh metrics."""
@@ -80,7 +82,9 @@ def evaluate(
     if tally is None:
         return None
     loss = mean_of(world.gather(tally.state_dict(), "loss of an evaluation"))
-    return {"loss": loss, **job.results(world)}
+    found = {"loss": loss, **job.results(world)}
+    objective.confusion = job.confusion if isinstance(job, TorchJob) else None
+    return found
 
 
 def evaluate_batches(

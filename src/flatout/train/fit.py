@@ -27,6 +27,7 @@ from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import dump
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
+from flatout.train.confusion import table
 from flatout.train.counted import counted, operator_count
 from flatout.train.evaluate import look_at_validation
 from flatout.train.features import FrozenFeatures
@@ -303,6 +304,8 @@ class Fit:
                     self._checkpoint()
                 loop.checkpointing.wait()
             self._tell_of_waiting()
+            if state.history.confusion is not None:
+                loop.say(table(state.history.confusion, state.history.classes))
             self._close_run()
             self._call("on_fit_end")
             if self._asked:
@@ -468,6 +471,7 @@ class Fit:
             assert self.signals.received is not None
             set_random_state(before)
             self._interrupt(self.signals.received)
+        self.state.history.confusion = self.objective.confusion
         logs.update({f"val_{name}": value for name, value in found.items()})
         self._call("on_evaluate_end")
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from flatout.atomic_file import atomic_write
 from flatout.errors import FlatoutError
 from flatout.measure import LANES, Timeline
+from flatout.train.confusion import Matrix, draw_confusion, names_of, recall_of
 from flatout.train.explanation import Explanation
 from flatout.train.explanation_picture import draw
 from flatout.words import counted, rounded
@@ -52,6 +53,8 @@ class History:
             data; None where none are frozen.
         roofline: operators of the first step, as `flatout.measure.bound` takes them; None before
             it, and where the model is compiled.
+        confusion: samples of the latest validation by true class (row) and predicted class
+            (column); None where the metrics have no "confusion".
     """
 
     batch_size: int
@@ -69,6 +72,7 @@ class History:
     tuning: dict[str, Any] | None = field(default=None, repr=False)
     features: dict[str, Any] | None = field(default=None, repr=False)
     roofline: dict[str, Any] | None = field(default=None, repr=False)
+    confusion: Matrix | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"<History: {self.summary()}>"
@@ -148,6 +152,8 @@ class History:
             "startup_s": self.startup_s,
             "lanes_by_rank_ms": self.lanes_by_rank,
             "classes": list(self.classes),
+            "confusion": self.confusion,
+            "class_recall": self.class_recall(),
             "epochs": [dict(logs) for logs in self.epochs],
             "recipe": recipe
             and {
@@ -196,6 +202,30 @@ class History:
                 do="choose a folder that can be written and has room",
             ) from error
         return path
+
+    def class_recall(self) -> dict[str, float]:
+        """Return which share of each class the latest validation recognized, by the class's name.
+
+        Empty without a "confusion" among the metrics; NaN of a class without samples.
+        """
+        matrix = self.confusion or []
+        return dict(zip(names_of(matrix, self.classes), recall_of(matrix), strict=True))
+
+    def plot_confusion(self, path: str | os.PathLike[str]) -> Figure:
+        """Draw which classes the latest validation took for which into an image file.
+
+        Args:
+            path: by its ending .png, .svg or .pdf.
+
+        Raises:
+            FlatoutError: nothing was counted, or matplotlib is missing.
+        """
+        if self.confusion is None:
+            raise FlatoutError(
+                "no confusion was counted",
+                do='train with metrics=["confusion"] and validation_data',
+            )
+        return draw_confusion(self.confusion, self.classes, Path(path))
 
     def explain(self) -> str:
         """Return what was tried on which steps, what was chosen and why, and what limits a step.

@@ -12,6 +12,7 @@ from flatout.data import Source
 from flatout.errors import ModelError
 from flatout.models import KerasJob
 from flatout.train.compute import ModelCompute
+from flatout.train.confusion import ConfusionCount, Matrix
 from flatout.train.losses import Loss
 from flatout.train.metrics import Metric, as_metrics
 from flatout.train.narrow import Narrow
@@ -88,6 +89,12 @@ class TorchJob:
             for name, metric in self._metrics.items()
         }
         return found if self._losses is None else {"loss": total_of(self._losses, states), **found}
+
+    @property
+    def confusion(self) -> Matrix | None:
+        """The counts of `confusion`, as `results` has found them; None without such a metric."""
+        kept = (m.latest for m in self._metrics.values() if isinstance(m, ConfusionCount))
+        return next(kept, None)
 
     def reset(self) -> None:
         """Forget all batches."""

@@ -13,6 +13,7 @@ import torch
 
 from flatout.data import Batch
 from flatout.errors import ModelError
+from flatout.train.confusion import ConfusionCount
 from flatout.train.losses import in_shape_of
 from flatout.train.running_mean import RunningMean, mean_of
 
@@ -254,6 +255,7 @@ def _error_of(function: Callable[..., torch.Tensor]) -> Metric:
 _NAMES: dict[str, Callable[[], Metric]] = {
     "accuracy": lambda: MeanOf(accuracy, is_of_samples=True),
     "auc": Auc,
+    "confusion": ConfusionCount,
     "mse": lambda: _error_of(torch.nn.functional.mse_loss),
     "mae": lambda: _error_of(torch.nn.functional.l1_loss),
 }
@@ -274,7 +276,7 @@ def as_metrics(given: Iterable[Given] | Mapping[str, Given]) -> dict[str, Metric
 
 def _name(metric: Given) -> str:
     if isinstance(metric, str):
-        return metric
+        return "mean_recall" if metric == "confusion" else metric
     return getattr(metric, "__name__", type(metric).__name__.lower())
 
 

@@ -29,6 +29,7 @@ from flatout.train.class_counts import (
 )
 from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import call
+from flatout.train.confusion import Matrix
 from flatout.train.evaluate import evaluate, evaluating
 from flatout.train.history import History
 from flatout.train.job import Job, TorchJob, metrics_of
@@ -85,9 +86,12 @@ class Objective:
         scheduler: steps the optimizer's learning rate, or None.
         schedule_every: "step" or "epoch".
         history: the kind of History that a fit fills in.
+        confusion: counts of the latest evaluation by true and predicted class; None where they are
+            not among the metrics.
     """
 
     history: type[History] = History
+    confusion: Matrix | None = None
 
     def __init__(
         self,

@@ -68,8 +68,9 @@ class Trainer:
         lr: learning rate, for a class or name; None leaves the class's own default.
         lr_rule: a `flatout.LrRule`: how the rate follows the global batch, where it was found with
             another one; None leaves it as it is.
-        metrics: names (accuracy, auc, mse, mae), torchmetrics objects or callables; a list, or a
-            mapping by name. With several losses: such a list or mapping for each output, by name.
+        metrics: names (accuracy, auc, confusion, mse, mae), torchmetrics objects or callables; a
+            list, or a mapping by name. With several losses: such a list or mapping for each
+            output, by name.
         scheduler: a torch scheduler, or a callable that takes the optimizer and gives one.
         schedule_every: "step" or "epoch": when the scheduler steps. ReduceLROnPlateau always
             steps by epoch, on `val_loss` or, without validation, `loss`.
