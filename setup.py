@@ -20,6 +20,7 @@ setup(
             optional=True,  # without a compiler the fallbacks serve, and say so once
         )
         for name in (
+            "_augment",
             "_batch_norm",
             "_clock",
             "_criteo",

@@ -30,6 +30,7 @@ NOT_THE_PROJECT = (".git", "build", "dist", "site", "runs", "*.egg-info", "*.so"
 CACHES = (".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv")
 
 EXTENSIONS = (
+    "_augment",
     "_batch_norm",
     "_clock",
     "_criteo",

@@ -188,6 +188,19 @@ def test_crops_are_parts_of_the_padded_image():
         assert any(torch.equal(image[:, t : t + 3, u : u + 3], made) for t, u in corners)
 
 
+def test_colors_change_by_factors_that_are_drawn_for_each_image():
+    x = torch.full((200, 3, 4, 4), 100, dtype=torch.uint8)
+    found = in_order(plain(x).augment(brightness=0.5).batch(50))
+    assert torch.equal(found, found[:, :1, :1, :1].expand_as(found))
+    values = found[:, 0, 0, 0].tolist()
+    assert min(values) in range(50, 60)
+    assert max(values) in range(140, 151)
+    # One color is its own gray, to a gray level for each of the two.
+    found = in_order(plain(x).augment(contrast=0.5, saturation=0.5).batch(50)).int()
+    assert (found - 100).abs().max() <= 2
+    assert variants(plain().augment(contrast=1).batch(8)._built.plan.samples, np.arange(40)) is None
+
+
 def test_a_cache_behind_augment_holds_what_was_there_before_it():
     twice = plain().map(lambda x, y: (x // 2, y))
     want = [in_order(twice.augment(flip="both").shuffle(seed=1).batch(8), e) for e in range(3)]
@@ -224,6 +237,7 @@ def test_bad_arguments_say_what_to_do():
         ({"crop": 0}, "an int from 1, or as height and width, found 0"),
         ({"crop": (1, 2, 3)}, r"found \(1, 2, 3\)"),
         ({"crop": 2, "padding": -1}, "padding in pixels from 0, found -1"),
+        ({"brightness": -0.1}, "brightness as a number from 0 to 9, found -0.1"),
         ({"padding": 1}, "pass crop=SIZE"),
         ({"crop": 2, "five_crop": 2}, "exclude each other"),
         ({"flip": "both", "views": 0}, "views as an int from 1, found 0"),
@@ -241,6 +255,8 @@ def test_bad_images_are_errors_before_the_first_step(tmp_path):
         (plain().augment(five_crop=(2, 7)), "five_crop of 2 x 7 is larger"),
         (plain(torch.ones(8, 5)).augment(flip="both"), r"found .*float32 of shape \(5,\)"),
         (plain(torch.ones(8, 5, 5)).augment(flip="both"), "a dimension of one channel"),
+        (plain(stored()[:, :1]).augment(saturation=0.5), "gray ones have none"),
+        (plain(stored() / 255).augment(contrast=0.5), "want uint8 images .*found float32"),
         (masks.augment(flip="both"), "would not move with the pixels"),
     ]:
         with pytest.raises(DataError, match=words):

@@ -12,6 +12,7 @@ from flatout.data.block import Numbers
 from flatout.data.buffers import Buffers
 from flatout.data.draws import Draws
 from flatout.errors import DataError
+from flatout.kernels import ONE, adjust, arrange
 
 Flip = Literal["horizontal", "vertical", "both"]
 Size: TypeAlias = tuple[int, int]
@@ -24,7 +25,7 @@ _ORIENTATIONS = {None: (0,), "horizontal": (0, 4), "vertical": (0, 6), "both": (
 _TURNS, _ALL = (0, 1, 2, 3), tuple(range(8))
 _CORNERS = 5
 # Which number of a sample's sequence decides what.
-_ORIENTATION, _CORNER, _TOP, _LEFT = range(4)
+_ORIENTATION, _CORNER, _TOP, _LEFT, _COLORS = range(5)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class Augmentation:
         five_crop: height and width of one of the four corners or the middle.
         flip: mirrors half of the images; "both" does so in each direction, independently.
         rotate: 90 turns by 0, 1, 2 or 3 quarters.
+        brightness: how far from 1 its factor is drawn, on either side; 0 leaves it.
+        contrast: the same.
+        saturation: the same.
         views: how many different results a sample can have; None: as many as there are.
     """
 
@@ -45,6 +49,9 @@ class Augmentation:
     five_crop: Size | None = None
     flip: Flip | None = None
     rotate: int | None = None
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
     views: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +75,17 @@ class Augmentation:
                 "augment: crop and five_crop exclude each other",
                 do="leave one out, or write two augment stages",
             )
-        if not any((self.crop, self.five_crop, self.flip, self.rotate)):
+        for name in ("brightness", "contrast", "saturation"):
+            value = getattr(self, name)
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 <= value <= 9
+            ):
+                raise DataError(
+                    f"augment: expected {name} as a number from 0 to 9, found {value!r}"
+                )
+        if not any((self.crop, self.five_crop, self.flip, self.rotate, *self._colors)):
             raise DataError("augment: nothing to do", do="pass a choice, such as flip='horizontal'")
 
     def __str__(self) -> str:
@@ -82,7 +99,7 @@ class Augmentation:
         """How many different results an image can have; None where there is no end to them."""
         if self.views is not None:
             return self.views
-        if self.crop is not None:
+        if self.crop is not None or any(self._colors):
             return None
         return len(self._orientations) * (1 if self.five_crop is None else _CORNERS)
 
@@ -99,12 +116,24 @@ class Augmentation:
             return _ORIENTATIONS[self.flip]
         return _TURNS if self.flip is None else _ALL
 
-    def check(self, height: int, width: int) -> None:
-        """Refuse images that are too small.
+    def check(self, height: int, width: int, channels: int, dtype: npt.DTypeLike) -> None:
+        """Refuse images that cannot be changed like this.
 
         Raises:
-            DataError: a crop is larger than the images, or they are to be turned and not square.
+            DataError: colors are to change and images are no bytes, gray images are to be
+                saturated, a crop is larger than the images, or images to turn are not square.
         """
+        if any(self._colors) and (dtype != np.uint8 or channels not in (1, 3)):
+            raise DataError(
+                "augment: brightness, contrast and saturation want uint8 images of 1 or 3 "
+                f"channels, found {dtype} with {channels}",
+                do="hand over the images as bytes, and write .normalize() behind augment",
+            )
+        if self.saturation and channels != 3:
+            raise DataError(
+                "augment: saturation wants images of 3 channels, and gray ones have none",
+                do="leave saturation out, or read colors: images(..., channels=3)",
+            )
         wanted = self.crop or self.five_crop
         if wanted is not None:
             around = 2 * self.padding
@@ -135,10 +164,24 @@ class Augmentation:
         choices = np.array(self._orientations, np.int64)
         orientation = choices[draws.below(len(choices), _ORIENTATION)]
         made = buffers.empty((rows, *size, channels), pixels.dtype)
-        for row, (top, left) in enumerate(self._places(height, width, draws).tolist()):
-            cut = _cut(pixels[row], top, left, size)
-            made[row] = _turned(cut, int(orientation[row]))
+        places = np.column_stack([self._places(height, width, draws), orientation])
+        arrange(pixels, made, places)
+        if any(self._colors):
+            adjust(made, self._factors(draws))
         return made
+
+    @property
+    def _colors(self) -> tuple[float, float, float]:
+        return self.brightness, self.contrast, self.saturation
+
+    def _factors(self, draws: Draws) -> Numbers:
+        """Of brightness, contrast and saturation, in 65536ths, of shape (rows, 3)."""
+        columns = []
+        for at, most in enumerate(self._colors):
+            low, high = max(0.0, 1 - most), 1 + most
+            drawn = low + (high - low) * draws.uniform(_COLORS + at)
+            columns.append(np.rint(drawn * ONE).astype(np.int64))
+        return np.column_stack(columns)
 
     def _places(self, height: int, width: int, draws: Draws) -> Numbers:
         """Top and left of what is cut out, of shape (rows, 2); they may lie outside the image."""
@@ -168,21 +211,3 @@ def size_of(name: str, given: Any) -> Size | None:
 
 def _is_count(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _cut(image: Pixels, top: int, left: int, size: Size) -> Pixels:
-    """A part of an image, black where it reaches beyond it."""
-    height, width = image.shape[:2]
-    if top >= 0 and left >= 0 and top + size[0] <= height and left + size[1] <= width:
-        return image[top : top + size[0], left : left + size[1]]
-    part = np.zeros((*size, image.shape[2]), image.dtype)
-    inside = image[max(0, top) : top + size[0], max(0, left) : left + size[1]]
-    down, right = max(0, -top), max(0, -left)
-    part[down : down + inside.shape[0], right : right + inside.shape[1]] = inside
-    return part
-
-
-def _turned(image: Pixels, orientation: int) -> Pixels:
-    """In an orientation, as a view."""
-    mirrored = image[:, ::-1] if orientation & 4 else image
-    return np.rot90(mirrored, orientation & 3)

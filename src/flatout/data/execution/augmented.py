@@ -149,7 +149,8 @@ class Augmented:
     ) -> npt.NDArray[Any]:
         assert isinstance(values, np.ndarray)
         pixels = as_pixels(values)
-        self.augmentation.check(*pixels.shape[1:3])
+        _, height, width, channels = pixels.shape
+        self.augmentation.check(height, width, channels, pixels.dtype)
         made = self.augmentation(pixels, draws, buffers)
         if values.ndim == 3:
             return made[..., 0]

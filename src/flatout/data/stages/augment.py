@@ -90,6 +90,9 @@ def augment(
     five_crop: int | tuple[int, int] | None = None,
     flip: Flip | None = None,
     rotate: int | None = None,
+    brightness: float = 0.0,
+    contrast: float = 0.0,
+    saturation: float = 0.0,
     views: int | None = None,
 ) -> P:
     """Images changed at random: for each sample and epoch otherwise.
@@ -106,6 +109,10 @@ def augment(
         flip: mirror half of the images: "horizontal", left to right; "vertical", upside down; or
             "both", each independently.
         rotate: 90 turns images, which are square, by 0, 1, 2 or 3 quarters.
+        brightness: multiplies by a factor from 1 - brightness, at least 0, to 1 + brightness. Of
+            this and the next two torchvision's formulas are used, on uint8 images.
+        contrast: the same factor for the distance from the mean gray.
+        saturation: the same factor for the distance from each pixel's gray.
         views: so many draws for each sample, one of which is taken in each epoch, in place of a new
             one: what is computed of a sample can then be kept. This changes learning.
 
@@ -119,6 +126,9 @@ def augment(
         five_crop=size_of("five_crop", five_crop),
         flip=flip,
         rotate=rotate,
+        brightness=brightness,
+        contrast=contrast,
+        saturation=saturation,
         views=views,
     )
     return self._with(Augment(augmentation))
