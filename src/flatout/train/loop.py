@@ -399,11 +399,13 @@ class Loop:
         if not turn.gathered:
             turn.gathered_from = self.feed.taken
         turn.gathered.append(batch)
-        return len(turn.gathered) >= self.accumulate and self.flush(compute, optimizer)
+        return len(turn.gathered) >= self.accumulate and self._flush(compute, turn)
 
     def flush(self, compute: Compute, optimizer: Optimizers | None = None) -> bool:
         """Make an optimizer step of the batches gathered so far, as at the end of an epoch."""
-        turn = self.stepper.turn_of(optimizer)
+        return self._flush(compute, self.stepper.turn_of(optimizer))
+
+    def _flush(self, compute: Compute, turn: Turn) -> bool:
         if not turn.gathered:
             return False
         batches = tuple(turn.gathered)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def place_model(loop: Loop, model: nn.Module) -> list[str]:
     """Move the model, and what its optimizers hold; returns what is said of another place."""
     asked = loop.requested.world
-    loop.feed.device, loop.why_device = device_here(asked)
+    device, loop.why_device = device_here(asked)
+    loop.feed.set_device(device)
     loop.placement = place(model, loop.device, strict=asked.placement == "strict")
     words = loop.placement.words_of_fallbacks()
     if asked.device not in ("auto", str(loop.device), loop.device.type):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
@@ -44,6 +44,7 @@ _Found = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
 _T = TypeVar("_T")
 # Divides what is zero; any smaller and 1 / _TINY would not be finite in float32.
 _TINY = 1e-12
+_NO_OTHERS = nullcontext()
 
 
 class Weighing(ABC):
@@ -388,14 +389,16 @@ class Stepper:
         # No rank has fewer samples than pieces.
         return min(int(table[0].max()), int(table[1].min()))
 
-    @contextmanager
-    def _all_together(self) -> Iterator[None]:
+    def _all_together(self) -> AbstractContextManager[None]:
         """Within, all ranks run the same forward and backward, and draw each their own numbers."""
         # Before steps are those of all ranks, each tries settings alone.
         if self.world.size == 1 or self._norms is None:
-            yield
-            return
-        with rank_rng(self.world), self._norms.together():
+            return _NO_OTHERS
+        return self._of_all_ranks(self._norms)
+
+    @contextmanager
+    def _of_all_ranks(self, norms: SyncBatchNorm) -> Iterator[None]:
+        with rank_rng(self.world), norms.together():
             yield
 
     def meet(self, world: World) -> None:
