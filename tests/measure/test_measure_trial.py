@@ -145,6 +145,15 @@ def test_one_quadruple_always_runs_and_proves_nothing():
     assert Machine(6).trial(min_pairs=1, floor=1.0).pairs == 2
 
 
+def test_the_interval_of_one_quadruple_is_as_wide_as_its_noise():
+    blocks = iter((2.0, 1.0, 1.0, 2.2))
+    result = run_trial(lambda: next(blocks), lambda: next(blocks), deadline_s=0.0)
+    assert result.pairs == 1
+    assert result.floor > 0.04
+    assert result.high / result.ratio == pytest.approx(1 + result.floor)
+    assert result.ratio / result.low == pytest.approx(1 + result.floor)
+
+
 def test_the_same_blocks_give_the_same_result():
     assert Machine(7).trial(0.011) == Machine(7).trial(0.011)
 

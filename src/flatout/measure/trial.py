@@ -58,8 +58,8 @@ class TrialResult:
 
     Args:
         ratio: time A / time B; above 1 means that B is faster.
-        low: lower end of the ratio's 95% interval.
-        high: upper end of it.
+        low: lower end of the ratio's 95% interval; of a single quadruple, the floor below it.
+        high: upper end of it, likewise.
         floor: how far from 1 the ratio of A against A may lie by noise alone: 0.01 is 1%.
         pairs: how many quadruples A B B A were run.
         a_median: median over A's blocks, in seconds per step.
@@ -287,11 +287,14 @@ def bootstrap_ratio(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> Int
 def _judge(a: _Array, b: _Array, floor: float, seed: int, seconds: float) -> TrialResult:
     """Returns the result of quadruples, where `a` and `b` hold two blocks each: (pairs, 2)."""
     low, ratio, high = bootstrap_paired(a, b, seed=seed)
+    floor = max(floor, _floor(a, b, seed))
+    if len(a) == 1:  # nothing to resample: its own noise is all that is known
+        low, high = ratio / (1 + floor), ratio * (1 + floor)
     return TrialResult(
         ratio=ratio,
         low=low,
         high=high,
-        floor=max(floor, _floor(a, b, seed)),
+        floor=floor,
         pairs=len(a),
         a_median=float(np.median(a)),
         b_median=float(np.median(b)),
