@@ -129,13 +129,19 @@ class FrozenFeatures:
         is_frozen = not all(p.requires_grad for p in self._model.parameters())
         return is_frozen and self._where != "off"
 
-    def begin(self, part: Source, epoch: int) -> None:
+    def begin(self, part: Source, epoch: int) -> bool:
         """Before batches of an epoch are made: decide, where that is due and settings are known.
 
         Args:
             part: what this rank reads of the source.
             epoch: its number.
+
+        Returns:
+            Whether the epoch's batches need be looked at.
         """
+        self._restarts = False
+        if self._cut is None and not self._may_keep:
+            return False
         if self._is_due(epoch):
             samples = numbered(self._source)
             can_look = isinstance(samples, Numbered) or isinstance(self._source, Pipeline)
@@ -143,6 +149,7 @@ class FrozenFeatures:
             self._decide(self._loop.ready(first[0]) if first else None, epoch)
         self._restarts = False
         self._say = self._loop.note
+        return True
 
     def read_from(self, part: Source) -> Source:
         """What batches are read from: where decoded pixels are kept, a pipeline with a cache."""
@@ -171,7 +178,7 @@ class FrozenFeatures:
         """Once settings are decided; and in a later epoch where the frozen layers have changed."""
         tuner = self._loop.tuner
         is_due = self._decided_in < 0 or (self._has_dropped and epoch > self._decided_in)
-        return is_due and self._may_keep and (tuner is None or not tuner.is_searching)
+        return is_due and (tuner is None or not tuner.is_searching) and self._may_keep
 
     def taken(self) -> int:
         """Nanoseconds that the frozen layers took since this was asked last."""

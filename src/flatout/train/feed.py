@@ -58,8 +58,8 @@ class Feed:
         if hasattr(self.source, "expect_epochs"):
             self.source.expect_epochs(epochs)
         features = self.features
-        if features is not None:
-            features.begin(part, epoch)
+        if features is not None and not features.begin(part, epoch):
+            features = None
         iterator = self._begun(part, epoch)
         while True:
             if features is not None and features.must_restart():

@@ -164,6 +164,7 @@ class ArraySource:
         self.steps: int | None = plan.steps
         self.samples: int | None = plan.used
         self._pin = pin_memory and data.device.type == "cpu" and torch.accelerator.is_available()
+        self._peeked: Tensor | None = None  # the order of epoch 0
         self._scaled = data.scale is not None or data.shift is not None
         self._take = (
             _taker(data.inputs, partial(self._tensor_taker, scaled=self._scaled)),
@@ -186,7 +187,11 @@ class ArraySource:
 
     def peek(self, count: int) -> list[Batch]:
         """The first batches of epoch 0, without using anything up."""
-        return list(islice(self.batches(0), count))
+        order = self._order(0)
+        self._peeked = order
+        batches = list(islice(self.batches(0), count))
+        self._peeked = order
+        return batches
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: (epoch, step) says it all."""
@@ -202,12 +207,19 @@ class ArraySource:
             DataError: the epoch has no such step.
         """
         first = self.plan.first(start_step)
-        order = torch.from_numpy(self.plan.order(epoch))
+        order = self._order(epoch)
         if not self.plan.shuffle:
             order = order.clone()  # batches give out views of it, and the one who has one may write
         if self.plan.shuffle or self._scaled or self._pin:
             return self._gathered(order, first)
         return self._viewed(order, first)
+
+    def _order(self, epoch: int) -> Tensor:
+        """The numbers of an epoch's samples; the first epoch's are asked for by `peek` before."""
+        order, self._peeked = self._peeked, None
+        if order is None or epoch:
+            return torch.from_numpy(self.plan.order(epoch))
+        return order
 
     def _gathered(self, order: Tensor, first: int) -> Iterator[Batch]:
         take_inputs, take_targets, take_weight = self._take
@@ -261,6 +273,7 @@ class ArraySamples:
         self.form = Form(
             *(map_tensors(lambda _: Leaf(next(names)), tree) for tree in trees.values())
         )
+        self._peeked: Tensor | None = None  # the order of epoch 0
         self._scaled = data.scale is not None or data.shift is not None
 
     @property
