@@ -372,10 +372,10 @@ class Fit:
 
     def _optimizer_steps(self) -> Iterator[None]:
         """Train on the rest of the epoch; yields after each optimizer step."""
-        loop, compute = self.loop, self.compute
+        loop, compute, stepper = self.loop, self.compute, self.loop.stepper
         batches = loop.batches(self.source)
         while (batch := self._next(batches)) is not None:
-            loop.stepper.wants_to_stop = self.signals.received is not None
+            stepper.wants_to_stop = self.signals.received is not None
             if self._counted(batch) if self._count is not None else loop.step(compute, batch):
                 yield
         if loop.flush(compute):
@@ -504,9 +504,12 @@ class Fit:
 
     def _asked_to_stop(self) -> int | None:
         """The signal that stops training now, on all ranks after the same step."""
-        if self.loop.world.size > 1 and not self.loop.stepper.stopping:
+        world = self.loop.world
+        if world.size == 1:
+            return self.signals.received
+        if not self.loop.stepper.stopping:
             return None
-        received = self.loop.world.gather(self.signals.received)
+        received = world.gather(self.signals.received)
         return next((signum for signum in received if signum is not None), None)
 
     def _interrupt(self, signum: int) -> NoReturn:

@@ -395,7 +395,8 @@ class Loop:
             ModelError: in the first step, where output and targets differ in shape and broadcast.
             FlatoutError: `prepare` was not given this optimizer.
         """
-        turn = self.stepper.turn_of(optimizer)
+        stepper = self.stepper
+        turn = stepper.joint if optimizer is None else stepper.turn_of(optimizer)
         if not turn.gathered:
             turn.gathered_from = self.feed.taken
         turn.gathered.append(batch)

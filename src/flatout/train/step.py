@@ -245,7 +245,8 @@ class Stepper:
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         """Those of the mean loss over the batches of all ranks."""
-        self._check_places(batches)
+        if self.dropout is not None:
+            self._check_places(batches)
         strategy, log = self._strategy(), self.world.collectives
         log.step, before = step, log.waited
         with self._all_together():
@@ -370,8 +371,7 @@ class Stepper:
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def _check_places(self, batches: Sequence[Batch]) -> None:
-        is_part = self.dropout is not None and self.world.size > 1
-        if is_part and not all(batch.whole for batch in batches):
+        if self.world.size > 1 and not all(batch.whole for batch in batches):
             raise DataError(
                 "dropout by sample wants to know where in the batch of all ranks these samples are",
                 do="let Flatout hand out each rank's part of a batch (no shard by files or rows); "
