@@ -9,6 +9,7 @@ from flatout.report.notebook import load_ipython_extension as load_ipython_exten
 from flatout.report.notebook import unload_ipython_extension as unload_ipython_extension
 from flatout.train.callbacks import Callback as Callback
 from flatout.train.callbacks import EarlyStopping as EarlyStopping
+from flatout.train.callbacks import Unfreeze as Unfreeze
 from flatout.train.history import History as History
 from flatout.train.loop import Loop as Loop
 from flatout.train.trainer import Trainer as Trainer

@@ -42,7 +42,7 @@ LONG_PAGES = [
     DOCS / "data" / "tables.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
-PAGES = [DOCS / "loop.md", DOCS / "data" / "pipes.md"]
+PAGES = [DOCS / "loop.md", DOCS / "data" / "pipes.md", DOCS / "freezing.md"]
 # What measuring decides differs between machines, and so do the machines themselves.
 # What a machine has, and what is wrong with it, is its own.
 DIFFERS = (

@@ -10,7 +10,7 @@ from torch import nn
 
 from flatout.errors import ModelError
 from flatout.models.adapter import adapter_of
-from flatout.models.hold import matching
+from flatout.models.hold import keeps_statistics, matching
 
 _M = TypeVar("_M", bound=nn.Module)
 Patterns = str | Iterable[str]
@@ -79,6 +79,27 @@ def unfreeze(model: _M, layers: Patterns | None = None, *, batch_norm: bool = Fa
     chosen = [model] if layers is None else _chosen(own.named(), _listed(layers))
     own.release(chosen, batch_norm=batch_norm)
     return model
+
+
+def frozen_parameters(
+    model: nn.Module, layers: Patterns | None = None, *, batch_norm: bool = False
+) -> list[nn.Parameter]:
+    """The parameters that `unfreeze` may let train.
+
+    Raises:
+        ModelError: as of `unfreeze`.
+    """
+    own = adapter_of(model)
+    chosen = [model] if layers is None else _chosen(own.named(), _listed(layers))
+    parts = [part for layer in chosen for part in layer.modules()]
+    found = {
+        id(value): value
+        for part in parts
+        if batch_norm or not keeps_statistics(part)
+        for value in part.parameters(recurse=False)
+        if not value.requires_grad
+    }
+    return list(found.values())
 
 
 def _listed(layers: Patterns) -> list[str]:

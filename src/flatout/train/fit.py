@@ -145,6 +145,8 @@ class Fit:
         state, loop, objective = self.state, self.loop, self.objective
         if not objective.model.training:
             objective.model.train()
+        for callback in self.callbacks:
+            callback.prepare(state)
         planned = None
         if state.steps_per_epoch is not None:
             planned = state.steps_per_epoch * max(0, state.epochs - self._initial_epoch)

@@ -47,6 +47,9 @@ class Callback:
         """Whether it may add to the logs: Flatout's own callbacks do not."""
         return not type(self).__module__.startswith("flatout.")
 
+    def prepare(self, state: FitState) -> None:
+        """Called before settings are decided, and before a checkpoint is put back."""
+
     def check(self, state: FitState, figures: Figures) -> None:
         """Called before the first epoch: raise here what would fail only at the end of one."""
 

@@ -1,0 +1,144 @@
+"""Letting frozen layers train from a later epoch on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flatout.errors import ModelError
+from flatout.models import frozen_parameters, unfreeze
+from flatout.optim import KerasOptimizer
+from flatout.train.callbacks.callback import Callback, Figures
+from flatout.words import count_words
+
+if TYPE_CHECKING:
+    from flatout.train.state import FitState
+
+
+class Unfreeze(Callback):
+    """Lets frozen layers train from the start of an epoch on.
+
+        flatout.freeze(model, until="features.23")
+        thaw = flatout.Unfreeze(epoch=4, layers="features.1*", lr=1e-5)
+        trainer.fit(train, epochs=10, callbacks=[thaw])
+
+    The optimizer stays the same object with the same state. From the start of the fit it holds the
+    layers' parameters, which it leaves alone as long as they are frozen, so that a resume is exact
+    before and after that epoch.
+
+    Args:
+        epoch: from which on they train, counted from 1.
+        layers: their names, as in `flatout.freeze`; None for all that are frozen.
+        lr: their learning rate, in a parameter group of their own; None for the optimizer's own.
+            A scheduler goes on from it as from the rates of other groups.
+        batch_norm: whether BatchNorm layers train and move their statistics on again, too.
+
+    Raises:
+        ModelError: before the first step: the model has no layer of such a name, the scheduler
+            cannot take a new parameter group, or the optimizer is a compiled Keras model's.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        layers: str | Iterable[str] | None = None,
+        *,
+        lr: float | None = None,
+        batch_norm: bool = False,
+    ) -> None:
+        if epoch < 1:
+            raise ModelError(f"Unfreeze(epoch={epoch})", do="count epochs from 1")
+        self.epoch = epoch
+        self.layers = layers if layers is None or isinstance(layers, str) else tuple(layers)
+        self.lr = lr
+        self.batch_norm = batch_norm
+        self._waiting: list[nn.Parameter] = []
+
+    def prepare(self, state: FitState) -> None:
+        """Hand the parameters to the optimizer before anything is decided."""
+        trainer = state.trainer
+        # A compiled Keras model's is made when its weights are known.
+        if trainer.optimizer is None or isinstance(trainer.optimizer, KerasOptimizer):
+            raise ModelError(
+                "a compiled Keras optimizer takes no weights after it was built, and Unfreeze adds "
+                "some",
+                do="fit up to this epoch, then flatout.unfreeze(model, layers), model.compile(...) "
+                "with the new rate, and fit again with initial_epoch",
+            )
+        self._waiting = frozen_parameters(trainer.model, self.layers, batch_norm=self.batch_norm)
+        _hand_over(trainer.optimizer, trainer.scheduler, self._waiting, self.lr)
+
+    def check(self, state: FitState, figures: Figures) -> None:
+        """Let layers train at once where a resume goes on behind their epoch."""
+        if self.epoch > state.epochs:
+            state.trainer.loop.say(
+                f"Unfreeze(epoch={self.epoch}) never comes: the last epoch is {state.epochs}"
+            )
+        self._begin_if_due(state)
+
+    def on_epoch_start(self, state: FitState) -> None:
+        """Let the layers train from here on."""
+        self._begin_if_due(state)
+
+    def _begin_if_due(self, state: FitState) -> None:
+        if state.epoch + 1 < self.epoch or not self._waiting:
+            return
+        model, loop = state.trainer.model, state.trainer.loop
+        unfreeze(model, self.layers, batch_norm=self.batch_norm)
+        count = sum(parameter.numel() for parameter in self._waiting if parameter.requires_grad)
+        self._waiting = []
+        loop.stepper.parameters_changed()
+        rate = "" if self.lr is None else f" at lr {self.lr:g}"
+        loop.note(f"epoch {state.epoch + 1}: {count_words(count)} more parameters train{rate}")
+
+
+def _hand_over(
+    optimizer: torch.optim.Optimizer, scheduler: Any, waiting: list[nn.Parameter], lr: float | None
+) -> None:
+    """Let the optimizer hold the parameters, where a rate is given in a group of their own."""
+    groups = optimizer.param_groups
+    held = {id(p) for group in groups for p in group["params"]}
+    if lr is None:
+        own = [p for p in waiting if id(p) not in held]
+    else:
+        own = list(waiting)
+        moved = {id(p) for p in own}
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) not in moved]
+    if not own:
+        return
+    group = {"params": own} if lr is None else {"params": own, "lr": lr}
+    optimizer.add_param_group(group)
+    if scheduler is not None:
+        for one in _schedulers(scheduler):
+            _follow(one, optimizer.param_groups[-1])
+
+
+def _schedulers(scheduler: Any) -> Iterator[Any]:
+    """A scheduler and those that it is made of."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _schedulers(inner)
+
+
+def _follow(scheduler: Any, group: dict[str, Any]) -> None:
+    """Let a scheduler step one more parameter group, of which it knows no other rate yet."""
+    rates, functions = getattr(scheduler, "base_lrs", None), getattr(scheduler, "lr_lambdas", None)
+    if functions is not None and len({id(function) for function in functions}) > 1:
+        raise ModelError(
+            f"{type(scheduler).__name__} has a function for each parameter group, and none for "
+            "the layers that Unfreeze lets train",
+            do="give the optimizer a parameter group with these layers, and leave out lr",
+        )
+    group.setdefault("initial_lr", group["lr"])
+    if rates is not None:
+        rates.append(group["initial_lr"])
+    if functions is not None:
+        functions.append(functions[0])
+    if hasattr(scheduler, "min_lrs"):  # ReduceLROnPlateau
+        scheduler.min_lrs.append(scheduler.min_lrs[0])
+    if hasattr(scheduler, "_last_lr"):
+        scheduler._last_lr.append(group["lr"])
