@@ -31,6 +31,7 @@ from flatout.train.confusion import table
 from flatout.train.counted import counted, operator_count
 from flatout.train.evaluate import look_at_validation
 from flatout.train.features import FrozenFeatures
+from flatout.train.freezing_checks import freezing_lines
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
 from flatout.train.objective import Objective, validates
@@ -147,6 +148,8 @@ class Fit:
             objective.model.train()
         for callback in self.callbacks:
             callback.prepare(state)
+        for line in freezing_lines(objective.model, objective.optimizer):
+            loop.say(line)
         planned = None
         if state.steps_per_epoch is not None:
             planned = state.steps_per_epoch * max(0, state.epochs - self._initial_epoch)
