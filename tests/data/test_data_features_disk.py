@@ -245,6 +245,7 @@ def test_a_kill_loses_nothing_that_was_kept():
     assert not store.told
 
 
+@pytest.mark.slow
 def test_two_processes_that_fill_one_store_share_what_they_have():
     program = """
     order = np.random.default_rng(int(sys.stdin.readline())).permutation(2000)
