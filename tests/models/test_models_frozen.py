@@ -9,7 +9,7 @@ from torch import nn
 
 import flatout
 from flatout.data import Features
-from flatout.models import find_cuts
+from flatout.models import find_cuts, find_rewrites, fused_norms_of, recompute_activations
 
 
 class Residual(nn.Module):
@@ -150,3 +150,176 @@ def test_copies_and_pickles_of_a_cut_model_are_whole():
         assert torch.equal(other(pictures()), model(pictures()))
     undo()
     assert "_call_impl" not in vars(model)
+
+
+class Plain(nn.Module):
+    """A straight forward, whose pools a rewrite moves before the activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 2), nn.Conv2d(8, 4, 1)])
+        self.norm = nn.BatchNorm2d(8)
+        self.pool = nn.MaxPool2d(2)
+        self.relu = nn.ReLU()
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.pool(self.relu(self.convs[0](x)))
+        x = self.relu(self.norm(self.convs[1](x)))
+        return self.head(self.pool(self.relu(self.convs[2](x))).flatten(1))
+
+
+@pytest.mark.parametrize("changes", [find_rewrites, fused_norms_of, lambda model: []])
+def test_rewrites_may_come_and_go_while_a_model_is_cut(changes):
+    model = made(Plain)
+    model.convs[0].requires_grad_(False)
+    rewrites = changes(model)
+    undo = [rewrite.apply() for rewrite in rewrites]
+    cut = find_cuts(model, pictures()).cuts[-1]
+    assert cut.name == "behind pool (MaxPool2d)"
+    assert the_same(model, pictures(), cut)
+    state = copy.deepcopy(model.state_dict())
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(cut.rest(cut.prefix(pictures())), model(pictures()))
+    model.train()
+    for one in reversed(undo):
+        one()
+    if changes is find_rewrites:
+        assert the_same(model, pictures(), cut)
+    model.load_state_dict(state)
+
+
+def test_a_part_may_recompute_its_activations():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)), nn.Linear(16, 2))
+    model[:4].requires_grad_(False)
+    undo = recompute_activations(model)
+    inputs = torch.randn(6, 16)
+    cut = find_cuts(model, inputs).cuts[-1]
+    assert cut.name == "behind 3 (Linear)"
+    assert the_same(model, inputs, cut)
+    undo()
+
+
+class Words(nn.Module):
+    """A transformer whose samples lie in the second dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(30, 32)
+        self.place = nn.Parameter(torch.randn(7, 1, 32))
+        layer = nn.TransformerEncoderLayer(32, 4, 64)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, ids):
+        return self.head(self.encoder(self.embedding(ids.T) + self.place).mean(0))
+
+
+def test_a_transformer_is_cut_between_its_layers():
+    model = made(Words)
+    inputs = torch.randint(0, 30, (6, 7))
+    last = flatout.freeze(model, until="encoder.layers.1").train()
+    model.place.requires_grad_(False)
+    cut = find_cuts(last, inputs).cuts[-1]
+    assert cut.name == "behind encoder.layers.1 (TransformerEncoderLayer)"
+    assert cut.bytes_per_sample == 7 * 32 * 4
+    assert the_same(model, inputs, cut)
+
+
+def test_rounding_by_place_is_not_taken_for_a_batch_that_counts():
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 256), nn.Linear(256, 4))
+    model[:3].requires_grad_(False)
+    found = find_cuts(model, torch.randn(32, 1024))
+    assert not found.hindrance
+    assert found.cuts[-1].bytes_per_sample == 1024
+
+
+class Projected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 8), requires_grad=False)
+        self.scale = torch.ones(8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(x @ self.weight * self.scale)
+
+
+def test_weights_that_forward_itself_reads_are_frozen_too():
+    cut = find_cuts(made(Projected), torch.randn(6, 64)).cuts[-1]
+    assert cut.tensors.keys() == {"weight", "scale"}
+    assert cut.bytes_per_sample == 32
+
+
+class Fading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * 0.9**self.calls
+
+
+@pytest.mark.parametrize("spoiled", ["hook", "hook around", "hook of the model", "attribute"])
+def test_what_else_happens_in_a_call_keeps_it_from_being_left_out(spoiled):
+    torch.manual_seed(0)
+    frozen = Fading() if spoiled == "attribute" else nn.Linear(16, 16)
+    model = nn.Sequential(nn.Sequential(frozen, nn.Tanh()), nn.Linear(16, 2))
+    model[0].requires_grad_(False)
+    hooked = {"hook": frozen, "hook around": model[0], "hook of the model": model}.get(spoiled)
+    handle = hooked and hooked.register_forward_hook(lambda *call: None)
+    found = find_cuts(model, torch.randn(6, 16))
+    assert not found.cuts
+    assert ("calls" if spoiled == "attribute" else "hook") in found.hindrance
+    assert getattr(frozen, "calls", 0) == 0
+    if handle is not None:
+        handle.remove()
+        model[1].register_forward_hook(lambda *call: None)
+        assert find_cuts(model, torch.randn(6, 16)).cuts
+
+
+@pytest.mark.parametrize("change", ["another tensor", "an attribute", "a hook"])
+def test_a_change_past_the_tensors_is_noticed(change):
+    model = flatout.freeze(made(Net), until="blocks.0").train()
+    block = model.blocks[0]
+    block.gain = 1.0
+    cut = find_cuts(model, pictures()).cuts[-1]
+    assert cut.is_current()
+    if change == "another tensor":
+        block.first.weight = nn.Parameter(block.first.weight.clone(), requires_grad=False)
+    elif change == "an attribute":
+        block.gain = 0.5
+    else:
+        block.norm.register_forward_hook(lambda *call: None)
+    assert not cut.is_current()
+
+
+def test_keras_layers_are_cut_within_a_model_of_the_model():
+    keras = pytest.importorskip("keras")
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    base = keras.Sequential(
+        [
+            keras.Input((16, 16, 3)),
+            layers.Conv2D(8, 3, activation="relu"),
+            layers.BatchNormalization(),
+            layers.MaxPooling2D(),
+            layers.Conv2D(8, 3, activation="relu"),
+        ]
+    )
+    image = keras.Input((16, 16, 3))
+    head = layers.Dense(3)(layers.Dropout(0.5)(layers.GlobalAveragePooling2D()(base(image))))
+    model = keras.Model(image, head)
+    for layer in base.layers[:3]:
+        layer.trainable = False
+    inputs = torch.randn(6, 16, 16, 3)
+    cut = find_cuts(model, inputs).cuts[-1]
+    assert "MaxPooling2D" in cut.name
+    assert cut.bytes_per_sample == 7 * 7 * 8 * 4
+    base.layers[1].trainable = True
+    assert all("BatchNorm" not in cut.name for cut in find_cuts(model, inputs).cuts)
+    assert not cut.is_current()

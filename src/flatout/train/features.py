@@ -374,7 +374,7 @@ class FrozenFeatures:
             "inputs": repr(self._loop.feed.inputs),
             "normalization": repr(getattr(source, "normalization", None)),
             "cut": cut.name,
-            "model": adapter_of(self._model).structure(),
+            "model": adapter_of(self._model).lines(),
             "device": self._loop.device.type,
             **{name: getattr(now, name) for name in _DECIDES},
         }

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,9 @@ def taking_part(run: Run, parts: Iterable[tuple[str, Any]]) -> Iterator[None]:
         attribute = "call" if hasattr(part, "_flatten_layers") else attribute
         own = vars(part)
         kept.append((own, attribute, own.get(attribute, _NONE)))
-        own[attribute] = _asking(run, name, getattr(part, attribute))
+        own[attribute] = _asking(
+            run, name, getattr(part, attribute), written_of(part, run.as_written)
+        )
     try:
         yield
     finally:
@@ -96,13 +99,26 @@ def taking_part(run: Run, parts: Iterable[tuple[str, Any]]) -> Iterator[None]:
 _NONE = object()
 
 
-def _asking(run: Run, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def _asking(
+    run: Run, name: str, call: Callable[..., Any], written: Callable[..., Any] | None
+) -> Callable[..., Any]:
     """A part's call, which asks the run what to do."""
 
     def asked(*args: Any, **kwargs: Any) -> Any:
-        return run.module(name, call, args, kwargs)
+        return run.module(name, call, written or call, args, kwargs)
 
     return asked
+
+
+def written_of(part: Any, as_written: bool) -> Callable[..., Any] | None:
+    """The forward of its class where a rewrite of ours is on the part; None where none is.
+
+    A rewrite makes calls in another order, and only in training: a part that is cut runs as it is
+    written, so that it is cut in the same place whatever is rewritten meanwhile.
+    """
+    own = vars(part).get("forward")
+    is_ours = getattr(own, "__module__", "").startswith("flatout.models.")
+    return MethodType(type(part).forward, part) if as_written and is_ours else None
 
 
 def call_with(model: Any, inputs: Any, call: Callable[..., Any] | None = None) -> Any:

@@ -12,13 +12,25 @@ from torch import nn
 
 from flatout.data import Features
 from flatout.errors import ModelError
-from flatout.models.frozen.calls import Frame, call_with, is_keras, is_transparent, taking_part
+from flatout.models.frozen.calls import (
+    Frame,
+    call_with,
+    is_keras,
+    is_transparent,
+    taking_part,
+    written_of,
+)
 from flatout.models.frozen.form import Form
 from flatout.models.frozen.plan import Plan, Step
 from flatout.models.frozen.recording import Given
 from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
 
 _ACTING = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+_PLAIN = (bool, int, float, str)
+
+
+def _is_option(name: str, value: Any) -> bool:
+    return name != "training" and type(value) in _PLAIN
 
 
 class _Enough(BaseException):
@@ -30,15 +42,22 @@ class _Part:
 
     Args:
         plan: what is to be done at each call.
+        as_written: whether modules that are cut run as they are written, not as rewritten.
         forms: of all values that may have to be stood for.
         samples: of the batch.
         values: that are known, by number.
     """
 
     def __init__(
-        self, plan: Plan, forms: dict[int, Form], samples: int, values: dict[int, torch.Tensor]
+        self,
+        plan: Plan,
+        as_written: bool,
+        forms: dict[int, Form],
+        samples: int,
+        values: dict[int, torch.Tensor],
     ) -> None:
-        self._plan = plan
+        self.plan = plan
+        self.as_written = as_written
         self._forms = forms
         self._samples = samples
         self._frame = Frame(())
@@ -59,16 +78,21 @@ class _Part:
         answer = about(name, function, args, kwargs)
         if answer is not NotImplemented:
             return answer
-        return self._take(self._plan.steps.get(self._frame.key(f":{name}")), function, args, kwargs)
+        return self._take(self.plan.steps.get(self._frame.key(f":{name}")), function, args, kwargs)
 
     def module(
-        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        call: Callable[..., Any],
+        written: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """A call of a module that takes part."""
         if self._inside:
             return call(*args, **kwargs)
         key = self._frame.key(name)
-        step = self._plan.steps.get(key)
+        step = self.plan.steps.get(key)
         if step is None or step.kind != "enter":
             self._inside += 1
             try:
@@ -76,10 +100,10 @@ class _Part:
             finally:
                 self._inside -= 1
         outer = self._frame
-        if not is_transparent(self._plan.parts[name]):
+        if not is_transparent(self.plan.parts[name]):
             self._frame = outer.inside(key)
         try:
-            return call(*args, **kwargs)
+            return written(*args, **kwargs)
         finally:
             self._frame = outer
 
@@ -147,6 +171,8 @@ class Cut:
         inputs: Given,
         plans: tuple[Plan, Plan],
         modules: list[nn.Module],
+        *,
+        as_written: bool,
     ) -> None:
         self._model = ref(model)
         self.name = name
@@ -155,9 +181,22 @@ class Cut:
         self._forms = forms
         self._inputs = inputs
         self._before, self._behind = plans
-        # Only these do something else in training; an evaluation turns them off, never on.
-        parts = {id(part): part for module in modules for part in module.modules()}
-        self._acting = [part for part in parts.values() if isinstance(part, _ACTING)]
+        self._as_written = as_written
+        own = {id(part): part for module in modules for part in module.modules()}
+        self._modules = list(own.values())
+        self._attributes = [
+            (vars(part), [name for name, value in vars(part).items() if _is_option(name, value)])
+            for part in self._modules
+            if not type(part).__module__.startswith("torch.")
+        ]
+        read = {id(tensor) for tensor in tensors.values()}
+        self._places = [
+            (owner, name)
+            for part in {id(part): part for part in (*model.modules(), *self._modules)}.values()
+            for owner in (part._parameters, part._buffers, vars(part))
+            for name, tensor in owner.items()
+            if torch.is_tensor(tensor) and id(tensor) in read
+        ]
         self._state = self._state_now()
 
     def __repr__(self) -> str:
@@ -190,7 +229,7 @@ class Cut:
         first = next(iter(values))
         axis = self._forms[first].axis
         samples = values[first].shape[axis or 0]
-        run = _Part(self._before, self._forms, samples, values)
+        run = _Part(self._before, self._as_written, self._forms, samples, values)
         try:
             with torch.enable_grad():
                 self._run(run, inputs)
@@ -211,7 +250,7 @@ class Cut:
             number: self._forms[number].value(rows)
             for number, rows in zip(self._kept, features, strict=True)
         }
-        run = _Part(self._behind, self._forms, len(features[0]), values)
+        run = _Part(self._behind, self._as_written, self._forms, len(features[0]), values)
         return with_values(self._run(run, None))
 
     def _run(self, run: _Part, inputs: Any) -> Any:
@@ -220,9 +259,10 @@ class Cut:
             run.stand_in(known) if is_value else (known if leaves is None else leaves[at])
             for at, (is_value, known) in enumerate(self._inputs.leaves)
         ]
-        plan = run._plan
+        plan = run.plan
         with taking_part(run, plan.parts.items()):
-            return call_with(self.model, self._inputs.spec.unflatten(given), forward_of(self.model))
+            forward = forward_of(self.model, run.as_written)
+            return call_with(self.model, self._inputs.spec.unflatten(given), forward)
 
     def _other(self) -> ModelError:
         return ModelError(
@@ -231,15 +271,20 @@ class Cut:
         )
 
     def is_current(self) -> bool:
-        """Whether the frozen part is what it was: its tensors, modules, flags and hooks."""
+        """Whether the frozen part is what it was: its tensors, flags, plain attributes, hooks."""
         return bool(self._state == self._state_now())
 
     def _state_now(self) -> list[Any]:
-        tensors = [
-            (name, id(t), t._version, t.data_ptr(), t.requires_grad)
-            for name, t in self.tensors.items()
+        tensors = [own.get(name) for own, name in self._places]
+        state: list[Any] = [
+            t if t is None else (id(t), t._version, t.data_ptr(), t.requires_grad) for t in tensors
         ]
-        return [*tensors, *(part.training for part in self._acting)]
+        state += [own.get(name) for own, names in self._attributes for name in names]
+        for part in self._modules:
+            state.append(len(part._forward_hooks) + len(part._forward_pre_hooks))
+            # Only these do something else in training; an evaluation turns them off, never on.
+            state.append(part.training if isinstance(part, _ACTING) else None)
+        return state
 
     def apply(self) -> Callable[[], None]:
         """Let the model take `Features` in place of its inputs, until what this returns is called.
@@ -279,7 +324,9 @@ def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self)._call_impl(self, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def forward_of(model: Any) -> Callable[..., Any]:
+def forward_of(model: Any, as_written: bool = False) -> Callable[..., Any]:
     """The model as a function of its inputs, past its own hooks."""
-    own: Callable[..., Any] = model if is_keras(model) else model.forward
-    return own
+    if is_keras(model):
+        own: Callable[..., Any] = model
+        return own
+    return written_of(model, as_written) or model.forward

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn.modules import module as every_module
 from torch.utils._pytree import tree_flatten
 
-from flatout.models.frozen.calls import call_with, parts_of, taking_part
+from flatout.models.frozen.calls import call_with, is_keras, parts_of, taking_part
 from flatout.models.frozen.cut import Cut, forward_of
 from flatout.models.frozen.form import Form
 from flatout.models.frozen.plan import plan_prefix, plan_rest
@@ -19,6 +19,7 @@ from flatout.models.frozen.recording import (
     Event,
     Given,
     Recording,
+    is_same,
     nothing_random,
     store_of,
     tensors_of,
@@ -57,7 +58,9 @@ def find_cuts(model: Any, inputs: Any) -> Cuts:
     in their place the numbers must stay the same bit for bit. Each cut's two parts were run, and
     gave what the whole forward gives, bit for bit.
 
-    Parameters, buffers, random streams and the modules' plain attributes stay as they are.
+    A module that is hooked, or sets its attributes in forward, is not left out; with a hook on the
+    model itself there are no cuts. Parameters, buffers, random streams and attributes stay as they
+    are.
 
     Args:
         model: a torch module, or a Keras model on torch.
@@ -65,16 +68,24 @@ def find_cuts(model: Any, inputs: Any) -> Cuts:
             a mapping by argument. Its first dimension is the samples'. Called in the autocast of
             the training steps.
     """
+    if (why := _hook_around(model)) is not None:
+        return Cuts(hindrance=why)
     try:
         with _left_alone(model), torch.enable_grad():
-            return _Search(model, inputs).cuts()
+            found, dropped = _Search(model, inputs, as_written=True).cuts()
+            if dropped:
+                # A rewrite that rounds: as rewritten it gives what the whole model gives.
+                other, _ = _Search(model, inputs, as_written=False).cuts()
+                found = max(found, other, key=lambda cuts: len(cuts.cuts))
+            return found
     except Uncut as error:
         return Cuts(hindrance=str(error))
 
 
 class _Search:
-    def __init__(self, model: Any, inputs: Any) -> None:
+    def __init__(self, model: Any, inputs: Any, *, as_written: bool) -> None:
         self.model = model
+        self.as_written = as_written
         leaves, self.spec = tree_flatten(inputs)
         sizes = {len(leaf) for leaf in leaves if torch.is_tensor(leaf) and leaf.dim()}
         if len(sizes) != 1 or max(sizes) < 2:
@@ -97,12 +108,13 @@ class _Search:
     def note(self, rows: list[int]) -> Recording:
         """A forward of these samples."""
         while True:
-            noted = Recording(self.parts, self.opaque)
+            noted = Recording(self.parts, self.opaque, as_written=self.as_written)
             leaves = self.spec.flatten_up_to(self.inputs(rows))
             made = [noted.take(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
             try:
                 with nothing_random(), taking_part(noted, self.parts.items()), noted:
-                    given = call_with(self.model, self.spec.unflatten(made), forward_of(self.model))
+                    forward = forward_of(self.model, self.as_written)
+                    given = call_with(self.model, self.spec.unflatten(made), forward)
             except Exception as error:
                 if not noted.failed_in or noted.failed_in in self.opaque:
                     raise Uncut(
@@ -119,36 +131,68 @@ class _Search:
             )
             return noted
 
-    def cuts(self) -> Cuts:
+    def cuts(self) -> tuple[Cuts, int]:
+        """The cuts, and how many were dropped because their parts gave something else."""
         every = list(range(2 * self.half))
         first, second = every[: self.half], every[self.half :]
+        # What is made once, in the first call, is made here.
+        with nothing_random():
+            call_with(self.model, self.inputs(every), forward_of(self.model, self.as_written))
+        attributes = _attributes(self.model)
         self.noted = self.note(every)
-        self.others = [
-            (self.note([*first, *first]), first),
-            (self.note([*second, *second]), second),
-        ]
-        self.few = self.note(first)
-        self.check_all_alike()
-        self.forms = self.find_forms()
+        few = self.note(first)
+        self.forms = self.find_forms(few)
+        self.coupled = self.look_at_rows(few, first, self.half)
+        del few
+        for rows in (first, second):
+            found = self.look_at_rows(self.note([*rows, *rows]), rows, None)
+            self.coupled = {**found, **self.coupled}
+        self.changed = _changed(attributes, _attributes(self.model))
         reasons = self.reasons()
         chosen = self.closure(reasons)
-        cuts = [cut for place in self.places(chosen) if (cut := self.cut(place)) is not None]
-        return Cuts(cuts, self.hindrance(chosen, reasons))
+        places = self.places(chosen)
+        cuts = [cut for place in places if (cut := self.cut(place)) is not None]
+        return Cuts(cuts, self.hindrance(chosen, reasons)), len(places) - len(cuts)
 
-    def check_all_alike(self) -> None:
-        """That each of the runs made the same calls."""
-        own = [(event.path, event.name, event.reads) for event in self.noted.events]
-        for noted in (self.few, *(other for other, _ in self.others)):
-            if [(event.path, event.name, event.reads) for event in noted.events] != own:
-                raise Uncut("forward makes other calls for other samples")
-
-    def find_forms(self) -> dict[int, Form]:
+    def find_forms(self, few: Recording) -> dict[int, Form]:
+        self.check_alike(few)
         forms = {}
         for number, value in self.noted.values.items():
-            form = Form.of(value, 2 * self.half, self.few.values[number], self.half)
+            form = Form.of(value, 2 * self.half, few.values[number], self.half)
             if form is not None:
                 forms[number] = form
         return forms
+
+    def check_alike(self, noted: Recording) -> None:
+        """That another run made the same calls."""
+        own, others = (
+            [(event.path, event.name, event.reads, event.gives()) for event in run.events]
+            for run in (self.noted, noted)
+        )
+        if own != others:
+            raise Uncut("forward makes other calls for other samples")
+
+    def look_at_rows(self, noted: Recording, rows: list[int], count: int | None) -> dict[int, str]:
+        """For each event that does not give each sample its own, why not.
+
+        Args:
+            noted: a run on other samples.
+            rows: that are in the same places in both runs.
+            count: of samples in a smaller batch; None for one of the same size.
+        """
+        self.check_alike(noted)
+        found = {}
+        for index, event in enumerate(self.noted.events):
+            for number in event.gives():
+                form, own = self.forms.get(number), self.noted.values[number].detach()
+                other = noted.values[number].detach()
+                if form is None:
+                    found[index] = "gives a tensor whose shape follows no rule"
+                elif count is None and not _same_rows(form, own, other, rows):
+                    found[index] = "gives for a sample what depends on the rest of its batch"
+                elif count is not None and not _near(form, own, other, count):
+                    found[index] = "gives for a sample what depends on the size of its batch"
+        return found
 
     # -- what is frozen ------------------------------------------------------------------------
 
@@ -165,22 +209,14 @@ class _Search:
             elif event.is_trained:
                 found.append("")
             else:
-                found.append(event.why or _hooked(event) or self.coupled(event) or None)
+                found.append(event.why or _hooked(event.module) or self.coupled.get(index))
+        around = [(call.module, range(call.start, call.stop)) for call in self.noted.calls]
+        for module, events in [*around, (self.model, range(len(found)))]:
+            why = self.changed.get(id(module), "") or _hooked(module)
+            for index in events:
+                if why and found[index] is None:
+                    found[index] = f"is in {type(module).__name__}, which {why}"
         return found
-
-    def coupled(self, event: Event) -> str:
-        """Why its results are not a sample's own; "" if they are."""
-        for number in event.gives():
-            form = self.forms.get(number)
-            if form is None:
-                return "gives a tensor whose shape follows no rule"
-            own = self.noted.values[number]
-            for other, rows in self.others:
-                if not _same_rows(form, own, other.values[number], rows):
-                    return "gives for a sample what depends on the rest of its batch"
-            if not _near(form, own, self.few.values[number], self.half):
-                return "gives for a sample what depends on the size of its batch"
-        return ""
 
     def closure(self, reasons: list[str | None]) -> list[int]:
         """The events that are frozen, with all that they are given."""
@@ -198,13 +234,14 @@ class _Search:
         if not any(self.weighs(index) for index in more):
             return ""
         first = next(index for index in more if reasons[index])
-        event = self.noted.events[first]
-        return f"{_words(event)} {reasons[first]}: hold it in evaluation (flatout.freeze)"
+        event, why = self.noted.events[first], reasons[first]
+        acts = event.why and why == event.why
+        do = ": hold it in evaluation (flatout.freeze)" if acts else ""
+        return f"{_words(event)} {why}{do}"
 
     def weighs(self, index: int) -> bool:
         """Whether an event has weights of its own."""
-        module = self.noted.events[index].module
-        return module is not None and any(True for _ in module.parameters())
+        return self.noted.events[index].weighs
 
     # -- places --------------------------------------------------------------------------------
 
@@ -265,10 +302,22 @@ class _Search:
             self.forms,
             Given(self.spec, leaves),
             (plan_prefix(self.noted, chosen, kept), plan_rest(self.noted, chosen, kept)),
-            [part for i in prefix if (part := self.noted.events[i].module) is not None],
+            self.modules(prefix),
+            as_written=self.as_written,
         )
         every = self.inputs(list(range(2 * self.half)))
-        return cut if holds(cut, every) else None
+        return cut if holds(cut, every) and _holds_in_evaluation(cut, every) else None
+
+    def modules(self, prefix: list[int]) -> list[Any]:
+        """Those that the prefix calls; of the ones that it is a part of, none."""
+        chosen = set(prefix)
+        whole = [
+            call.module
+            for call in self.noted.calls
+            if call.stop > call.start and chosen.issuperset(range(call.start, call.stop))
+        ]
+        leaves = [self.noted.events[index].module for index in prefix]
+        return [part for part in [*whole, *leaves] if part is not None]
 
     def name(self, prefix: list[int], kept: list[int]) -> str:
         """Where it is, in words."""
@@ -286,10 +335,12 @@ class _Search:
 
     def tensors(self, prefix: list[int]) -> dict[str, torch.Tensor]:
         """What the prefix reads of the model."""
-        modules = [self.noted.events[index].module for index in prefix]
-        read = {id(t) for module in modules if module is not None for t in tensors_of(module)}
+        read = {id(t) for module in self.modules(prefix) for t in tensors_of(module)}
         read |= {i for i, (at, _) in self.noted.tensors_read.items() if at <= prefix[-1]}
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        for name, part in {"": self.model, **self.parts}.items():
+            plain = {key: value for key, value in vars(part).items() if torch.is_tensor(value)}
+            named |= {f"{name}.{key}".lstrip("."): value for key, value in plain.items()}
         return {name: t for name, t in named.items() if id(t) in read and not t.requires_grad}
 
 
@@ -307,33 +358,34 @@ def holds(cut: Cut, inputs: Any) -> bool:
     return _equal(whole, parts)
 
 
+def _holds_in_evaluation(cut: Cut, inputs: Any) -> bool:
+    """Whether it is the same cut for a model in evaluation: an epoch's rows serve both."""
+    trained = list(cut.prefix(inputs))
+    parts = [(part, part.training) for part in cut.model.modules()]
+    try:
+        for part, _ in parts:
+            part.training = False
+        return _equal(list(cut.prefix(inputs)), trained) and holds(cut, inputs)
+    finally:
+        for part, training in parts:
+            part.training = training
+
+
 def _equal(a: Any, b: Any) -> bool:
     ones, spec = tree_flatten(a)
     others, other = tree_flatten(b)
     return spec == other and all(
-        _same(x, y) if torch.is_tensor(x) else x is y or bool(x == y)
+        is_same(x, y) if torch.is_tensor(x) else x is y or bool(x == y)
         for x, y in zip(ones, others, strict=True)
     )
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Bit for bit."""
-    if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(_bits(a), _bits(b))
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach().contiguous()
-    return value.reshape(-1).view(torch.uint8) if value.numel() else value
 
 
 def _same_rows(form: Form, own: torch.Tensor, other: torch.Tensor, rows: list[int]) -> bool:
     """Whether the samples that both batches have in the same places have the same results."""
     if form.axis is None:
-        return _same(own.detach(), other.detach())
-    a, b = form.rows(own.detach()), form.rows(other.detach())
-    if not _same(a[rows], b[rows]):
+        return is_same(own, other)
+    a, b = form.rows(own), form.rows(other)
+    if not is_same(a[rows], b[rows]):
         return False
     places = [at for at in range(len(b)) if at not in rows]
     return _close(a[rows], b[places])
@@ -341,16 +393,16 @@ def _same_rows(form: Form, own: torch.Tensor, other: torch.Tensor, rows: list[in
 
 def _near(form: Form, own: torch.Tensor, few: torch.Tensor, count: int) -> bool:
     if form.axis is None:
-        return _same(own.detach(), few.detach())
-    return _close(form.rows(own.detach())[:count], form.rows(few.detach()))
+        return is_same(own, few)
+    return _close(form.rows(own)[:count], form.rows(few))
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not a.is_floating_point():
-        return torch.equal(a, b)
+    if not a.is_floating_point() or not a.numel():
+        return is_same(a, b)
+    share = _SAME.get(a.dtype, _SAME_IN_HALF)
     a, b = a.double(), b.double()
-    apart = float((a - b).abs().max()) if a.numel() else 0.0
-    share = _SAME.get(own, _SAME_IN_HALF) if (own := a.dtype) else 0.0
+    apart = float((a - b).abs().max())
     return apart <= share * float(a.abs().max())
 
 
@@ -361,34 +413,72 @@ def _words(event: Event) -> str:
     return f"{event.name.removeprefix(':')}{where}"
 
 
-def _hooked(event: Event) -> str:
-    module = event.module
-    if module is None or not isinstance(module, nn.Module):
-        return ""
-    own = any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )
-    return "has a hook" if own else ""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _hooked(module: Any) -> str:
+    """Why a hook keeps a module from being left out."""
+    return "has a hook" if any(getattr(module, name, None) for name in _HOOKS) else ""
+
+
+def _hook_around(model: Any) -> str | None:
+    """Why no part of a model can be left out."""
+    if any(getattr(every_module, f"_global{name}") for name in _HOOKS):
+        return "a hook is registered for all modules: it would miss the frozen ones"
+    if _hooked(model):
+        return f"{type(model).__name__} has a hook of its own, which expects the model's inputs"
+    return None
+
+
+def _attributes(model: Any) -> dict[int, tuple[Any, dict[str, Any]]]:
+    """The attributes of the model and of each of its modules, by the module's id."""
+    parts = [model, *parts_of(model).values()]
+    return {id(part): (part, dict(vars(part))) for part in parts}
+
+
+def _changed(before: dict[int, Any], after: dict[int, Any]) -> dict[int, str]:
+    """Modules with an attribute that a forward sets, by id."""
+    found = {}
+    for number, (_, own) in after.items():
+        old = before[number][1]
+        names = [n for n in _changed_names(own, old) if not _equal_words(own.get(n), old.get(n))]
+        if names:
+            found[number] = f"sets its attribute {names[0]} in forward"
+    return found
+
+
+def _equal_words(a: Any, b: Any) -> bool:
+    return isinstance(a, (int, float, str)) and type(a) is type(b) and a == b
+
+
+_NONE = object()
 
 
 @contextmanager
 def _left_alone(model: Any) -> Iterator[None]:
-    """Afterwards the model's tensors and plain attributes are as they were before."""
-    tensors = [(t, t._version, t.detach().clone()) for t in model.buffers()]
-    tensors += [
-        (p, p._version, p.detach().clone())
-        for p in model.parameters()
-        if not p.requires_grad and hasattr(model, "_flatten_layers")
-    ]
+    """Afterwards the model's tensors and attributes are as they were before."""
+    attributes = _attributes(model)
+    tensors = [(t, t.detach().clone()) for t in model.buffers()]
+    # Keras keeps statistics as parameters that are not trained.
+    variables = [p for p in model.parameters() if not p.requires_grad] if is_keras(model) else []
+    versions = [(p, p._version, p.detach().clone()) for p in variables]
     try:
         yield
     finally:
+        for part, before in attributes.values():
+            for name in _changed_names(vars(part), before):
+                if name in before:
+                    vars(part)[name] = before[name]
+                else:
+                    del vars(part)[name]
         with torch.no_grad():
-            for tensor, version, value in tensors:
+            for tensor, value in tensors:
+                if not is_same(tensor, value):
+                    tensor.copy_(value)
+            for tensor, version, value in versions:
                 if tensor._version != version:
                     tensor.copy_(value)
+
+
+def _changed_names(own: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    return [n for n in {**own, **before} if own.get(n, _NONE) is not before.get(n, _NONE)]

@@ -57,27 +57,22 @@ def _plan(
         if kind and index in keys:
             ends = inside == "do" and index == last
             steps[keys[index]] = Step(kind, event.given, tuple(event.writes), ends)
-    hidden: list[range] = []
+    parts, hidden_until = {}, 0
     for call in noted.calls:
         events = range(call.start, call.stop)
+        if call.stop > call.start and call.stop <= hidden_until:
+            continue  # in one that is taken as a whole
+        parts[call.key.name] = call.module
         if call.is_leaf:
             continue
-        is_whole = _is_whole(noted, call, chosen, kept)
-        if is_whole:
+        if _is_whole(noted, call, chosen, kept):
             steps[call.key] = Step(inside, call.given, is_last=inside == "do" and last in events)
             if not is_transparent(call.module):
-                hidden.append(events)
+                hidden_until = call.stop
         elif behind and not any(index in chosen for index in events) and call.given is not None:
             steps[call.key] = Step(behind, call.given)
         else:
             steps[call.key] = Step("enter")
-    parts = {
-        call.key.name: call.module
-        for call in noted.calls
-        if not any(
-            call.start >= r.start and call.stop <= r.stop and call.key not in steps for r in hidden
-        )
-    }
     return Plan(steps, parts)
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from flatout.models.frozen.calls import Frame, Key, Path, is_transparent
 from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
 
+_SMALL_BYTES = 65_536
 # Modules of torch's that hold others, and do nothing but call them.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.TransformerEncoder)
 
@@ -51,6 +52,7 @@ class Event:
         writes: which of the stand-ins that it is given it changes, and the values' new numbers.
         stores: the memory that it writes.
         is_trained: whether something in it is trained.
+        weighs: whether it has weights.
         why: why its result cannot be kept though nothing in it is trained; "" if it can.
         key: as in runs that note all calls.
     """
@@ -63,6 +65,7 @@ class Event:
     writes: list[tuple[int, int]] = field(default_factory=list)
     stores: set[int] = field(default_factory=set)
     is_trained: bool = False
+    weighs: bool = False
     why: str = ""
     from_outside: bool = False
     key: Key | None = None
@@ -98,6 +101,7 @@ class Recording(TorchFunctionMode):
     Args:
         parts: modules that take part, by name.
         opaque: names of those that are not looked into.
+        as_written: whether those that are looked into run as they are written, not as rewritten.
 
     Attributes:
         events, calls: in order.
@@ -107,13 +111,13 @@ class Recording(TorchFunctionMode):
         given: by the whole forward.
     """
 
-    def __init__(self, parts: dict[str, Any], opaque: set[str]) -> None:
+    def __init__(self, parts: dict[str, Any], opaque: set[str], *, as_written: bool) -> None:
         super().__init__()
+        self.as_written = as_written
         self._parts = parts
         self._opaque = opaque
         self._inside = 0  # how many opaque modules are running
         self._frame = Frame(())
-        self._stack: list[str] = []
         self._drawn = _random()
         self.events: list[Event] = []
         self.calls: list[Call] = []
@@ -186,7 +190,12 @@ class Recording(TorchFunctionMode):
     # -- modules -------------------------------------------------------------------------------
 
     def module(
-        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        call: Callable[..., Any],
+        written: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """A call of a part."""
         if self._inside:
@@ -199,19 +208,17 @@ class Recording(TorchFunctionMode):
             self._frame,
             self._frame if is_transparent(part) else self._frame.inside(key),
         )
-        self._stack.append(name)
         try:
             if noted.is_leaf:
                 event = Event(outer.path, name, part, [], key=key)
                 result = self._run(event, call, args, kwargs)
             else:
-                result = call(*args, **kwargs)
+                result = written(*args, **kwargs)
         except Exception:
             self.failed_in = self.failed_in or name
             raise
         finally:
             self._frame = outer
-            self._stack.pop()
         noted.stop = len(self.events)
         noted.given = _given(result)
         return result
@@ -232,7 +239,7 @@ class Recording(TorchFunctionMode):
             real = with_values((args, kwargs))
             versions = [(tensor, tensor._version) for tensor in _tensors(real)]
             own = [] if event.module is None else tensors_of(event.module)
-            before = [tensor._version for tensor in own]
+            before = [_mark(tensor) for tensor in own]
             if self._drawn_since():
                 self._stop("forward draws random numbers in Python")
         self._inside += event.module is not None
@@ -245,10 +252,13 @@ class Recording(TorchFunctionMode):
             written = {id(tensor): tensor for tensor, old in versions if tensor._version != old}
             inner = {id(one.value): one for one in given}
             event.stores = {store_of(tensor) for tensor in written.values()}
-            event.is_trained = self._is_trained(event, real, result)
+            weights = [] if event.module is None else list(event.module.parameters())
+            weights += [t for t in _tensors(real) if isinstance(t, nn.Parameter)]
+            event.weighs = bool(weights)
+            event.is_trained = any(t.requires_grad for t in [*weights, *_tensors((real, result))])
             if self._drawn_since() or _has_generator(kwargs):
                 event.why = "draws random numbers"
-            elif any(tensor._version != old for tensor, old in zip(own, before, strict=True)):
+            elif not all(_is_marked(tensor, old) for tensor, old in zip(own, before, strict=True)):
                 event.why = "changes its own buffers"
             if any(tensor not in inner for tensor in written):
                 self._stop(f"{event.name.lstrip(':')} writes into a tensor that forward made")
@@ -287,12 +297,6 @@ class Recording(TorchFunctionMode):
         event.given = Given(spec, [_leaf(one) for one in made])
         return wrapped
 
-    def _is_trained(self, event: Event, real: Any, result: Any) -> bool:
-        if any(tensor.requires_grad for tensor in _tensors(result)):
-            return True
-        parts = [] if event.module is None else list(event.module.parameters())
-        return any(tensor.requires_grad for tensor in [*parts, *_tensors(real)])
-
     def _drawn_since(self) -> bool:
         """Whether random numbers were drawn since it was asked last."""
         before, self._drawn = self._drawn, _random()
@@ -322,6 +326,23 @@ def _random() -> tuple[Any, ...]:
             device = torch.cuda.get_rng_state().numpy().tobytes()
     _, words, at, *_ = np.random.get_state()
     return own, device, random.getstate(), at, np.asarray(words).tobytes()
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+    """What tells whether a tensor is changed: kernels change a BatchNorm's without a trace."""
+    return tensor._version, tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
+
+
+def _is_marked(tensor: torch.Tensor, mark: tuple[int, torch.Tensor | None]) -> bool:
+    version, value = mark
+    return tensor._version == version and (value is None or is_same(tensor, value))
+
+
+def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
 def _has_generator(kwargs: dict[str, Any]) -> bool:

@@ -36,15 +36,26 @@ class Uncut(ModelError):
 
 
 class Run(Protocol):
-    """What decides about each call that a stand-in reaches."""
+    """What decides about each call that a stand-in reaches.
+
+    Attributes:
+        as_written: whether modules that are cut run as they are written, not as rewritten.
+    """
+
+    as_written: bool
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Instead of a function of torch."""
 
     def module(
-        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        call: Callable[..., Any],
+        written: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Instead of a module's forward."""
+        """Instead of a module's forward: `call` as a whole, `written` where it is looked into."""
 
 
 class StandIn(torch.Tensor):
