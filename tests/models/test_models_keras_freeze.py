@@ -7,6 +7,7 @@ import pytest
 
 import flatout
 from flatout.errors import ModelError
+from flatout.optim import KerasOptimizer
 
 keras = pytest.importorskip("keras")
 
@@ -75,3 +76,20 @@ def test_augmentation_goes_on() -> None:
 def test_an_unknown_layer() -> None:
     with pytest.raises(ModelError, match="no layer 'heads'; near it are: 'head'"):
         flatout.freeze(nested(), until="heads")
+
+
+def test_an_optimizer_that_was_built_over_more_steps_each_with_its_own_state() -> None:
+    torch = pytest.importorskip("torch")
+
+    def stepped(fused: bool):  # type: ignore[no-untyped-def]
+        a, b = (keras.Variable(np.ones(3, "float32"), name=name) for name in "ab")
+        adam = keras.optimizers.Adam(0.1)
+        adam.build([a, b])
+        adam._momentums[0].assign(np.full(3, 5.0))  # of what is frozen by now
+        optimizer = KerasOptimizer(adam, [b])
+        optimizer.param_groups[0]["fused"] = fused
+        b._value.grad = torch.full((3,), 0.5)
+        optimizer.step()
+        return keras.ops.convert_to_numpy(b)
+
+    np.testing.assert_allclose(stepped(True), stepped(False), rtol=1e-5)

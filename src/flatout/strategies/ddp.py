@@ -122,6 +122,7 @@ class Ddp:
         self.world, self.reduction = world, reduction
         self._of = parameters
         trained = [p for p in parameters if p.requires_grad]
+        self._trained = len(trained)
         self._sparse = [p for p in trained if p in sparse]
         self.parameters = [p for p in trained if p not in sparse]
         self._device = trained[0].device
@@ -157,8 +158,10 @@ class Ddp:
         ]
 
     def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether this is for these parameters as they lie in memory now."""
+        """Whether this is for these parameters as they lie in memory now, and those that train."""
         if parameters is not self._of:
+            return False
+        if sum([p.requires_grad for p in parameters]) != self._trained:
             return False
         return all(
             parameter.stride() == view.stride()

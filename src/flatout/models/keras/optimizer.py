@@ -129,9 +129,9 @@ class KerasOptimizer(torch.optim.Optimizer):
         torch._fused_adam_(
             self._parameters,
             gradients,
-            _values(optimizer._momentums),
-            _values(optimizer._velocities),
-            _values(optimizer._velocity_hats) if optimizer.amsgrad else [],
+            self._states(optimizer._momentums),
+            self._states(optimizer._velocities),
+            self._states(optimizer._velocity_hats) if optimizer.amsgrad else [],
             [self._count] * len(gradients),
             lr=rate,
             beta1=optimizer.beta_1,
@@ -143,6 +143,11 @@ class KerasOptimizer(torch.optim.Optimizer):
             found_inf=flag,
         )
         optimizer._iterations.value.add_(1 if flag is None else (1 - flag).to(torch.int64))
+
+    def _states(self, states: Sequence[Any]) -> Tensors:
+        """Those of the variables that are stepped: Keras may have been built over more."""
+        index = self.keras._get_variable_index
+        return [states[index(variable)].value for variable in self._variables]
 
     def _rate(self) -> float:
         return float(self._inner._get_current_learning_rate())
@@ -242,7 +247,3 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     else:
         plain = isinstance(value, (bool, int, float, str, type(None)))
         yield name, value if plain else str(value)
-
-
-def _values(variables: Sequence[Any]) -> Tensors:
-    return [variable.value for variable in variables]
