@@ -394,6 +394,12 @@ ROWS = {
     "nan_in_buffers": Row(
         job(model={"not_finite": ["1.running_mean"]}), job(), job(models=[]), kind="danger"
     ),
+    "frozen_norm_moves": Row(
+        job(model={"moving_norms": ["layer1.0.bn1"]}), job(), job(models=[]), kind="danger"
+    ),
+    "optimizer_misses": Row(
+        job(model={"not_stepped": ["fc.weight", "fc.bias"]}), job(), job(models=[]), kind="danger"
+    ),
     "metric_slow": Row(
         job(calls=[call("metric", 3.0, name="roc_auc_score")]), job(calls=[call("metric", 0.1)]),
         job(**NO_STEPS), cost=3.0,

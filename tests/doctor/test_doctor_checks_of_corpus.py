@@ -26,6 +26,8 @@ NAMES = {
     "saved_by_all": TWO,
     "one_rank_works": TWO,
     "shards_uneven": TWO,
+    "frozen_norm_moves": (),
+    "optimizer_misses": (),
     "shapes_recompile": (),
     "openmp_settings_inert": (),
 }

@@ -9,6 +9,7 @@ from weakref import ref
 
 from flatout.hooks import SEARCH_STEPS, ModuleCalls
 from flatout.kernels import Called
+from flatout.models.dangers import moving_norms, not_stepped
 from flatout.observe.inside import Inside
 from flatout.observe.lanes import AFTER, FORWARD, HOST
 from flatout.observe.model_facts import describe, unwrapped
@@ -41,6 +42,7 @@ class SeenModel(Called):
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
         self.is_stepped = self.was_described = False
         self.tensors: set[int] = set()
+        self.with_gradient: set[str] = set()
         self.due = self.padding_due = 1
         self.padding = Padding()
         self.inner = 0
@@ -222,6 +224,10 @@ class Models:
                 continue
             if not self._watch.lanes.steps:
                 look_at_replica(module, seen.facts)
+            seen.facts.moving_norms = moving_norms(module)
+            seen.with_gradient |= {
+                name for name, tensor in module.named_parameters() if tensor.grad is not None
+            }
             trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
             unused = any(tensor.grad is None for tensor in trained)
             seen.facts.unused_parameters = bool(seen.facts.unused_parameters) or unused
@@ -252,3 +258,6 @@ class Models:
                     look_at_pools(module, seen.facts)
                 seen.tensors = {id(tensor) for tensor in module.parameters()}
                 seen.is_stepped |= not seen.tensors.isdisjoint(stepped)
+                if not seen.tensors.isdisjoint(stepped):
+                    missed = not_stepped(module, stepped)
+                    seen.facts.not_stepped = [n for n in missed if n in seen.with_gradient]

@@ -199,6 +199,10 @@ class Model:
             ranks hold parts of the tensors, and where all gradients were zero.
         not_finite: names of parameters and buffers with NaN or infinity at the end of what was
             seen, or before an evaluation or a save.
+        moving_norms: names of BatchNorm layers that were in training when an optimizer stepped,
+            though none of their parameters trains.
+        not_stepped: names of parameters that had a gradient when an optimizer stepped, and that
+            none steps; only of a model of which one steps others.
         subnormal_share: the largest share that numbers too small for full precision had in one of
             its parameters, buffers or gradients on a CPU that computes with them.
         frozen_share: share of the forward time in leading modules without trainable parameters.
@@ -228,6 +232,8 @@ class Model:
     first_weights: int | None = None
     first_gradients: int | None = None
     not_finite: list[str] = field(default_factory=list)
+    moving_norms: list[str] = field(default_factory=list)
+    not_stepped: list[str] = field(default_factory=list)
     subnormal_share: float | None = None
     frozen_share: float | None = None
     pool_after: list[tuple[str, str]] = field(default_factory=list)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, check
-from flatout.doctor.checks.signals import at, models
+from flatout.doctor.checks.signals import at, few, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
-
-_NAMED = 3
 
 
 @check()
@@ -18,9 +16,7 @@ def look(seen: Observation) -> Findings:
             yield Finding(
                 kind="danger",
                 what=f"NaN or infinity in {len(model.not_finite)} of the model's weights and "
-                "buffers: "
-                + ", ".join(model.not_finite[:_NAMED])
-                + (", ..." if len(model.not_finite) > _NAMED else ""),
+                f"buffers: {few(model.not_finite)}",
                 do="look for a batch that is empty, has NaN in it, or a single sample under "
                 "BatchNorm; what is evaluated or saved after it is worthless",
                 where=at(model.site),

@@ -33,6 +33,14 @@ PER_STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host")
 """The lanes of which a step consists; the others lie between steps."""
 
 
+_NAMED = 3
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names of many."""
+    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+
+
 def step_ms(seen: Observation) -> float:
     """The median step in ms."""
     if not seen.step_ms:
