@@ -323,3 +323,19 @@ def test_keras_layers_are_cut_within_a_model_of_the_model():
     base.layers[1].trainable = True
     assert all("BatchNorm" not in cut.name for cut in find_cuts(model, inputs).cuts)
     assert not cut.is_current()
+
+
+def test_a_forward_that_wants_whole_batches_is_left_alone():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.front, self.head = nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 2)
+
+        def forward(self, x):
+            if len(x) != 64:
+                raise ValueError("expected 64 samples")
+            return self.head(self.front(x))
+
+    found = find_cuts(Whole(), torch.randn(64, 3))
+    assert not found.cuts
+    assert "forward fails on part of a batch: expected 64 samples" in found.hindrance

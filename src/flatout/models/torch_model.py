@@ -85,6 +85,10 @@ class TorchModel:
             for m in self.module.modules()
         )
 
+    def is_partly_frozen(self) -> bool:
+        """Whether some of its layers do not train."""
+        return not all(parameter.requires_grad for parameter in self.module.parameters())
+
     def rewrites(self) -> list[Rewrite]:
         """What would run with less memory traffic. Looks only; changes nothing."""
         return rewrites_of(self.module)

@@ -126,8 +126,7 @@ class FrozenFeatures:
 
     @property
     def _may_keep(self) -> bool:
-        is_frozen = not all(p.requires_grad for p in self._model.parameters())
-        return is_frozen and self._where != "off"
+        return self._where != "off" and adapter_of(self._model).is_partly_frozen()
 
     def begin(self, part: Source, epoch: int) -> bool:
         """Before batches of an epoch are made: decide, where that is due and settings are known.

@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules import module as every_module
 from torch.utils._pytree import tree_flatten
 
+from flatout.console import first_line
 from flatout.models.frozen.calls import call_with, is_keras, parts_of, taking_part
 from flatout.models.frozen.cut import Cut, forward_of
 from flatout.models.frozen.form import Form
@@ -80,6 +81,8 @@ def find_cuts(model: Any, inputs: Any) -> Cuts:
             return found
     except Uncut as error:
         return Cuts(hindrance=str(error))
+    except Exception as error:  # it was given part of a batch, which it may not be made for
+        return Cuts(hindrance=f"forward fails on part of a batch: {first_line(error)}")
 
 
 class _Search:

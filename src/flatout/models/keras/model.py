@@ -131,6 +131,11 @@ class KerasModel(TorchModel):
         """Keras keeps statistics, seeds and states as parameters that are not trained."""
         return [*super().untrained(), *(p for p in self.parameters() if not p.requires_grad)]
 
+    def is_partly_frozen(self) -> bool:
+        """Whether some of its layers do not train: statistics and states never do."""
+        layers = self.module._flatten_layers()
+        return any(layer.weights and not layer.trainable for layer in layers)
+
     def layers(self) -> list[tuple[str, Any]]:
         """Also those that Keras keeps elsewhere than torch."""
         own = [(layer.name, layer) for layer in self.module._flatten_layers()]
