@@ -39,6 +39,7 @@ LONG_PAGES = [
     DOCS / "data" / "convert.md",
     DOCS / "data" / "images.md",
     DOCS / "image_classifier.md",
+    DOCS / "transfer.md",
     DOCS / "data" / "tables.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]

@@ -238,6 +238,12 @@ class Explanation:
                 "the next time they are measured again",
                 2,
             )
+        if (self.history.get("features") or {}).get("kept"):
+            yield from _wrapped(
+                "the frozen layers are in what forward took, where their features were not kept "
+                "yet, and not in what it takes at least",
+                2,
+            )
         yield ""
         yield f"  {'lane':12}{'took':>10}{'at least':>11}  "
         for lane in self.lanes:

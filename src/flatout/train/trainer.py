@@ -42,6 +42,7 @@ from flatout.train.signature import (
     trained,
     words_of,
 )
+from flatout.train.worst import Worst, worst
 from flatout.words import rounded
 from flatout.world import World
 
@@ -315,6 +316,33 @@ class Trainer:
             figures = self.objective.evaluate(self.loop, source)
         assert figures is not None
         return figures
+
+    def worst(self, x: Any, y: Any = None, *, n: int = 20, batch_size: int | None = None) -> Worst:
+        """The samples that the model gets most wrong: those with the highest loss.
+
+            print(trainer.worst(val))
+            trainer.worst(val).plot("worst.png")
+
+        Args:
+            x: as `evaluate` takes it.
+            y: targets, if they are not part of `x`.
+            n: how many, of all ranks.
+            batch_size: samples per batch; 256 by default.
+
+        Returns:
+            a list of `WorstSample`, the worst first: loss, number, where it comes from, true and
+            predicted class with its probability. `as_dict()` gives plain data, and `plot(path)`
+            draws the images.
+
+        Raises:
+            ModelError: the model has several losses, or is a compiled Keras model.
+            DataError: there are no targets.
+        """
+        given = self.objective.to_evaluate(x, y, self.loop, batch_size)
+        with self.met(given) as source:
+            self._know(self.objective.build(source, self.loop))
+            classes = self.classes or getattr(source, "classes", None)
+            return worst(self.objective, self.loop, source, n, classes)
 
     def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
         """The model's outputs for all samples, in order, on the CPU.

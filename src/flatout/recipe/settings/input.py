@@ -52,5 +52,5 @@ class Input(Section):
         plain="off",
         # A sample's features are those of the batch in which it came first.
         parity=Parity.TOLERANT,
-        words="features in {}",
+        words="features kept ({})",
     )

@@ -1,0 +1,238 @@
+"""The samples that a model gets most wrong: those with the highest loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from heapq import nlargest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatout.data import Batch, Pipeline, Source
+from flatout.errors import DataError, FlatoutError, ModelError
+from flatout.train import guard
+from flatout.train.checks import explained
+from flatout.train.evaluate import evaluating
+from flatout.train.losses import Loss
+from flatout.train.ranks import part_of
+from flatout.words import rounded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from flatout.train.loop import Loop
+    from flatout.train.objective import Objective
+
+_COLUMNS = 5
+
+
+@dataclass(frozen=True)
+class WorstSample:
+    """A sample with a high loss.
+
+    Attributes:
+        loss: of this sample alone, without weights of samples.
+        number: of the sample in the data, or where it comes in them.
+        where: file, line or image that it comes from; "" where the data do not tell.
+        target: its class by name where that is known, else by number; a value; None of anything
+            larger.
+        predicted: likewise, what the model gives.
+        probability: that the model gives to the class that it predicts; None without classes.
+    """
+
+    loss: float
+    number: int
+    where: str
+    target: Any
+    predicted: Any
+    probability: float | None
+
+
+class Worst(list[WorstSample]):
+    """Samples with the highest loss, the worst first. A list with a table, data and a picture."""
+
+    def __init__(self, samples: Sequence[WorstSample], images: Sequence[torch.Tensor | None]):
+        super().__init__(samples)
+        self._images = images
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """Plain data, a dict for each sample."""
+        return [asdict(sample) for sample in self]
+
+    def __repr__(self) -> str:
+        """A line for each sample."""
+        rows = [("loss", "target", "predicted", "sample")]
+        for one in self:
+            share = "" if one.probability is None else f" ({one.probability:.0%})"
+            place = one.where or f"sample {one.number:,}"
+            rows.append(
+                (rounded(one.loss), _shown(one.target), _shown(one.predicted) + share, place)
+            )
+        widths = [max(len(row[at]) for row in rows) for at in range(3)]
+        lines = ["  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows]
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> Figure:
+        """Draw the images into an image file, the worst first, with true and predicted class.
+
+        Raises:
+            FlatoutError: the samples are no images, or matplotlib is missing.
+        """
+        shown = [
+            (s, image) for s, image in zip(self, self._images, strict=True) if image is not None
+        ]
+        if not shown:
+            raise FlatoutError(
+                "these samples are no images", do="look at the table, or at `as_dict()`"
+            )
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise FlatoutError(
+                "plotting needs matplotlib", do="pip install 'flatout[plot]'"
+            ) from error
+        columns = min(_COLUMNS, len(shown))
+        lines = math.ceil(len(shown) / columns)
+        figure = Figure(figsize=(2.4 * columns, 2.8 * lines), layout="constrained")
+        fields = figure.subplots(lines, columns, squeeze=False).ravel()
+        for field in fields:
+            field.axis("off")
+        for field, (sample, image) in zip(fields, shown, strict=False):
+            pixels = _pixels(image)
+            field.imshow(pixels, cmap="gray" if pixels.ndim == 2 else None)
+            share = "" if sample.probability is None else f" {sample.probability:.0%}"
+            title = f"{_shown(sample.target)}\nas {_shown(sample.predicted)}{share}"
+            field.set_title(title, fontsize=9)
+        figure.savefig(path, dpi=120)
+        return figure
+
+
+def worst(
+    objective: Objective, loop: Loop, source: Source, n: int, classes: Sequence[str] | None
+) -> Worst:
+    """The `n` samples of a source with the highest loss, of all ranks.
+
+    Raises:
+        ModelError: the model has several losses, or a compiled Keras loss.
+        DataError: there are no targets.
+        NumbersError: if a weight or buffer is not finite.
+    """
+    loss = getattr(objective, "loss", None)
+    if not isinstance(loss, Loss):
+        raise ModelError(
+            "the worst samples are found by the one loss of a torch model",
+            do="compare `trainer.predict(data)` with the targets",
+        )
+    guard.check_state(objective.model, "looking for the worst samples")
+    loop.be_ready(objective.model)
+    world, seen = loop.world, 0
+    found: list[tuple[WorstSample, torch.Tensor | None]] = []
+
+    def take(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        output = objective.output(batch.inputs, loop)
+        if batch.targets is None:
+            raise DataError("the samples have no targets", do="give (x, y), or x and y")
+        return _losses(loss, output, batch).cpu(), output.detach().float().cpu()
+
+    with evaluating(objective.model), loop.autocast():
+        for raw in part_of(source, world, loop.say).batches(0, 0):
+            batch = loop.ready(raw)
+            with explained(objective.model, batch):
+                parts = loop.parts(take, batch)
+            if not raw.is_copy:
+                values = torch.cat([part[0] for part in parts])[: raw.samples]
+                outputs = torch.cat([part[1] for part in parts])
+                rows = values.nan_to_num(math.inf).topk(min(n, len(values))).indices.tolist()
+                describe = partial(_described, raw, values, outputs, loss, source, classes)
+                new = [(describe(row, seen + raw.start + row), _image(raw, row)) for row in rows]
+                found = _worst_of([*found, *new], n)
+            seen += raw.whole or raw.size
+    both = world.gather([(asdict(sample), image) for sample, image in found])
+    all_found = [(WorstSample(**sample), image) for own in both for sample, image in own]
+    samples = _worst_of(all_found, n)
+    return Worst([sample for sample, _ in samples], [image for _, image in samples])
+
+
+def _worst_of(found: Sequence[Any], n: int) -> list[Any]:
+    # A NaN is worse than any number.
+    return nlargest(n, found, key=lambda one: math.inf if math.isnan(one[0].loss) else one[0].loss)
+
+
+def _losses(loss: Loss, output: Any, batch: Batch) -> torch.Tensor:
+    """Of each sample, shape (samples,)."""
+    if not torch.is_tensor(output) or not torch.is_tensor(batch.targets):
+        raise ModelError("the worst samples are found for one output tensor and one target tensor")
+    output = output.float() if output.is_floating_point() else output
+    if loss.own is None:
+        assert loss.function is not None
+        target = batch.targets
+        if loss.ignore_index is not None and not target.is_floating_point():
+            target = target.long()
+        return loss.function(output, target, "none").reshape(batch.size, -1).mean(1)
+    alone = batch._replace(weight=None, padding=0)
+    values = [loss(output[at : at + 1], alone.rows(at, at + 1)) for at in range(batch.size)]
+    return torch.stack([v[0] / v[1] if isinstance(v, tuple) else v for v in values]).reshape(-1)
+
+
+def _described(
+    batch: Batch,
+    values: torch.Tensor,
+    outputs: torch.Tensor,
+    loss: Loss,
+    source: Source,
+    classes: Sequence[str] | None,
+    row: int,
+    place: int,
+) -> WorstSample:
+    number = place if batch.indices is None else int(batch.indices[row])
+    where = source.where(number) if isinstance(source, Pipeline) else None
+    assert torch.is_tensor(batch.targets)
+    target, predicted, probability = _compared(loss, outputs[row], batch.targets[row].cpu())
+    if classes is not None and probability is not None:
+        target, predicted = (
+            classes[at] if 0 <= at < len(classes) else at for at in (target, predicted)
+        )
+    return WorstSample(float(values[row]), number, where or "", target, predicted, probability)
+
+
+def _compared(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> tuple[Any, Any, Any]:
+    """Target and prediction as plain values, and how sure the model is of a class."""
+    if loss.ignore_index is not None and output.dim() == 1:
+        shares = output.softmax(0)  # of log-probabilities, too, these are the probabilities
+        predicted = int(shares.argmax())
+        true = int(target.argmax()) if target.numel() > 1 else int(target)
+        return true, predicted, float(shares[predicted])
+    if loss.name == "binary_cross_entropy" and output.numel() == 1:
+        share = float(output.sigmoid())
+        return int(target), int(share > 0.5), max(share, 1 - share)
+    one = output.numel() == 1 and target.numel() == 1
+    return (target.item(), output.item(), None) if one else (None, None, None)
+
+
+def _image(batch: Batch, row: int) -> torch.Tensor | None:
+    """A sample that looks like an image: (channels, height, width), of one channel or three."""
+    tensor = batch.inputs
+    if not torch.is_tensor(tensor) or tensor.dim() != 4:
+        return None
+    is_image = tensor.shape[1] in (1, 3) or tensor.shape[3] in (1, 3)
+    return tensor[row].cpu().contiguous().clone() if is_image else None
+
+
+def _pixels(image: torch.Tensor) -> Any:
+    """As matplotlib takes it: (height, width) or (height, width, 3)."""
+    if image.shape[0] in (1, 3):
+        image = image.permute(1, 2, 0)
+    if image.dtype != torch.uint8:
+        low, high = image.min(), image.max()
+        image = (image - low) / (high - low).clamp_min(1e-12)
+    return image.squeeze(2).numpy()
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return rounded(value) if isinstance(value, float) else str(value)
