@@ -8,6 +8,7 @@ from data_made_up import same
 import flatout
 from flatout.data.draws import Draws
 from flatout.data.execution.varying import variant, variants
+from flatout.data.resized_crop import ResizedCrop
 from flatout.errors import DataError
 
 
@@ -201,6 +202,81 @@ def test_colors_change_by_factors_that_are_drawn_for_each_image():
     assert variants(plain().augment(contrast=1).batch(8)._built.plan.samples, np.arange(40)) is None
 
 
+def test_cutout_is_one_square_of_zeros_around_any_pixel():
+    x = torch.full((300, 3, 6, 8), 9, dtype=torch.uint8)
+    pipeline = plain(x).augment(cutout=3).batch(64)
+    lost = (in_order(pipeline) == 0).all(1)
+    assert torch.equal(lost, (in_order(pipeline) == 0).any(1))
+    middles = set()
+    for one in lost:
+        rows, columns = one.any(1).nonzero()[:, 0], one.any(0).nonzero()[:, 0]
+        assert one.sum() == len(rows) * len(columns)  # one rectangle
+        assert 2 <= len(rows) <= 3
+        assert 2 <= len(columns) <= 3
+        top = int(rows[0]) if rows[-1] == 5 or rows[0] else int(rows[-1]) - 2
+        left = int(columns[0]) if columns[-1] == 7 or columns[0] else int(columns[-1]) - 2
+        middles.add((top + 1, left + 1))
+    assert len(middles) == 6 * 8
+    assert not torch.equal(in_order(pipeline, 0), in_order(pipeline, 1))
+    assert variants(pipeline._built.plan.samples, np.arange(300)) is None
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (60, 40), (10, 200), (200, 10)])
+def test_resized_crops_are_drawn_by_torchvisions_rule(shape):
+    height, width = shape
+    crop = ResizedCrop.of(8)
+    top, left, high, wide = crop.places(height, width, Draws(np.arange(4_000), 1)).T
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + high <= height).all()
+    assert (left + wide <= width).all()
+    # The same rule step by step, with a generator of its own: distributions agree.
+    generator = np.random.default_rng(2)
+    want = []
+    for _ in range(4_000):
+        for _ in range(10):
+            area = height * width * generator.uniform(0.08, 1)
+            ratio = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3)))
+            h, w = round((area / ratio) ** 0.5), round((area * ratio) ** 0.5)
+            if 0 < w <= width and 0 < h <= height:
+                break
+        else:
+            h, w = min(height, round(width / 0.75)), min(width, round(height * 4 / 3))
+        want.append((h, w))
+    for found, expected in zip((high, wide), np.array(want).T, strict=True):
+        assert abs(found.mean() / expected.mean() - 1) < 0.03
+        assert abs(found.std() - expected.std()) < 0.05 * expected.mean()
+    if max(shape) < 100:  # elsewhere some lie in the middle
+        places = (top + high / 2).mean() / height, (left + wide / 2).mean() / width
+        assert np.allclose(places, 0.5, atol=0.02)
+
+
+def test_a_resized_crop_is_that_part_resized_then_flipped():
+    x = stored(20, 30, 40)
+    options = {"size": (12, 16), "scale": (0.3, 0.6), "ratio": (1, 2)}
+    pipeline = plain(x).augment(random_resized_crop=options, flip="vertical").shuffle(seed=4)
+    found = in_order(pipeline.batch(7), 3)
+    assert found.shape == (20, 3, 12, 16)
+    draws = Draws(np.arange(20), 4, 0, 0, 3)
+    places = ResizedCrop.of(options).places(30, 40, draws)
+    flipped = 0
+    for image, made, (top, left, high, wide) in zip(x, found, places.tolist(), strict=True):
+        assert 0.25 < high * wide / 1200 < 0.65
+        assert 0.9 < wide / high < 2.2
+        part = image[None, :, top : top + high, left : left + wide].contiguous().float()
+        want = torch.nn.functional.interpolate(part, (12, 16), mode="bilinear", antialias=True)[0]
+        errors = [(one - made.float()).abs().max() for one in (want, want.flip(1))]
+        assert min(errors) <= 1
+        flipped += int(errors[1] < errors[0])
+    assert 3 < flipped < 17
+    floats = plain(x / 255).augment(random_resized_crop=8).batch(20)
+    assert in_order(floats).shape == (20, 3, 8, 8)
+    assert variants(floats._built.plan.samples, np.arange(20)) is None
+    views = plain(x).augment(random_resized_crop=8, views=3).batch(20)
+    assert variants(views._built.plan.samples, np.arange(20)) == 3
+    assert "dict(size=(12, 16), scale=(0.3, 0.6), ratio=(1, 2))" in repr(pipeline)
+
+
 def test_a_cache_behind_augment_holds_what_was_there_before_it():
     twice = plain().map(lambda x, y: (x // 2, y))
     want = [in_order(twice.augment(flip="both").shuffle(seed=1).batch(8), e) for e in range(3)]
@@ -240,6 +316,12 @@ def test_bad_arguments_say_what_to_do():
         ({"brightness": -0.1}, "brightness as a number from 0 to 9, found -0.1"),
         ({"padding": 1}, "pass crop=SIZE"),
         ({"crop": 2, "five_crop": 2}, "exclude each other"),
+        ({"crop": 2, "random_resized_crop": 2}, "crop and random_resized_crop exclude"),
+        ({"random_resized_crop": {"scale": (0.1, 1)}}, "lacks a size"),
+        ({"random_resized_crop": {"size": 4, "scales": 1}}, "size, scale and ratio .*'scales'"),
+        ({"random_resized_crop": {"size": 4, "scale": (0.5, 2)}}, "above 0 up to 1, found"),
+        ({"random_resized_crop": {"size": 4, "ratio": (2, 1)}}, "two ascending numbers above 0,"),
+        ({"cutout": 0}, "cutout in pixels from 1, found 0"),
         ({"flip": "both", "views": 0}, "views as an int from 1, found 0"),
     ]:
         with pytest.raises(DataError, match=words):
@@ -257,6 +339,8 @@ def test_bad_images_are_errors_before_the_first_step(tmp_path):
         (plain(torch.ones(8, 5, 5)).augment(flip="both"), "a dimension of one channel"),
         (plain(stored()[:, :1]).augment(saturation=0.5), "gray ones have none"),
         (plain(stored() / 255).augment(contrast=0.5), "want uint8 images .*found float32"),
+        (plain().augment(cutout=7), "cutout=7 is larger than the images of 6 x 6"),
+        (plain(stored().int()).augment(random_resized_crop=4), "uint8 or float32 .*found int32"),
         (masks.augment(flip="both"), "would not move with the pixels"),
     ]:
         with pytest.raises(DataError, match=words):

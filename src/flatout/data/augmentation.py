@@ -11,11 +11,11 @@ import numpy.typing as npt
 from flatout.data.block import Numbers
 from flatout.data.buffers import Buffers
 from flatout.data.draws import Draws
+from flatout.data.resized_crop import ResizedCrop, Size, is_count
 from flatout.errors import DataError
 from flatout.kernels import ONE, adjust, arrange
 
 Flip = Literal["horizontal", "vertical", "both"]
-Size: TypeAlias = tuple[int, int]
 # Of shape (rows, height, width, channels).
 Pixels: TypeAlias = npt.NDArray[Any]
 
@@ -24,8 +24,10 @@ Pixels: TypeAlias = npt.NDArray[Any]
 _ORIENTATIONS = {None: (0,), "horizontal": (0, 4), "vertical": (0, 6), "both": (0, 4, 6, 2)}
 _TURNS, _ALL = (0, 1, 2, 3), tuple(range(8))
 _CORNERS = 5
+_CROPS = ("crop", "five_crop", "random_resized_crop")
 # Which number of a sample's sequence decides what.
 _ORIENTATION, _CORNER, _TOP, _LEFT, _COLORS = range(5)
+_CUT_TOP, _CUT_LEFT = 7, 8  # behind three colors
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,26 @@ class Augmentation:
         crop: height and width of a part that is cut out at a random place.
         padding: black pixels around the image, before that.
         five_crop: height and width of one of the four corners or the middle.
+        random_resized_crop: a part of drawn area, shape and place, brought to one size.
         flip: mirrors half of the images; "both" does so in each direction, independently.
         rotate: 90 turns by 0, 1, 2 or 3 quarters.
         brightness: how far from 1 its factor is drawn, on either side; 0 leaves it.
         contrast: the same.
         saturation: the same.
+        cutout: side of a square of zeros at a random place; what reaches beyond the image is lost.
         views: how many different results a sample can have; None: as many as there are.
     """
 
     crop: Size | None = None
     padding: int = 0
     five_crop: Size | None = None
+    random_resized_crop: ResizedCrop | None = None
     flip: Flip | None = None
     rotate: int | None = None
     brightness: float = 0.0
     contrast: float = 0.0
     saturation: float = 0.0
+    cutout: int | None = None
     views: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,15 +70,18 @@ class Augmentation:
                 f"augment: expected rotate=90, for quarter turns, found {self.rotate!r}",
                 do="for other angles use map with a function that takes rng",
             )
-        if self.views is not None and not _is_count(self.views):
+        if self.views is not None and not is_count(self.views):
             raise DataError(f"augment: expected views as an int from 1, found {self.views!r}")
-        if not _is_count(self.padding, least=0):
+        if not is_count(self.padding, least=0):
             raise DataError(f"augment: expected padding in pixels from 0, found {self.padding!r}")
         if self.padding and self.crop is None:
             raise DataError("augment: padding is for crop=, which is missing", do="pass crop=SIZE")
-        if self.crop is not None and self.five_crop is not None:
+        if self.cutout is not None and not is_count(self.cutout):
+            raise DataError(f"augment: expected cutout in pixels from 1, found {self.cutout!r}")
+        crops = [name for name in _CROPS if getattr(self, name) is not None]
+        if len(crops) > 1:
             raise DataError(
-                "augment: crop and five_crop exclude each other",
+                f"augment: {' and '.join(crops)} exclude each other",
                 do="leave one out, or write two augment stages",
             )
         for name in ("brightness", "contrast", "saturation"):
@@ -85,7 +94,7 @@ class Augmentation:
                 raise DataError(
                     f"augment: expected {name} as a number from 0 to 9, found {value!r}"
                 )
-        if not any((self.crop, self.five_crop, self.flip, self.rotate, *self._colors)):
+        if not any((*crops, self.flip, self.rotate, self.cutout, *self._colors)):
             raise DataError("augment: nothing to do", do="pass a choice, such as flip='horizontal'")
 
     def __str__(self) -> str:
@@ -99,7 +108,7 @@ class Augmentation:
         """How many different results an image can have; None where there is no end to them."""
         if self.views is not None:
             return self.views
-        if self.crop is not None or any(self._colors):
+        if self.crop or self.random_resized_crop or self.cutout or any(self._colors):
             return None
         return len(self._orientations) * (1 if self.five_crop is None else _CORNERS)
 
@@ -121,7 +130,8 @@ class Augmentation:
 
         Raises:
             DataError: colors are to change and images are no bytes, gray images are to be
-                saturated, a crop is larger than the images, or images to turn are not square.
+                saturated, a crop or cutout is larger than the images, or images to turn are not
+                square.
         """
         if any(self._colors) and (dtype != np.uint8 or channels not in (1, 3)):
             raise DataError(
@@ -145,6 +155,14 @@ class Augmentation:
                     do="crop less, or read larger images: images(..., size=)",
                 )
             height, width = wanted
+        if self.random_resized_crop is not None:
+            self.random_resized_crop.check(dtype)
+            height, width = self.random_resized_crop.size
+        if self.cutout is not None and self.cutout > min(height, width):
+            raise DataError(
+                f"augment: cutout={self.cutout} is larger than the images of {height} x {width}",
+                do="cut out less; half of the side is usual",
+            )
         if self.rotate is not None and height != width:
             raise DataError(
                 f"augment: rotate=90 wants square images, found {height} x {width}",
@@ -159,6 +177,8 @@ class Augmentation:
             draws: of these rows.
             buffers: where memory comes from.
         """
+        if self.random_resized_crop is not None:
+            pixels = self.random_resized_crop(pixels, draws, buffers)
         rows, height, width, channels = pixels.shape
         size = self.crop or self.five_crop or (height, width)
         choices = np.array(self._orientations, np.int64)
@@ -168,7 +188,18 @@ class Augmentation:
         arrange(pixels, made, places)
         if any(self._colors):
             adjust(made, self._factors(draws))
+        if self.cutout is not None:
+            self._cut_out(made, self.cutout, draws)
         return made
+
+    def _cut_out(self, pixels: Pixels, side: int, draws: Draws) -> None:
+        """Squares of zeros, whose middle is any pixel."""
+        tops, lefts = (
+            draws.below(length, at) - side // 2
+            for length, at in zip(pixels.shape[1:3], (_CUT_TOP, _CUT_LEFT), strict=True)
+        )
+        for image, top, left in zip(pixels, tops.tolist(), lefts.tolist(), strict=True):
+            image[max(0, top) : top + side, max(0, left) : left + side] = 0
 
     @property
     def _colors(self) -> tuple[float, float, float]:
@@ -197,17 +228,3 @@ class Augmentation:
             corners = np.array([(0, 0), (0, right), (down, 0), (down, right), middle], np.int64)
             return corners[draws.below(_CORNERS, _CORNER)]
         return np.zeros((draws.rows, 2), np.int64)
-
-
-def size_of(name: str, given: Any) -> Size | None:
-    """Height and width, of a pair of them or of one number for both."""
-    pair = given if isinstance(given, (tuple, list)) else (given, given)
-    if given is not None and not (len(pair) == 2 and all(map(_is_count, pair))):
-        raise DataError(
-            f"augment: expected {name} as an int from 1, or as height and width, found {given!r}"
-        )
-    return None if given is None else (pair[0], pair[1])
-
-
-def _is_count(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from flatout.data.augmentation import Augmentation, Flip, size_of
+from flatout.data.augmentation import Augmentation, Flip
 from flatout.data.block import Block
 from flatout.data.buffers import Buffers
 from flatout.data.execution.augmented import Augmented
 from flatout.data.execution.samples import Costs
+from flatout.data.resized_crop import ResizedCrop, size_of
 from flatout.data.stages.batch import Batch
 from flatout.data.stages.filter import Filter
 from flatout.data.stages.stage import P, Plan, Stage, Writable, only
@@ -88,11 +90,13 @@ def augment(
     crop: int | tuple[int, int] | None = None,
     padding: int = 0,
     five_crop: int | tuple[int, int] | None = None,
+    random_resized_crop: int | tuple[int, int] | Mapping[str, Any] | None = None,
     flip: Flip | None = None,
     rotate: int | None = None,
     brightness: float = 0.0,
     contrast: float = 0.0,
     saturation: float = 0.0,
+    cutout: int | None = None,
     views: int | None = None,
 ) -> P:
     """Images changed at random: for each sample and epoch otherwise.
@@ -106,6 +110,10 @@ def augment(
         crop: height and width, or one number for both, of a part at a random place.
         padding: black pixels around the image, before `crop`.
         five_crop: the same, of one of the four corners or the middle.
+        random_resized_crop: height and width, or one number for both, that a part of random area,
+            shape and place is brought to, by torchvision's rule; or a dict of `size`, `scale`, the
+            least and greatest area (0.08, 1), and `ratio`, the least and greatest width over
+            height (3/4, 4/3). Images are of uint8 or float32.
         flip: mirror half of the images: "horizontal", left to right; "vertical", upside down; or
             "both", each independently.
         rotate: 90 turns images, which are square, by 0, 1, 2 or 3 quarters.
@@ -113,22 +121,25 @@ def augment(
             this and the next two torchvision's formulas are used, on uint8 images.
         contrast: the same factor for the distance from the mean gray.
         saturation: the same factor for the distance from each pixel's gray.
+        cutout: side in pixels of a square of zeros around a random pixel.
         views: so many draws for each sample, one of which is taken in each epoch, in place of a new
             one: what is computed of a sample can then be kept. This changes learning.
 
     Raises:
         DataError: the arguments make no sense, or, before the first step, the inputs are no images,
-            a crop is larger than they are, or images to be turned are not square.
+            a crop or cutout is larger than they are, or images to be turned are not square.
     """
     augmentation = Augmentation(
         crop=size_of("crop", crop),
         padding=padding,
         five_crop=size_of("five_crop", five_crop),
+        random_resized_crop=ResizedCrop.of(random_resized_crop),
         flip=flip,
         rotate=rotate,
         brightness=brightness,
         contrast=contrast,
         saturation=saturation,
+        cutout=cutout,
         views=views,
     )
     return self._with(Augment(augmentation))
