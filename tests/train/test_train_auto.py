@@ -546,6 +546,21 @@ def test_other_parameters_that_train_are_measured_again(clock):
     assert loop.resolved.compute.memory_format == "channels_last"
 
 
+def test_what_was_stopped_before_its_first_block_is_tried_later(clock):
+    model = small_net()
+    model[0].weight.requires_grad_(False)
+    loop, compute, source = job(
+        model, lambda s: 0.05 if s.memory_format == "channels_last" else 0.1, clock, steps=3_000
+    )
+    loop.tuner.stop("features wait")
+    model[0].weight.requires_grad_(True)
+    while loop.step_count < 600:
+        for batch in loop.batches(source):
+            loop.step(compute, batch)
+        loop.finish_epoch()
+    assert loop.resolved.compute.memory_format == "channels_last"
+
+
 def test_sequences_of_changing_length_are_compared_by_their_length(clock):
     lengths = torch.randint(2, 40, (200,)).tolist()
     torch.manual_seed(0)

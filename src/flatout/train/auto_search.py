@@ -163,6 +163,7 @@ class Search:
         self._at = 0
         self._now: Settings | None = None
         self._measured: dict[tuple[Settings, Settings], TrialResult] = {}
+        self._rest = [option for option in self.options if option.setting != "allocator"]
 
     @property
     def disturbed(self) -> bool:
@@ -177,7 +178,6 @@ class Search:
         while self.budget.steps is None and self.budget.elapsed_s < _SURE_S:
             yield Block(self.plain, 1, 0)
         seconds = yield from self._run(self.plain)
-        self._rest = [option for option in self.options if option.setting != "allocator"]
         yield from self._all_together()
         for option in self.options:
             if option.setting == "allocator":
