@@ -28,6 +28,7 @@ from flatout.data.planner import Built, BuiltStream, build, check
 from flatout.data.schema import Schema
 from flatout.data.stages import Batch as BatchStage
 from flatout.data.stages import (
+    Blended,
     Cache,
     Map,
     Normalize,
@@ -307,7 +308,7 @@ class Pipeline(Staged["Pipeline"]):
 
     def labels_range(self) -> tuple[int, int] | None:
         """Smallest and largest target, where they are integers and known in advance."""
-        if only(self.stages, Map) is not None:
+        if only(self.stages, Map) is not None or only(self.stages, Blended) is not None:
             return None
         if hasattr(self.origin, "labels_range"):
             known: tuple[int, int] | None = self.origin.labels_range()

@@ -135,6 +135,8 @@ class Built:
     def numbered(self) -> Numbered | str:
         """The samples by number, or why they are others each time."""
         plan = self.plan
+        if plan.blends:
+            return f"{plan.blends[0].kind} makes others of whole batches"
         if plan.functions:
             return f"map {name_of(plan.functions[0])} makes others of whole batches"
         samples, numbers = plan.samples, plan.numbers
@@ -220,7 +222,7 @@ class BuiltStream:
             self.stream,
             plan.samples,
             plan.steps,
-            Functions(tuple(plan.functions), plan.seed),
+            Functions(tuple(plan.functions), plan.seed, tuple(plan.blends)),
             lambda at: shard.size(at, size, rows, turns),
             drop_last=batch.last == "drop",
             times=times,
@@ -405,11 +407,12 @@ def _batches(plan: Plan, own_order: Order | None) -> BatchSampler:
 
 def _program(plan: Plan, cut: BatchSampler, begun: Begun) -> Any:
     alone = cut.world_size == 1 and cut.even_steps is None and cut.passes == 1 and cut.last != "pad"
-    if begun.direct is not None and plan.samples is plan.base and not plan.functions and alone:
+    is_changed = plan.blends or plan.functions
+    if begun.direct is not None and plan.samples is plan.base and not is_changed and alone:
         return begun.direct(cut)
     options, samples = plan.options, plan.samples
     tuner = Tuner(max(1, usable_cpus()), options.threads, options.depth)
-    maker = Maker(samples, tuple(plan.functions), plan.seed)
+    maker = Maker(samples, tuple(plan.functions), plan.seed, tuple(plan.blends))
     draws = samples.draws or (
         bool(plan.functions) and cut.steps > 0 and _functions_draw(maker, cut)
     )
@@ -419,10 +422,12 @@ def _program(plan: Plan, cut: BatchSampler, begun: Begun) -> Any:
 def _functions_draw(maker: Maker, cut: BatchSampler) -> bool:
     """Whether a user's function of whole batches draws from a global generator, by trying it."""
     start, stop = cut.bounds(0)
-    before = random_state()
+    order = cut.order(0)
+    before = [order[cut.before(0)]] if maker.functions.blends else []
+    state = random_state()
     try:
-        maker(cut.order(0)[start:stop], cut.padding(0), 0, 0)
-        return not same_state(before, random_state())
+        maker(np.array([*before, *order[start:stop]], np.int64), cut.padding(0), 0, 0)
+        return not same_state(state, random_state())
     finally:
-        set_random_state(before)
+        set_random_state(state)
         maker.costs = Costs()

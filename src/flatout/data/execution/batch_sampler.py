@@ -101,6 +101,20 @@ class BatchSampler:
             start + size * (self.rank + 1) // self.world_size,
         )
 
+    def before(self, step: int) -> int:
+        """Where in the order the row stands that comes before this rank's part of batch `step`.
+
+        Before the first row of a global batch comes its last one; where ranks have their own rows,
+        each goes round in its own part.
+        """
+        start, stop = self.bounds(step)
+        if self.even_steps is not None:
+            return max(start, stop - 1)
+        turn, at = divmod(step, self._pass_steps)
+        first = turn * self._pass_rows + at * self.batch_size
+        size = min(self.batch_size, self._pass_used - at * self.batch_size)
+        return start - 1 if start > first else first + size - 1
+
     def padding(self, step: int) -> int:
         """How many rows fill up this rank's part of the batch, where `last` is "pad"."""
         if self.last != "pad" or self.even_steps is not None:

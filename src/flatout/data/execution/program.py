@@ -16,6 +16,7 @@ from flatout.data.batch import Batch
 from flatout.data.block import Block, Numbers, rows_between, take
 from flatout.data.buffers import Buffers
 from flatout.data.execution.batch_sampler import BatchSampler
+from flatout.data.execution.blend import Blend
 from flatout.data.execution.featured import FeatureRows
 from flatout.data.execution.orders import Orders
 from flatout.data.execution.parallel import Ahead, Tuner
@@ -41,7 +42,8 @@ _FIRST = 5
 # From this share of a batch's time on, the user's Python is what threads cannot help with.
 _PYTHON = 0.5
 
-# Rows of a batch, how many more of weight 0, epoch and step; and a store that has some as features.
+# Rows of a batch, led by the one that precedes them where they are blended; how many more of weight
+# 0, epoch and step; and a store that has some as features.
 Task: TypeAlias = tuple[Numbers, int, int, int, FeatureRows | None]
 
 
@@ -52,13 +54,18 @@ class Maker:
         samples: what the rows become.
         functions: the user's functions of whole batches, in their order.
         seed: of what functions draw.
+        blends: of the samples of a batch.
     """
 
     def __init__(
-        self, samples: Samples, functions: tuple[Callable[..., Any], ...], seed: int
+        self,
+        samples: Samples,
+        functions: tuple[Callable[..., Any], ...],
+        seed: int,
+        blends: tuple[Blend, ...] = (),
     ) -> None:
         self.samples = samples
-        self.functions = Functions(functions, seed)
+        self.functions = Functions(functions, seed, blends)
         self.seed = seed
         self.costs = Costs()
         self._buffers = Buffers()
@@ -74,7 +81,7 @@ class Maker:
         """The batch of these rows, and of `padding` more that weigh nothing.
 
         Args:
-            numbers: of the rows.
+            numbers: of the rows; where they are blended, of the one before them too.
             padding: how many more.
             epoch: of the batch.
             step: of the batch, in the epoch.
@@ -85,8 +92,17 @@ class Maker:
             there = features.has(numbers, epoch)
             if there.any():
                 return self._with_features(features, numbers, there, epoch)
+        led = False
+        if self.functions.blends:
+            # A whole batch has the row that precedes its first one: its last one.
+            led = len(numbers) > 1 and (padding > 0 or bool(numbers[0] != numbers[-1]))
+            numbers = numbers if led else numbers[1:]
         block = self.samples.make(numbers, self._buffers, epoch, self.costs)
-        return self._batch(block, padding, epoch, step)
+        # A row that cannot be read precedes none, and one alone has none to precede.
+        led = led and len(block) > 0 and bool(block.numbers[0] == numbers[0])
+        if led and len(block) == 1:
+            block, led = rows_between(block, 1, 1), False
+        return self._batch(block, padding, epoch, step, led)
 
     def _with_features(
         self, features: FeatureRows, numbers: Numbers, there: npt.NDArray[np.bool_], epoch: int
@@ -120,7 +136,7 @@ class Maker:
 
     def _blocks(self, tasks: Sequence[Task]) -> list[Block] | None:
         """The rows of each task; None where they are to be made one by one."""
-        if len(tasks) == 1 or tasks[0][-1] is not None:
+        if len(tasks) == 1 or tasks[0][-1] is not None or self.functions.blends:
             return None
         try:
             block = self.samples.make(
@@ -131,7 +147,7 @@ class Maker:
         ends = _ends(block.numbers, [task[0] for task in tasks])
         return [rows_between(block, start, stop) for start, stop in pairwise([0, *ends])]
 
-    def _batch(self, block: Block, padding: int, epoch: int, step: int) -> Batch:
+    def _batch(self, block: Block, padding: int, epoch: int, step: int, led: bool = False) -> Batch:
         began = clock()
         if not len(block):
             # All of its rows are bad, or other ranks have them: there are as many batches anyway.
@@ -143,8 +159,8 @@ class Maker:
         batch = self.samples.form.batch(block, self._buffers)
         self.costs.add("batch", clock() - began)
         self.costs.batches += 1
-        made = self.functions(batch, epoch, step, self.costs)
-        return _padded(made, batch.size, padding, epoch, step) if padding else made
+        made = self.functions(batch, epoch, step, self.costs, led)
+        return _padded(made, batch.size - led, padding, epoch, step) if padding else made
 
     def _filler(self, epoch: int, step: int) -> Block:
         """A row to fill up a batch that has none."""
@@ -235,7 +251,10 @@ class Program:
             if step == middle:
                 self._orders.prepare(epoch + 1)
             start, stop = self.cut.bounds(step)
-            return order[start:stop], self.cut.padding(step), epoch, step, features
+            numbers = order[start:stop]
+            if self.maker.functions.blends:
+                numbers = np.insert(numbers, 0, order[self.cut.before(step)])
+            return numbers, self.cut.padding(step), epoch, step, features
 
         if self.pool is not None and uses_pool:
             return self._by_pool(self.pool, task, start_step, steps)
@@ -364,19 +383,34 @@ class Program:
 
 
 class Functions:
-    """A user's functions of whole batches, one after the other.
+    """What becomes of whole batches: a blend of their samples, then a user's functions in turn.
 
     A function gets inputs, or inputs and targets, or with the weight; and `rng=`, a numpy Generator
     that depends on (seed, epoch, batch) alone, if it has a parameter of that name.
     """
 
-    def __init__(self, functions: tuple[Callable[..., Any], ...], seed: int) -> None:
+    def __init__(
+        self,
+        functions: tuple[Callable[..., Any], ...],
+        seed: int,
+        blends: tuple[Blend, ...] = (),
+    ) -> None:
+        self.blends = blends
         self._functions = [(f, f"map {name_of(f)}", takes_rng(f)) for f in functions]
         # Another key than that of samples, whose numbers would be the same.
         self._seed = seed + 1
 
-    def __call__(self, batch: Batch, epoch: int, step: int, costs: Costs) -> Batch:
-        """What the functions make of a batch."""
+    def __call__(
+        self, batch: Batch, epoch: int, step: int, costs: Costs, led: bool = False
+    ) -> Batch:
+        """What the functions make of a batch, whose first row may only precede the others."""
+        if self.blends:
+            began = clock()
+            # Again another key: functions draw from the one above.
+            rng = sample_rng(self._seed + 1, epoch, step)
+            blend = self.blends[int(rng.integers(len(self.blends)))]
+            batch = blend(batch, rng, led)
+            costs.add(blend.kind, clock() - began)
         for function, name, wants_rng in self._functions:
             began = clock()
             given = {"rng": sample_rng(self._seed, epoch, step)} if wants_rng else {}

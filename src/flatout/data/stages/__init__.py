@@ -5,6 +5,7 @@ from __future__ import annotations
 from flatout.data.stages.augment import Augment, augment
 from flatout.data.stages.balance import Balance, balance
 from flatout.data.stages.batch import Batch, batch
+from flatout.data.stages.blend import Blended, cutmix, mixup
 from flatout.data.stages.cache import Cache, cache
 from flatout.data.stages.filter import Filter, filter
 from flatout.data.stages.map import Map, map
@@ -20,6 +21,7 @@ __all__ = [
     "Augment",
     "Balance",
     "Batch",
+    "Blended",
     "Cache",
     "Filter",
     "Map",
@@ -47,8 +49,10 @@ class Staged(Writable[P]):
     balance = balance
     batch = batch
     cache = cache
+    cutmix = cutmix
     filter = filter
     map = map
+    mixup = mixup
     normalize = normalize
     prefetch = prefetch
     repeat = repeat

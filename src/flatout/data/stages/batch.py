@@ -58,7 +58,8 @@ class Batch(Stage):
 
     def order(self, order: Order, plan: Plan) -> Order:
         """The order as it is, or by length."""
-        plan.runs += [self.name, *(f"map {name_of(function)}" for function in plan.functions)]
+        plan.runs += [self.name, *(blend.kind for blend in plan.blends)]
+        plan.runs += [f"map {name_of(function)}" for function in plan.functions]
         if self.window is None:
             return order
         lengths = plan.origin.lengths() if is_rows(plan.origin) else None

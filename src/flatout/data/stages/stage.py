@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers
 from flatout.data.execution.batch_sampler import BatchSampler, Order
+from flatout.data.execution.blend import Blend
 from flatout.data.execution.cache import Cached
 from flatout.data.execution.digests import function_digest
 from flatout.data.execution.samples import Samples, name_of
@@ -67,6 +68,7 @@ class Plan:
         samples: what the rows have become.
         passed: stages that have been gone through.
         batched: whether `batch` is among them.
+        blends: of whole batches' samples, before functions; each batch gets one of them.
         functions: of whole batches.
         steps: of a stream: what becomes of its blocks.
         runs: names of what runs, in their order.
@@ -88,6 +90,7 @@ class Plan:
     samples: Samples = field(init=False)
     passed: list[Stage] = field(default_factory=list)
     batched: bool = False
+    blends: list[Blend] = field(default_factory=list)
     functions: list[Callable[..., Any]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     runs: list[str] = field(default_factory=list)

@@ -1,0 +1,128 @@
+"""mixup and cutmix: samples of a batch blended with each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flatout.data.buffers import Buffers
+from flatout.data.classes import classes_of
+from flatout.data.execution.batch_sampler import whole_number
+from flatout.data.execution.blend import Blend, Kind
+from flatout.data.execution.samples import Costs, sample_rng
+from flatout.data.stages.batch import Batch
+from flatout.data.stages.map import Map
+from flatout.data.stages.stage import P, Plan, Stage, Writable, only
+from flatout.errors import DataError
+
+
+@dataclass(frozen=True)
+class Blended(Stage):
+    """Each sample is blended with the one before it in the global batch."""
+
+    alpha: float
+    classes: int | None = None
+
+    once: ClassVar[bool] = True
+    kind: ClassVar[Kind]
+
+    def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
+        """Refuse to stand before `batch`, or behind functions of whole batches."""
+        batch = only(before, Batch)
+        if batch is None:
+            raise DataError(
+                f"{self.name} blends samples of a batch, and no batch stands before it",
+                do=f"write .batch(size) before .{self.name}({self.alpha:g})",
+            )
+        if only(before[before.index(batch) :], Map) is not None:
+            raise DataError(
+                f"{self.name} stands behind a function of whole batches",
+                do=f"put map behind {self.name}, or before batch",
+            )
+
+    def check_convert(self) -> None:
+        """Refuse: rows are written, not batches."""
+        raise DataError(
+            f"convert writes rows, and {self.name} blends those of a batch", do="leave it out"
+        )
+
+    def stream(self, plan: Plan) -> None:
+        """Before functions of whole batches."""
+        names = classes_of(plan.origin)
+        known = self.classes if names is None or self.classes else len(names)
+        plan.blends.append(Blend(self.kind, self.alpha, known))
+
+    def make(self, plan: Plan) -> None:
+        """The same; errors come here, not in the first step."""
+        self.stream(plan)
+        probe = np.array([plan.samples.probe], np.int64)
+        block = plan.samples.make(probe, Buffers(), 0, Costs())
+        if len(block):
+            batch = plan.samples.form.batch(block, Buffers())
+            plan.blends[-1](batch, sample_rng(0, 0, 0), False)
+        plan.notes.append(
+            f"{self.name} changes learning: each sample is blended with the one before it in its "
+            "batch, and targets are shares of classes"
+        )
+
+
+@dataclass(frozen=True)
+class Mixup(Blended):
+    """Whole samples are added up."""
+
+    kind: ClassVar[Kind] = "mixup"
+
+
+@dataclass(frozen=True)
+class Cutmix(Blended):
+    """A part of one image comes into the other."""
+
+    kind: ClassVar[Kind] = "cutmix"
+
+
+def mixup(self: Writable[P], alpha: float, *, classes: int | None = None) -> P:
+    """Each sample of a batch becomes a weighted mean with the one before it; so do the targets.
+
+    The share is drawn once for a global batch, from the Beta distribution (alpha, alpha), as a
+    function of (seed, epoch, batch), so a batch is the same on any number of ranks. Class numbers
+    become float32 shares of shape (samples, classes), which cross_entropy and accuracy take. Bytes
+    stay bytes, rounded. Where `cutmix` is written too, each batch gets one of the two. It changes
+    learning; validation data are another pipeline, without it.
+
+    Args:
+        alpha: above 0; 0.2 is usual. The larger, the more even are the shares.
+        classes: how many there are; None takes the names of the data's classes.
+
+    Raises:
+        DataError: the arguments make no sense, or it does not stand behind `batch`, before
+            functions of whole batches. Later: inputs are not one tensor of floats or bytes, class
+            numbers are outside of the classes, or samples have weights.
+    """
+    return self._with(Mixup(*_checked("mixup", alpha, classes)))
+
+
+def cutmix(self: Writable[P], alpha: float = 1.0, *, classes: int | None = None) -> P:
+    """A rectangle of each image of a batch comes from the one before it; targets have its share.
+
+    The rectangle is drawn once for a global batch, its area from the Beta distribution
+    (alpha, alpha). All else is as for `mixup`.
+
+    Args:
+        alpha: above 0; 1 is usual, and draws all areas equally often.
+        classes: how many there are; None takes the names of the data's classes.
+
+    Raises:
+        DataError: as `mixup`, or inputs are no images.
+    """
+    return self._with(Cutmix(*_checked("cutmix", alpha, classes)))
+
+
+def _checked(name: str, alpha: float, classes: int | None) -> tuple[float, int | None]:
+    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    if not is_number or not 0 < alpha < math.inf:
+        raise DataError(f"{name}: expected alpha as a number above 0, found {alpha!r}")
+    return alpha, None if classes is None else whole_number(f"{name}: classes", classes, 2)
