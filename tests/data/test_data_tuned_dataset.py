@@ -191,7 +191,7 @@ def test_workers_that_die_lose_no_batch():
     source = tuned(Dying())
     for epoch in range(2):
         check_same(used(source, epoch), Slow(), epoch)
-    assert source.tuner.settled == 0
+    assert source.tuner.settled in (0, "thread")
     assert any("they fail" in trial for trial in source.tuner.trials)
 
 
