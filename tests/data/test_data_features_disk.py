@@ -272,6 +272,7 @@ def test_two_processes_that_fill_one_store_share_what_they_have():
     assert (folder() / "filled.log").stat().st_size == 2000 * RECORD.itemsize
 
 
+@pytest.mark.slow
 def test_processes_share_what_is_in_memory_while_the_first_one_lives():
     mine = opened(100_000, where="memory")
     fill(mine, range(10))
@@ -289,6 +290,7 @@ def test_processes_share_what_is_in_memory_while_the_first_one_lives():
     assert opened(100_000, where="memory").kept == 0
 
 
+@pytest.mark.slow
 def test_memory_of_a_process_that_was_killed_is_free():
     process = start(
         """

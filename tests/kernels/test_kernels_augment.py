@@ -82,7 +82,9 @@ def test_colors_in_c_are_those_of_numpy_and_about_torchvisions(height, width, ch
         alone = [ONE] * 3
         alone[at] = factors[0][at]
         exact = by_torchvision(pixels[0], at, alone[at] / ONE)
-        assert np.abs(adjusted(pixels, [alone])[0].astype(int) - exact).max(initial=0) <= 1
+        # A gray that is rounded to the other side counts as often as it is taken off.
+        most = 1 + (abs(1 - alone[at] / ONE) if at else 0)
+        assert np.abs(adjusted(pixels, [alone])[0].astype(int) - exact).max(initial=0) <= most
 
 
 def by_torchvision(image, at, factor):

@@ -92,6 +92,7 @@ def test_bf16_rows_stay_within_rounding():
         assert torch.allclose(ours, theirs, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_layers_that_a_callback_changes_are_computed_again(made):
     class Change(flatout.Callback):
         def on_epoch_end(self, state):

@@ -57,7 +57,7 @@ def adjust(pixels: npt.NDArray[np.uint8], factors: Integers) -> None:
     """Change brightness, then contrast, then saturation of images, in place.
 
     The formulas are torchvision's, in fixed point: values differ from torchvision's by one gray
-    level at most.
+    level at most, and for a contrast or saturation of s by 1 + |1 - s|.
 
     Args:
         pixels: uint8 of shape (rows, height, width, 1 or 3), C-contiguous.
