@@ -68,7 +68,7 @@ def check(shape, dtype, layout, activation, wants_skip, seed=0, offset=1.0):
     assert y.stride() == given[0].stride() == x.stride()
     assert_near(y, plain, BOUND[dtype])
     dims = [d for d in range(x.dim()) if d != 1]
-    assert_near(saved.moments[0], x.double().mean(dims), 1e-6)
+    assert_near(saved.moments[0], x.double().mean(dims), 4e-6)
     assert_near(saved.moments[1], x.double().var(dims, unbiased=False), 1e-5)
     assert_near(given[0], wanted[0], BOUND[dtype])
     for ours, one in zip(given[1:3], wanted[1:3], strict=True):
