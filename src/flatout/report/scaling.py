@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import FlatoutError
+from flatout.plotting import figure_class
 from flatout.words import counted, rounded
 
 if TYPE_CHECKING:
@@ -199,13 +200,8 @@ class Scaling:
         Raises:
             FlatoutError: matplotlib is missing, or the file cannot be written.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise FlatoutError(
-                "plotting needs matplotlib", do="pip install 'flatout[plot]'"
-            ) from error
-        figure = Figure(figsize=(14, max(4.0, 0.7 * len(self.runs))), layout="constrained")
+        figure_of = figure_class()
+        figure = figure_of(figsize=(14, max(4.0, 0.7 * len(self.runs))), layout="constrained")
         speed, step, learned = figure.subplots(1, 3)
         self._plot_speed(speed)
         self._plot_steps(step)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.data import Batch
-from flatout.errors import FlatoutError, ModelError
+from flatout.errors import ModelError
+from flatout.plotting import figure_class
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,13 +129,10 @@ def draw_confusion(matrix: Matrix, classes: Sequence[str], path: str | Path) -> 
     Raises:
         FlatoutError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FlatoutError("plotting needs matplotlib", do="pip install 'flatout[plot]'") from error
+    figure_of = figure_class()
     names = names_of(matrix, classes)
     side = min(12.0, 3.5 + 0.5 * len(names))
-    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    figure = figure_of(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
     shares = [[count / max(1, sum(row)) for count in row] for row in matrix]
     shown = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)

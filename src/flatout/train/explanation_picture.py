@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from flatout.errors import FlatoutError
 from flatout.measure.roofline import KINDS
+from flatout.plotting import figure_class
 from flatout.train.explanation import Explanation
 
 if TYPE_CHECKING:
@@ -29,11 +30,8 @@ def draw(explanation: Explanation, path: str | os.PathLike[str]) -> Figure:
             "there is no roofline of this fit to draw",
             do="explain it on the machine that it ran on; a compiled model has none",
         )
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FlatoutError("plotting needs matplotlib", do="pip install 'flatout[plot]'") from error
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    figure_of = figure_class()
+    figure = figure_of(figsize=(12, 4.2), layout="constrained")
     lanes, promised = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_lanes(explanation, lanes)
     _draw_promised(explanation, promised)

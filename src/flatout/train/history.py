@@ -16,6 +16,7 @@ import numpy.typing as npt
 from flatout.atomic_file import atomic_write
 from flatout.errors import FlatoutError
 from flatout.measure import LANES, Timeline
+from flatout.plotting import figure_class
 from flatout.train.confusion import Matrix, draw_confusion, names_of, recall_of
 from flatout.train.explanation import Explanation
 from flatout.train.explanation_picture import draw
@@ -256,14 +257,9 @@ class History:
         Raises:
             FlatoutError: matplotlib is missing.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise FlatoutError(
-                "plotting needs matplotlib", do="pip install 'flatout[plot]'"
-            ) from error
+        figure_of = figure_class()
         if path is not None:
-            figure = Figure(figsize=(10, 7), layout="constrained")
+            figure = figure_of(figsize=(10, 7), layout="constrained")
         else:
             figure = _figure_of_pyplot()
         (losses, metrics), (steps, lanes) = figure.subplots(2, 2)

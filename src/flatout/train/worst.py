@@ -14,6 +14,7 @@ import torch
 
 from flatout.data import Batch, Pipeline, Source
 from flatout.errors import DataError, FlatoutError, ModelError
+from flatout.plotting import figure_class
 from flatout.train import guard
 from flatout.train.checks import explained
 from flatout.train.evaluate import evaluating
@@ -89,15 +90,10 @@ class Worst(list[WorstSample]):
             raise FlatoutError(
                 "these samples are no images", do="look at the table, or at `as_dict()`"
             )
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise FlatoutError(
-                "plotting needs matplotlib", do="pip install 'flatout[plot]'"
-            ) from error
+        figure_of = figure_class()
         columns = min(_COLUMNS, len(shown))
         lines = math.ceil(len(shown) / columns)
-        figure = Figure(figsize=(2.4 * columns, 2.8 * lines), layout="constrained")
+        figure = figure_of(figsize=(2.4 * columns, 2.8 * lines), layout="constrained")
         fields = figure.subplots(lines, columns, squeeze=False).ravel()
         for field in fields:
             field.axis("off")
