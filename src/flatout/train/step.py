@@ -445,14 +445,6 @@ class Stepper:
             )
         return turn.ddp
 
-    def parameters_changed(self) -> None:
-        """Other parameters train from here on: gradients are laid in buckets anew."""
-        for turn in self.turns.values():
-            turn.update.refresh()
-            if turn.ddp is not None:
-                turn.ddp.close()
-                turn.ddp = None
-
     def close(self) -> None:
         """Take off what was put on the model's parameters."""
         for turn in self.turns.values():

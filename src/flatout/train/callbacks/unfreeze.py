@@ -90,7 +90,6 @@ class Unfreeze(Callback):
         unfreeze(model, self.layers, batch_norm=self.batch_norm)
         count = sum(parameter.numel() for parameter in self._waiting if parameter.requires_grad)
         self._waiting = []
-        loop.stepper.parameters_changed()
         rate = "" if self.lr is None else f" at lr {self.lr:g}"
         loop.note(f"epoch {state.epoch + 1}: {count_words(count)} more parameters train{rate}")
 
