@@ -55,7 +55,7 @@ _CHECK_EVERY = 1000
 # the other one under autocast. The update is a quotient of two of them.
 _ROUNDING, _HALF_ROUNDING, _OF_UPDATE = 0.01, 0.5, 0.5
 _EPSILON = 1e-6
-# A graph is made anew where settings change, but not for ever.
+# Where settings change, another graph is made, up to so many.
 _MOST_GRAPHS = 3
 
 Tensors = list[torch.Tensor]
@@ -239,7 +239,7 @@ class Program:
         """Make a step."""
         start = clock()
         loss, *rest = self._run(self._inputs(self._held, batch, step))
-        # Whoever asks for the version of a weight is told of the change.
+        # The versions of weights tell of the change.
         torch.autograd.graph.increment_version(self._moved)
         # torch's schedulers look here to see that the optimizer stepped before them.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
