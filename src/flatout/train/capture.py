@@ -32,6 +32,7 @@ from flatout.data import Batch
 from flatout.measure.fingerprint import fingerprint
 from flatout.optim import scaled
 from flatout.train.capture_graph import (
+    STRAY,
     Graph,
     Unfit,
     Watch,
@@ -138,11 +139,27 @@ class Compiling:
 
 
 def loaded(path: Path) -> Callable[[Tensors], Tensors]:
-    """The function in a package, which takes the graph's inputs."""
-    # torch._inductor does the same, after seconds of imports.
-    run: Callable[[Tensors], Tensors] = torch._C._aoti.AOTIModelPackageLoader(
-        str(path), "model", False, 1, -1
-    ).boxed_run
+    """The function in a package, which takes the graph's inputs.
+
+    Raises:
+        OSError, RuntimeError: it cannot be loaded.
+    """
+    # torch unpacks it into TMPDIR, and would leave that there if this process were killed.
+    folder = kind_folder(KIND) / unfinished.new_name()
+    folder.mkdir(mode=0o700)
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        # torch._inductor does the same, after seconds of imports.
+        run: Callable[[Tensors], Tensors] = torch._C._aoti.AOTIModelPackageLoader(
+            str(path), "model", False, 1, -1
+        ).boxed_run
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+        remove_made(folder)  # what is loaded stays
     return run
 
 
@@ -235,10 +252,13 @@ class Program:
         return [*held, *self._rates, *tensors_of(batch)]
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, step: int) -> Done:
-        """Make a step."""
+    def __call__(self, batch: Batch, step: int) -> Done | None:
+        """Make a step; None where an id or label is out of range, and nothing was changed."""
         start = clock()
         loss, *rest = self._run(self._inputs(self._held, batch, step))
+        if self._graph.reads_ids and self._places.flag.item() == STRAY:
+            self._places.flag.zero_()
+            return None
         # The versions of weights tell of the change.
         torch.autograd.graph.increment_version(self._moved)
         # torch's schedulers look here to see that the optimizer stepped before them.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flatout.console import first_line
 from flatout.data import Batch, map_tensors
 from flatout.optim import Kind, Update, kind_of
+from flatout.train.capture_ids import Bounded
 from flatout.train.compute import ModelCompute
 from flatout.train.losses import Value
 from flatout.train.settings import Switch
@@ -29,6 +31,8 @@ from flatout.train.step import mean_of_value
 Tensors = list[torch.Tensor]
 Shapes = list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
 _PLAIN = (bool, int, float, str, bytes, type(None))
+# The flag of a step that has changed nothing but it, since an id or label is out of range.
+STRAY = 2.0
 _HOOKS = tuple(
     name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name
 )
@@ -45,6 +49,7 @@ class Graph(NamedTuple):
         code: of a function `forward(self, *inputs)` that returns a list of tensors.
         constants: tensors that it takes from `self`, by name.
         inputs: shape, strides and dtype of each input.
+        reads_ids: whether a flag of 2 tells of an id or label that is out of range.
         behind: what is returned behind the loss, with an ellipsis for each tensor.
         spec: its structure.
     """
@@ -52,6 +57,7 @@ class Graph(NamedTuple):
     code: str
     constants: dict[str, torch.Tensor]
     inputs: Shapes
+    reads_ids: bool
     behind: list[Any]
     spec: Any
 
@@ -226,6 +232,8 @@ def trace(
     ]
     # What is no tensor of what is returned behind the loss; an ellipsis stands for a tensor.
     template: list[Any] = []
+    strays: Tensors = []
+    moved: Tensors = []
 
     def step(*flat: torch.Tensor) -> Tensors:
         now = places.of(flat[: len(held)])
@@ -236,10 +244,18 @@ def trace(
         with torch.enable_grad():
             trained = {name: p.detach().requires_grad_() for name, p in now.parameters.items()}
             tensors = {f"model.{name}": t for name, t in {**trained, **now.others}.items()}
-            with switch.autocast():
+            before = [(buffer, buffer.clone(), buffer._version) for buffer in now.others.values()]
+            with switch.autocast(), Bounded() as bounded:
                 value, output = torch.func.functional_call(whole, tensors, (own,))
             loss, weight = mean_of_value(value, batch.size)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        strays[:] = bounded.strays
+        if strays:
+            stray = torch.stack(strays).any()
+            for buffer, old, version in before:
+                if buffer._version != version or any(buffer is one for one in moved):
+                    buffer.copy_(torch.where(stray, old, buffer))
+            now.flag.copy_(torch.where(stray & (now.flag == 0), STRAY, now.flag))
         _update(now, list(found), [rate.unbind() for rate in numbers], update)
         behind, spec = tree_flatten((weight, output if compute.metrics else None))
         template[:] = [[... if torch.is_tensor(part) else part for part in behind], spec]
@@ -247,9 +263,9 @@ def trace(
 
     arguments = [*held, *rates, *tensors_of(batch)]
     try:
-        graph = make_fx(step, _decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)(
-            *arguments
-        )
+        graph = make_fx(
+            step, _decompositions(moved), tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*arguments)
     except Unfit:
         raise
     except Exception as error:  # whatever a model's code raises at tensors without values
@@ -262,7 +278,7 @@ def trace(
     constants = {n.target: getattr(graph, n.target) for n in nodes if n.op == "get_attr"}
     if not all(isinstance(value, torch.Tensor) for value in constants.values()):
         raise Unfit("a part of the model is no function of tensors")
-    return Graph(graph.code, constants, shapes_of(arguments), *template)
+    return Graph(graph.code, constants, shapes_of(arguments), bool(strays), *template)
 
 
 def tensors_of(batch: Batch) -> Tensors:
@@ -298,7 +314,7 @@ def _update(
             new, states = now.kind.update(old[0], found[name], old[1:], numbers, facts, factors)
             for tensor, value in zip(old, [new, *states], strict=True):
                 tensor.copy_(torch.where(bad, tensor, value))
-    now.flag.copy_(bad.to(now.flag.dtype))
+    now.flag.copy_(torch.where(now.flag != 0, now.flag, bad.to(now.flag.dtype)))
 
 
 def _clipped(gradients: Tensors, update: Update) -> Tensors:
@@ -311,11 +327,13 @@ def _clipped(gradients: Tensors, update: Update) -> Tensors:
     return gradients
 
 
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    return {torch.ops.aten.native_batch_norm.default: _batch_norm}
+def _decompositions(moved: Tensors) -> dict[Any, Callable[..., Any]]:
+    """The operators that are traced in parts; statistics that they change come into `moved`."""
+    return {torch.ops.aten.native_batch_norm.default: partial(_batch_norm, moved)}
 
 
 def _batch_norm(
+    moved: Tensors,
     x: torch.Tensor,
     weight: Any,
     bias: Any,
@@ -335,4 +353,5 @@ def _batch_norm(
     if training:
         mean.copy_(new_mean)
         var.copy_(new_var)
+        moved += [mean, var]
     return tuple(found)
