@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from flatout.measure import bound, known_rates, machine_rates, predicted
+from flatout.measure import bound, known_rates, machine_rates, predicted, promises
 from flatout.measure.roofline import KINDS
 
 
@@ -96,6 +96,40 @@ def test_what_a_roofline_knows_nothing_of_changes_nothing():
     lanes = counts(forward={"matmul": of(calls=1, flops=100)})
     assert predicted(lanes, RATES, {"memory.allocator": "keep", "process.threads": 1}) == 2.0
     assert predicted(lanes, RATES, {"compute.compile": "on"}) == 2.0
+
+
+def test_what_stays_in_fp32_takes_the_rates_of_fp32():
+    lanes = counts(forward={"conv_depthwise": of(flops=8), "matmul": of(flops=800)})
+    half = {"compute.precision": "bf16", "compute.fp32_operators": "on"}
+    found = bound(lanes, RATES, half)["forward"]
+    assert (found["conv_depthwise"], found["matmul"]) == (8.0, 2.0)
+
+
+def test_an_option_promises_what_it_saves_alone_or_beside_the_others():
+    lanes = counts(
+        forward={"conv": of(flops=40), "conv_depthwise": of(flops=4)},
+        backward={"elementwise": of(moved=10)},
+        optimizer={"elementwise": of(calls=6, moved=20)},
+    )
+    slow = {**RATES["flops_per_s"]["bf16/contiguous"], "conv_depthwise": rate(0.5)}
+    rates = {**RATES, "flops_per_s": {**RATES["flops_per_s"], "bf16/contiguous": slow}}
+    options = {
+        "compute.precision": "bf16",
+        "compute.fp32_operators": "on",
+        "compute.fused_norms": "on",
+        "compute.fused_optimizer": "on",
+        "process.threads": 1,
+    }
+    found = promises(lanes, rates, options)
+    assert set(found) == set(options) - {"process.threads"}
+    saved = {field.partition(".")[2]: promise.saved_s for field, promise in found.items()}
+    # Beside fp32_operators: 3 of 4 s of the convolution, and half of the traffic of 1 s.
+    assert saved["precision"] == pytest.approx(3.5)
+    assert saved["fp32_operators"] == pytest.approx(4.0)
+    assert saved["fused_norms"] == pytest.approx(0.5)
+    assert saved["fused_optimizer"] == pytest.approx(7.0)  # of 6 calls and 2 s one call is left
+    assert found["compute.fused_norms"].most_s == pytest.approx(5.0)
+    assert found["compute.fused_optimizer"].most_s == pytest.approx(40.0)
 
 
 def test_rates_are_measured_once_for_a_machine(monkeypatch, tmp_path):

@@ -27,6 +27,7 @@ from flatout.train.tuner import Tuner
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(auto_search, "NOISE", 1e9)  # tests run on busy machines
+    monkeypatch.setattr(auto, "machine_rates", lambda *machine: None)  # takes seconds
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two wait for one another where others compute, too
     yield
@@ -385,6 +386,81 @@ def test_what_earlier_jobs_chose_is_tried_first(clock):
     assert first.tuner.search.options[0].field != "compute.rewrites"
     again = job(small_net(), seconds, clock, allow="redrawn")[0]
     assert again.tuner.search.options[0].field == "compute.rewrites"
+
+
+def planted(bf16_flops_per_s, calls, spread=1.1):
+    """Counts of a step of 0.1 s of matrix products and an update of so many calls, with rates."""
+    of = {"calls": 0, "flops": 0, "bytes": 0, "cached_bytes": 0}
+    speeds = {"fp32": 1e9, "bf16": bf16_flops_per_s}
+    kinds = ("matmul", "conv", "conv_1x1", "conv_depthwise")
+    return {
+        "device": "cpu",
+        "lanes": {
+            "forward": {"conv": {**of, "flops": 0.1e9}},
+            "optimizer": {"elementwise": {**of, "calls": calls}},
+        },
+        "weights": {"bytes": 0, "state_bytes": 0, "tensors": 1},
+        "rates": {
+            "flops_per_s": {
+                f"{precision}/{layout}": {kind: {"forward": s, "backward": s} for kind in kinds}
+                for precision, s in speeds.items()
+                for layout in ("contiguous", "channels_last")
+            },
+            "bytes_per_s": {p: {"memory": 1e9, "cache": 1e9} for p in speeds},
+            "calls_per_s": 1e6,
+            "nodes_per_s": 1e6,
+            "spread": spread,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("counts", "first", "skipped"),
+    [
+        (planted(4e9, 100_000), "compute.fused_optimizer", None),
+        (planted(4e9, 2_000), "compute.precision", None),
+        (planted(4e9, 20), "compute.precision", "not tried: at most 0.1% to gain"),
+        (planted(4e9, 20, spread=9.0), "compute.precision", None),  # rough rates say nothing
+    ],
+)
+def test_what_a_roofline_promises_most_of_comes_first(counts, first, skipped, clock, monkeypatch):
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    # Nothing is faster, so each is compared with plain in turn.
+    recipe = Recipe(compute={"rewrites": "off", "fused_norms": "off"})
+    loop, compute, source = job(small_net(), lambda s: 0.1, clock, steps=2_000, recipe=recipe)
+    loop.tuner.expect(counts)
+    run(loop, compute, source)
+    alone = [trial["b"] for trial in loop.tuning["trials"] if len(trial["b"]) == 1]
+    assert list(alone[0]) == [first]
+    assert loop.tuning["dropped"].get("compute.fused_optimizer") == skipped
+    tried = {field for trial in loop.tuning["trials"] for field in trial["b"]}
+    assert ("compute.fused_optimizer" in tried) == (skipped is None)
+    if skipped:
+        assert loop.resolved.choices["compute.fused_optimizer"].reason == skipped
+
+
+def test_what_is_promised_to_lose_is_not_tried_together_with_the_others(clock, monkeypatch):
+    """Alone it is tried all the same: the roofline is a model."""
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    loop, compute, source = job(
+        small_net(), lambda s: 0.05 if s.precision == "bf16" else 0.1, clock, steps=6_000
+    )
+    loop.tuner.expect(planted(0.5e9, 2_000))
+    run(loop, compute, source)
+    assert "compute.precision" not in loop.tuning["trials"][0]["b"]
+    assert loop.resolved.compute.precision == "bf16"
+
+
+def test_the_rates_of_a_machine_are_measured_before_a_long_run_once(clock, monkeypatch):
+    asked = []
+    monkeypatch.setattr(auto, "machine_rates", lambda *machine: asked.append(machine))
+    job(small_net(), lambda s: 0.1, clock, steps=4_000)
+    assert not asked
+    job(small_net(), lambda s: 0.1, clock, steps=6_000)
+    assert asked == [("cpu", 1)]
+    monkeypatch.setattr(auto, "known_rates", lambda *machine: {})
+    job(small_net(), lambda s: 0.1, clock, steps=6_000)
+    assert len(asked) == 1
 
 
 def test_what_was_measured_on_a_busy_machine_is_not_kept(clock, monkeypatch, tmp_path):

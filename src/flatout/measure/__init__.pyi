@@ -23,8 +23,10 @@ from flatout.measure.processes import Processes as Processes
 from flatout.measure.processes import ProcessUse as ProcessUse
 from flatout.measure.pulse import Pulse as Pulse
 from flatout.measure.pulse import Watched as Watched
+from flatout.measure.roofline import Promise as Promise
 from flatout.measure.roofline import bound as bound
 from flatout.measure.roofline import predicted as predicted
+from flatout.measure.roofline import promises as promises
 from flatout.measure.timeline import LANES as LANES
 from flatout.measure.timeline import Timeline as Timeline
 from flatout.measure.trial import Interval as Interval

@@ -17,7 +17,7 @@ what they touch. `models/operators.py` counts them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 KINDS = (
     "matmul",
@@ -37,6 +37,35 @@ KINDS = (
 
 # Whose best rate is that of matrix products.
 _AS_MATMUL = ("attention", "recurrent")
+# What `compute.fp32_operators` keeps in fp32.
+_KEPT_IN_FP32 = ("attention", "conv_depthwise")
+# Settings by which these take fewer passes over memory; about half of them are taken to go.
+_FEWER_PASSES = {
+    "compute.fused_norms": ("normalization", "elementwise"),
+    "compute.rewrites": ("elementwise",),
+}
+# Settings that change a bound.
+_KNOWN = (
+    "compute.precision",
+    "compute.fp32_operators",
+    "compute.memory_format",
+    "compute.fused_optimizer",
+    "compute.compile",
+)
+# No operator is expected to run at less than this part of the best rates.
+_FAR = 5.0
+
+
+class Promise(NamedTuple):
+    """What a setting may save of a step, alone or beside the others.
+
+    Attributes:
+        saved_s: seconds by which the bound of a step falls; negative where it rises.
+        most_s: seconds that all operators may take which it changes.
+    """
+
+    saved_s: float
+    most_s: float
 
 
 def bound(
@@ -73,6 +102,50 @@ def predicted(
     return sum(sum(kinds.values()) for kinds in bound(counts, rates, settings).values())
 
 
+def promises(
+    counts: Mapping[str, Any], rates: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Promise]:
+    """What each option may save, by field; without those that a roofline knows nothing of.
+
+    Args:
+        counts, rates: as of `bound`.
+        options: fields of the Recipe, and the values that may be faster.
+    """
+    found = {}
+    for field, value in options.items():
+        if field not in _KNOWN and field not in _FEWER_PASSES:
+            continue
+        others = {f: v for f, v in options.items() if f != field}
+        saved, touched = zip(
+            *(_changed(counts, rates, beside, field, value) for beside in ({}, others)), strict=True
+        )
+        found[field] = Promise(max(saved), _FAR * max(touched))
+    return found
+
+
+def _changed(
+    counts: Mapping[str, Any],
+    rates: Mapping[str, Any],
+    beside: Mapping[str, Any],
+    field: str,
+    value: Any,
+) -> tuple[float, float]:
+    """Seconds that an option saves beside others, and those of all that it changes."""
+    off, on = (
+        {
+            (lane, kind): s
+            for lane, kinds in bound(counts, rates, of).items()
+            for kind, s in kinds.items()
+        }
+        for of in (beside, {**beside, field: value})
+    )
+    for lane, kind in on:
+        if lane != "optimizer" and kind in _FEWER_PASSES.get(field, ()):
+            on[lane, kind] /= 2
+    touched = sum(seconds for place, seconds in off.items() if on.get(place, 0.0) != seconds)
+    return sum(off.values()) - sum(on.values()), touched
+
+
 def _precision(settings: Mapping[str, Any]) -> str:
     return "fp32" if settings.get("compute.precision", "fp32") == "fp32" else "bf16"
 
@@ -91,13 +164,14 @@ def _of_lane(
     device: str,
 ) -> dict[str, float]:
     is_update = lane == "optimizer"
-    precision = "fp32" if is_update else _precision(settings)
     layout = settings.get("compute.memory_format", "contiguous")
-    flops_per_s = rates["flops_per_s"][f"{precision}/{layout}"]
-    bytes_per_s = rates["bytes_per_s"][precision]
-    width = 1.0 if precision == "fp32" else 0.5
     found = {}
     for kind, of in kinds.items():
+        kept = settings.get("compute.fp32_operators") == "on" and kind in _KEPT_IN_FP32
+        precision = "fp32" if is_update or kept else _precision(settings)
+        flops_per_s = rates["flops_per_s"][f"{precision}/{layout}"]
+        bytes_per_s = rates["bytes_per_s"][precision]
+        width = 1.0 if precision == "fp32" else 0.5
         far = of["bytes"] - of["cached_bytes"]
         seconds = width * (far / bytes_per_s["memory"] + of["cached_bytes"] / bytes_per_s["cache"])
         rate = flops_per_s.get("matmul" if kind in _AS_MATMUL else kind)

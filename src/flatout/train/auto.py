@@ -18,7 +18,7 @@ import torch
 from flatout.data import Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
-from flatout.measure import TrialResult, usable_cpus
+from flatout.measure import TrialResult, known_rates, machine_rates, usable_cpus
 from flatout.measure.fingerprint import fingerprint
 from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
@@ -33,6 +33,8 @@ from flatout.world import World
 
 # Fewer steps than this are over before anything is known.
 FEWEST_STEPS = 40
+# About what measuring the best rates of a machine takes, once; of a run it may take this share.
+_RATES_S, _RATES_SHARE = 5.0, 0.01
 # The reason of a setting that is still being measured.
 MEASURING = "being measured"
 
@@ -161,6 +163,17 @@ def _checked(
         slower=check.slower,
     )
     return search, ""
+
+
+def know_machine(search: Search, device: torch.device) -> None:
+    """Measure this machine's best rates, once, before a run so long that it does not show."""
+    budget, threads = search.budget, torch.get_num_threads()
+    if budget.run_s * _RATES_SHARE < _RATES_S or not budget.pays_before(_RATES_S):
+        return
+    if known_rates(device.type, threads) is None:
+        began = clock()
+        machine_rates(device.type, threads)
+        budget.before_s += clock() - began
 
 
 def agree(decision: Decision, world: World) -> None:

@@ -2,13 +2,17 @@
 
     1  plain       a few steps, which tell how long the run will take
     2  together    all options against plain, since they help one another: bf16 alone may be slower
-                   where bf16 with channels_last is three times faster
+                   where bf16 with channels_last is three times faster; but for those that a
+                   roofline of this model says will lose
     3  allocator   before the others, because its limits cannot be put back
     4  one by one  each option against the best settings so far without it; what is not measured
                    faster goes, and what others have changed since is tried once more
     5  the whole   what is left against plain, where not all together have won; if that does not
                    win, plain it is
     6  compile     only where the run is long enough to repay the compilation
+
+Where a roofline knows this machine's rates, what it promises most of comes first, and what cannot
+return more than noise is not tried.
 
 The search is a generator: it yields Blocks of the job's own steps and is sent what they took.
 """
@@ -20,7 +24,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flatout.measure import TrialResult, quadruples, run_trial
+from flatout.measure import Promise, TrialResult, quadruples, run_trial
 from flatout.recipe import Trial
 from flatout.train.auto_budget import Budget
 from flatout.train.settings import Settings
@@ -131,6 +135,8 @@ class Search:
         dropped: fields that are not tried or not measured, and why.
         kept: fields that stay without a trial, and why.
         slower: by field, how many times as long a step took under an option in the first check.
+        promises: by field, what a roofline says that an option may save of a step; set before the
+            first block has ended.
         best: the settings that were measured fastest so far.
         results: trials by field: B has the option and A has not.
         together: the trial of all options.
@@ -147,6 +153,7 @@ class Search:
     modules: int = 0
     threads: bool = False
     compiles: bool = False
+    promises: dict[str, Promise] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     slower: dict[str, float] = field(default_factory=dict)
@@ -163,7 +170,12 @@ class Search:
         self._at = 0
         self._now: Settings | None = None
         self._measured: dict[tuple[Settings, Settings], TrialResult] = {}
-        self._rest = [option for option in self.options if option.setting != "allocator"]
+        self._skipped: list[Option] = []
+
+    @property
+    def _rest(self) -> list[Option]:
+        """Options that can be switched on and off at any time."""
+        return [option for option in self.options if option.setting not in ("allocator", "compile")]
 
     @property
     def disturbed(self) -> bool:
@@ -178,6 +190,7 @@ class Search:
         while self.budget.steps is None and self.budget.elapsed_s < _SURE_S:
             yield Block(self.plain, 1, 0)
         seconds = yield from self._run(self.plain)
+        self._order(seconds)
         yield from self._all_together()
         for option in self.options:
             if option.setting == "allocator":
@@ -186,7 +199,6 @@ class Search:
             why = "short steps run faster on one thread"
             one = Option("process.threads", Trial(1, bool, why=why))
             self.options.append(one)
-            self._rest.append(one)
         yield from self._one_by_one()
         yield from self._confirm()
         if self.compiles:
@@ -194,6 +206,10 @@ class Search:
 
     def again(self) -> _Steps:
         """The same later in the run, from the best settings on: what was measured is forgotten."""
+        while self._skipped:
+            option = self._skipped.pop()
+            self.options.append(option)
+            del self.dropped[option.field]
         self._measured.clear()
         self.step_s.clear()
         self.results.clear()
@@ -205,6 +221,25 @@ class Search:
         yield from self._confirm()
 
     # -- what is tried -----------------------------------------------------------------------
+
+    def _order(self, seconds: float) -> None:
+        """What is promised most comes first; what promises less than noise is not tried.
+
+        Options that nothing is promised of, or the same, stay in the order of earlier jobs.
+        """
+        for option in self._rest:
+            promise = self.promises.get(option.field)
+            if promise is not None and promise.most_s < _WORTH * seconds:
+                share = promise.most_s / seconds
+                self.dropped[option.field] = f"not tried: at most {share:.1%} to gain"
+                self.options.remove(option)
+                self._skipped.append(option)
+        self.options.sort(key=lambda option: -self._saved(option))
+
+    def _saved(self, option: Option) -> float:
+        """Seconds of a step that an option is said to save; negative where it is said to lose."""
+        promise = self.promises.get(option.field)
+        return 0.0 if promise is None else promise.saved_s
 
     def _allocator(self, option: Option) -> _Steps:
         """Blocks A A A A, then B B B B: glibc's own adaptive limits do not come back once set.
@@ -236,9 +271,10 @@ class Search:
             self.best, self.step_s[kept] = kept, statistics.median(b)
 
     def _all_together(self) -> _Steps:
-        if len(self._rest) < 2:
+        helping = [option for option in self._rest if self._saved(option) >= 0]
+        if len(helping) < 2:
             return
-        everything = self.best.but(**{option.setting: option.value for option in self._rest})
+        everything = self.best.but(**{option.setting: option.value for option in helping})
         slower = max(1.0, self.slower.get("together", 1.0))
         self.together = yield from self._compare(self.best, everything, slower)
         if self.together is not None and is_faster(self.together):

@@ -98,6 +98,8 @@ def decide(
         reduction, resolved = _reduction(loop, found)
         loop.stepper.train_with(loop.world, samples, reduction)
         auto.agree(decision, loop.world)
+    elif decision.search is not None:  # several ranks would hold one another up
+        auto.know_machine(decision.search, loop.device)
     loop.stepper.use(Settings.of(resolved))
     if compute is not None and estimated > 1:
         _agree_on_pieces(loop, compute, first, estimated)  # the settings chosen may need less

@@ -392,8 +392,10 @@ class Fit:
         with self._count:
             stepped = self.loop.step(self.compute, batch)
         if stepped:
-            self.state.history.roofline = counted(self._count, self.loop)
+            self.state.history.roofline = found = counted(self._count, self.loop)
             self._count = None
+            if self.loop.tuner is not None:
+                self.loop.tuner.expect(found)
         return stepped
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:

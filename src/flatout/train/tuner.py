@@ -11,13 +11,14 @@ or other parameters train than before, settings are tried once more.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 from flatout.console import first_line
 from flatout.data import Batch, tensors_in
-from flatout.measure import finish_device, page_faults
+from flatout.measure import Promise, finish_device, page_faults, promises
+from flatout.measure.machine import ROUGH
 from flatout.train.auto_search import Block, Failed, Measured, Search
 from flatout.train.feed import Feed
 from flatout.train.micro_batch import forget_frames
@@ -89,6 +90,19 @@ class Tuner:
     def is_searching(self) -> bool:
         """Whether there is something left to try."""
         return not self.done and not self.why
+
+    def expect(self, counts: Mapping[str, Any]) -> None:
+        """Let a roofline say in which order options are tried; for all ranks the first's.
+
+        Args:
+            counts: of the first step, with the machine's rates where they are known.
+        """
+        rates, known = counts["rates"], {}
+        if rates is not None and rates["spread"] <= ROUGH:
+            options = {one.field: one.value for one in self.search.options}
+            known = promises(counts, rates, options)
+        found = self._world.from_first({f: list(promise) for f, promise in known.items()})
+        self.search.promises = {field: Promise(*promise) for field, promise in found.items()}
 
     # -- a step ------------------------------------------------------------------------------
 
