@@ -103,14 +103,3 @@ def test_what_cannot_be_is_said_before_the_first_step():
     optimizer = torch.optim.SGD([{"params": [made[5].weight]}, {"params": [made[5].bias]}], lr=0.1)
     with pytest.raises(ModelError, match="a function for each parameter group"):
         fit(2, [flatout.Unfreeze(2, lr=0.1)], made, optimizer=optimizer, scheduler=rates)
-
-
-def test_a_compiled_keras_model_is_told_what_to_do():
-    keras = pytest.importorskip("keras")
-    made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6, name="a")])
-    made.compile(optimizer="adam", loss="mse")
-    inputs, _ = data()
-    with pytest.raises(ModelError, match="takes no weights after it was built"):
-        flatout.Trainer(made).fit(
-            inputs, inputs, epochs=2, callbacks=[flatout.Unfreeze(2, "a")], progress=False
-        )

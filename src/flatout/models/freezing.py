@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from flatout.errors import ModelError
 from flatout.models.adapter import adapter_of
-from flatout.models.hold import keeps_statistics, matching
+from flatout.models.hold import matching
 
 _M = TypeVar("_M", bound=nn.Module)
 Patterns = str | Iterable[str]
@@ -83,7 +84,7 @@ def unfreeze(model: _M, layers: Patterns | None = None, *, batch_norm: bool = Fa
 
 def frozen_parameters(
     model: nn.Module, layers: Patterns | None = None, *, batch_norm: bool = False
-) -> list[nn.Parameter]:
+) -> list[torch.Tensor]:
     """The parameters that `unfreeze` may let train.
 
     Raises:
@@ -91,15 +92,7 @@ def frozen_parameters(
     """
     own = adapter_of(model)
     chosen = [model] if layers is None else _chosen(own.named(), _listed(layers))
-    parts = [part for layer in chosen for part in layer.modules()]
-    found = {
-        id(value): value
-        for part in parts
-        if batch_norm or not keeps_statistics(part)
-        for value in part.parameters(recurse=False)
-        if not value.requires_grad
-    }
-    return list(found.values())
+    return own.frozen(chosen, batch_norm=batch_norm)
 
 
 def _listed(layers: Patterns) -> list[str]:

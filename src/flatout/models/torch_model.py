@@ -140,6 +140,18 @@ class TorchModel:
             if any(id(part) in parts for part in outer.modules()) and id(outer) not in parts:
                 hold.follow(outer)
 
+    def frozen(self, layers: Iterable[nn.Module], *, batch_norm: bool) -> list[torch.Tensor]:
+        """The parameters that `release` may let train."""
+        parts = {id(part): part for layer in layers for part in layer.modules()}
+        found = {
+            id(value): value
+            for part in parts.values()
+            if batch_norm or not hold.keeps_statistics(part)
+            for value in part.parameters(recurse=False)
+            if not value.requires_grad
+        }
+        return list(found.values())
+
     def watch(self, look: Look, watches: ExitStack) -> None:
         """Have `look` called after each call of a layer, until `watches` is closed."""
 

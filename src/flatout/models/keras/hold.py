@@ -24,18 +24,33 @@ def hold(layer: Any) -> None:
 
 def release(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> None:
     """Let layers and all inside them train again."""
+    chosen = list(chosen)
+    # From the outermost inward, as a layer hands its own flag on to those inside.
+    for layer, trains in _trains_then(model, chosen, batch_norm=batch_norm):
+        if layer.trainable != trains:
+            layer.trainable = trains
+    for part in (part for layer in chosen for part in layer._flatten_layers()):
+        if _is_held(part):
+            del vars(part)["call"]
+
+
+def frozen(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> list[Any]:
+    """The variables that `release` lets train, in the model's order."""
+    layers = _trains_then(model, chosen, batch_norm=batch_norm)
+    own = (v for layer, trains in layers if trains for v in layer._trainable_variables)
+    found = {id(variable) for variable in own if not variable.trainable}
+    return [variable for variable in model.weights if id(variable) in found]
+
+
+def _trains_then(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> list[tuple[Any, bool]]:
+    """Each layer from the outermost inward, and whether it trains once the chosen ones do."""
     parts = {id(part) for layer in chosen for part in layer._flatten_layers()}
     wanted = []
     for layer in model._flatten_layers():
         holds_one = any(id(part) in parts for part in layer._flatten_layers(include_self=False))
         trains = holds_one or (id(layer) in parts and (batch_norm or not keeps_statistics(layer)))
         wanted.append((layer, trains or layer.trainable))
-        if id(layer) in parts and _is_held(layer):
-            del vars(layer)["call"]
-    # From the outermost inward, as a layer hands its own flag on to those inside.
-    for layer, trains in wanted:
-        if layer.trainable != trains:
-            layer.trainable = trains
+    return wanted
 
 
 def keeps_statistics(layer: Any) -> bool:

@@ -158,6 +158,11 @@ class KerasModel(TorchModel):
         """Let layers and all inside them train again, BatchNorm only where that is asked for."""
         hold.release(self.module, layers, batch_norm=batch_norm)
 
+    def frozen(self, layers: Iterable[Any], *, batch_norm: bool) -> list[torch.Tensor]:
+        """The values of the variables that `release` lets train, in Keras' order."""
+        found = hold.frozen(self.module, layers, batch_norm=batch_norm)
+        return [variable._value for variable in found]
+
     def watch(self, look: Look, watches: ExitStack) -> None:
         """Keras layers are torch modules, but their calls pass torch's hooks by."""
         for layer in self.module._flatten_layers(include_self=False):

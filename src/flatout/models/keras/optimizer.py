@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from flatout.data import code_digest, is_library
+from flatout.errors import ModelError
+from flatout.models.keras.build_again import build_again
 
 Tensors = list[torch.Tensor]
 # Attributes of Keras' optimizers that its `get_config` has too.
@@ -34,7 +36,8 @@ class KerasOptimizer(torch.optim.Optimizer):
     """Steps a Keras optimizer, built over `variables`.
 
     Args:
-        optimizer: a `keras.optimizers.Optimizer`; it is built if it is not yet.
+        optimizer: a `keras.optimizers.Optimizer`; it is built if it is not yet, and built again
+            where it does not know some of the variables.
         variables: the model's trainable variables.
 
     Attributes:
@@ -44,8 +47,13 @@ class KerasOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
         if not optimizer.built:
             optimizer.build(list(variables))
+        elif {*map(id, variables)} - {*map(id, optimizer._trainable_variables)}:
+            build_again(optimizer, variables)
         self.keras = optimizer
         self._variables = list(variables)
+        # Those that do not train yet, which Keras does not know of.
+        self._late: set[int] = set()
+        self._places: dict[int, int] = {}
         self._parameters: Tensors = [v._value for v in variables]
         kind = type(optimizer)
         super().__init__(self._parameters, {"lr": self._rate(), "kind": kind.__qualname__})
@@ -53,7 +61,71 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     def drives(self, optimizer: Any, variables: Sequence[Any]) -> bool:
         """Whether this is that optimizer over these variables: `compile` may have come between."""
-        return optimizer is self.keras and [*map(id, variables)] == [*map(id, self._variables)]
+        held = {*map(id, self._variables)}
+        return optimizer is self.keras and {*map(id, variables)} == held and not self._late
+
+    def hold(self, values: Sequence[torch.Tensor], model: Any, lr: float | None) -> None:
+        """Hold variables that do not train yet; `begin` lets Keras know of those that do.
+
+        Args:
+            values: of the variables.
+            model: that they are of; its order decides theirs.
+            lr: their rate where the optimizer's is as it was compiled; it follows that one's
+                schedule, and whatever callbacks make of it. None for the optimizer's own.
+
+        Raises:
+            ModelError: the optimizer's rate begins at 0, so nothing is a multiple of it.
+        """
+        moved = {*map(id, values)}
+        late = [variable for variable in model.weights if id(variable._value) in moved]
+        self._late |= {id(variable) for variable in late} - {*map(id, self._variables)}
+        self._places = {id(variable): place for place, variable in enumerate(model.weights)}
+        by_value = {id(variable._value): variable for variable in (*self._variables, *late)}
+        groups = self.param_groups
+        if lr is None:
+            held = {id(p) for group in groups for p in group["params"]}
+            groups[0]["params"] += [v._value for v in late if id(v._value) not in held]
+        else:
+            for group in groups:
+                group["params"] = [p for p in group["params"] if id(p) not in moved]
+            own = {k: v for k, v in groups[0].items() if k not in ("params", "factor")}
+            factor = {"factor": lr / self._base_rate()}
+            self.add_param_group({**own, **factor, "params": [v._value for v in late]})
+        for group in groups:
+            group["params"].sort(key=lambda p: self._places.get(id(by_value[id(p)]), 0))
+        self._parameters = [p for group in groups for p in group["params"]]
+        self._variables = [by_value[id(p)] for p in self._parameters]
+
+    def begin(self) -> None:
+        """Let Keras know of variables that train by now."""
+        started = [v for v in self._variables if id(v) in self._late and v.trainable]
+        if started:
+            self._start(started)
+
+    def _start(self, started: Sequence[Any]) -> None:
+        self._late -= {*map(id, started)}
+        known = [v for v in self._variables if id(v) not in self._late]
+        build_again(self.keras, sorted(known, key=lambda v: self._places.get(id(v), 0)))
+
+    def _base_rate(self) -> float:
+        """The rate as compiled: of a schedule that begins with a warmup, what that leads to."""
+        schedule = self._inner._learning_rate
+        rate = getattr(schedule, "warmup_target", None) or self._rate()
+        if not rate:
+            raise ModelError(
+                f"the learning rate of {self.keras.name} begins at 0, so that no other rate can be "
+                "a multiple of it",
+                do="leave out lr of Unfreeze, or begin with a rate above 0",
+            )
+        return float(rate)
+
+    def _parts(self) -> Iterator[tuple[float, list[Any]]]:
+        """The variables that are stepped, by what the rate is multiplied by for them."""
+        variables = iter(self._variables)
+        for group in self.param_groups:
+            own = [next(variables) for _ in group["params"]]
+            if own := [variable for variable in own if id(variable) not in self._late]:
+                yield group.get("factor", 1.0), own
 
     @property
     def can_be_fused(self) -> bool:
@@ -84,7 +156,7 @@ class KerasOptimizer(torch.optim.Optimizer):
             yield
         finally:
             vars(inner)["_learning_rate"] = given
-            self.param_groups[0]["lr"] = self._rate()
+            self._show_rates()
 
     @property
     def is_scheduled(self) -> bool:
@@ -108,46 +180,96 @@ class KerasOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: no parameter has a gradient.
         """
-        gradients = [p.grad for p in self._parameters]
-        group = self.param_groups[0]
-        group["lr"] = self._rate()
+        parts = list(self._parts())
+        variables = [variable for _, part in parts for variable in part]
+        gradients = [variable._value.grad for variable in variables]
+        self._show_rates()
         complete = [g for g in gradients if g is not None]
-        if group.get("fused") and len(complete) == len(gradients):
-            self._step_fused(complete, group["lr"])
+        if self.param_groups[0].get("fused") and len(complete) == len(gradients):
+            self._step_fused(complete, parts)
         else:
-            with _unscaled(self.keras, complete):
-                self.keras.apply(gradients, self._variables)
+            with _unscaled(self.keras, complete), self._own_rates(parts):
+                self.keras.apply(gradients, variables)
 
-    def _step_fused(self, gradients: Tensors, rate: float) -> None:
+    def _step_fused(self, gradients: Tensors, parts: Sequence[tuple[float, list[Any]]]) -> None:
         optimizer = self.keras
         number = int(optimizer._iterations.value) + 1
         correction = math.sqrt(1 - optimizer.beta_2**number)
         gradients = optimizer._clip_gradients(gradients)
-        optimizer._apply_weight_decay(self._variables)
         flag = getattr(self, "found_inf", None)  # set on a device that holds bad steps back
         self._count.fill_(number)
-        torch._fused_adam_(
-            self._parameters,
-            gradients,
-            self._states(optimizer._momentums),
-            self._states(optimizer._velocities),
-            self._states(optimizer._velocity_hats) if optimizer.amsgrad else [],
-            [self._count] * len(gradients),
-            lr=rate,
-            beta1=optimizer.beta_1,
-            beta2=optimizer.beta_2,
-            weight_decay=0.0,
-            eps=optimizer.epsilon / correction,
-            amsgrad=bool(optimizer.amsgrad),
-            maximize=False,
-            found_inf=flag,
-        )
+        for factor, variables in parts:
+            with self._multiplied(factor):
+                optimizer._apply_weight_decay(variables)
+                rate = self._rate()
+            own, gradients = gradients[: len(variables)], gradients[len(variables) :]
+            torch._fused_adam_(
+                [variable._value for variable in variables],
+                own,
+                self._states(variables, optimizer._momentums),
+                self._states(variables, optimizer._velocities),
+                self._states(variables, optimizer._velocity_hats) if optimizer.amsgrad else [],
+                [self._count] * len(own),
+                lr=rate,
+                beta1=optimizer.beta_1,
+                beta2=optimizer.beta_2,
+                weight_decay=0.0,
+                eps=optimizer.epsilon / correction,
+                amsgrad=bool(optimizer.amsgrad),
+                maximize=False,
+                found_inf=flag,
+            )
         optimizer._iterations.value.add_(1 if flag is None else (1 - flag).to(torch.int64))
 
-    def _states(self, states: Sequence[Any]) -> Tensors:
+    def _states(self, variables: Sequence[Any], states: Sequence[Any]) -> Tensors:
         """Those of the variables that are stepped: Keras may have been built over more."""
         index = self.keras._get_variable_index
-        return [states[index(variable)].value for variable in self._variables]
+        return [states[index(variable)].value for variable in variables]
+
+    def _show_rates(self) -> None:
+        """Write the present rate into the groups, for those who look there."""
+        rate = self._rate()
+        for group in self.param_groups:
+            group["lr"] = rate * group.get("factor", 1.0)
+
+    def _multiplied(self, factor: float) -> AbstractContextManager[None]:
+        return nullcontext() if factor == 1 else self.scaled(factor)
+
+    @contextmanager
+    def _own_rates(self, parts: Sequence[tuple[float, list[Any]]]) -> Iterator[None]:
+        """Within, Keras decays and steps each part at its own rate, of one count of steps."""
+        if all(factor == 1 for factor, _ in parts):
+            yield
+            return
+        inner = self._inner
+        update, decay = inner._backend_update_step, inner._apply_weight_decay
+        factors = {id(variable): factor for factor, part in parts for variable in part}
+        # Such as Nadam's product of momenta, which a step moves on once.
+        shared = [one for one in vars(inner).values() if hasattr(one, "assign")]
+
+        def updated(gradients: Tensors, variables: Sequence[Any], _rate: Any) -> None:
+            before = [one.value.clone() for one in shared]
+            pairs = list(zip(gradients, variables, strict=True))
+            for factor in dict.fromkeys(factors.values()):
+                own = [(g, v) for g, v in pairs if factors[id(v)] == factor]
+                if own:
+                    for one, value in zip(shared, before, strict=True):
+                        one.value.copy_(value)
+                    with self._multiplied(factor):
+                        update(*map(list, zip(*own, strict=True)), inner.learning_rate)
+
+        def decayed(variables: Sequence[Any]) -> None:
+            for factor in dict.fromkeys(factors.values()):
+                own = [v for v in variables if factors[id(v)] == factor]
+                if any(map(inner._use_weight_decay, own)):
+                    with self._multiplied(factor):
+                        decay(own)
+
+        vars(inner).update(_backend_update_step=updated, _apply_weight_decay=decayed)
+        try:
+            yield
+        finally:
+            del vars(inner)["_backend_update_step"], vars(inner)["_apply_weight_decay"]
 
     def _rate(self) -> float:
         return float(self._inner._get_current_learning_rate())
@@ -169,7 +291,7 @@ class KerasOptimizer(torch.optim.Optimizer):
     def take_rate(self, rate: float) -> None:
         """Go on with another learning rate than the one that was loaded."""
         self._inner._learning_rate.assign(rate)
-        self.param_groups[0]["lr"] = self._rate()
+        self._show_rates()
 
     @contextmanager
     def own_rate(self) -> Iterator[None]:
@@ -183,16 +305,18 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Every variable of the Keras optimizer, in its order; the tensors themselves."""
-        options = {k: v for k, v in self.param_groups[0].items() if k != "params"}
-        options["lr"] = self._rate()  # which a callback may have set since the last step
+        self._show_rates()  # a callback may have set another since the last step
         state = {
             number: {"value": variable.value.detach()}
             for number, variable in enumerate(self._state_variables())
         }
-        return {
-            "state": state,
-            "param_groups": [{**options, "params": list(range(len(self._parameters)))}],
-        }
+        numbers = iter(range(len(self._parameters)))
+        groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            for group in self.param_groups
+        ]
+        late = [number for number, v in enumerate(self._variables) if id(v) in self._late]
+        return {"state": state, "param_groups": groups, "late": late}
 
     def _state_variables(self) -> list[Any]:
         """Also what Keras does not list: Nadam's running product of momenta."""
@@ -207,11 +331,17 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, into the same variables.
+        """Put back what `state_dict` gave, into the same variables; those that train by then begin.
 
         Raises:
             ValueError: the state is of another optimizer.
         """
+        late = set(state_dict.get("late", ()))
+        started = [
+            v for n, v in enumerate(self._variables) if id(v) in self._late and n not in late
+        ]
+        if started:
+            self._start(started)
         variables, saved = self._state_variables(), state_dict["state"]
         if len(saved) != len(variables):
             raise ValueError(
@@ -219,8 +349,8 @@ class KerasOptimizer(torch.optim.Optimizer):
             )
         for number, variable in enumerate(variables):
             variable.value.copy_(saved[number]["value"])
-        (options,) = state_dict["param_groups"]
-        self.param_groups[0].update({k: v for k, v in options.items() if k != "params"})
+        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in options.items() if k != "params"})
 
 
 @contextmanager

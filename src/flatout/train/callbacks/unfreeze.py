@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from flatout.errors import ModelError
 from flatout.models import frozen_parameters, unfreeze
@@ -27,18 +26,22 @@ class Unfreeze(Callback):
 
     The optimizer stays the same object with the same state. From the start of the fit it holds the
     layers' parameters, which it leaves alone as long as they are frozen, so that a resume is exact
-    before and after that epoch.
+    before and after that epoch. A compiled Keras optimizer is built once more at that epoch, over
+    all that trains then; what it has kept of the other weights stays.
 
     Args:
         epoch: from which on they train, counted from 1.
         layers: their names, as in `flatout.freeze`; None for all that are frozen.
         lr: their learning rate, in a parameter group of their own; None for the optimizer's own.
-            A scheduler goes on from it as from the rates of other groups.
+            A scheduler goes on from it as from the rates of other groups. Of a compiled Keras
+            model: where the optimizer's is as compiled; whatever a schedule or a callback makes of
+            that, it makes of this.
         batch_norm: whether BatchNorm layers train and move their statistics on again, too.
 
     Raises:
         ModelError: before the first step: the model has no layer of such a name, the scheduler
-            cannot take a new parameter group, or the optimizer is a compiled Keras model's.
+            cannot take a new parameter group, or `lr` is given beside a Keras rate that begins
+            at 0.
     """
 
     def __init__(
@@ -55,21 +58,16 @@ class Unfreeze(Callback):
         self.layers = layers if layers is None or isinstance(layers, str) else tuple(layers)
         self.lr = lr
         self.batch_norm = batch_norm
-        self._waiting: list[nn.Parameter] = []
+        self._waiting: list[torch.Tensor] = []
 
     def prepare(self, state: FitState) -> None:
         """Hand the parameters to the optimizer before anything is decided."""
         trainer = state.trainer
-        # A compiled Keras model's is made when its weights are known.
-        if trainer.optimizer is None or isinstance(trainer.optimizer, KerasOptimizer):
-            raise ModelError(
-                "a compiled Keras optimizer takes no weights after it was built, and Unfreeze adds "
-                "some",
-                do="fit up to this epoch, then flatout.unfreeze(model, layers), model.compile(...) "
-                "with the new rate, and fit again with initial_epoch",
-            )
         self._waiting = frozen_parameters(trainer.model, self.layers, batch_norm=self.batch_norm)
-        _hand_over(trainer.optimizer, trainer.scheduler, self._waiting, self.lr)
+        if isinstance(trainer.optimizer, KerasOptimizer):
+            trainer.optimizer.hold(self._waiting, trainer.model, self.lr)
+        else:
+            _hand_over(trainer.optimizer, trainer.scheduler, self._waiting, self.lr)
 
     def check(self, state: FitState, figures: Figures) -> None:
         """Let layers train at once where a resume goes on behind their epoch."""
@@ -88,6 +86,8 @@ class Unfreeze(Callback):
             return
         model, loop = state.trainer.model, state.trainer.loop
         unfreeze(model, self.layers, batch_norm=self.batch_norm)
+        if isinstance(state.trainer.optimizer, KerasOptimizer):
+            state.trainer.optimizer.begin()
         count = sum(parameter.numel() for parameter in self._waiting if parameter.requires_grad)
         self._waiting = []
         rate = "" if self.lr is None else f" at lr {self.lr:g}"
@@ -95,7 +95,7 @@ class Unfreeze(Callback):
 
 
 def _hand_over(
-    optimizer: torch.optim.Optimizer, scheduler: Any, waiting: list[nn.Parameter], lr: float | None
+    optimizer: torch.optim.Optimizer, scheduler: Any, waiting: list[torch.Tensor], lr: float | None
 ) -> None:
     """Let the optimizer hold the parameters, where a rate is given in a group of their own."""
     groups = optimizer.param_groups

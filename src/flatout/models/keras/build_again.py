@@ -1,0 +1,88 @@
+"""A Keras optimizer that is built again over other variables, and keeps what it knows.
+
+Keras builds an optimizer once, over the variables that train by then. Built again it has fresh
+slots, in the order of the new variables, as a `.keras` file of the model wants them; the values of
+the slots and counts that it had are put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from flatout.errors import ModelError
+
+# What Keras keeps of the variables themselves.
+_KEPT = ("_variables", "_trainable_variables", "_trainable_variables_indices", "_tracker")
+
+
+@torch.no_grad()
+def build_again(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Let a built Keras optimizer hold these variables; those that it had go on.
+
+    Raises:
+        ModelError: it keeps its state in a way that does not tell which variable it is of.
+    """
+    if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        build_again(inner, variables)
+    old, tracked = list(optimizer._trainable_variables), list(optimizer._variables)
+    before = {name: _copied(v) for name, v in vars(optimizer).items() if name not in _KEPT}
+    optimizer.built = False
+    vars(optimizer)["_trainable_variables_indices"] = {}
+    optimizer.build(list(variables))
+    places = {id(variable): place for place, variable in enumerate(variables)}
+    order = [places.get(id(variable)) for variable in old]
+    for name, was in before.items():
+        for slot, new in _pairs(was, vars(optimizer).get(name), order):
+            if new is not None:
+                new.assign(slot)
+            optimizer._tracker.untrack(slot)
+    held = {id(one) for value in vars(optimizer).values() for one in _within(value)}
+    if any(id(slot) not in held for slot in tracked if optimizer._tracker.is_in_store(*_as(slot))):
+        raise ModelError(
+            f"{type(optimizer).__name__} does not tell which part of its state is of which weight, "
+            "so it takes no more weights",
+            do="keep what it has of a weight in a list in the order of `build`, as Keras' own do",
+        )
+    if optimizer.use_ema:
+        known = {id(variable) for variable in old}
+        averages = zip(optimizer._model_variables_moving_average, variables, strict=True)
+        for average, variable in averages:
+            if id(variable) not in known and average is not None:
+                average.assign(variable)  # as in an optimizer's first step
+
+
+def _as(slot: Any) -> tuple[str, Any]:
+    return "variables", slot
+
+
+def _copied(value: Any) -> Any:
+    """The value, or what a list or dict has now: Keras goes on to use the object."""
+    if isinstance(value, list):
+        return list(value)
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _pairs(was: Any, now: Any, order: Sequence[int | None]) -> Iterator[tuple[Any, Any]]:
+    """What held something until now, and what is to hold it; None for what is not held any more."""
+    if isinstance(was, list):
+        if isinstance(now, list) and len(was) == len(order):
+            for slot, place in zip(was, order, strict=True):
+                yield from _pairs(slot, None if place is None else now[place], order)
+    elif isinstance(was, dict):
+        if isinstance(now, dict):
+            for key, slot in was.items():
+                yield from _pairs(slot, now.get(key), order)
+    elif hasattr(was, "assign") and was is not now:
+        yield was, now if hasattr(now, "assign") else None
+
+
+def _within(value: Any) -> Iterator[Any]:
+    if isinstance(value, list):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    else:
+        yield value
