@@ -5,9 +5,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as lr
+from torch.optim.swa_utils import SWALR
 
 import flatout
 from flatout.errors import ModelError
+from flatout.optim import add_late_group
 
 
 def model() -> nn.Module:
@@ -27,9 +30,9 @@ def fit(epochs, unfreeze, made=None, **more):
     made = model() if made is None else made
     scheduler = more.pop("scheduler", None)
     optimizer = more.pop("optimizer", partial(torch.optim.Adam, lr=0.01))
-    run = more.pop("run", None)
+    given = {name: more.pop(name) for name in ("run", "allow") if name in more}
     trainer = flatout.Trainer(
-        made, loss="cross_entropy", optimizer=optimizer, scheduler=scheduler, run=run, say=len
+        made, loss="cross_entropy", optimizer=optimizer, scheduler=scheduler, say=len, **given
     )
     history = trainer.fit(
         data(), epochs=epochs, batch_size=16, callbacks=unfreeze, progress=False, **more
@@ -83,6 +86,117 @@ def test_a_resume_in_any_phase_is_bitwise(stop, tmp_path):
     again, _ = fit(4, callbacks(), scheduler=step, run=run, resume=True)
     for name, value in whole.objective.model.state_dict().items():
         assert torch.equal(again.objective.model.state_dict()[name], value), name
+
+
+SCHEDULES = {
+    "one cycle": lambda o, own: lr.OneCycleLR(o, [0.02, own], total_steps=12),
+    "three phases": lambda o, own: lr.OneCycleLR(
+        o, [0.02, own], epochs=4, steps_per_epoch=3, three_phase=True, div_factor=7.0
+    ),
+    "cyclic": lambda o, own: lr.CyclicLR(
+        o, [0.01, own / 2], [0.02, own], step_size_up=3, cycle_momentum=False
+    ),
+    "lambda": lambda o, own: lr.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "restarts": lambda o, own: lr.CosineAnnealingWarmRestarts(o, T_0=2, T_mult=2, eta_min=1e-5),
+    "cosine": lambda o, own: lr.CosineAnnealingLR(o, T_max=12, eta_min=1e-4),
+    "warmup": lambda o, own: lr.LinearLR(o, start_factor=0.1, total_iters=5),
+    "in turn": lambda o, own: lr.SequentialLR(
+        o, [lr.LinearLR(o, 0.1, total_iters=4), lr.ExponentialLR(o, 0.9)], milestones=[4]
+    ),
+    "chained": lambda o, own: lr.ChainedScheduler(
+        [lr.ConstantLR(o, 0.5, total_iters=4), lr.MultiplicativeLR(o, lambda step: 0.9)]
+    ),
+    "averaging": lambda o, own: SWALR(o, swa_lr=0.001, anneal_epochs=5),
+}
+
+
+def by_hand(make, own):
+    """A plain loop whose optimizer and schedule have both groups from the start."""
+    made = model()
+    x, y = data()
+    groups = [{"params": list(made[5].parameters())}, {"params": list(made[3].parameters())}]
+    groups[1]["lr"] = own
+    optimizer = torch.optim.Adam(groups, lr=0.02)
+    scheduler = make(optimizer, own)
+    rates = []
+    for epoch in range(4):
+        if epoch == 2:
+            flatout.unfreeze(made, "3")
+        for start in range(0, 48, 16):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.zero_grad()
+            output = made(x[start : start + 16])
+            nn.functional.cross_entropy(output, y[start : start + 16]).backward()
+            optimizer.step()
+            scheduler.step()
+    return made, rates
+
+
+class Rates(flatout.Callback):
+    """What the groups' rates were in each step but the first."""
+
+    def on_fit_start(self, state):
+        self.found = [[group["lr"] for group in state.trainer.optimizer.param_groups]]
+
+    def on_step(self, state):
+        self.found.append([group["lr"] for group in state.trainer.optimizer.param_groups])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_treats_the_layers_as_if_they_had_been_there_from_the_start(name):
+    make, own = SCHEDULES[name], 0.0037
+    expected, rates = by_hand(make, own)
+
+    def of_one_group(optimizer):
+        first = {lr.OneCycleLR: 0.02, lr.CyclicLR: 0.02}  # the first group's alone
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in first:
+                patch.setattr(lr, kind.__name__, partial(_of_first, kind))
+            return make(optimizer, own)
+
+    watch = Rates()
+    trainer, _ = fit(
+        4,
+        [flatout.Unfreeze(3, "3", lr=own), watch],
+        optimizer=partial(torch.optim.Adam, lr=0.02),
+        scheduler=of_one_group,
+        shuffle=False,
+        allow="exact",
+    )
+    assert watch.found[:-1] == rates
+    for key, value in expected.state_dict().items():
+        assert torch.equal(trainer.objective.model.state_dict()[key], value), key
+
+
+def _of_first(kind, optimizer, *rates, **options):
+    return kind(optimizer, *(rate[0] for rate in rates), **options)
+
+
+def test_a_later_fit_goes_on_in_the_schedule():
+    """The first fit has made steps of it by then."""
+    make, own = SCHEDULES["cosine"], 0.0037
+    _, rates = by_hand(make, own)
+    watch = Rates()
+    made = model()
+    trainer = flatout.Trainer(
+        made,
+        optimizer=partial(torch.optim.Adam, lr=0.02),
+        scheduler=lambda o: make(o, own),
+        say=len,
+    )
+    options = {"batch_size": 16, "progress": False}
+    trainer.fit(data(), epochs=2, **options)
+    thaw = flatout.Unfreeze(3, "3", lr=own)
+    trainer.fit(data(), epochs=4, initial_epoch=2, callbacks=[thaw, watch], **options)
+    assert watch.found[:-1] == rates[6:]
+
+
+def test_rates_that_somebody_has_set_are_followed_in_their_ratio():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = lr.StepLR(optimizer, 100)
+    optimizer.param_groups[0]["lr"] = 0.05
+    add_late_group(optimizer, scheduler, [nn.Parameter(torch.ones(1))], 0.01)
+    assert optimizer.param_groups[1]["lr"] == 0.005
 
 
 def test_parameters_that_the_optimizer_held_keep_their_group_without_a_rate():

@@ -1,5 +1,7 @@
 """Unfreeze of compiled Keras models: their optimizer goes on, and takes the new weights."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -100,7 +102,9 @@ def test_a_file_after_the_thaw_is_what_keras_goes_on_from(tmp_path):
     theirs = keras.models.load_model(tmp_path / "model.keras")
     for a, b in zip(ours.optimizer.variables, theirs.optimizer.variables, strict=True):
         np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (a, b)))
+    flatout.freeze(theirs, layers="d")  # whose dropout a file does not keep
     for one in (ours, theirs):
+        keras.utils.set_random_seed(0)
         one.fit(*data(), batch_size=16, shuffle=False, verbose=0)
     same(ours, theirs)
 
@@ -131,9 +135,10 @@ def test_a_rate_of_their_own_is_a_multiple_of_the_optimizers(name, fused):
         for group in optimizer.param_groups:
             group["fused"] = fused == "on"
         before = made.get_weights()
+        gradients = [variable._value.detach() + 0.1 for variable in made.trainable_variables]
         for _ in range(2):
-            for variable in made.trainable_variables:
-                variable._value.grad = variable._value.detach() + 0.1
+            for variable, gradient in zip(made.trainable_variables, gradients, strict=True):
+                variable._value.grad = gradient.clone()
             optimizer.step()
         return before, made.get_weights()
 
@@ -164,7 +169,7 @@ class Hidden(keras.optimizers.SGD):
 
     def build(self, variables):
         super().build(variables)
-        self._own = tuple(self.add_optimizer_variables(variables, "own"))
+        self._own = SimpleNamespace(slots=self.add_optimizer_variables(variables, "own"))
 
 
 def test_a_state_whose_weights_cannot_be_told_is_refused():

@@ -7,6 +7,7 @@ from flatout.optim.fused import fuse as fuse
 from flatout.optim.fused import is_fused as is_fused
 from flatout.optim.lamb import Lamb as Lamb
 from flatout.optim.lars import Lars as Lars
+from flatout.optim.late_group import add_late_group as add_late_group
 from flatout.optim.rates import LrRule as LrRule
 from flatout.optim.rates import LrScale as LrScale
 from flatout.optim.rates import rates_of as rates_of

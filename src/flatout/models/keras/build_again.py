@@ -39,8 +39,9 @@ def build_again(optimizer: Any, variables: Sequence[Any]) -> None:
             if new is not None:
                 new.assign(slot)
             optimizer._tracker.untrack(slot)
-    held = {id(one) for value in vars(optimizer).values() for one in _within(value)}
-    if any(id(slot) not in held for slot in tracked if optimizer._tracker.is_in_store(*_as(slot))):
+    own = (value for name, value in vars(optimizer).items() if name not in _KEPT)
+    held = {id(one) for value in own for one in _within(value)}
+    if any(id(slot) not in held for slot in tracked if _is_tracked(optimizer, slot)):
         raise ModelError(
             f"{type(optimizer).__name__} does not tell which part of its state is of which weight, "
             "so it takes no more weights",
@@ -54,8 +55,8 @@ def build_again(optimizer: Any, variables: Sequence[Any]) -> None:
                 average.assign(variable)  # as in an optimizer's first step
 
 
-def _as(slot: Any) -> tuple[str, Any]:
-    return "variables", slot
+def _is_tracked(optimizer: Any, slot: Any) -> bool:
+    return bool(optimizer._tracker.is_in_store("variables", slot))
 
 
 def _copied(value: Any) -> Any:
@@ -67,8 +68,8 @@ def _copied(value: Any) -> Any:
 
 def _pairs(was: Any, now: Any, order: Sequence[int | None]) -> Iterator[tuple[Any, Any]]:
     """What held something until now, and what is to hold it; None for what is not held any more."""
-    if isinstance(was, list):
-        if isinstance(now, list) and len(was) == len(order):
+    if isinstance(was, (list, tuple)):
+        if isinstance(now, (list, tuple)) and len(was) == len(order):
             for slot, place in zip(was, order, strict=True):
                 yield from _pairs(slot, None if place is None else now[place], order)
     elif isinstance(was, dict):
@@ -80,9 +81,10 @@ def _pairs(was: Any, now: Any, order: Sequence[int | None]) -> Iterator[tuple[An
 
 
 def _within(value: Any) -> Iterator[Any]:
-    if isinstance(value, list):
-        yield from value
-    elif isinstance(value, dict):
-        yield from value.values()
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _within(one)
     else:
         yield value

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flatout.errors import ModelError
 from flatout.models import frozen_parameters, unfreeze
-from flatout.optim import KerasOptimizer
+from flatout.optim import KerasOptimizer, add_late_group
 from flatout.train.callbacks.callback import Callback, Figures
 from flatout.words import count_words
 
@@ -33,9 +33,10 @@ class Unfreeze(Callback):
         epoch: from which on they train, counted from 1.
         layers: their names, as in `flatout.freeze`; None for all that are frozen.
         lr: their learning rate, in a parameter group of their own; None for the optimizer's own.
-            A scheduler goes on from it as from the rates of other groups. Of a compiled Keras
-            model: where the optimizer's is as compiled; whatever a schedule or a callback makes of
-            that, it makes of this.
+            A scheduler makes of it what it would had the group been there from the start; under
+            OneCycleLR and CyclicLR it is the highest rate, and the others are the same shares of
+            it as in the first group. Of a compiled Keras model: where the optimizer's is as
+            compiled; whatever a schedule or a callback makes of that, it makes of this.
         batch_norm: whether BatchNorm layers train and move their statistics on again, too.
 
     Raises:
@@ -109,35 +110,4 @@ def _hand_over(
             group["params"] = [p for p in group["params"] if id(p) not in moved]
     if not own:
         return
-    group = {"params": own} if lr is None else {"params": own, "lr": lr}
-    optimizer.add_param_group(group)
-    if scheduler is not None:
-        for one in _schedulers(scheduler):
-            _follow(one, optimizer.param_groups[-1])
-
-
-def _schedulers(scheduler: Any) -> Iterator[Any]:
-    """A scheduler and those that it is made of."""
-    yield scheduler
-    for inner in getattr(scheduler, "_schedulers", ()):
-        yield from _schedulers(inner)
-
-
-def _follow(scheduler: Any, group: dict[str, Any]) -> None:
-    """Let a scheduler step one more parameter group, of which it knows no other rate yet."""
-    rates, functions = getattr(scheduler, "base_lrs", None), getattr(scheduler, "lr_lambdas", None)
-    if functions is not None and len({id(function) for function in functions}) > 1:
-        raise ModelError(
-            f"{type(scheduler).__name__} has a function for each parameter group, and none for "
-            "the layers that Unfreeze lets train",
-            do="give the optimizer a parameter group with these layers, and leave out lr",
-        )
-    group.setdefault("initial_lr", group["lr"])
-    if rates is not None:
-        rates.append(group["initial_lr"])
-    if functions is not None:
-        functions.append(functions[0])
-    if hasattr(scheduler, "min_lrs"):  # ReduceLROnPlateau
-        scheduler.min_lrs.append(scheduler.min_lrs[0])
-    if hasattr(scheduler, "_last_lr"):
-        scheduler._last_lr.append(group["lr"])
+    add_late_group(optimizer, scheduler, own, lr)
