@@ -94,6 +94,83 @@ def test_two_towers_are_kept_both():
     assert the_same(model, inputs, cut)
 
 
+class TwoDepths(nn.Module):
+    """An image tower gives less than it is given, and a text tower much more."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.MaxPool2d(5))
+        self.words = nn.Embedding(20, 64)
+        self.reads = nn.Linear(64, 64)
+        self.head = nn.Linear(8 * 4 + 64, 3)
+
+    def forward(self, image, words):
+        read = self.reads(self.words(words)).flatten(1, 2)
+        return self.head(torch.cat([self.image(image).flatten(1), read[:, :64]], 1))
+
+
+def test_each_tower_is_cut_at_its_own_depth():
+    model = made(TwoDepths)
+    for part in (model.image, model.words, model.reads):
+        part.requires_grad_(False)
+    inputs = pictures(), torch.randint(0, 20, (6, 5))
+    found = find_cuts(model, inputs)
+    few, last = found.cuts[0], found.cuts[-1]
+    assert few.bytes_per_sample == 8 * 4 * 4 + 5 * 8
+    assert {name.partition(".")[0] for name in few.tensors} == {"image"}
+    assert "input 2" in few.name
+    assert last.bytes_per_sample == 8 * 4 * 4 + 64 * 4
+    assert [cut.name for cut in found.at([few.place])] == [few.name]
+    for cut in found.cuts:
+        assert the_same(model, inputs, cut)
+
+
+class Skips(nn.Module):
+    """A U-Net whose way down is frozen: its way up reads two depths, one of them in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.up, self.last = nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        skip = self.first(x).relu()
+        low = self.second(nn.functional.max_pool2d(skip, 2)).relu()
+        return self.last(torch.cat([self.up(low), skip], 1)) + skip.mean()
+
+
+def test_a_skip_is_kept_once_though_it_is_read_in_several_places():
+    model = made(Skips)
+    for part in (model.first, model.second):
+        part.requires_grad_(False)
+    found = find_cuts(model, pictures())
+    sizes = [cut.bytes_per_sample for cut in found.cuts]
+    skip, low = 4 * 12 * 12 * 4, 8 * 6 * 6 * 4
+    assert sizes[-1] == skip + low
+    assert set(sizes) <= {skip, skip + low}
+    assert all(the_same(model, pictures(), cut) for cut in found.cuts)
+    few = find_cuts(model, pictures(), skip + low - 1).cuts
+    assert skip in [cut.bytes_per_sample for cut in few]
+
+
+@pytest.mark.parametrize("change", ["constant", "function"])
+def test_a_forward_that_does_something_else_has_other_calls(change):
+    class Scaled(nn.Module):
+        def __init__(self, gain, act):
+            super().__init__()
+            self.front, self.head = nn.Linear(16, 4).requires_grad_(False), nn.Linear(4, 2)
+            self.gain, self.act = gain, act
+
+        def forward(self, x):
+            return self.head(self.act(self.front(x)) * self.gain)
+
+    given = torch.randn(6, 16)
+    one, same = (find_cuts(made(lambda: Scaled(2.0, torch.relu)), given) for _ in range(2))
+    other = (3.0, torch.relu) if change == "constant" else (2.0, torch.tanh)
+    found = find_cuts(made(lambda: Scaled(*other)), given)
+    assert one.cuts[-1].calls == same.cuts[-1].calls != found.cuts[-1].calls
+
+
 def test_norms_that_act_and_dropout_end_the_frozen_part():
     model = made(Net)
     model.stem.requires_grad_(False)

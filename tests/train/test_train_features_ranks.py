@@ -26,8 +26,8 @@ JOB = """
     cuts = []
 
 
-    def find_cuts(model, inputs):
-        found = train_cuts.find_cuts(model, inputs)
+    def find_cuts(model, inputs, most):
+        found = train_cuts.find_cuts(model, inputs, most)
         cuts.extend(found.cuts)
         return found
 

@@ -16,6 +16,7 @@ class SequentialCut:
         self.name = f"behind {count - 1} ({type(model[count - 1]).__name__})"
         layers = model[:count]
         self.tensors = {**dict(layers.named_parameters()), **dict(layers.named_buffers())}
+        self.place, self.calls = list(range(count)), ""
         self.computed = 0
         with torch.no_grad():
             self.bytes_per_sample = self.prefix(inputs[:1])[0].nbytes
@@ -44,7 +45,7 @@ class SequentialCut:
         return lambda: vars(self.model).pop("_call_impl")
 
 
-def find_cuts(model, inputs):
+def find_cuts(model, inputs, most):
     """Behind each frozen layer with fewer bytes than any later one."""
     frozen = 0
     for layer in model:
@@ -56,4 +57,4 @@ def find_cuts(model, inputs):
         cut = SequentialCut(model, count, inputs)
         if cut.tensors and (not found or cut.bytes_per_sample < found[0].bytes_per_sample):
             found.insert(0, cut)
-    return SimpleNamespace(cuts=found, hindrance="")
+    return SimpleNamespace(cuts=found, hindrance="", at=lambda places: [], calls="sequential")

@@ -11,6 +11,7 @@ from flatout.models.freezing import freeze as freeze
 from flatout.models.freezing import frozen_parameters as frozen_parameters
 from flatout.models.freezing import unfreeze as unfreeze
 from flatout.models.frozen.cut import Cut as Cut
+from flatout.models.frozen.find import Cuts as Cuts
 from flatout.models.frozen.find import find_cuts as find_cuts
 from flatout.models.fused_norms import fused_norms_of as fused_norms_of
 from flatout.models.keras.batch_norm import has_own_moments as has_own_moments

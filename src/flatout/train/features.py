@@ -38,10 +38,11 @@ from flatout.data import (
     tensors_in,
 )
 from flatout.measure import available_bytes, finish_device, usable_cpus
-from flatout.models import Cut, adapter_of, find_cuts
+from flatout.models import Cut, Cuts, adapter_of, find_cuts
 from flatout.recipe import Choice as RecipeChoice
 from flatout.recipe import Parity
 from flatout.train.compute import call as call_model
+from flatout.train.frozen_candidates import agreed_cuts, remember
 from flatout.train.frozen_choice import Choice, Kept, choose
 from flatout.train.snapshot import untouched
 
@@ -120,7 +121,7 @@ class FrozenFeatures:
         if not enough or loop.stepper.joint.gathered:
             return
         if self._waits is None:
-            self._waits = self._may_keep and bool(self._look(loop.ready(batch))[0])
+            self._waits = self._may_keep and bool(self._look(loop.ready(batch))[0].cuts)
         if self._waits:
             tuner.stop("features of frozen layers wait for the settings", suffices=judged)
 
@@ -213,12 +214,9 @@ class FrozenFeatures:
     def _decide(self, batch: Batch | None, epoch: int) -> None:
         loop = self._loop
         self._decided_in, self._has_dropped = epoch, False
-        cuts, found = self._look(batch)
-        # All ranks ask, also one that has nothing.
-        reasons = loop.world.gather([found, [cut.name for cut in cuts]])
-        found = next((reason for reason, _ in reasons if reason), "")
-        if not found and any(names != reasons[0][1] for _, names in reasons):
-            found = "ranks find other cuts"
+        looked, found = self._look(batch)
+        with loop.autocast():
+            cuts, found = agreed_cuts(looked, found, loop.world)
         if found and not (batch is not None and self._keep_pixels(batch, epoch, found)):
             self._tell(Choice(None, f"nothing kept: {found}"))
         if found or not cuts or batch is None:
@@ -227,19 +225,25 @@ class FrozenFeatures:
         name = loop.world.from_first("" if choice.kept is None else choice.kept.name)
         if name:
             self._use(next(cut for cut in cuts if cut.name == name), choice)
+            assert self._cut is not None
+            remember(looked, self._cut)
         elif not self._keep_pixels(batch, epoch, choice.why):
             self._tell(choice)
         self._opened.clear()
 
-    def _look(self, batch: Batch | None) -> tuple[list[Cut], str]:
+    def _look(self, batch: Batch | None) -> tuple[Cuts, str]:
         """Where the model may be cut; or why nothing can be kept, "" where nothing is frozen."""
         why = self._why_not(batch)
         if why or batch is None:
-            return [], why
+            return Cuts(), why
+        samples = numbered(self._source)
+        assert isinstance(samples, Numbered)
+        kinds = ("memory", "disk") if self._where == "auto" else (self._where,)
+        room = max(map(_room, kinds)) / max(1, samples.slots)
         with self._loop.autocast():
-            found = find_cuts(self._model, batch.inputs)
+            found = find_cuts(self._model, batch.inputs, room)
         self._hindrance = found.hindrance
-        return found.cuts, "" if found.cuts else found.hindrance
+        return found, "" if found.cuts else found.hindrance
 
     def _why_not(self, batch: Batch | None) -> str:
         """Why features cannot be kept, whatever the model is."""
@@ -372,7 +376,7 @@ class FrozenFeatures:
             "variants": samples.variants,
             "inputs": repr(self._loop.feed.inputs),
             "normalization": repr(getattr(source, "normalization", None)),
-            "cut": cut.name,
+            "cut": [cut.name, cut.calls],
             "model": adapter_of(self._model).lines(),
             "device": self._loop.device.type,
             **{name: getattr(now, name) for name in _DECIDES},

@@ -159,6 +159,8 @@ class Cut:
         name: the place, in words.
         tensors: parameters and buffers that the prefix reads, by their name in the model.
         bytes_per_sample: of what is kept.
+        place: the calls before it, by their order in the forward.
+        calls: differs for a prefix that does something else with the same tensors.
     """
 
     def __init__(
@@ -173,8 +175,11 @@ class Cut:
         modules: list[nn.Module],
         *,
         as_written: bool,
+        place: list[int],
+        calls: str,
     ) -> None:
         self._model = ref(model)
+        self.place, self.calls = place, calls
         self.name = name
         self.tensors = tensors
         self._kept = kept

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from flatout.console import first_line
 from flatout.models.frozen.calls import call_with, is_keras, parts_of, taking_part
 from flatout.models.frozen.cut import Cut, forward_of
 from flatout.models.frozen.form import Form
+from flatout.models.frozen.places import Places
 from flatout.models.frozen.plan import plan_prefix, plan_rest
 from flatout.models.frozen.recording import (
     Event,
@@ -22,7 +25,6 @@ from flatout.models.frozen.recording import (
     Recording,
     is_same,
     nothing_random,
-    store_of,
     tensors_of,
 )
 from flatout.models.frozen.stand_in import StandIn, Uncut
@@ -34,6 +36,8 @@ _SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
 _SAME_IN_HALF = 2e-2
 # So many modules may be found that cannot be looked into.
 _ATTEMPTS = 8
+# Of what is kept in several places, so many are named.
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,21 @@ class Cuts:
     """Where a model may be cut.
 
     Attributes:
-        cuts: from the input to the last legal place. One is left out where a later one keeps no
-            more bytes.
+        cuts: that for some rate of reading are the fastest, the one that keeps the fewest bytes
+            first; and of those within a limit the fastest.
         hindrance: which layer keeps more from being frozen, and what to do; "" if none does.
+        at: the cuts at the places of others, which another rank found by its own times; one that
+            does not hold is left out.
+        calls: differs for a forward that does something else in its frozen part.
     """
 
     cuts: list[Cut] = field(default_factory=list)
     hindrance: str = ""
+    at: Callable[[Sequence[Sequence[int]]], list[Cut]] = lambda places: []
+    calls: str = ""
 
 
-def find_cuts(model: Any, inputs: Any) -> Cuts:
+def find_cuts(model: Any, inputs: Any, most: float = inf) -> Cuts:
     """The places at which `model` may be cut, in the state and mode that it is in.
 
     A part of the forward is frozen if no parameter in it is trained, nothing in it acts in training
@@ -58,6 +67,9 @@ def find_cuts(model: Any, inputs: Any) -> Cuts:
     gives for a sample does not depend on the batch's other samples, which is tried out: with others
     in their place the numbers must stay the same bit for bit. Each cut's two parts were run, and
     gave what the whole forward gives, bit for bit.
+
+    Each branch is cut at its own depth. Which cuts are worth it follows from the time that each
+    call takes and the bytes that it gives for a sample (`min_cut.py`).
 
     A module that is hooked, or sets its attributes in forward, is not left out; with a hook on the
     model itself there are no cuts. Parameters, buffers, random streams and attributes stay as they
@@ -68,15 +80,16 @@ def find_cuts(model: Any, inputs: Any) -> Cuts:
         inputs: of a batch of at least two samples, as the model takes them: a tensor, a tuple, or
             a mapping by argument. Its first dimension is the samples'. Called in the autocast of
             the training steps.
+        most: bytes of a sample that there is room for.
     """
     if (why := _hook_around(model)) is not None:
         return Cuts(hindrance=why)
     try:
         with _left_alone(model), torch.enable_grad():
-            found, dropped = _Search(model, inputs, as_written=True).cuts()
+            found, dropped = _Search(model, inputs, as_written=True).cuts(most)
             if dropped:
                 # A rewrite that rounds: as rewritten it gives what the whole model gives.
-                other, _ = _Search(model, inputs, as_written=False).cuts()
+                other, _ = _Search(model, inputs, as_written=False).cuts(most)
                 found = max(found, other, key=lambda cuts: len(cuts.cuts))
             return found
     except Uncut as error:
@@ -134,7 +147,7 @@ class _Search:
             )
             return noted
 
-    def cuts(self) -> tuple[Cuts, int]:
+    def cuts(self, most: float) -> tuple[Cuts, int]:
         """The cuts, and how many were dropped because their parts gave something else."""
         every = list(range(2 * self.half))
         first, second = every[: self.half], every[self.half :]
@@ -147,15 +160,32 @@ class _Search:
         self.forms = self.find_forms(few)
         self.coupled = self.look_at_rows(few, first, self.half)
         del few
+        spent = [event.spent for event in self.noted.events]
         for rows in (first, second):
-            found = self.look_at_rows(self.note([*rows, *rows]), rows, None)
-            self.coupled = {**found, **self.coupled}
+            again = self.note([*rows, *rows])
+            self.coupled = {**self.look_at_rows(again, rows, None), **self.coupled}
+            pairs = zip(spent, again.events, strict=True)
+            spent = [min(least, event.spent) for least, event in pairs]
+            del again
         self.changed = _changed(attributes, _attributes(self.model))
         reasons = self.reasons()
-        chosen = self.closure(reasons)
-        places = self.places(chosen)
-        cuts = [cut for place in places if (cut := self.cut(place)) is not None]
-        return Cuts(cuts, self.hindrance(chosen, reasons)), len(places) - len(cuts)
+        self.places = Places(self.noted, self.closure(reasons), self.forms, spent)
+        places = self.places.best(most)
+        cuts = self.cuts_at(places)
+        hindrance = self.hindrance(self.places.frozen, reasons)
+        calls = self.calls(self.places.frozen, [])
+        return Cuts(cuts, hindrance, self.cuts_at, calls), len(places) - len(cuts)
+
+    def cuts_at(self, places: Sequence[Sequence[int]]) -> list[Cut]:
+        """The cuts that hold, each with a name of its own."""
+        found: dict[str, Cut] = {}
+        with _left_alone(self.model), torch.enable_grad():
+            for place in places:
+                cut = self.cut(list(place))
+                if cut is not None:
+                    cut.name += f" [{cut.calls[:6]}]" if cut.name in found else ""
+                    found[cut.name] = cut
+        return list(found.values())
 
     def find_forms(self, few: Recording) -> dict[int, Form]:
         self.check_alike(few)
@@ -246,55 +276,12 @@ class _Search:
         """Whether an event has weights of its own."""
         return self.noted.events[index].weighs
 
-    # -- places --------------------------------------------------------------------------------
-
-    def places(self, chosen: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Each sensible prefix, with the values that are kept of it."""
-        assert self.noted.given is not None
-        until: dict[int, float] = {}
-        order = {index: at for at, index in enumerate(chosen, 1)}
-        for index, event in enumerate(self.noted.events):
-            for number in event.reads:
-                until[number] = max(until.get(number, 0), order.get(index, float("inf")))
-        until |= dict.fromkeys(self.noted.given.numbers(), float("inf"))
-        found, least = [], float("inf")
-        for at in range(len(chosen), 0, -1):
-            prefix = chosen[:at]
-            born = [*self.noted.inputs, *(n for i in prefix for n in self.noted.events[i].gives())]
-            kept = [n for n in dict.fromkeys(born) if until.get(n, 0) > at]
-            total = self.total(kept)
-            if total is None or total >= least or not any(map(self.weighs, prefix)):
-                continue
-            if self.is_legal(set(prefix), kept):
-                least = total
-                found.append((prefix, kept))
-        return found[::-1]
-
-    def total(self, kept: list[int]) -> int | None:
-        """Bytes of a sample; None where a value has no rows."""
-        forms = [self.forms.get(number) for number in kept]
-        if any(form is None or form.axis is None for form in forms):
-            return None
-        return sum(form.bytes_per_sample for form in forms if form is not None)
-
-    def is_legal(self, prefix: set[int], kept: list[int]) -> bool:
-        """Whether nothing that is kept is written by another part than its reader expects."""
-        stores: dict[int, float] = {}
-        for number in kept:
-            store = store_of(self.noted.values[number])
-            for index, event in enumerate(self.noted.events):
-                if index not in prefix and number in event.reads:
-                    stores[store] = min(stores.get(store, float("inf")), index)
-        for index, event in enumerate(self.noted.events):
-            for store in event.stores & stores.keys():
-                if index not in prefix or index > stores[store]:
-                    return False
-        return True
-
-    def cut(self, place: tuple[list[int], list[int]]) -> Cut | None:
-        """The cut at a place; None if its two parts do not give what the whole gives."""
-        prefix, kept = place
+    def cut(self, prefix: list[int]) -> Cut | None:
+        """The cut behind these; None if its two parts do not give what the whole gives."""
         chosen = set(prefix)
+        if not chosen or not chosen <= set(self.places.frozen):
+            return None
+        kept = self.places.kept(prefix)
         inputs = iter(self.noted.inputs)
         leaves = [(True, next(inputs)) if torch.is_tensor(x) else (False, x) for x in self.leaves]
         cut = Cut(
@@ -307,9 +294,17 @@ class _Search:
             (plan_prefix(self.noted, chosen, kept), plan_rest(self.noted, chosen, kept)),
             self.modules(prefix),
             as_written=self.as_written,
+            place=prefix,
+            calls=self.calls(prefix, kept),
         )
         every = self.inputs(list(range(2 * self.half)))
         return cut if holds(cut, every) and _holds_in_evaluation(cut, every) else None
+
+    def calls(self, prefix: list[int], kept: list[int]) -> str:
+        """What tells the calls before a cut from all others: which, of what, with what else."""
+        events = [self.noted.events[index] for index in prefix]
+        told = [(e.path, e.name, e.constants, e.reads, e.gives()) for e in events]
+        return hashlib.sha256(repr((told, kept)).encode()).hexdigest()[:16]
 
     def modules(self, prefix: list[int]) -> list[Any]:
         """Those that the prefix calls; of the ones that it is a part of, none."""
@@ -324,22 +319,35 @@ class _Search:
 
     def name(self, prefix: list[int], kept: list[int]) -> str:
         """Where it is, in words."""
-        latest = kept[-1]
-        more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+        places = list(dict.fromkeys(self.where(prefix, number) for number in reversed(kept)))
+        if len(places) > _NAMED:
+            places = [*places[: _NAMED - 1], f"{len(places) - _NAMED + 1} more"]
+        *most, last = places
+        return f"behind {', '.join(most)} and {last}" if most else f"behind {last}"
+
+    def where(self, prefix: list[int], number: int) -> str:
+        """What gives a value, in words."""
+        if number in self.noted.inputs:
+            several = len(self.noted.inputs) > 1
+            return f"input {self.noted.inputs.index(number) + 1}" if several else "the inputs"
         for call in self.noted.calls:
-            if call.given is not None and latest in call.given.numbers():
+            if call.given is not None and number in call.given.numbers():
                 born = [n for e in self.noted.events[call.start : call.stop] for n in e.gives()]
-                if latest in born:
-                    return f"behind {call.key.name} ({type(call.module).__name__}){more}"
-        for index in prefix:
-            if latest in self.noted.events[index].gives():
-                return f"behind {_words(self.noted.events[index])}{more}"
-        return "at the inputs"
+                if number in born:
+                    return f"{call.key.name} ({type(call.module).__name__})"
+        return next(
+            _words(self.noted.events[index])
+            for index in prefix
+            if number in self.noted.events[index].gives()
+        )
 
     def tensors(self, prefix: list[int]) -> dict[str, torch.Tensor]:
         """What the prefix reads of the model."""
         read = {id(t) for module in self.modules(prefix) for t in tensors_of(module)}
-        read |= {i for i, (at, _) in self.noted.tensors_read.items() if at <= prefix[-1]}
+        chosen = set(prefix)
+        for tensor, at, is_within in self.noted.tensors_read:
+            if at in chosen if is_within else at <= prefix[-1]:
+                read.add(id(tensor))
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         for name, part in {"": self.model, **self.parts}.items():
             plain = {key: value for key, value in vars(part).items() if torch.is_tensor(value)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from flatout.measure import finish_device
 from flatout.models.frozen.calls import Frame, Key, Path, is_transparent
 from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
 
@@ -53,6 +55,8 @@ class Event:
         stores: the memory that it writes.
         is_trained: whether something in it is trained.
         weighs: whether it has weights.
+        spent: nanoseconds that it took.
+        constants: what else it is given than tensors.
         why: why its result cannot be kept though nothing in it is trained; "" if it can.
         key: as in runs that note all calls.
     """
@@ -68,6 +72,8 @@ class Event:
     weighs: bool = False
     why: str = ""
     from_outside: bool = False
+    spent: int = 0
+    constants: str = ""
     key: Key | None = None
 
     def gives(self) -> list[int]:
@@ -106,7 +112,8 @@ class Recording(TorchFunctionMode):
     Attributes:
         events, calls: in order.
         values: all tensors that were given, by number.
-        tensors_read: those of other tensors that functions were given, by id.
+        tensors_read: other tensors that functions were given; each with the event in which it was
+            read or, where that is false, before which: any later one may have what was made of it.
         stopped_at, stopped_why: from which event on nothing is certain.
         given: by the whole forward.
     """
@@ -123,7 +130,7 @@ class Recording(TorchFunctionMode):
         self.calls: list[Call] = []
         self.values: dict[int, torch.Tensor] = {}
         self.inputs: list[int] = []
-        self.tensors_read: dict[int, tuple[int, torch.Tensor]] = {}
+        self.tensors_read: list[tuple[torch.Tensor, int, bool]] = []
         self.stopped_at: int | None = None
         self.stopped_why = ""
         self.given: Given | None = None
@@ -157,18 +164,19 @@ class Recording(TorchFunctionMode):
         answer = about(name, function, args, kwargs)
         if answer is not NotImplemented:
             return answer
-        self._note_reads((args, kwargs))
-        if next(stand_ins((args, kwargs)), None) is not None:
+        is_reached = next(stand_ins((args, kwargs)), None) is not None
+        self._note_reads((args, kwargs), within=is_reached or self._inside > 0)
+        if is_reached:
             event = Event(self._frame.path, f":{name}", None, [])
             return self._run(event, function, args, kwargs)
         if self._inside:
             return function(*args, **kwargs)
         return self._outside(name, function, args, kwargs)
 
-    def _note_reads(self, given: Any) -> None:
+    def _note_reads(self, given: Any, *, within: bool) -> None:
         for tensor in _tensors(given):
             if not isinstance(tensor, StandIn):
-                self.tensors_read.setdefault(id(tensor), (len(self.events), tensor))
+                self.tensors_read.append((tensor, len(self.events), within))
 
     def _outside(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """A function that no input reaches: what it gives may still be another in each step."""
@@ -242,10 +250,15 @@ class Recording(TorchFunctionMode):
             before = [_mark(tensor) for tensor in own]
             if self._drawn_since():
                 self._stop("forward draws random numbers in Python")
+            event.constants = _constants(args, kwargs)
         self._inside += event.module is not None
+        finish_device()
+        began = time.perf_counter_ns()
         try:
             result = call(*real[0], **real[1])
+            finish_device()
         finally:
+            event.spent = time.perf_counter_ns() - began
             self._inside -= event.module is not None
         with torch._C.DisableTorchFunction():
             event.reads = list(dict.fromkeys(one.number for one in given))
@@ -354,6 +367,17 @@ def _given(result: Any) -> Given | None:
     if any(torch.is_tensor(leaf) and not isinstance(leaf, StandIn) for leaf in leaves):
         return None
     return Given(spec, [_leaf(leaf) for leaf in leaves])
+
+
+def _constants(args: Any, kwargs: Any) -> str:
+    """What a call is given beside tensors, in words that say what it does with them."""
+    leaves, spec = tree_flatten((args, kwargs))
+    plain = (bool, int, float, complex, str, type(None), type(...), torch.dtype)
+    words = []
+    for leaf in leaves:
+        is_told = isinstance(leaf, plain) or (isinstance(leaf, slice) and not [*stand_ins(leaf)])
+        words.append(repr(leaf) if is_told else type(leaf).__name__)
+    return f"{spec.num_leaves} {sorted(kwargs)} {', '.join(words)}"
 
 
 def _leaf(leaf: Any) -> tuple[bool, Any]:

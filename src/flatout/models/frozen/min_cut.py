@@ -1,0 +1,295 @@
+"""Which frozen calls to leave out: the cuts of a graph that trade time for bytes best.
+
+What is left out takes no time, and needs before it all that it is given: a closure of the graph,
+whose best is a minimum cut (Picard, 1976), found here by Dinic's algorithm (1970). A value that
+several calls read is a node of its own, so that it is kept, and counted, once. All cuts that are
+best for some price of a byte come from solving between two known ones (Eisner and Severance, 1976);
+with a limit on bytes, the same bounds what is left to try. In integers, so exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from fractions import Fraction
+
+Prefix = frozenset[int]
+# With a limit on bytes it is a knapsack: after so many parts of the cuts, the best so far holds.
+_TRIED = 64
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a call gives, or the model is given.
+
+    Attributes:
+        maker: the call; None for an input.
+        size: bytes of a sample; None where it cannot be kept.
+        readers: the frozen calls that read it.
+        is_needed: whether something reads it that is never left out.
+    """
+
+    maker: int | None
+    size: int | None
+    readers: frozenset[int]
+    is_needed: bool
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The frozen calls of a forward, each behind those that it needs.
+
+    Attributes:
+        spent: time of each, in any unit.
+        values: that they read and give.
+        needs: pairs of a call and one that must be left out with it though it reads nothing of it.
+    """
+
+    spent: list[int]
+    values: list[Value]
+    needs: list[tuple[int, int]]
+
+    def time(self, prefix: Collection[int]) -> int:
+        """Of the calls that are computed again where these are left out."""
+        return sum(spent for call, spent in enumerate(self.spent) if call not in prefix)
+
+    def bytes(self, prefix: Collection[int]) -> int:
+        """Of what is kept of a sample."""
+        return sum(value.size or 0 for value in self.values if self.is_kept(value, prefix))
+
+    def cost(self, prefix: Collection[int], unit: int, byte: int) -> int:
+        """With these prices of a unit of time and of a byte."""
+        return unit * self.time(prefix) + byte * self.bytes(prefix)
+
+    def is_kept(self, value: Value, prefix: Collection[int]) -> bool:
+        """Whether what is not left out reads a value of what is."""
+        is_made = value.maker is None or value.maker in prefix
+        return is_made and (value.is_needed or any(one not in prefix for one in value.readers))
+
+    def best(
+        self, unit: int, byte: int, inside: Collection[int] = (), outside: Collection[int] = ()
+    ) -> Prefix | None:
+        """The legal prefix of least cost; None where there is none.
+
+        Args:
+            unit, byte: their prices, not negative.
+            inside, outside: calls that are left out in any case, and in none.
+        """
+        calls = len(self.spent)
+        source, sink = calls + len(self.values), calls + len(self.values) + 1
+        never = self.cost((), unit, 0) + byte * sum(v.size or 0 for v in self.values) + 1
+        edges = [(source, call, unit * spent) for call, spent in enumerate(self.spent)]
+        edges += [(source, call, never) for call in inside]
+        edges += [(call, sink, never) for call in outside]
+        edges += [(one, other, never) for one, other in self.needs]
+        for node, value in enumerate(self.values, calls):
+            maker = source if value.maker is None else value.maker
+            edges.append((maker, node, never if value.size is None else byte * value.size))
+            edges += [(node, reader, never) for reader in value.readers]
+            edges += [(reader, maker, never) for reader in value.readers if maker != source]
+            if value.is_needed:
+                edges.append((node, sink, never))
+        flow, near = _min_cut(sink + 1, edges, source, sink)
+        return frozenset(n for n in near if n < calls) if flow < never else None
+
+
+def condensed(graph: Graph) -> tuple[Graph, list[frozenset[int]]]:
+    """The same choice among fewer calls, and which calls each of them stands for.
+
+    A call whose results go to one other, which is given nothing else and gives no more bytes, is
+    left out only together with that: so there are no more bytes, and less time.
+    """
+    calls = range(len(graph.spent))
+    gives: dict[int, list[Value]] = {call: [] for call in calls}
+    makers: dict[int, set[int | None]] = {call: set() for call in calls}
+    for value in graph.values:
+        if value.maker is not None:
+            gives[value.maker].append(value)
+        for reader in value.readers:
+            makers[reader].add(value.maker)
+    bound = {one for one, _ in graph.needs}
+    groups = {call: [call] for call in calls}
+    for call in reversed(calls):
+        readers = {one for value in gives[call] for one in value.readers}
+        if len(readers) != 1 or any(value.is_needed for value in gives[call]):
+            continue
+        (reader,) = readers
+        alone = makers[reader] == {call} and reader not in bound
+        if alone and _most(gives[reader]) <= _most(gives[call]):
+            groups[call] += groups.pop(reader)
+            gives[call] = gives.pop(reader)
+    at = {call: place for place, group in enumerate(groups.values()) for call in group}
+    outer = [value for value in graph.values if value.maker is None]
+    values = [
+        Value(
+            None if value.maker is None else at[value.maker],
+            value.size,
+            frozenset(at[reader] for reader in value.readers),
+            value.is_needed,
+        )
+        for value in outer + [value for group in groups for value in gives[group]]
+    ]
+    spent = [sum(graph.spent[call] for call in group) for group in groups.values()]
+    needs = [(at[one], at[other]) for one, other in graph.needs]
+    return Graph(spent, values, needs), [frozenset(group) for group in groups.values()]
+
+
+def _most(values: list[Value]) -> float:
+    """Bytes of all of them."""
+    return sum(float("inf") if value.size is None else value.size for value in values)
+
+
+def best_cuts(graph: Graph, inside: Collection[int] = ()) -> list[Prefix]:
+    """The prefixes that have the least time + price * bytes for some price of a byte.
+
+    Args:
+        graph: of the frozen calls.
+        inside: calls that are left out in any case.
+
+    Returns:
+        the one with the fewest bytes first; none where none is legal.
+    """
+    few, fast = _fewest(graph, inside), _fastest(graph, inside)
+    if few is None or fast is None:
+        return []
+    found, between = [few], [(few, fast)]
+    while between:
+        one, other = between.pop()
+        unit, byte = graph.bytes(other) - graph.bytes(one), graph.time(one) - graph.time(other)
+        if unit == 0:
+            continue
+        middle = graph.best(unit, byte, inside)
+        assert middle is not None
+        if graph.cost(middle, unit, byte) < graph.cost(one, unit, byte):
+            between += [(middle, other), (one, middle)]
+        else:
+            found.append(other)
+    return found
+
+
+def fastest_within(graph: Graph, most: int, inside: Collection[int] = ()) -> Prefix | None:
+    """The prefix with the least time of those that keep at most so many bytes; None for none.
+
+    Args:
+        graph: of the frozen calls.
+        most: bytes of a sample.
+        inside: calls that are left out in any case.
+    """
+    best: Prefix | None = None
+    left = [(frozenset(inside), frozenset[int]())]
+    for _ in range(_TRIED):
+        if not left:
+            break
+        inner, outer = left.pop()
+        few, fast = _fewest(graph, inner, outer), _fastest(graph, inner, outer)
+        if few is None or fast is None or graph.bytes(few) > most:
+            continue
+        if graph.bytes(fast) <= most:
+            few = fast
+        few, fast, bound = _tightened(graph, most, (few, fast), (inner, outer))
+        if best is None or graph.time(few) < graph.time(best):
+            best = few
+        if bound < graph.time(best):
+            call = min(few ^ fast)
+            left += [(inner, outer | {call}), (inner | {call}, outer)]
+    return best
+
+
+def _tightened(
+    graph: Graph, most: int, pair: tuple[Prefix, Prefix], fixed: tuple[Prefix, Prefix]
+) -> tuple[Prefix, Prefix, Fraction]:
+    """The last best cut that is within the limit, the first that is not, and a bound on the time.
+
+    Args:
+        graph: of the frozen calls.
+        most: bytes of a sample.
+        pair: the cut with the fewest bytes, within the limit, and the fastest.
+        fixed: calls that are left out in any case, and in none.
+    """
+    few, fast = pair
+    while True:
+        unit, byte = graph.bytes(fast) - graph.bytes(few), graph.time(few) - graph.time(fast)
+        if unit == 0:
+            return few, fast, Fraction(graph.time(few))
+        middle = graph.best(unit, byte, *fixed)
+        assert middle is not None
+        if graph.cost(middle, unit, byte) == graph.cost(few, unit, byte):
+            return few, fast, graph.time(few) - Fraction(byte * (most - graph.bytes(few)), unit)
+        if graph.bytes(middle) <= most:
+            few = middle
+        else:
+            fast = middle
+
+
+def _fewest(graph: Graph, *fixed: Collection[int]) -> Prefix | None:
+    """The prefix with the fewest bytes, and of those with the least time."""
+    return graph.best(1, graph.time(()) + 1, *fixed)
+
+
+def _fastest(graph: Graph, *fixed: Collection[int]) -> Prefix | None:
+    """The prefix with the least time, and of those with the fewest bytes."""
+    return graph.best(sum(value.size or 0 for value in graph.values) + 1, 1, *fixed)
+
+
+def _min_cut(
+    nodes: int, edges: list[tuple[int, int, int]], source: int, sink: int
+) -> tuple[int, set[int]]:
+    """The greatest flow, and the nodes on the source's side of a least cut.
+
+    Args:
+        nodes: how many there are.
+        edges: from, to, and what may flow there.
+        source, sink: of them.
+    """
+    to, room = list[int](), list[int]()
+    out = [list[int]() for _ in range(nodes)]
+    for one, other, size in edges:
+        out[one].append(len(to))
+        out[other].append(len(to) + 1)
+        to += [other, one]
+        room += [size, 0]
+    flow = 0
+    while True:
+        level, reached = {source: 0}, [source]
+        for node in reached:
+            for edge in out[node]:
+                if room[edge] and to[edge] not in level:
+                    level[to[edge]] = level[node] + 1
+                    reached.append(to[edge])
+        if sink not in level:
+            return flow, set(reached)
+        flow += _fill(to, room, out, level, source, sink)
+
+
+def _fill(
+    to: list[int],
+    room: list[int],
+    out: list[list[int]],
+    level: dict[int, int],
+    source: int,
+    sink: int,
+) -> int:
+    """Let all flow that shortest ways allow; returns how much."""
+    at, way, node, flow = [0] * len(out), list[int](), source, 0
+    while True:
+        if node == sink:
+            least = min(room[edge] for edge in way)
+            flow += least
+            for edge in way:
+                room[edge] -= least
+                room[edge ^ 1] += least
+            full = next(place for place, edge in enumerate(way) if not room[edge])
+            node = to[way[full] ^ 1]
+            del way[full:]
+        elif at[node] < len(out[node]):
+            edge = out[node][at[node]]
+            if room[edge] and level.get(to[edge]) == level[node] + 1:
+                way.append(edge)
+                node = to[edge]
+            else:
+                at[node] += 1
+        elif way:
+            node = to[way.pop() ^ 1]
+            at[node] += 1
+        else:
+            return flow

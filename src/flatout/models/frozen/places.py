@@ -1,0 +1,151 @@
+"""Where it is worth cutting a forward: its frozen calls as a graph with times and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import inf
+
+from flatout.models.frozen.form import Form
+from flatout.models.frozen.min_cut import (
+    Graph,
+    Prefix,
+    Value,
+    best_cuts,
+    condensed,
+    fastest_within,
+)
+from flatout.models.frozen.recording import Recording, store_of
+
+# So many branches may begin with weights.
+_FIRST = 8
+
+
+class Places:
+    """The places at which a recorded forward may be cut.
+
+    Args:
+        noted: the forward.
+        frozen: its events that may be left out, with all that they are given.
+        forms: of its values, by number.
+        spent: nanoseconds of each event.
+
+    Attributes:
+        frozen: as given.
+    """
+
+    def __init__(
+        self, noted: Recording, frozen: list[int], forms: dict[int, Form], spent: list[int]
+    ) -> None:
+        self.frozen = frozen
+        self._noted, self._forms, self._spent = noted, forms, spent
+        assert noted.given is not None
+        self._given = noted.given.numbers()
+        self._writers: dict[int, list[int]] = {}
+        for index, event in enumerate(noted.events):
+            for store in event.stores:
+                self._writers.setdefault(store, []).append(index)
+
+    def best(self, most: float) -> list[list[int]]:
+        """The events before each sensible cut, the one that keeps the fewest bytes first.
+
+        Args:
+            most: bytes of a sample that there is room for.
+        """
+        graph, groups = condensed(self.graph())
+        weigh = {n for n, group in enumerate(groups) if any(map(self._weighs, group))}
+        found = _cuts(graph, most)
+        if found and weigh.isdisjoint(found[0]):
+            # To keep the inputs would take the fewest bytes, and saves nothing of the model.
+            for place in self._first_weights():
+                found += _cuts(graph, most, [n for n, group in enumerate(groups) if place in group])
+        sensible, least = [], inf
+        for one in sorted(set(found), key=lambda one: (graph.bytes(one), graph.time(one))):
+            if graph.time(one) < least and not weigh.isdisjoint(one):
+                least = graph.time(one)
+                sensible.append(sorted(self.frozen[at] for group in one for at in groups[group]))
+        return [prefix for prefix in sensible if self._is_legal(prefix)]
+
+    def kept(self, prefix: Sequence[int]) -> list[int]:
+        """The values before a cut that what is behind it reads."""
+        events, before = self._noted.events, set(prefix)
+        read = {n for at, event in enumerate(events) if at not in before for n in event.reads}
+        read.update(self._given)
+        born = [*self._noted.inputs, *(n for index in prefix for n in events[index].gives())]
+        return [number for number in dict.fromkeys(born) if number in read]
+
+    def graph(self) -> Graph:
+        """The frozen events, by their place among them, with what they read and give."""
+        places = {index: place for place, index in enumerate(self.frozen)}
+        makers: dict[int, int | None] = dict.fromkeys(self._noted.inputs)
+        readers: dict[int, set[int]] = {}
+        needed, needs = set(self._given), set[tuple[int, int]]()
+        for index, event in enumerate(self._noted.events):
+            place = places.get(index)
+            if place is None:
+                needed.update(event.reads)
+                continue
+            for number in event.reads:
+                readers.setdefault(number, set()).add(place)
+                later = self._written_after(number, makers.get(number))
+                needs.update((place, places[at]) for at in later if at in places and at < index)
+            for number in event.gives():
+                makers.setdefault(number, place)
+        values = [
+            Value(place, self._size(number, place), frozenset(own), number in needed)
+            for number, place in makers.items()
+            if (own := readers.get(number, set())) or number in needed
+        ]
+        return Graph([self._spent[index] for index in self.frozen], values, sorted(needs))
+
+    def _written_after(self, number: int, place: int | None) -> list[int]:
+        """The events that write into a value's memory once it was made, at a place or outside."""
+        born = -1 if place is None else self.frozen[place]
+        writers = self._writers.get(store_of(self._noted.values[number]), [])
+        return [at for at in writers if at > born]
+
+    def _size(self, number: int, place: int | None) -> int | None:
+        """Bytes of a value of a sample; None where it has no rows, or is written into later."""
+        form = self._forms.get(number)
+        if form is None or form.axis is None or self._written_after(number, place):
+            return None
+        return form.bytes_per_sample
+
+    def _weighs(self, place: int) -> bool:
+        return self._noted.events[self.frozen[place]].weighs
+
+    def _first_weights(self) -> list[int]:
+        """The places of the first few events that have weights, none of them behind another."""
+        found, below = [], set[int]()
+        for place, index in enumerate(self.frozen):
+            event = self._noted.events[index]
+            is_below = not below.isdisjoint(event.reads)
+            if event.weighs and not is_below:
+                found.append(place)
+            if event.weighs or is_below:
+                below.update(event.gives())
+        return found[:_FIRST]
+
+    def _is_legal(self, prefix: Collection[int]) -> bool:
+        """Whether nothing that is kept is written by another part than its reader expects."""
+        before, events = set(prefix), self._noted.events
+        kept = {
+            number: store_of(self._noted.values[number]) for number in self.kept(sorted(before))
+        }
+        stores: dict[int, int] = {}
+        for index, event in enumerate(events):
+            for number in event.reads if index not in before else ():
+                if number in kept:
+                    stores.setdefault(kept[number], index)
+        return not any(
+            store in event.stores and (index not in before or index > first)
+            for index, event in enumerate(events)
+            for store, first in stores.items()
+        )
+
+
+def _cuts(graph: Graph, most: float, inside: Collection[int] = ()) -> list[Prefix]:
+    """The best for some price of a byte, and the fastest within a limit."""
+    found = best_cuts(graph, inside)
+    if most < inf and (fast := fastest_within(graph, int(most), inside)) is not None:
+        found.append(fast)
+    return found
