@@ -439,6 +439,26 @@ def test_what_a_roofline_promises_most_of_comes_first(counts, first, skipped, cl
         assert loop.resolved.choices["compute.fused_optimizer"].reason == skipped
 
 
+def test_a_fit_hands_what_its_first_step_computes_to_the_roofline(monkeypatch):
+    rates = {**planted(1e30, 0)["rates"], "calls_per_s": 1e30, "nodes_per_s": 1e30}
+    rates["bytes_per_s"] = {p: {"memory": 1e30, "cache": 1e30} for p in ("fp32", "bf16")}
+    rates["flops_per_s"] = {
+        name: {kind: dict.fromkeys(of, 1e30) for kind, of in kinds.items()}
+        for name, kinds in rates["flops_per_s"].items()
+    }
+    monkeypatch.setattr("flatout.train.counted.known_rates", lambda *machine: rates)
+    monkeypatch.setattr("flatout.train.explanation.machine_rates", lambda *machine: rates)
+    monkeypatch.setattr(auto.Budget, "pays_before", lambda *of: True)
+    ticks = functools.partial(next, itertools.count(step=0.01))
+    monkeypatch.setattr(Tuner, "__init__", functools.partialmethod(Tuner.__init__, clock=ticks))
+    recipe = Recipe(memory={"allocator": "default"}, process={"threads": 1})
+    trainer = flatout.Trainer(small_net(), recipe=recipe, say=lambda line: None)
+    history = trainer.fit(small_data(), batch_size=4, epochs=1, progress=False)
+    why = history.tuning["dropped"]
+    assert why["compute.memory_format"] == "not tried: at most 0.0% to gain"
+    assert "not tried: at most 0.0% to gain" in history.explain()
+
+
 def test_what_is_promised_to_lose_is_not_tried_together_with_the_others(clock, monkeypatch):
     """Alone it is tried all the same: the roofline is a model."""
     monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
@@ -637,8 +657,9 @@ def test_what_was_stopped_before_its_first_block_is_tried_later(clock):
     assert loop.resolved.compute.memory_format == "channels_last"
 
 
-def test_sequences_of_changing_length_are_compared_by_their_length(clock):
-    lengths = torch.randint(2, 40, (200,)).tolist()
+def of_lengths(seconds, clock, **options):
+    """A prepared Loop over batches of 16 to 256 tokens, whose steps take what a function says."""
+    lengths = torch.randint(16, 257, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     torch.manual_seed(0)
     model = nn.Linear(8, 3)
     loop = Loop(say=lambda line: None)
@@ -648,15 +669,29 @@ def test_sequences_of_changing_length_are_compared_by_their_length(clock):
             yield torch.randn(16, length, 8), torch.randint(0, 3, (16,))
 
     def compute(batch):
-        faster = 0.8 if loop.stepper.switch.now.fused_optimizer == "on" else 1.0
-        clock.now += 0.01 * faster * batch.inputs.shape[1]
+        clock.now += seconds(loop.stepper.switch.now, batch.inputs.shape[1])
         return nn.functional.cross_entropy(model(batch.inputs).mean(1), batch.targets)
 
     source, optimizer = as_source(batches), torch.optim.Adam(model.parameters())
     loop.prepare(model, optimizer, compute=compute, data=source, steps=2_000)
-    run(loop, compute, source)
+    return run(loop, compute, source), compute, source
+
+
+@pytest.mark.parametrize(
+    ("fixed", "each", "pairs", "off"), [(0.0, 1e-3, 0.0, 0.01), (0.05, 1e-3, 1e-5, 0.03)]
+)
+def test_sequences_of_changing_length_are_compared_by_their_length(fixed, each, pairs, off, clock):
+    """Steps that take so long for any batch, for each token, and for each pair of tokens."""
+
+    def seconds(s, length):
+        faster = 0.8 if s.fused_optimizer == "on" else 1.0
+        return faster * (fixed + each * length + pairs * length**2)
+
+    loop, _, _ = of_lengths(seconds, clock)
     assert loop.resolved.compute.fused_optimizer == "on"
-    assert loop.resolved.choices["compute.fused_optimizer"].ratio == pytest.approx(1.25, rel=0.01)
+    trial = loop.tuning["trials"][-1]
+    assert trial["ratio"] == pytest.approx(1.25, rel=off)
+    assert trial["floor"] < off
 
 
 def test_a_compiled_model_is_measured_before_the_first_step(clock):

@@ -1,8 +1,9 @@
 """What a machine can do at most, measured with torch: arithmetic, memory traffic, calls.
 
 A few seconds, once for each machine, device and number of threads: the result is kept in the cache
-folder. Only who asks pays for it; a fit reads what is there. Where other jobs kept the machine busy
-meanwhile, the rates are measured again the next time, and the better ones kept.
+folder. A fit reads what is there, and measures only where it will last far longer. Where other jobs
+kept the machine busy meanwhile, the rates are measured again the next time, and the better ones
+kept.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ from flatout.train.settings import Settings
 # A block of steps lasts about so long, and of a long run at least this share of it.
 BLOCK_S, _LONGER_BLOCK_S, _BLOCK_SHARE = 0.04, 0.25, 0.002
 _MOST_STEPS = 200
+# Of batches of changing length a block has at least so many, and the first one under plain so many.
+_MIXED_STEPS, _FIRST_MIXED = 4, 24
 # The most quadruples of blocks in a trial. Where no difference shows they cost nothing, and a
 # difference that noise could hide is looked for until the floor is this low.
 _MOST_PAIRS, TIE_FLOOR = 8, 0.015
@@ -137,6 +139,7 @@ class Search:
         slower: by field, how many times as long a step took under an option in the first check.
         promises: by field, what a roofline says that an option may save of a step; set before the
             first block has ended.
+        varied: whether batches change in length; set before a block has ended.
         best: the settings that were measured fastest so far.
         results: trials by field: B has the option and A has not.
         together: the trial of all options.
@@ -154,6 +157,7 @@ class Search:
     threads: bool = False
     compiles: bool = False
     promises: dict[str, Promise] = field(default_factory=dict)
+    varied: bool = False
     dropped: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     slower: dict[str, float] = field(default_factory=dict)
@@ -190,6 +194,9 @@ class Search:
         while self.budget.steps is None and self.budget.elapsed_s < _SURE_S:
             yield Block(self.plain, 1, 0)
         seconds = yield from self._run(self.plain)
+        if self.varied:
+            yield Block(self.plain, _FIRST_MIXED, 0)
+            seconds = yield from self._run(self.plain)
         self._order(seconds)
         yield from self._all_together()
         for option in self.options:
@@ -420,7 +427,8 @@ class Search:
 
     def _count(self, settings: Settings) -> int:
         block_s = max(BLOCK_S, min(_LONGER_BLOCK_S, _BLOCK_SHARE * self.budget.run_s))
-        return max(1, min(_MOST_STEPS, round(block_s / self.step_s[settings])))
+        fewest = _MIXED_STEPS if self.varied else 1
+        return max(fewest, min(_MOST_STEPS, round(block_s / self.step_s[settings])))
 
     def _account(self, done: Measured, settings: Settings) -> None:
         """Count what the steps under settings that are tried took beyond those under the best."""

@@ -21,6 +21,7 @@ from flatout.measure import Promise, finish_device, page_faults, promises
 from flatout.measure.machine import ROUGH
 from flatout.train.auto_search import Block, Failed, Measured, Search
 from flatout.train.feed import Feed
+from flatout.train.lengths import Lengths, Step
 from flatout.train.micro_batch import forget_frames
 from flatout.train.settings import Settings
 from flatout.train.snapshot import Moving
@@ -77,7 +78,7 @@ class Tuner:
         self._settle, self._note, self._clock = settle, note, clock
         self._moving = Moving(stepper.switch.model, draws=world.size == 1)
         self._kind: Any = None
-        self._values = 0
+        self._lengths = Lengths()
         self._changed = 0
         self._look_every = _LOOK_EVERY
         self._trained = self._trainable()
@@ -178,18 +179,12 @@ class Tuner:
 
     def _begin(self, block: Block) -> None:
         self._block = block
-        self._settling, self._left = block.settle, block.steps
-        self._seconds = self._settled_s = 0.0
+        self._settled: list[Step] = []
+        self._counted: list[Step] = []
         began = self._clock()
         self._use(block.settings)
         self._switched_s = self._clock() - began
-        self._steps = 0
-        self._start()
-
-    def _start(self) -> None:
-        """The steps that count begin."""
-        if not self._settling:
-            self._faults = page_faults()
+        self._faults = page_faults()
 
     def _use(self, settings: Settings) -> None:
         if settings != self._stepper.switch.now:
@@ -200,16 +195,13 @@ class Tuner:
         """Only steps of one kind count, each by how many values its batches have."""
         if not self._is_of_kind(batches, turn):
             return
-        seconds *= self._share(batches)
-        self._steps += 1
-        if self._settling:
-            self._settled_s += seconds
-            self._settling -= 1
-            self._start()
+        step = (_values(batches), seconds)
+        if len(self._settled) < self._block.settle:
+            self._settled.append(step)
+            self._faults = page_faults()
             return
-        self._seconds += seconds
-        self._left -= 1
-        if not self._left:
+        self._counted.append(step)
+        if len(self._counted) == self._block.steps:
             self._end(number)
 
     def _is_of_kind(self, batches: Sequence[Batch], turn: Turn) -> bool:
@@ -217,29 +209,28 @@ class Tuner:
         is_alone = self._world.size == 1
         kind = (turn.number, sum(b.size if is_alone else b.whole for b in batches))
         if self._kind is None:
-            self._kind, self._values = kind, _values(batches)
+            self._kind = kind
         return bool(kind == self._kind)
-
-    def _share(self, batches: Sequence[Batch]) -> float:
-        """What a step of as many values as the first had would take, for each second of this one.
-
-        Sequences may be longer in one batch than in another.
-        """
-        return self._values / (_values(batches) or 1) if self._values else 1.0
 
     def _end(self, number: int) -> None:
         """A block is over: the slowest rank tells how long it took."""
-        block, budget = self._block, self.search.budget
+        block, search, lengths = self._block, self.search, self._lengths
+        lengths.add(block.settings, self._counted)
+        settled_s = len(self._settled) * lengths.typical_s(self._settled) if self._settled else 0.0
+        seconds = lengths.typical_s(self._counted)
         own = [
-            self._seconds / block.steps,
-            self._seconds + self._settled_s + self._switched_s,
+            seconds,
+            block.steps * seconds + settled_s + self._switched_s,
             (page_faults() - self._faults) / block.steps,
             self._clock() - (self._started or 0.0),
+            float(lengths.varied),
         ]
-        seconds, total, faults, budget.elapsed_s = map(
+        seconds, total, faults, search.budget.elapsed_s, varied = map(
             max, zip(*self._world.gather(own), strict=True)
         )
-        done = Measured(seconds, total, self._steps, number - self._first + 1, faults)
+        search.varied = bool(varied)
+        steps = len(self._settled) + block.steps
+        done = Measured(seconds, total, steps, number - self._first + 1, faults)
         self._next(lambda: self._blocks.send(done), number)
 
     def _next(self, ask: Callable[[], Block], number: int) -> None:
@@ -290,7 +281,7 @@ class Tuner:
         known = self.search.step_s.get(self.search.best)
         factor = 1.0
         if known is not None and self._is_of_kind(batches, turn):
-            factor = seconds * self._share(batches) / known
+            factor = self._lengths.typical_s([(_values(batches), seconds)]) / known
         thawed = self._trainable() != self._trained
         own = [factor, float(thawed)]
         factor, thawed = map(max, zip(*self._world.gather(own), strict=True))
@@ -307,7 +298,7 @@ class Tuner:
             self.done, self.why, self.next_step = False, "", 0
             # A machine that never rests is not asked all the time.
             self._look_every *= 2
-            self._kind = None
+            self._kind, self._lengths = None, Lengths()
             self.spans.append((self._last + 1, number, self.search.best))
             self._last = number
             self._blocks = self.search.again()
