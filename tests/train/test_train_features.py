@@ -145,19 +145,6 @@ def test_a_second_fit_with_another_rate_computes_nothing(tmp_path, made, monkeyp
     assert figures(history) == figures(expected)
 
 
-def test_other_weights_and_precisions_find_nothing_of_it(tmp_path, made, monkeypatch):
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    data = written(tmp_path)
-    fitted("disk", data)
-    model = frozen()
-    with torch.no_grad():
-        model[0].bias[3] += 1e-3
-    fitted("disk", data, model=model)
-    assert made[-1].computed >= 30
-    fitted("disk", data, precision="bf16")
-    assert made[-1].computed >= 30
-
-
 def test_settings_are_tuned_first(made):
     x, y = images(200)
     trainer, history = fitted("memory", (x, y), epochs=12, precision="auto")

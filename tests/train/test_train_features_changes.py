@@ -1,0 +1,211 @@
+"""A fit that finds rows of an earlier one computes again what a change has made another."""
+
+import os
+from importlib import metadata
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from train_jobs import figures, quiet
+
+import flatout
+from flatout.data.features import key
+from flatout.data.features.row_log import RECORD
+from flatout.recipe import Recipe
+from flatout.train import features
+from flatout.train.frozen_choice import Choice
+
+IMAGES, SIZE = 12, 32
+
+
+class Net(nn.Module):
+    """Frozen up to its head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        self.norm = nn.BatchNorm2d(8)
+        self.pool = nn.MaxPool2d(4)
+        self.head = nn.LazyLinear(2)
+        self.gain = 1.0
+
+    def forward(self, x):
+        return self.head(self.pool(self.norm(self.first(x)) * self.gain).flatten(1))
+
+
+class Job:
+    """What a fit is made of.
+
+    Attributes:
+        folder: has the images.
+        size: that they are brought to.
+        brightness: by which they are changed, once for all epochs.
+        precision: of the arithmetic.
+        change: is called with the model.
+        first: the model of the first fit.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.size, self.brightness, self.precision = folder, SIZE, 0.2, "fp32"
+        self.change, self.first = quiet, None
+
+    def fitted(self, where):
+        """The trained model, its history, and how many rows it has kept that were not there."""
+        torch.manual_seed(0)
+        model = Net()
+        model(torch.zeros(1, 3, self.size, self.size))
+        flatout.freeze(model, until="pool")
+        self.change(model)
+        data = flatout.data.images(self.folder / "images", size=self.size)
+        data = data.augment(brightness=self.brightness, views=1).shuffle(seed=1).batch(4)
+        recipe = Recipe(input={"features": where}, compute={"precision": self.precision})
+        trainer = flatout.Trainer(
+            model, optimizer="sgd", lr=0.1, metrics=["accuracy"], recipe=recipe, say=quiet
+        )
+        before = rows_kept()
+        history = trainer.fit(data, epochs=4, progress=False)
+        return trainer.model, history, rows_kept() - before
+
+
+def rows_kept():
+    """On the disk, of all stores."""
+    logs = flatout.cache_folder.cache_folder().glob("features/*/filled.log")
+    return sum(log.stat().st_size for log in logs) // RECORD.itemsize
+
+
+def path_of(folder, number):
+    return folder / "images" / "ab"[number % 2] / f"{number}.jpg"
+
+
+def draw(path, seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (SIZE, SIZE, 3), np.uint8)
+    Image.fromarray(pixels).save(path, quality=95)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A job that was fitted once, with what it has kept: of the cuts the smallest, though short."""
+
+    def choose(options, samples, epochs, plain_s):
+        best = min(options, key=lambda one: one.bytes)
+        return Choice(best, "", plain_s, plain_s / 10, 2, best.bytes * samples * best.variants)
+
+    monkeypatch.setattr(features, "choose", choose)
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    for number in range(IMAGES):
+        path = path_of(tmp_path, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw(path, number)
+    job = Job(tmp_path)
+    job.first, history, rows = job.fitted("disk")
+    assert history.features["kept"] is not None
+    assert rows == IMAGES
+    return job
+
+
+def check(job, rows):
+    """That a fit finds what the change has left, and learns what it learns without a store."""
+    plain, expected, _ = job.fitted("off")
+    model, history, computed = job.fitted("disk")
+    assert computed in rows
+    assert history.features["kept"] is not None
+    apart = 1e-5
+    ours, theirs, others = (dict(one.named_parameters()) for one in (model, plain, job.first))
+    for name, weight in theirs.items():
+        assert torch.allclose(ours[name], weight, atol=apart)
+    losses = [[epoch["loss"] for epoch in one.epochs] for one in (history, expected)]
+    assert np.allclose(*losses, atol=apart)
+    head, was = theirs["head.weight"], others["head.weight"]
+    # Or rows of the first fit would do as well.
+    assert head.shape != was.shape or not torch.allclose(head, was, atol=2 * apart)
+
+
+@pytest.mark.slow
+def test_what_is_the_same_is_computed_no_more(job):
+    plain, expected, _ = job.fitted("off")
+    model, history, computed = job.fitted("disk")
+    assert computed == 0
+    assert figures(history) == figures(expected)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def change_weight(model):
+    with torch.no_grad():
+        model.first[0].weight[0, 0, 0, 0] += 0.5
+
+
+def change_buffer(model):
+    model.norm.running_var[3] += 1
+
+
+def change_mode(model):
+    model.norm = nn.BatchNorm2d(8).requires_grad_(False)
+
+
+def change_call(model):
+    model.gain = 1.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_weight,
+        pytest.param(change_buffer, marks=pytest.mark.slow),
+        pytest.param(change_mode, marks=pytest.mark.slow),
+        pytest.param(change_call, marks=pytest.mark.slow),
+    ],
+)
+def test_another_model_finds_nothing(job, change):
+    job.change = change
+    check(job, {IMAGES})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value"), [("size", 24), ("brightness", 0.6), ("precision", "bf16")]
+)
+def test_other_settings_find_nothing(job, name, value):
+    setattr(job, name, value)
+    check(job, {IMAGES})
+
+
+@pytest.mark.slow
+def test_other_versions_of_libraries_find_nothing(job, monkeypatch):
+    def version(name):
+        return "0" if name == "torch" else metadata.version(name)
+
+    other = SimpleNamespace(version=version, PackageNotFoundError=metadata.PackageNotFoundError)
+    monkeypatch.setattr(key, "metadata", other)
+    assert job.fitted("disk")[2] == IMAGES
+
+
+def change_pixel(path):
+    pixels = np.asarray(Image.open(path)).copy()
+    pixels[5, 7] ^= 255
+    Image.fromarray(pixels).save(path, quality=95)
+
+
+def replace(path):
+    """Another picture with the size and the time of the file."""
+    was = path.stat()
+    draw(path, 99)
+    content = path.read_bytes()
+    if len(content) > was.st_size:
+        path.unlink()
+        Image.fromarray(np.full((SIZE, SIZE, 3), 90, np.uint8)).save(path, quality=95)
+        content = path.read_bytes()
+    # Behind the end of a JPEG a decoder reads nothing.
+    path.write_bytes(content.ljust(was.st_size, b"\0"))
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (was.st_size, was.st_mtime_ns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [change_pixel, replace])
+def test_another_file_is_computed_again(job, change):
+    change(path_of(job.folder, 5))
+    # Its row alone, or all where rows are not known by the bytes of their files.
+    check(job, {1, IMAGES})
