@@ -16,7 +16,7 @@ import flatout
 from flatout.data.source import as_source
 from flatout.devices import allocator
 from flatout.models import Rewrite
-from flatout.recipe import FIELDS, PLAIN, Parity, Recipe, ResolvedRecipe
+from flatout.recipe import FIELDS, PLAIN, Parity, Recipe, ResolvedRecipe, loads
 from flatout.train import auto, auto_check, auto_search
 from flatout.train.loop import Loop
 from flatout.train.snapshot import random_state
@@ -640,6 +640,71 @@ def test_other_parameters_that_train_are_measured_again(clock):
         loop.finish_epoch()
     assert "other parameters train than before" in said[1]
     assert loop.resolved.compute.memory_format == "channels_last"
+
+
+def thawing(clock, said, steps=3_000, until=800, thaw_at=0, **options):
+    """A job whose first layer trains from some step on; channels_last is faster only then."""
+    model = small_net()
+    model[0].weight.requires_grad_(False)
+
+    def seconds(s):
+        trains = model[0].weight.requires_grad
+        return 0.05 if (s.memory_format == "channels_last") == trains else 0.1
+
+    loop, compute, source = job(model, seconds, clock, said=said, steps=steps, **options)
+    run(loop, compute, source)
+    while loop.step_count < until:
+        model[0].weight.requires_grad_(loop.step_count >= thaw_at)
+        for batch in loop.batches(source):
+            loop.step(compute, batch)
+        loop.finish_epoch()
+    return loop
+
+
+@pytest.mark.slow
+def test_what_is_found_after_a_thaw_is_kept_for_the_job_that_it_is(clock, tmp_path):
+    said: list[str] = []
+    first = thawing(clock, said)
+    kept = sorted((tmp_path / "cache/auto").glob("*.toml"), key=lambda path: path.stat().st_mtime)
+    formats = [loads(path.read_text()).compute.memory_format for path in kept]
+    assert formats == ["contiguous", "channels_last"]
+    trials = first.tuning["trials"]
+    assert all(b["first"] > a["last"] for a, b in itertools.pairwise(trials))
+    spans = first.tuning["spans"]
+    assert spans[0]["first"] == 1
+    assert all(b["first"] == a["last"] + 1 for a, b in itertools.pairwise(spans))
+
+    said.clear()
+    again = thawing(clock, said, until=60, thaw_at=40)
+    assert again.tuner is None
+    assert again.resolved.compute.memory_format == "channels_last"
+    assert again.stepper.switch.now.memory_format == "channels_last"
+    assert again.feed.channels_last
+    assert [line.rpartition("from the ")[2] for line in said] == ["cache)", "cache)"]
+    assert said[1].startswith("other parameters train than before; auto: channels_last")
+
+
+@pytest.mark.slow
+def test_a_search_that_a_thaw_ends_is_not_kept(clock, tmp_path):
+    """It was of a job that no longer is."""
+    model = small_net()
+    model[0].weight.requires_grad_(False)
+    loop, compute, source = job(model, lambda s: 0.1, clock, steps=3_000)
+    for batch in loop.batches(source):
+        loop.step(compute, batch)
+    loop.finish_epoch()
+    model[0].weight.requires_grad_(True)
+    run(loop, compute, source)
+    assert loop.tuner.done
+    assert len(list((tmp_path / "cache/auto").glob("*.toml"))) == 1
+
+
+def test_settings_stay_where_few_steps_are_left_after_a_thaw(clock):
+    said: list[str] = []
+    recipe = Recipe(compute={"memory_format": "channels_last"})
+    loop = thawing(clock, said, steps=420, until=420, thaw_at=400, recipe=recipe)
+    assert loop.stepper.switch.now.memory_format == "channels_last"
+    assert not any("other parameters" in line for line in said)
 
 
 def test_what_was_stopped_before_its_first_block_is_tried_later(clock):

@@ -12,6 +12,7 @@ import flatout
 from flatout.data.sources.image_rows import ImageRows
 from flatout.models import find_cuts
 from flatout.recipe import Recipe
+from flatout.train import auto
 from flatout.train import features as kept
 from flatout.train.explanation import Explanation
 from flatout.train.frozen_choice import Choice
@@ -151,6 +152,33 @@ def test_settings_are_tuned_first(made):
     assert history.features["kept"] is not None
     assert history.tuning["done"] or "features" in history.tuning["why"]
     assert trainer.resolved.input.features == "memory"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["3", "8"])
+def test_settings_are_searched_again_at_a_thaw(layer, monkeypatch, made):
+    """Behind the cut only those that do not change what is kept; where the cut moves, all."""
+    asked = []
+    resolve = auto.resolve
+
+    def seen(requested, *given):
+        asked.append(requested)
+        return resolve(requested, *given)
+
+    def fit(where):
+        model = frozen().append(nn.ReLU()).append(nn.Linear(3, 3).requires_grad_(False))
+        thaw = flatout.Unfreeze(14, layer)  # when features are kept
+        return fitted(where, model=model, epochs=24, precision="auto", callbacks=[thaw])[0]
+
+    plain = fit("off")
+    monkeypatch.setattr(auto, "resolve", seen)
+    trainer = fit("memory")
+    assert len(asked) == 2
+    free = [asked[1].get(f"compute.{name}") == "auto" for name in ("precision", "memory_format")]
+    assert free == [layer == "3"] * 2
+    assert asked[1].compute.fused_optimizer == "auto"
+    for ours, theirs in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-2)
 
 
 def test_flips_are_kept_each_and_drawn_as_without(tmp_path, made):

@@ -58,12 +58,14 @@ class Decision:
         search: what that is, or None.
         facts: of the model.
         key: of the cache.
+        is_known: whether it comes from there.
     """
 
     recipe: ResolvedRecipe
     search: Search | None = None
     facts: ModelFacts = field(default_factory=ModelFacts)
     key: str = ""
+    is_known: bool = False
 
 
 def resolve(
@@ -97,7 +99,7 @@ def resolve(
     cached = auto_cache.read(key)
     if cached is not None:
         say(f"auto: {cached[0].summary()} (measured {cached[1]:%Y-%m-%d}, from the cache)")
-        return Decision(cached[0])
+        return Decision(cached[0], is_known=True)
     budget, began = Budget(steps), clock()
     check = FirstCheck(stepper, compute, batches[0], Settings.of(start), budget, clock)
     facts = check.facts(facts)

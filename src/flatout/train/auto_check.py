@@ -34,7 +34,7 @@ _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
 # A step takes about so many times its forward pass.
 _FORWARDS = 3
 # Settings that no forward or backward pass depends on.
-_NOT_IN_PASSES = ("allocator", "fused_optimizer", "threads")
+NOT_IN_PASSES = ("allocator", "fused_optimizer", "threads")
 # An option that is this many times slower on a few samples is not tried on whole batches.
 _FAR_SLOWER = 4.0
 
@@ -122,7 +122,7 @@ class FirstCheck:
             RuntimeError, MemoryError: as of a pass under plain settings.
         """
         few_s = self.budget.step_s * self._few.size / self._whole.size
-        in_passes = [one for one in options if one.setting not in _NOT_IN_PASSES]
+        in_passes = [one for one in options if one.setting not in NOT_IN_PASSES]
         if not self.budget.pays_before(2 * (min(len(in_passes), 2) + 1) * few_s):
             return False
         with self._leaving_no_trace():

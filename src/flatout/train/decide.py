@@ -16,6 +16,7 @@ from flatout.recipe import (
     Choice,
     ModelFacts,
     Parity,
+    Recipe,
     ResolvedRecipe,
     dumps,
     loads,
@@ -135,10 +136,16 @@ def _decision(
     kept = None if loop.resume is None else loop.resume.choices(loop.requested)
     if kept is not None:
         return Decision(loop.requested.resolve(*kept, facts))
-    asked = loop.requested
-    if asked.world.device != "auto":  # what is said of it names the device that runs
-        asked = asked.replace({"world.device": str(loop.device)})
+    asked = asked_here(loop)
     return auto.resolve(asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say)
+
+
+def asked_here(loop: Loop) -> Recipe:
+    """What is asked for; what is said of the device names the one that runs."""
+    asked = loop.requested
+    if asked.world.device != "auto":
+        asked = asked.replace({"world.device": str(loop.device)})
+    return asked
 
 
 def _with_device(loop: Loop, resolved: ResolvedRecipe, facts: ModelFacts) -> ResolvedRecipe:

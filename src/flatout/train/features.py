@@ -113,11 +113,11 @@ class FrozenFeatures:
             batch: the next one.
         """
         tuner, loop = self._loop.tuner, self._loop
-        if tuner is None or not tuner.is_searching or self._cut is not None:
+        if tuner is None or not tuner.is_searching or not self._is_open or self._cut is not None:
             return
         search = tuner.search
         judged = search.together is not None or "together" in search.dropped
-        enough = judged or len(search.options) < 2 or loop.step_count >= _TUNED
+        enough = judged or len(search.options) < 2 or loop.step_count - tuner.since >= _TUNED
         if not enough or loop.stepper.joint.gathered:
             return
         if self._waits is None:
@@ -176,9 +176,15 @@ class FrozenFeatures:
 
     def _is_due(self, epoch: int) -> bool:
         """Once settings are decided; and in a later epoch where the frozen layers have changed."""
-        tuner = self._loop.tuner
-        is_due = self._decided_in < 0 or (self._has_dropped and epoch > self._decided_in)
-        return is_due and (tuner is None or not tuner.is_searching) and self._may_keep
+        loop, tuner = self._loop, self._loop.tuner
+        is_due = self._is_open and epoch > self._decided_in
+        is_settled = not loop.is_other_job and (tuner is None or not tuner.is_searching)
+        return is_due and is_settled and self._may_keep
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether there is something to decide: at first, and where what was kept was dropped."""
+        return self._decided_in < 0 or self._has_dropped
 
     def taken(self) -> int:
         """Nanoseconds that the frozen layers took since this was asked last."""
@@ -203,6 +209,7 @@ class FrozenFeatures:
         if self._undo is None:
             return
         self._undo()
+        self._waits = None
         # Threads that make batches may still read: stores are closed with their last rows.
         self._rows.clear()
         self._cut = self._undo = None

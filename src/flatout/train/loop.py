@@ -37,7 +37,7 @@ from flatout.errors import FlatoutError, ModelError
 from flatout.measure import Live, Timeline
 from flatout.models import weights_of
 from flatout.optim import LrRule, LrScale, Optimizers, as_tuple
-from flatout.recipe import Parity, Recipe, ResolvedRecipe, dumps
+from flatout.recipe import ModelFacts, Parity, Recipe, ResolvedRecipe, dumps
 from flatout.save import Checkpoints
 from flatout.strategies import check_replicas
 from flatout.train import guard
@@ -51,6 +51,7 @@ from flatout.train.feed import Feed
 from flatout.train.large_batch import as_rule
 from flatout.train.micro_batch import Parts
 from flatout.train.numbers_guard import NumbersGuard, Step
+from flatout.train.other_job import OtherJob
 from flatout.train.preflight import explain_one_sample
 from flatout.train.prepare import first_batches, follow_rule, place_model, show
 from flatout.train.rank_device import device_here
@@ -103,6 +104,7 @@ class Loop:
         planned_epochs: of the whole run, where that is known.
         shows_notes: whether a progress line says what is noted.
         tuner: tries settings on the steps; None where nothing was left open.
+        facts: of the model, after `prepare`.
         restored_extra: after a resume, what was given to `save` as `extra`.
         restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
         told: what a Trainer tells of its job, for a resume to compare; None without a Trainer.
@@ -152,6 +154,8 @@ class Loop:
         self.planned_epochs: int | None = None
         self.shows_notes = False
         self.tuner: Tuner | None = None
+        self.facts = ModelFacts()
+        self._other_job: OtherJob | None = None
         self.restored_extra: Any = None
         self.restored_own: list[Any] = []
         self.clip = (clip_norm, clip_value)
@@ -291,25 +295,36 @@ class Loop:
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
-        self._stepper, facts = make_stepper(self, compute, first)
-        self.resolved, decision = decide(self, facts, compute, first, steps)
+        self._stepper, self.facts = make_stepper(self, compute, first)
+        if compute is not None and first:
+            self._other_job = OtherJob(self, steps)
+        self.resolved, decision = decide(self, self.facts, compute, first, steps)
         self._guard = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
         if decision.search is not None:
-            settle = partial(self._settle, decision)
+            settle = partial(self.settle, decision)
+            changed = partial(getattr, self._other_job, "notice")
             self.tuner = Tuner(
-                decision.search, self.stepper, self.feed, self.world, settle, self.note
-            )
+                decision.search, self.stepper, self.feed, self.world, settle, self.note,
+                changed=changed,
+            )  # fmt: skip
             if compute is not None and is_compiled(self.model):
                 rehearse(self.tuner, self.stepper, compute, first)
 
     def _capture(self) -> None:
         """Let steps run as one compiled graph."""
-        waits = partial(getattr, self.tuner, "is_searching", False)
-        self.stepper.capture = capture = Capture(self.stepper, self.note, waits)
+        self.stepper.capture = capture = Capture(self.stepper, self.note, self._is_tuning)
         self.undo.callback(capture.close)
 
-    def _settle(self, decision: Decision, tuner: Tuner) -> None:
+    def _is_tuning(self) -> bool:
+        return self.is_other_job or (self.tuner is not None and self.tuner.is_searching)
+
+    @property
+    def is_other_job(self) -> bool:
+        """Whether other parameters train than those that settings were decided for."""
+        return self._other_job is not None and self._other_job.is_due
+
+    def settle(self, decision: Decision, tuner: Tuner) -> None:
         """What was tried is decided: it holds from the next step on."""
         assert self.resolved is not None
         self.resolved, line = settle(
@@ -360,6 +375,8 @@ class Loop:
         if self.resume is not None:
             self.resume.put_back_source(source)
         self.feed.taken = self.batch_in_epoch
+        if self._other_job is not None:
+            self._other_job.look()
         return self.feed.batches(self.world, self.note, self.epoch, self.planned_epochs)
 
     def ready(self, batch: Batch) -> Batch:
@@ -425,6 +442,8 @@ class Loop:
         looks = self.told is None and not turn.has_stepped
         try:
             run = watched(compute) if looks else compute
+            if self._other_job is not None and self._other_job.is_due:
+                self._other_job.decide(compute, batches[0])
             number, tuner = self.step_count + 1, self.tuner
             if tuner is None or number < tuner.next_step:
                 done = self.stepper(run, batches, number, turn)

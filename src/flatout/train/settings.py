@@ -27,12 +27,13 @@ Undo = Callable[[], None]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_FIELDS = {f.partition(".")[2]: f for f, setting in SETTINGS.items() if setting.live}
-_LIVE: dict[str, Any] = {name: SETTINGS[field].live for name, field in _FIELDS.items()}
+# The Recipe's field of each setting, by its name in its section.
+FIELDS = {f.partition(".")[2]: f for f, setting in SETTINGS.items() if setting.live}
+_LIVE: dict[str, Any] = {name: SETTINGS[field].live for name, field in FIELDS.items()}
 # The lowest first: rewriting leaves alone what is recomputed, and both must be there before the
 # model is compiled.
 _LAYERS = sorted(filter(lambda name: _LIVE[name].layer, _LIVE), key=lambda name: _LIVE[name].layer)
-_VALUES = [(name, Any, SETTINGS[field].plain) for name, field in _FIELDS.items()]
+_VALUES = [(name, Any, SETTINGS[field].plain) for name, field in FIELDS.items()]
 
 
 class Settings(make_dataclass("Values", _VALUES, frozen=True)):  # type: ignore[misc]
@@ -41,7 +42,7 @@ class Settings(make_dataclass("Values", _VALUES, frozen=True)):  # type: ignore[
     @classmethod
     def of(cls, recipe: ResolvedRecipe) -> Settings:
         """The settings that a resolved Recipe asks for."""
-        return cls(**{name: recipe.get(field) for name, field in _FIELDS.items()})
+        return cls(**{name: recipe.get(field) for name, field in FIELDS.items()})
 
     def but(self, **changes: Any) -> Settings:
         """These settings with some changed."""
@@ -49,7 +50,7 @@ class Settings(make_dataclass("Values", _VALUES, frozen=True)):  # type: ignore[
 
     def other_than(self, plain: Settings) -> dict[str, Any]:
         """The fields of the Recipe in which these differ from others, and their values."""
-        values = {field: getattr(self, name) for name, field in _FIELDS.items()}
+        values = {field: getattr(self, name) for name, field in FIELDS.items()}
         return {f: v for f, v in values.items() if v != getattr(plain, f.partition(".")[2])}
 
 

@@ -5,7 +5,8 @@ gradients are not finite, it is made again under the best settings known, as if 
 Several ranks switch at the same step: what they decide by is agreed after each block.
 
 When nothing is left to try, a step is looked at now and then: where the pace has changed for good,
-or other parameters train than before, settings are tried once more.
+settings are tried once more. Where other parameters train than before, it is another job
+(other_job.py).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Tuner:
         settle: called with this Tuner when the search is over.
         note: gets what the user should know.
         clock: returns seconds.
+        changed: called where other parameters train than before.
 
     Attributes:
         search: what is tried, and what came of it.
@@ -56,6 +58,7 @@ class Tuner:
         suffices: of a search that ended early, whether the next run need not search either.
         spans: what ran in which steps: the first, the last, and the settings.
         next_step: the number of the step that is to be handed to `step`; those before need not be.
+        since: the number of the last step before the search.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Tuner:
         settle: Callable[[Tuner], None],
         note: Callable[[str], None],
         clock: Callable[[], float] = perf_counter,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.search = search
         self.done = False
@@ -76,6 +80,12 @@ class Tuner:
         self.next_step = 0
         self._stepper, self._feed, self._world = stepper, feed, world
         self._settle, self._note, self._clock = settle, note, clock
+        self._changed_job = changed
+        # Of the jobs before this one: their trials, and what they have cost before and in steps.
+        self._trials: list[dict[str, Any]] = []
+        self._dropped: dict[str, str] = {}
+        self._spent = (0.0, 0.0)
+        self.since = 0
         self._moving = Moving(stepper.switch.model, draws=world.size == 1)
         self._kind: Any = None
         self._lengths = Lengths()
@@ -288,12 +298,11 @@ class Tuner:
         self._changed = self._changed + 1 if not 1 / _CHANGED < factor < _CHANGED else 0
         if self._changed:
             self.next_step = number + _LOOK_AGAIN
-        if thawed or self._changed >= _LOOKS:
-            what = (
-                "other parameters train than before"
-                if thawed
-                else (f"steps take {factor:.1f} times as long as they did")
-            )
+        if thawed:
+            self._trained = self._trainable()
+            self._changed_job()
+        elif self._changed >= _LOOKS:
+            what = f"steps take {factor:.1f} times as long as they did"
             self._note(f"auto: {what}: settings are tried once more")
             self.done, self.why, self.next_step = False, "", 0
             # A machine that never rests is not asked all the time.
@@ -303,6 +312,45 @@ class Tuner:
             self._last = number
             self._blocks = self.search.again()
             self._begin(next(self._blocks))
+
+    def begin_again(
+        self, search: Search, settle: Callable[[Tuner], None], last: int, now: Settings
+    ) -> None:
+        """Tune for another job from the next step on.
+
+        Args:
+            search: what to try.
+            settle: called when it is over.
+            last: the number of the latest step.
+            now: the settings that it ran under.
+        """
+        self._trials = self._all_trials()
+        self._dropped |= self.search.dropped
+        budget = self.search.budget
+        before, lost = self._spent
+        self._spent = (before + budget.before_s + budget.rehearsed_s, lost + budget.lost_s)
+        self.search, self._settle = search, settle
+        self.done, self.why, self.suffices, self.next_step = False, "", False, 0
+        self._kind, self._started, self._look_every = None, None, _LOOK_EVERY
+        self._lengths = Lengths()
+        self.follows(last, now)
+        self._blocks = search.run()
+        self._begin(next(self._blocks))
+
+    def follows(self, last: int, now: Settings) -> None:
+        """Steps up to number `last` ran before, those that no span has under `now`."""
+        begun = self.spans[-1][1] + 1 if self.spans else 1
+        if last >= begun:
+            self.spans.append((begun, last, now))
+        self.since = self._last = last
+
+    def _all_trials(self) -> list[dict[str, Any]]:
+        """Those of this search count from its first step."""
+        own = [
+            {**one, "first": one["first"] + self.since, "last": one["last"] + self.since}
+            for one in self.search.trials
+        ]
+        return [*self._trials, *own]
 
     def record(self, last: int) -> dict[str, Any]:
         """What History keeps of it: plain data.
@@ -319,12 +367,14 @@ class Tuner:
         return {
             "done": self.done,
             "why": self.why,
-            "before_first_step_s": search.budget.before_s + search.budget.rehearsed_s,
-            "lost_s": search.budget.lost_s,
+            "before_first_step_s": self._spent[0]
+            + search.budget.before_s
+            + search.budget.rehearsed_s,
+            "lost_s": self._spent[1] + search.budget.lost_s,
             "step_s": {"plain": seconds.get(plain), "chosen": seconds.get(search.best)},
             "spans": [{"first": a, "last": b, "settings": s} for a, b, s in spans],
-            "trials": list(search.trials),
-            "dropped": dict(search.dropped),
+            "trials": self._all_trials(),
+            "dropped": {**self._dropped, **search.dropped},
         }
 
 

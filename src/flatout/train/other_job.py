@@ -1,0 +1,136 @@
+"""Settings for a job that has become another one: other parameters train than before.
+
+The settings are decided as before the first step, for the steps that are left: from the cache, or
+by a search on the steps, under a key of their own. Where the rest of the run is too short for that,
+those of the job before go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from flatout.data import Batch, Features
+from flatout.models import adapter_of
+from flatout.recipe import Recipe, ResolvedRecipe, dumps, loads
+from flatout.train import auto
+from flatout.train.auto_check import NOT_IN_PASSES
+from flatout.train.decide import asked_here
+from flatout.train.rehearsal import is_compiled
+from flatout.train.settings import FIELDS, Settings
+from flatout.train.step import Compute
+from flatout.train.tuner import Tuner
+
+if TYPE_CHECKING:
+    from flatout.train.loop import Loop
+
+OTHER = "other parameters train than before"
+
+
+class OtherJob:
+    """Tells when a Loop's job is another one than its settings were decided for.
+
+    Args:
+        loop: has its settings.
+        steps: that are planned in all.
+
+    Attributes:
+        is_due: whether settings are to be decided again with the next step.
+    """
+
+    def __init__(self, loop: Loop, steps: int | None) -> None:
+        self._loop, self._steps = loop, steps
+        self._plain = loop.stepper.switch.now
+        self.is_due = False
+        # A checkpoint's settings are for the job that it goes on with.
+        self._begins = loop.resume is not None and loop.resume.choices(loop.requested) is not None
+        self.taken()
+
+    def taken(self) -> None:
+        """The present job is the one that the settings are for."""
+        self._trained = self._trainable()
+
+    def _trainable(self) -> list[bool]:
+        return [p.requires_grad for p in adapter_of(self._loop.model).parameters()]
+
+    def look(self) -> None:
+        """Before an epoch; all ranks ask."""
+        if self._begins:
+            self.taken()
+            self._begins = False
+        differs = self._trainable() != self._trained
+        if any(self._loop.world.gather(differs)):
+            self.notice()
+
+    def notice(self) -> None:
+        """It is another job."""
+        self.taken()
+        # What is compiled would be compiled again for each setting.
+        self.is_due = not is_compiled(self._loop.model)
+
+    def decide(self, compute: Compute, batch: Batch) -> None:
+        """Decide the settings for the steps from here on.
+
+        Args:
+            compute: forward and loss of a batch.
+            batch: of the next step, ready on the device.
+        """
+        self.is_due = False
+        loop, stepper = self._loop, self._loop.stepper
+        if loop.tuner is not None:
+            loop.tuner.stop(OTHER)
+        before = stepper.switch.now
+        # As a process begins; what the allocator was told cannot be taken back.
+        stepper.use(self._plain.but(allocator=before.allocator, **dict(self._fixed(batch))))
+        left = None if self._steps is None else max(0, self._steps - loop.step_count)
+        said: list[str] = []
+        decision = auto.resolve(
+            self._asked(batch), stepper, compute, [batch], loop.facts, loop.allow, left, said.append
+        )
+        is_known = bool(loop.world.from_first(decision.is_known))
+        if loop.world.size > 1:
+            auto.agree(decision, loop.world)
+        if is_known:
+            found = loads(loop.world.from_first(dumps(decision.recipe)))
+            assert isinstance(found, ResolvedRecipe)
+            measured = {f: c for f, c in found.choices.items() if f in FIELDS.values()}
+            assert loop.resolved is not None
+            choices = {**loop.resolved.choices, **measured}
+            loop.resolved = loop.requested.resolve(choices, loop.resolved.machine, loop.facts)
+            self._use(Settings.of(loop.resolved))
+            loop.note("; ".join([OTHER, *said]))
+        elif decision.search is None:
+            self._use(before)
+        else:
+            loop.note(f"auto: {OTHER}: settings are tried once more")
+            self._search(decision, before)
+
+    def _fixed(self, batch: Batch) -> Iterator[tuple[str, Any]]:
+        """Settings that stay: what kept features were computed with holds for them."""
+        if isinstance(batch.inputs, Features):
+            now = self._loop.stepper.switch.now
+            yield from ((n, getattr(now, n)) for n in FIELDS if n not in NOT_IN_PASSES)
+
+    def _asked(self, batch: Batch) -> Recipe:
+        asked = asked_here(self._loop)
+        return asked.replace({FIELDS[name]: value for name, value in self._fixed(batch)})
+
+    def _search(self, decision: auto.Decision, before: Settings) -> None:
+        loop = self._loop
+        assert decision.search is not None
+        assert loop.resolved is not None
+        settle = partial(loop.settle, decision)
+        if loop.tuner is None:
+            loop.tuner = Tuner(
+                decision.search, loop.stepper, loop.feed, loop.world, settle, loop.note,
+                changed=self.notice,
+            )  # fmt: skip
+            loop.tuner.follows(loop.step_count, before)
+        else:
+            loop.tuner.begin_again(decision.search, settle, loop.step_count, before)
+        loop.resolved = auto.started(loop.resolved, loop.requested, decision.search)
+
+    def _use(self, settings: Settings) -> None:
+        self._loop.stepper.use(settings)
+        self._loop.feed.channels_last = settings.memory_format == "channels_last"
