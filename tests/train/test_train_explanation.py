@@ -172,6 +172,8 @@ def test_on_a_gpu_the_step_stands_as_a_whole():
 def test_another_machine_and_a_compiled_model_have_no_roofline(tmp_path):
     counts = {**history()["roofline"], "rates": None}
     assert "on another machine" in "\n".join(lines(roofline=counts))
+    counts = {**history()["roofline"], "step": 7}
+    assert "  as of step 7, where other layers began to train" in lines(roofline=counts)
     assert lines(roofline=None)[-1] == "roofline: the operators of a step were not counted"
     with pytest.raises(FlatoutError, match="no roofline"):
         draw(Explanation.of(history(roofline=None)), tmp_path / "r.png")

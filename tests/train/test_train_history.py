@@ -203,6 +203,8 @@ def test_the_lanes_are_those_after_the_last_change_of_settings():
     history.tuning = {"spans": [{"first": 1, "last": 30}, {"first": 31, "last": 40}]}
     found = history.as_dict()["steady_lanes_s"]
     assert (found["forward"], found["backward"], found["optimizer"]) == (0.002, 0.003, 0.001)
+    history.tuning, history.roofline = None, {"step": 31}
+    assert history.as_dict()["steady_lanes_s"] == found
 
 
 def test_a_compiled_model_is_not_counted():

@@ -61,6 +61,53 @@ def test_batch_norm_trains_where_that_is_asked_for():
     assert "1.running_mean" in moved(model(), trainer.objective.model)
 
 
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_batch_norm_that_requires_grad_alone_has_frozen_goes_on_as_it_did(batch_norm):
+    """Its statistics move all the time, as in plain PyTorch; that is said again at the thaw."""
+
+    def made():
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
+        found = nn.Sequential(*layers)
+        found[:2].requires_grad_(False)
+        return found
+
+    plain, ours = made(), made()
+    x, y = data()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(9):
+        if step == 3:
+            plain[0].requires_grad_(True)
+            plain[1].requires_grad_(batch_norm)
+        at = slice(16 * (step % 3), 16 * (step % 3) + 16)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x[at]), y[at]).backward()
+        optimizer.step()
+    thaw = flatout.Unfreeze(2, batch_norm=batch_norm)
+    given = {
+        "shuffle": False,
+        "allow": "exact",
+        "optimizer": torch.optim.SGD(ours.parameters(), 0.1),
+    }
+    _, history = fit(3, [thaw], ours, **given)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+    said = [note for note in history.notes if "goes on to move its statistics" in note]
+    assert [note[:45] for note in said] == ["epoch 2: of these layers BatchNorm 1 stays fr"] * (
+        not batch_norm
+    )
+
+
+def test_the_step_is_counted_again_at_a_thaw():
+    _, before = fit(2, [flatout.Unfreeze(3)])
+    _, after = fit(3, [flatout.Unfreeze(3)])
+    frozen, thawed = before.roofline, after.roofline
+    assert (frozen["step"], thawed["step"]) == (1, 7)
+    flops = [counts["lanes"]["backward"]["matmul"]["flops"] for counts in (frozen, thawed)]
+    assert flops[1] > 2 * flops[0]
+    assert thawed["weights"] != frozen["weights"]
+
+
 def test_it_is_what_training_with_two_groups_gives():
     trainer, _ = fit(4, [flatout.Unfreeze(3, "3", lr=1e-3)])
     plain = model()

@@ -9,6 +9,7 @@ from flatout.models.fp32_operators import keep_in_fp32 as keep_in_fp32
 from flatout.models.fp32_operators import may_be_slower_in_bf16 as may_be_slower_in_bf16
 from flatout.models.freezing import freeze as freeze
 from flatout.models.freezing import frozen_parameters as frozen_parameters
+from flatout.models.freezing import moving_within as moving_within
 from flatout.models.freezing import unfreeze as unfreeze
 from flatout.models.frozen.cut import Cut as Cut
 from flatout.models.frozen.find import Cuts as Cuts

@@ -11,6 +11,7 @@ from torch import nn
 
 from flatout.errors import ModelError
 from flatout.models.adapter import adapter_of
+from flatout.models.dangers import moving_norms
 from flatout.models.hold import matching
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -63,7 +64,8 @@ def unfreeze(model: _M, layers: Patterns | None = None, *, batch_norm: bool = Fa
 
     Dropout acts in training again. BatchNorm layers stay as they are, statistics, weight and bias:
     on the small batches of fine-tuning their statistics would move away from what the other layers
-    were trained with.
+    were trained with. One that only `requires_grad = False` has frozen goes on as it was, too: its
+    statistics move in training.
 
     Args:
         model: the user's own object; it is changed in place.
@@ -93,6 +95,17 @@ def frozen_parameters(
     own = adapter_of(model)
     chosen = [model] if layers is None else _chosen(own.named(), _listed(layers))
     return own.frozen(chosen, batch_norm=batch_norm)
+
+
+def moving_within(model: nn.Module, layers: Patterns | None = None) -> list[str]:
+    """BatchNorms of these layers that do not train, though they go on to move their statistics.
+
+    Those are frozen by `requires_grad` alone, not by `freeze`.
+    """
+    chosen = [model] if layers is None else _chosen(adapter_of(model).named(), _listed(layers))
+    parts = {id(part) for layer in chosen for part in layer.modules()}
+    modules = dict(model.named_modules())
+    return [name for name in moving_norms(model) if id(modules[name]) in parts]
 
 
 def _listed(layers: Patterns) -> list[str]:

@@ -1,4 +1,7 @@
-"""Counts the operators of a fit's first step, for its History: a step of the run like any other."""
+"""Counts the operators of a fit's first step, for its History: a step of the run like any other.
+
+Where other parameters train than before, the next step is counted in its place.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ def counted(count: OperatorCount, loop: Loop) -> dict[str, Any]:
         "threads": threads,
         "machine": fingerprint().digest,
         "rates": known_rates(device, threads),
+        "step": loop.timeline.steps,
         "samples": int(loop.timeline.step_samples()[-1]),
         "lanes": count.lanes(),
         "weights": weights_counted(loop.model, loop.optimizers),

@@ -232,6 +232,10 @@ class Explanation:
             f"roofline: what a step of {counted(counts['samples'], 'sample')} takes on {where}, "
             "and at least takes at the best rates of this machine"
         )
+        if counts.get("step", 1) > 1:
+            yield from _wrapped(
+                f"as of step {counts['step']:,}, where other layers began to train", 2
+            )
         if self.rates["spread"] > ROUGH:
             yield from _wrapped(
                 "the rates are rough: other jobs kept the machine busy while they were measured; "

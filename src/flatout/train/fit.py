@@ -197,7 +197,7 @@ class Fit:
         loop.timeline.reset()
         loop.timeline.start()
         self._times = RankTimes(loop.world, loop.timeline, loop.pace)
-        self._count = operator_count(loop)
+        self._count, self._thaws = operator_count(loop), loop.thaws
 
     def _figures(self) -> Figures:
         """What the logs will have, of a validation too, which is looked at for that."""
@@ -381,13 +381,15 @@ class Fit:
         batches = loop.batches(self.source)
         while (batch := self._next(batches)) is not None:
             stepper.wants_to_stop = self.signals.received is not None
+            if loop.thaws != self._thaws:
+                self._thaws, self._count = loop.thaws, operator_count(loop)
             if self._counted(batch) if self._count is not None else loop.step(compute, batch):
                 yield
         if loop.flush(compute):
             yield
 
     def _counted(self, batch: Batch) -> bool:
-        """A part of the first step, whose operators are counted."""
+        """A part of a step whose operators are counted."""
         assert self._count is not None
         with self._count:
             stepped = self.loop.step(self.compute, batch)

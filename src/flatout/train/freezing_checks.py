@@ -18,7 +18,7 @@ def freezing_lines(model: nn.Module, optimizer: Any) -> Iterator[str]:
     """A line on BatchNorm layers that are frozen in part, and one on parameters left out."""
     if norms := moving_norms(model):
         yield (
-            f"frozen BatchNorm goes on to move its statistics in training: {_listed(norms)}; "
+            f"frozen BatchNorm goes on to move its statistics in training: {listed(norms)}; "
             "flatout.freeze(model, layers=...) keeps it in evaluation"
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, KerasOptimizer):
@@ -26,11 +26,12 @@ def freezing_lines(model: nn.Module, optimizer: Any) -> Iterator[str]:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := not_stepped(model, held):
         yield (
-            f"the optimizer misses parameters that require gradients: {_listed(missing)}; they "
+            f"the optimizer misses parameters that require gradients: {listed(missing)}; they "
             "stay as they are: give them to it, or freeze them with flatout.freeze"
         )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -52,8 +52,9 @@ class History:
             to be chosen by measuring.
         features: what was decided about keeping the features of frozen leading layers, as plain
             data; None where none are frozen.
-        roofline: operators of the first step, as `flatout.measure.bound` takes them; None before
-            it, and where the model is compiled.
+        roofline: operators of the first step, or of the first in which the layers that train are
+            those of now, as `flatout.measure.bound` takes them; None before it, and where the model
+            is compiled.
         confusion: samples of the latest validation by true class (row) and predicted class
             (column); None where the metrics have no "confusion".
     """
@@ -174,8 +175,13 @@ class History:
         }
 
     def _steady_lanes(self) -> dict[str, float]:
-        """Seconds of the median step by lane, of the steps after the last change of settings."""
+        """Seconds of the median step by lane, of the steps after the last change of settings.
+
+        They are none of before the step whose operators are counted.
+        """
         rows = self.timeline.rows()
+        if self.roofline is not None:
+            rows = rows[-max(1, self.timeline.steps - self.roofline["step"] + 1) :]
         spans = self.tuning["spans"] if self.tuning else []
         last = spans[-1]["last"] - spans[-1]["first"] + 1 if spans else len(rows)
         rows = rows[-max(1, last) :]

@@ -324,6 +324,11 @@ class Loop:
         """Whether other parameters train than those that settings were decided for."""
         return self._other_job is not None and self._other_job.is_due
 
+    @property
+    def thaws(self) -> int:
+        """How many times other parameters began to train, or no longer did."""
+        return 0 if self._other_job is None else self._other_job.count
+
     def settle(self, decision: Decision, tuner: Tuner) -> None:
         """What was tried is decided: it holds from the next step on."""
         assert self.resolved is not None

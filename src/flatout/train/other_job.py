@@ -37,12 +37,14 @@ class OtherJob:
 
     Attributes:
         is_due: whether settings are to be decided again with the next step.
+        count: how many times it has become another one.
     """
 
     def __init__(self, loop: Loop, steps: int | None) -> None:
         self._loop, self._steps = loop, steps
         self._plain = loop.stepper.switch.now
         self.is_due = False
+        self.count = 0
         # A checkpoint's settings are for the job that it goes on with.
         self._begins = loop.resume is not None and loop.resume.choices(loop.requested) is not None
         self.taken()
@@ -66,6 +68,7 @@ class OtherJob:
     def notice(self) -> None:
         """It is another job."""
         self.taken()
+        self.count += 1
         # What is compiled would be compiled again for each setting.
         self.is_due = not is_compiled(self._loop.model)
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.errors import ModelError
-from flatout.models import frozen_parameters, unfreeze
+from flatout.models import frozen_parameters, moving_within, unfreeze
 from flatout.optim import KerasOptimizer, add_late_group
 from flatout.train.callbacks.callback import Callback, Figures
+from flatout.train.freezing_checks import listed
 from flatout.words import count_words
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ class Unfreeze(Callback):
             OneCycleLR and CyclicLR it is the highest rate, and the others are the same shares of
             it as in the first group. Of a compiled Keras model: where the optimizer's is as
             compiled; whatever a schedule or a callback makes of that, it makes of this.
-        batch_norm: whether BatchNorm layers train and move their statistics on again, too.
+        batch_norm: whether BatchNorm layers train and move their statistics on again, too. Else
+            they stay as they are: where only `requires_grad = False` has frozen one, it goes on to
+            move its statistics in training, which is said.
 
     Raises:
         ModelError: before the first step: the model has no layer of such a name, the scheduler
@@ -93,6 +96,12 @@ class Unfreeze(Callback):
         self._waiting = []
         rate = "" if self.lr is None else f" at lr {self.lr:g}"
         loop.note(f"epoch {state.epoch + 1}: {count_words(count)} more parameters train{rate}")
+        if norms := [] if self.batch_norm else moving_within(model, self.layers):
+            loop.note(
+                f"epoch {state.epoch + 1}: of these layers BatchNorm {listed(norms)} stays frozen, "
+                "and goes on to move its statistics, as it did: Unfreeze(..., batch_norm=True) "
+                "lets it train, flatout.freeze(model, layers=...) keeps it in evaluation"
+            )
 
 
 def _hand_over(
