@@ -9,7 +9,7 @@ import torch
 from data_photographs import encoded, photo, write
 
 import flatout
-from flatout.data import FeatureRows, numbered
+from flatout.data import FeatureRows, numbered, stays_with_rank
 from flatout.data.execution import samples as made_samples
 from flatout.data.ranked import ranked
 
@@ -95,6 +95,22 @@ def test_several_ranks_pass_features_on(table):
         assert torch.equal(batch.indices, whole.indices)
         assert (batch.start, batch.whole) == (whole.start, whole.whole)
         assert batch.inputs == ()
+
+
+def test_samples_stay_with_their_rank_where_nothing_is_shuffled_over_ranks(table, folder):
+    images = flatout.data.images(folder)
+    x, y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
+    moving = [table, images.shuffle(seed=1).batch(2), flatout.data.as_source((x, y), batch_size=2)]
+    staying = [images.batch(2), flatout.data.as_source((x, y), batch_size=2, shuffle=False)]
+    staying.append(images.shard(0, 2, by="rows").shuffle(seed=1).batch(2))
+    for source, expected in [*((one, False) for one in moving), *((one, True) for one in staying)]:
+        assert stays_with_rank(source) is expected
+        part = ranked(source, 0, 2)
+        rows = [
+            sorted(row for batch in part.batches(epoch) for row in batch.indices.tolist())
+            for epoch in (0, 1)
+        ]
+        assert (rows[0] == rows[1]) is expected
 
 
 def test_what_fills_up_a_batch_is_made_as_ever(table):

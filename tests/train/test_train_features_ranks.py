@@ -1,4 +1,4 @@
-"""Ranks of one host share what each of them has computed."""
+"""Ranks of one host share what each of them has computed; hosts have each their own."""
 
 import sys
 from pathlib import Path
@@ -9,9 +9,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "world"))
 from world_ranks import run
 
 JOB = """
+    import os
     import sys
 
     import torch
+
+    where, hosts = sys.argv[-2:]
+    if hosts == "2":  # each rank is alone on its host, with a cache of its own
+        os.environ |= {{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}}
+        os.environ["FLATOUT_CACHE"] += os.environ["RANK"]
 
     sys.path.insert(0, {folder!r})
     import train_cuts
@@ -22,7 +28,6 @@ JOB = """
     from flatout.train.frozen_choice import Choice
     from flatout.world import join
 
-    where = sys.argv[-1]
     cuts = []
 
 
@@ -42,20 +47,42 @@ JOB = """
     x, y = torch.randn(60, 1, 12, 12), torch.randint(0, 3, (60,))
     recipe = flatout.Recipe(input={{"features": where}}, compute={{"precision": "fp32"}})
     trainer = flatout.Trainer(model, optimizer="sgd", lr=0.1, recipe=recipe, say=lambda line: None)
-    trainer.fit(x, y, batch_size=12, epochs=6, progress=False, validation_data=(x[:24], y[:24]))
+    history = trainer.fit(
+        x, y, batch_size=12, epochs=8, progress=False, validation_data=(x[:24], y[:24])
+    )
     if join().is_first:
         computed = max([cut.computed for cut in cuts], default=0)
         print(model[-1].weight.double().sum().item(), computed)
+        print(history.features and history.features["line"])
 """
 
 
+def fitted(folder, *arguments):
+    """Of two ranks a sum of weights, and how many samples the first one computed; a line."""
+    said = run(JOB.format(folder=str(Path(__file__).parent)), 2, folder, *arguments)
+    figures, line = said[0][0].splitlines()
+    weights, computed = figures.split()
+    return weights, int(computed), line
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("plain"), "off", "1")
+
+
 @pytest.mark.slow
-def test_two_ranks_learn_the_same_and_share_their_rows(tmp_path):
-    job = JOB.format(folder=str(Path(__file__).parent))
-    found = {}
-    for where in ("off", "memory"):
-        said = run(job, 2, tmp_path, where)
-        found[where] = said[0][0].split()
-    assert found["off"][0] == found["memory"][0]
+def test_two_ranks_learn_the_same_and_share_their_rows(tmp_path, plain):
+    weights, computed, line = fitted(tmp_path, "memory", "1")
+    assert weights == plain[0]
     # Without sharing, this rank would compute nearly all 60 samples and 12 of the validation.
-    assert 30 <= int(found["memory"][1]) <= 30 + 12 + 12 + 13
+    assert 30 <= computed <= 30 + 12 + 12 + 13
+    assert "hosts" not in line
+
+
+@pytest.mark.slow
+def test_each_host_comes_to_need_all_rows_and_says_so(tmp_path, plain):
+    weights, computed, line = fitted(tmp_path, "disk", "2")
+    assert weights == plain[0]
+    # All of the training's but for a few that were drawn for the other host each time.
+    assert 55 + 12 <= computed <= 60 + 12 + 12 + 13
+    assert "each of 2 hosts computes and keeps all rows" in line

@@ -58,3 +58,16 @@ def test_pixels_are_kept_where_they_save_more_than_features():
     pixels = option("decoded pixels", saved=0.05, size=150_000, read=0.00001)
     features = option("features", saved=0.01, size=400_000)
     assert choose([pixels, features], 1000, 5, 0.1).kept is pixels
+
+
+def test_hosts_among_which_samples_move_each_compute_all():
+    one = option()
+    both, parts = option(hosts=2, stays=False), option(hosts=2)
+    found = [choose([given], 1000, 10, 0.1) for given in (one, both, parts)]
+    assert [each.whole_bytes for each in found] == [4 * 10**8, 4 * 10**8, 2 * 10**8]
+    assert "each of 2 hosts computes and keeps all rows" in found[1].words("on disk", "bf16")
+    assert "each of 2 hosts keeps the rows of its part" in found[2].words("on disk", "bf16")
+    # After the first epoch a host has half of all where samples move among two.
+    pays, moves = (option(read=0.03, hosts=2, stays=stays) for stays in (True, False))
+    assert choose([pays], 1000, 2, 0.1).kept is pays
+    assert choose([moves], 1000, 2, 0.1).kept is None

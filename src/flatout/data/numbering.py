@@ -19,3 +19,16 @@ def numbered(source: Source) -> Numbered | str:
     if isinstance(source, Pipeline):
         return source.numbered()
     return f"what makes a sample of a {type(source).__name__.removesuffix('Source')} is not known"
+
+
+def stays_with_rank(source: Source) -> bool:
+    """Whether a sample comes to the same rank in each epoch: where nothing is shuffled over ranks.
+
+    Args:
+        source: whose samples are numbered.
+    """
+    if isinstance(source, ArraySource):
+        return not source.plan.shuffle
+    if isinstance(source, Pipeline):
+        return source.has_own_rows or not any(stage.reorders for stage in source.stages)
+    return False

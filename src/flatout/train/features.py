@@ -35,6 +35,7 @@ from flatout.data import (
     map_tensors,
     named_tensors,
     numbered,
+    stays_with_rank,
     tensors_in,
 )
 from flatout.measure import available_bytes, finish_device, usable_cpus
@@ -271,6 +272,7 @@ class FrozenFeatures:
         loop, source = self._loop, self._source
         samples = numbered(source)
         assert isinstance(samples, Numbered)
+        hosts, stays = loop.world.place.nodes, stays_with_rank(source)
         made_s, options, rest_s = self._making_s(), [], 0.0
         with untouched(self._model), torch.no_grad(), loop.autocast():
             for cut in cuts:
@@ -294,7 +296,9 @@ class FrozenFeatures:
                     variants=samples.variants,
                     read_s=cut.bytes_per_sample / _rate(rows.store.where, rows.store.whole_bytes),
                     room=_room(rows.store.where),
-                    filled=filled,
+                    filled=min(1.0, filled * (hosts if stays else 1)),
+                    hosts=hosts,
+                    stays=stays,
                 )
                 options.append(option)
         # Backward takes about twice as long as forward.

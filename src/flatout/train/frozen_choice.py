@@ -29,6 +29,9 @@ class Kept:
         read_s: seconds in which a sample is read, or written.
         room: bytes that there is room for.
         filled: which share of all is kept already.
+        hosts: that each keep what they compute.
+        stays: whether a sample comes to the same host in each epoch, which then keeps its part;
+            else each host comes to need all.
     """
 
     name: str
@@ -38,6 +41,13 @@ class Kept:
     read_s: float
     room: float
     filled: float = 0.0
+    hosts: int = 1
+    stays: bool = True
+
+    def whole_bytes(self, samples: int) -> int:
+        """Of all samples and variants that a host needs in the end."""
+        parts = self.hosts if self.stays else 1
+        return -(-samples // parts) * self.variants * self.bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Choice:
         plain_s: seconds of a sample where nothing is kept.
         later_s: where all is.
         pays_from: the epoch, counted from 1, from which on the run is ahead.
-        whole_bytes: of all samples and variants.
+        whole_bytes: of all samples and variants, on each host.
         share: of them there is room for.
     """
 
@@ -77,6 +87,9 @@ class Choice:
         total = f"{size_words(self.whole_bytes)} {where}, {size_words(kept.room)} free"
         if self.share < 1:
             total += f", room for {self.share:.0%}"
+        if kept.hosts > 1:
+            part = "keeps the rows of its part" if kept.stays else "computes and keeps all rows"
+            total += f", each of {kept.hosts} hosts {part}"
         pays = "from the start" if self.pays_from <= 1 else f"from epoch {self.pays_from} on"
         rates = f"{rounded(1 / self.plain_s)} -> {rounded(1 / self.later_s)} samples/s"
         return f"kept {kept.name} ({each}: {total}) · pays {pays}: {rates}"
@@ -114,7 +127,7 @@ def choose(options: Sequence[Kept], samples: int, epochs: int | None, plain_s: f
 
 
 def _of(option: Kept, samples: int, epochs: int, plain_s: float) -> Choice:
-    whole = samples * option.variants * option.bytes
+    whole = option.whole_bytes(samples)
     later = max(0.0, plain_s - option.saved_s) + option.read_s
     ahead, pays_from = 0.0, 0
     for epoch, spent in enumerate(_epochs(option, samples, epochs, plain_s), 1):
@@ -127,11 +140,12 @@ def _of(option: Kept, samples: int, epochs: int, plain_s: float) -> Choice:
 
 def _epochs(option: Kept, samples: int, epochs: int, plain_s: float) -> Iterator[float]:
     """Seconds of a sample in each epoch, on average."""
-    whole = samples * option.variants * option.bytes
+    whole = option.whole_bytes(samples)
     room = min(1.0, option.room / max(1, whole))
     later = max(0.0, plain_s - option.saved_s) + option.read_s
     there = option.filled
+    # In each epoch a sample comes as one of its variants, and to one of the hosts.
+    ways = option.variants * (1 if option.stays else option.hosts)
     for _ in range(epochs):
         yield there * later + (1 - there) * (plain_s + option.read_s * (there < room))
-        # In each epoch a sample comes as one of its variants.
-        there = max(there, min(room, there + (1 - there) / option.variants))
+        there = max(there, min(room, there + (1 - there) / ways))
