@@ -3,69 +3,24 @@
 import numpy as np
 import pytest
 import torch
-import train_cuts
 from PIL import Image
 from torch import nn
+from train_frozen import fitted, frozen, images, watched_cuts, written
 from train_jobs import figures, quiet, same
 
 import flatout
 from flatout.data.sources.image_rows import ImageRows
 from flatout.models import find_cuts
 from flatout.recipe import Recipe
-from flatout.train import auto
+from flatout.train import auto, feature_costs
 from flatout.train import features as kept
 from flatout.train.explanation import Explanation
-from flatout.train.frozen_choice import Choice
 
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch):
     """All cuts that fits have looked at; the last that pays is chosen, however short the run."""
-    cuts = []
-
-    def find_cuts(model, inputs, most):
-        found = train_cuts.find_cuts(model, inputs, most)
-        cuts.extend(found.cuts)
-        return found
-
-    def choose(options, samples, epochs, plain_s):
-        best = min(options, key=lambda one: one.bytes)
-        return Choice(best, "", plain_s, plain_s / 10, 2, best.bytes * samples * best.variants)
-
-    monkeypatch.setattr(kept, "find_cuts", find_cuts)
-    monkeypatch.setattr(kept, "choose", choose)
-    return cuts
-
-
-def frozen(**more):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 8, 3, padding=1),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(72, 3),
-    )
-    model[:5].requires_grad_(False)
-    return model
-
-
-def images(samples=50):
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(samples, 1, 12, 12, generator=draw)
-    return x, torch.randint(0, 3, (samples,), generator=draw)
-
-
-def fitted(where, data=None, *, model=None, say=quiet, lr=0.01, precision="fp32", **options):
-    model = frozen() if model is None else model
-    recipe = Recipe(input={"features": where}, compute={"precision": precision})
-    trainer = flatout.Trainer(
-        model, optimizer="sgd", lr=lr, metrics=["accuracy"], recipe=recipe, say=say
-    )
-    given = {"batch_size": 10, "epochs": 3, "progress": False, **options}
-    return trainer, trainer.fit(images() if data is None else data, **given)
+    return watched_cuts(monkeypatch)
 
 
 def test_the_result_is_that_without(made):
@@ -116,13 +71,6 @@ class ChangeInAnEpoch(flatout.Callback):
         if state.step == 7:
             with torch.no_grad():
                 state.trainer.model[0].weight.mul_(2)
-
-
-def written(tmp_path, samples=30):
-    x, y = images(samples)
-    path = tmp_path / "x.npz"
-    np.savez(path, x=x.numpy(), y=y.numpy())
-    return flatout.data.npz(path).shuffle(seed=1)
 
 
 def test_batches_made_of_rows_are_made_again_after_a_change(tmp_path):
@@ -279,11 +227,11 @@ def test_a_layer_that_could_be_frozen_is_named(monkeypatch):
 
 
 def test_a_store_that_memory_cannot_hold_is_read_at_the_rate_of_the_disk(monkeypatch):
-    monkeypatch.setattr(kept, "_disk_rate", lambda data: 123.0)
-    assert kept._rate("disk", 2**60) == 123.0
-    assert kept._rate("disk", 1000) > 1e6 < kept._rate("memory", 2**60)
+    monkeypatch.setattr(feature_costs, "disk_rate", lambda data: 123.0)
+    assert feature_costs.read_rate("disk", 2**60) == 123.0
+    assert feature_costs.read_rate("disk", 1000) > 1e6 < feature_costs.read_rate("memory", 2**60)
     monkeypatch.undo()
-    assert kept._disk_rate(bytes(1 << 16)) > 0
+    assert feature_costs.disk_rate(bytes(1 << 16)) > 0
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -25,7 +25,7 @@ def test_a_single_epoch_keeps_nothing_unless_all_is_there():
     assert choose([option()], 1000, 1, 0.1).why == "nothing kept: a single epoch is left"
     found = choose([option(filled=1.0)], 1000, 1, 0.1)
     assert found.pays_from == 1
-    assert found.words("on disk", "bf16") == (
+    assert found.words("disk", "bf16") == (
         "kept late (0.4 MB a sample in bf16: 0.4 GB on disk, 100.0 GB free) · pays from the start: "
         "10 -> 98 samples/s"
     ).replace("0.4 MB", "400.0 kB").replace("0.4 GB", "400.0 MB")
@@ -42,14 +42,14 @@ def test_features_that_do_not_fit_lose_to_those_that_do():
     assert choose([large, small], 2000, 10, 0.1).kept is small
     alone = choose([large], 2000, 10, 0.1)
     assert (alone.kept, alone.share) == (large, 0.125)
-    assert "room for 12%" in alone.words("in memory", "fp32")
+    assert "room for 12%" in alone.words("memory", "fp32")
 
 
 def test_each_variant_is_filled_by_itself():
     one, both = option(), option(variants=2)
     first, second = (choose([one_of], 1000, 3, 0.1) for one_of in (one, both))
     assert second.whole_bytes == 2 * first.whole_bytes
-    assert "2 variants" in second.words("on disk", "bf16")
+    assert "2 variants" in second.words("disk", "bf16")
     # With a hundred, nearly every sample is new in each of three epochs.
     assert choose([option(variants=100)], 1000, 3, 0.1).kept is None
 

@@ -77,8 +77,8 @@ def evaluate(
     world = loop.world
     job = objective.job(loop, None, training=False)
     part = part_of(agreed(source, world), world, loop.say)
-    batches = watched(loop.feed.evaluated(source, part))
-    tally = evaluate_batches(objective, loop, job, batches, stopped, source)
+    with loop.feed.evaluated(source, part) as batches:
+        tally = evaluate_batches(objective, loop, job, watched(batches), stopped, source)
     if tally is None:
         return None
     loss = mean_of(world.gather(tally.state_dict(), "loss of an evaluation"))

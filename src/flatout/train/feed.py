@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter_ns as clock
 
 import torch
 
-from flatout.data import Batch, Pipeline, Source, found_of, prefetch
+from flatout.data import Batch, Features, Pipeline, Source, found_of, prefetch
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
-from flatout.train.features import FrozenFeatures, batches_of
+from flatout.train.feature_rows import batches_of
+from flatout.train.features import FrozenFeatures
 from flatout.train.inputs import Inputs
 from flatout.train.ranks import part_of
 from flatout.world import World
@@ -58,7 +60,7 @@ class Feed:
         if hasattr(self.source, "expect_epochs"):
             self.source.expect_epochs(epochs)
         features = self.features
-        if features is not None and not features.begin(part, epoch):
+        if features is not None and not features.begin(self.source, part, epoch):
             features = None
         iterator = self._begun(part, epoch)
         while True:
@@ -94,21 +96,26 @@ class Feed:
             iterator = prefetch(iterator, self.device)
         return iterator
 
-    def evaluated(self, source: Source, part: Source) -> Iterator[Batch]:
-        """The batches of an evaluation, of which what is kept is not computed again.
+    @contextmanager
+    def evaluated(self, source: Source, part: Source) -> Iterator[Iterator[Batch]]:
+        """Within, the batches of an evaluation, of which what is kept is not computed again.
 
         Args:
             source: that is evaluated.
             part: what this rank reads of it.
         """
         if self.features is None:
-            return part.batches(0, 0)
-        return self.features.evaluated(source, part)
+            yield part.batches(0, 0)
+            return
+        with self.features.evaluated(source, part) as batches:
+            yield batches
 
     def ready(self, batch: Batch) -> Batch:
         """The batch on the device, in the memory format that was chosen."""
         if self._copies:
             batch = batch.to(self.device, True)
+        if isinstance(batch.inputs, Features):  # it was ready before these were put in
+            return batch
         if not self.channels_last:
             return self.inputs(batch)
         return self.inputs(batch, torch.channels_last).to_memory_format(torch.channels_last)

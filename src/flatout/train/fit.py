@@ -30,7 +30,6 @@ from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
 from flatout.train.confusion import table
 from flatout.train.counted import counted, operator_count
 from flatout.train.evaluate import look_at_validation
-from flatout.train.features import FrozenFeatures
 from flatout.train.freezing_checks import freezing_lines
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
@@ -163,9 +162,6 @@ class Fit:
             steps=planned,
         )
         self.job.reset()  # measuring has fed its metrics
-        features = FrozenFeatures(loop, objective.model, self.source)
-        loop.feed.features = features
-        loop.undo.callback(features.close)
         figures = self._figures()
         if loop.world.size > 1:
             loop.say(self._ranks_in_words())
@@ -189,7 +185,9 @@ class Fit:
         state.history.notes.extend(loop.notes())
         for callback in self.callbacks:
             callback.check(state, figures)
-        features.begin(part_of(self.source, loop.world, loop.note), loop.epoch)
+        part, features = part_of(self.source, loop.world, loop.note), loop.feed.features
+        assert features is not None
+        features.begin(self.source, part, loop.epoch)
         self._open_run()
         place = loop.world.place
         state.history.world_size, state.history.nodes = place.world_size, place.nodes

@@ -77,14 +77,15 @@ class Choice:
         return asdict(self)
 
     def words(self, where: str, precision: str) -> str:
-        """What is kept where, and from when on that pays."""
+        """What is kept where ("disk", "memory"), and from when on that pays."""
         if self.kept is None:
             return self.why
         kept = self.kept
         each = f"{size_words(kept.bytes)} a sample in {precision}"
         if kept.variants > 1:
             each += f", {counted(kept.variants, 'variant')}"
-        total = f"{size_words(self.whole_bytes)} {where}, {size_words(kept.room)} free"
+        place = "on disk" if where == "disk" else "in memory"
+        total = f"{size_words(self.whole_bytes)} {place}, {size_words(kept.room)} free"
         if self.share < 1:
             total += f", room for {self.share:.0%}"
         if kept.hosts > 1:

@@ -47,6 +47,7 @@ from flatout.train.capture import Capture
 from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.decide import decide, make_stepper
 from flatout.train.evaluate_batch import EvaluateBatch
+from flatout.train.features import FrozenFeatures
 from flatout.train.feed import Feed
 from flatout.train.large_batch import as_rule
 from flatout.train.micro_batch import Parts
@@ -60,7 +61,7 @@ from flatout.train.rehearsal import is_compiled, rehearse
 from flatout.train.requested import requested_here
 from flatout.train.resume import Resume, job_of, own_state_of, state_of
 from flatout.train.running_mean import mean_of
-from flatout.train.settings import Switch
+from flatout.train.settings import Settings, Switch
 from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace
 from flatout.train.tables import explain_ids
@@ -175,7 +176,7 @@ class Loop:
         self._live: Live | None = None
         self.pace = Pace(ONE.collectives)
         self.parts = Parts(lambda line: self.say(line))
-        self.evaluate_batch = EvaluateBatch(self._tell)
+        self.evaluate_batch = EvaluateBatch(self.tell)
 
     @cached_property
     def world(self) -> World:
@@ -272,6 +273,9 @@ class Loop:
         elif world.is_first:
             self.stepper.notes += elsewhere  # after a resume the History has them
         follow_rule(self)
+        if self.told is not None:
+            self.feed.features = FrozenFeatures(self, model)
+            self.undo.callback(self.feed.features.close)
         if self.resolved is not None and self.resolved.compute.capture == "on":
             self._capture()
         check_replicas(model, world, "at the start")
@@ -342,6 +346,14 @@ class Loop:
         """Place a model that is evaluated before it was trained."""
         if self.resolved is None:
             place_model(self, model)
+        if self.feed.features is None:
+            self.feed.features = FrozenFeatures(self, model)
+
+    def settings_of(self, model: nn.Module) -> Settings:
+        """How the model runs: as was decided, or as it is where nothing was."""
+        if self._stepper is None:
+            return Switch(model, (), self.device).now
+        return self._stepper.switch.now
 
     def follow(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, resolved: ResolvedRecipe
@@ -388,7 +400,7 @@ class Loop:
         """The batch on the device, in the memory format that was chosen."""
         return self.feed.ready(batch)
 
-    def _tell(self, line: str) -> None:
+    def tell(self, line: str) -> None:
         """Note it while there is a History, else say it."""
         (self.say if self._stepper is None else self.note)(line)
 
@@ -460,7 +472,7 @@ class Loop:
             explain_ids(error, self.model, batches, compute, self.feed.source)
             raise
         stepped = clock()
-        frozen = 0 if self.feed.features is None else self.feed.features.taken()
+        frozen = 0 if self.feed.features is None else self.feed.features.rows.taken()
         turn.has_stepped = True
         self._guard.after_step(turn, compute, batches, self.feed.source)
         self.step_count += 1

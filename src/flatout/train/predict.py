@@ -51,8 +51,12 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
 
     outputs = []
     part = part_of(source, world, loop.say)
-    batches: Iterable[Batch] = loop.feed.evaluated(source, part)
-    with evaluating(objective.model), loop.autocast():
+    with (
+        loop.feed.evaluated(source, part) as made,
+        evaluating(objective.model),
+        loop.autocast(),
+    ):
+        batches: Iterable[Batch] = made
         if not objective.adapter.is_compiled:
             batches = at_the_fastest_size(objective, loop, source, batches)
         for batch in batches:

@@ -1,0 +1,173 @@
+"""Features outside of a fit: `evaluate` and `predict` take what was kept, and keep what pays.
+
+What an earlier fit has kept is used where its cut is known: from this Trainer's own fit, or from
+what `ModelRows.remember` has written down. Data that are evaluated again and again are kept, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from flatout.data import (
+    Batch,
+    FeatureRows,
+    Numbered,
+    RowPart,
+    Source,
+    numbered,
+)
+from flatout.models import Cut, Cuts
+from flatout.recipe import Parity
+from flatout.train.feature_rows import forms_of
+from flatout.train.frozen_candidates import agreed_cuts
+from flatout.train.snapshot import untouched
+from flatout.words import counted
+
+if TYPE_CHECKING:
+    from flatout.train.features import FrozenFeatures
+    from flatout.train.loop import Loop
+
+# For fewer samples, looking for a cut takes as long as computing them.
+_WORTH = 32
+
+
+class EvaluatedFeatures:
+    """Features of a model that is evaluated while nothing trains it.
+
+    Args:
+        features: looks for cuts and chooses among them.
+        loop: that evaluates.
+        model: that is evaluated.
+    """
+
+    def __init__(self, features: FrozenFeatures, loop: Loop, model: nn.Module) -> None:
+        self._features, self._loop, self._model = features, loop, model
+        self._looked, self._cuts = Cuts(), list[Cut]()
+        self._forms: list[RowPart] = []  # of the inputs that they are for
+        self._times: Counter[str] = Counter()  # that each data were evaluated
+        self._said: set[str] = set()
+
+    @contextmanager
+    def batches(self, source: Source, part: Source) -> Iterator[Iterator[Batch]]:
+        """Within, the batches of an evaluation, with features where there are some.
+
+        Args:
+            source: that is evaluated.
+            part: what this rank reads of it.
+        """
+        made, found = part.batches(0, 0), None
+        if self._may_have(source):
+            first = next(made, None)
+            made = made if first is None else chain([first], made)
+            with in_training(self._model):
+                found = self._found(source, first)
+        if found is None:
+            yield made
+            return
+        cut, rows = found
+        undo = cut.apply()
+        try:
+            yield self._features.rows.completed(part, rows, cut)
+        finally:
+            undo()
+
+    def _may_have(self, source: Source) -> bool:
+        """Whether it is worth a look; all ranks say the same."""
+        if self._loop.allow < Parity.TOLERANT or not self._features.may_keep:
+            return False
+        return isinstance(numbered(source), Numbered) and (source.samples or 0) >= _WORTH
+
+    def _found(self, source: Source, first: Batch | None) -> tuple[Cut, FeatureRows] | None:
+        """The cut that is used, and its rows; None where all is computed."""
+        rows, world, samples = self._features.rows, self._loop.world, numbered(source)
+        assert isinstance(samples, Numbered)
+        content = rows.content_of(source, samples)
+        try:
+            self._times[content] += 1
+            known = world.from_first(rows.known())
+            if content.startswith("only ") or not (known or self._times[content] > 1):
+                return None
+            batch = None if first is None else self._loop.ready(first)
+            # All ranks ask, also one that has nothing.
+            cuts = self._cuts_for(source, batch, known)
+            if batch is None or not cuts:
+                return None
+            name = world.from_first(self._name(source, cuts, batch, known))
+            if not name:
+                return None
+            cut = next((one for one in cuts if one.name == name), None)
+            found = None if cut is None else self._open(source, cut, batch)
+            return None if cut is None or found is None else (cut, found)
+        finally:
+            del rows.contents[id(source)]  # it may be another when the source comes again
+
+    def _cuts_for(self, source: Source, batch: Batch | None, known: list[list[int]]) -> list[Cut]:
+        """The model's cuts for batches of this form, on all ranks the same."""
+        forms, looked = [] if batch is None else forms_of(batch), self._looked
+        is_there = forms == self._forms and all(cut.is_current() for cut in self._cuts)
+        if not all(self._loop.world.gather(bool(looked.cuts) and is_there)):
+            looked, why = self._features.look(source, batch)
+            self._looked, self._forms = looked, forms
+            with self._loop.autocast():
+                self._cuts, _ = agreed_cuts(looked, why, self._loop.world)
+        places = [cut.place for cut in self._cuts]
+        if self._cuts and (more := [place for place in known if place not in places]):
+            with self._loop.autocast():
+                self._cuts += looked.at(more)
+        return self._cuts
+
+    def _name(self, source: Source, cuts: list[Cut], batch: Batch, known: list[list[int]]) -> str:
+        """Of the cut that is used: the one that has the most rows, else what pays; "" for none."""
+        rows = self._features.rows
+        content = rows.contents[id(source)]
+        opened = {c.name: self._open(source, c, batch) for c in cuts if c.place in known}
+        kept = {name: one.store.kept for name, one in opened.items() if one is not None}
+        most = max(kept, key=lambda name: kept[name], default="")
+        if kept.get(most):
+            self._say(content, f"features: kept {most} of {counted(kept[most], 'sample')}")
+            return most
+        times = self._times[content]
+        if times < 2 or times & (times - 1):  # with each doubling it may pay
+            return ""
+        # It is taken to be evaluated as many times again.
+        choice = self._features.choose(source, cuts, batch, times, passes=1)
+        if choice.kept is None:
+            return ""
+        cut = next(one for one in cuts if one.name == choice.kept.name)
+        where = self._features.opened(cut.name).store.where
+        rows.remember(cut)
+        self._say(content, f"features: {choice.words(where, rows.precision(cut))}")
+        return cut.name
+
+    def _open(self, source: Source, cut: Cut, batch: Batch) -> FeatureRows | None:
+        rows = self._features.rows
+        with untouched(self._model), torch.no_grad(), self._loop.autocast():
+            rows.look_at(cut, batch.rows(0, 2).inputs)
+        found = rows.open(source, cut, batch)
+        if found is not None and found.store.kept:
+            rows.hold(found)
+        return found
+
+    def _say(self, content: str, line: str) -> None:
+        if content not in self._said:
+            self._said.add(content)
+            self._loop.say(line)
+
+
+@contextmanager
+def in_training(model: nn.Module) -> Iterator[None]:
+    """In the mode in which a fit looks for cuts; afterwards each module has the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,257 @@
+"""The rows in which a model's features are kept, and the batches that are made of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flatout.data import (
+    Batch,
+    FeatureRows,
+    Features,
+    FeatureStore,
+    Numbered,
+    Pipeline,
+    RowPart,
+    Source,
+    feature_key,
+    joined_rows,
+    map_tensors,
+    named_tensors,
+    numbered,
+    tensors_in,
+)
+from flatout.models import Cut, adapter_of
+from flatout.train.known_cuts import add_place, places_of
+
+if TYPE_CHECKING:
+    from flatout.train.loop import Loop
+
+# Settings of a Switch by which features differ.
+_DECIDES = ("precision", "fp32_operators", "memory_format", "fused_norms")
+# So many stores stay open for later evaluations, the latest.
+_HELD = 4
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class ModelRows:
+    """Rows of a model's features, of any source at any of its cuts.
+
+    Args:
+        loop: has the settings, and notes what the user should know.
+        model: whose features they are.
+
+    Attributes:
+        where: they are kept, as `input.features`.
+        contents: of sources, what tells their samples from all others, by id.
+    """
+
+    def __init__(self, loop: Loop, model: nn.Module) -> None:
+        self.where: Any = loop.requested.input.features
+        self.contents: dict[int, str] = {}
+        self._loop, self._model = loop, model
+        # Of each cut what a row holds of it, and of which inputs.
+        self._parts: dict[str, list[RowPart]] = {}
+        self._inputs: dict[str, list[RowPart]] = {}
+        self._known: list[list[int]] = []
+        self._held: dict[Any, FeatureStore] = {}
+        self._names: WeakKeyDictionary[FeatureStore, Any] = WeakKeyDictionary()
+        self._ns = 0
+
+    def precision(self, cut: Cut) -> str:
+        """Of the features at a cut that `look_at` was given, such as "bf16"."""
+        return _NAMES.get(self._parts[cut.name][0].dtype, "")
+
+    def remember(self, cut: Cut) -> None:
+        """Write down that features are kept at a cut, for evaluations of the same model."""
+        if cut.place not in self.known():
+            self._known.append(cut.place)
+            add_place(self._marks(), cut.place)
+
+    def known(self) -> list[list[int]]:
+        """The places of cuts at which features of such a model were kept."""
+        found = [*self._known, *places_of(self._marks())]
+        return [place for at, place in enumerate(found) if place not in found[:at]]
+
+    def _marks(self) -> str:
+        """What tells this model, as it runs, from others whose cuts have the same names."""
+        text = json.dumps(self._facts(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _facts(self) -> dict[str, Any]:
+        """Of the model and how it runs, what decides about its features beside its tensors."""
+        now = self._loop.settings_of(self._model)
+        return {
+            "model": adapter_of(self._model).lines(),
+            "device": self._loop.device.type,
+            **{name: getattr(now, name) for name in _DECIDES},
+        }
+
+    def look_at(self, cut: Cut, inputs: Any) -> None:
+        """See what a row holds of a cut; in the autocast of the steps, without gradients.
+
+        Args:
+            cut: to be opened.
+            inputs: of a few samples.
+        """
+        self._inputs[cut.name] = _forms(inputs)
+        self._parts[cut.name] = _forms(cut.prefix(inputs))
+
+    def open(self, source: Source, cut: Cut, first: Batch | None = None) -> FeatureRows | None:
+        """A source's rows of a cut; None where its samples cannot be kept.
+
+        Args:
+            source: whose samples are numbered.
+            cut: that `look_at` was given.
+            first: the source's first batch on the device, where that is known.
+        """
+        samples = numbered(source)
+        if isinstance(samples, str):
+            return None
+        if first is None:
+            first = next((self._loop.ready(batch) for batch in source.peek(1)), None)
+        if first is None or first.indices is None or forms_of(first) != self._inputs[cut.name]:
+            return None
+        where, content = self.where, self.content_of(source, samples)
+        if content.startswith("only "):
+            where = "memory"
+        facts = {
+            **self._facts(),
+            "content": content,
+            "variants": samples.variants,
+            "inputs": repr(self._loop.feed.inputs),
+            "normalization": repr(getattr(source, "normalization", None)),
+            "cut": [cut.name, cut.calls],
+        }
+        beside = _forms(tuple(_beside(first)))
+        key = feature_key(cut.tensors, facts)
+        parts = self._parts[cut.name]
+        name = (key, *beside)
+        store = self._held.get(name)
+        if store is None:
+            store = FeatureStore.open(key, samples.slots, [*parts, *beside], where)
+            store.say = self._loop.tell
+            self._names[store] = name
+        return FeatureRows(samples, store, len(parts))
+
+    def hold(self, rows: FeatureRows) -> None:
+        """Keep what is in memory for evaluations, as long as not many others come."""
+        name = self._names[rows.store]
+        self._held.pop(name, None)
+        self._held[name] = rows.store
+        while len(self._held) > _HELD:
+            del self._held[next(iter(self._held))]
+
+    def content_of(self, source: Source, samples: Numbered) -> str:
+        """What tells a source's samples from all others; "only ..." where no other run finds it."""
+        if id(source) not in self.contents:
+            content = samples.content()
+            if content is None:
+                content = self._loop.world.from_first(f"only {os.getpid()} {time.time_ns()}")
+            self.contents[id(source)] = content
+        return self.contents[id(source)]
+
+    def complete(self, batch: Batch, rows: FeatureRows | None, cut: Cut, epoch: int) -> Batch:
+        """The batch with features in place of its inputs; those that were computed are kept.
+
+        Args:
+            batch: ready on the device.
+            rows: of its source; None leaves it as it is.
+            cut: at which they are kept.
+            epoch: of the batch.
+        """
+        if rows is None or batch.indices is None:
+            return batch
+        numbers = batch.indices.numpy()
+        slots = rows.samples.slots_of(numbers, epoch)
+        if batch.kept is not None:
+            there = np.zeros(batch.size, bool)
+            there[batch.kept.rows.numpy()] = True
+            kept = batch.kept.values
+        else:
+            there = rows.store.has(slots)
+            kept = Features(rows.store.get(slots[there])[: rows.parts])
+        kept = map_tensors(lambda tensor: tensor.to(self._loop.device, non_blocking=True), kept)
+        if there.all():
+            return batch._replace(inputs=kept, kept=None)
+        missing = torch.from_numpy(np.flatnonzero(~there))
+        inputs = batch.inputs
+        if batch.kept is None and there.any():
+            at = missing.to(self._loop.device)
+            inputs = map_tensors(lambda tensor: tensor.index_select(0, at), inputs)
+        made = self._computed(cut, inputs, len(missing), alone=batch.size == 1)
+        _keep(batch, rows, slots, missing, made)
+        if there.any():
+            pairs = zip(kept, made, strict=True)
+            made = Features(joined_rows(one, other, there) for one, other in pairs)
+        return batch._replace(inputs=made, kept=None)
+
+    def completed(self, part: Source, rows: FeatureRows, cut: Cut) -> Iterator[Batch]:
+        """The batches of an evaluation.
+
+        Args:
+            part: what this rank reads of its source.
+            rows: of the source.
+            cut: at which they are kept.
+        """
+        made = batches_of(part, 0, 0, rows)
+        return (self.complete(self._loop.ready(batch), rows, cut, 0) for batch in made)
+
+    def _computed(self, cut: Cut, inputs: Any, samples: int, *, alone: bool) -> Features:
+        """What the frozen layers give, now."""
+        began = time.perf_counter_ns()
+        if samples == 1 and not alone:
+            # A single sample often takes other kernels than a batch, which round otherwise.
+            inputs = map_tensors(lambda tensor: torch.cat([tensor, tensor]), inputs)
+        with torch.no_grad(), self._loop.autocast():
+            made = cut.prefix(inputs)
+        self._ns += time.perf_counter_ns() - began
+        return Features(part[:samples] for part in made)
+
+    def taken(self) -> int:
+        """Nanoseconds that the frozen layers took since this was asked last."""
+        taken, self._ns = self._ns, 0
+        return taken
+
+
+def batches_of(
+    part: Source, epoch: int, start_step: int, rows: FeatureRows | None
+) -> Iterator[Batch]:
+    """The batches of an epoch; of a pipeline, made without the samples whose features are kept."""
+    whole = getattr(part, "_whole", part)
+    if rows is None or not isinstance(whole, Pipeline):
+        return part.batches(epoch, start_step)
+    return part.batches(epoch, start_step, rows)  # type: ignore[call-arg]
+
+
+def forms_of(batch: Batch) -> list[RowPart]:
+    """What a sample of a batch's inputs is."""
+    return _forms(batch.inputs)
+
+
+def _forms(tensors: Any) -> list[RowPart]:
+    return [RowPart(tuple(one.shape[1:]), one.dtype) for one in tensors_in(tensors)]
+
+
+def _keep(
+    batch: Batch, rows: FeatureRows, slots: Any, missing: Tensor, made: Sequence[Tensor]
+) -> None:
+    own = missing[missing < batch.samples]  # what fills a batch up has another weight
+    beside = [tensor.cpu().index_select(0, own) for tensor in _beside(batch)]
+    rows.store.put(slots[own.numpy()], [*(part[: len(own)] for part in made), *beside])
+
+
+def _beside(batch: Batch) -> list[Tensor]:
+    """What a row has beside its features: targets, and a weight that is the sample's own."""
+    weight = batch.weight if not batch.padding else batch.without_padding().weight
+    given = batch.targets, None if weight is None else batch.weight
+    return [tensor for _, tensor in named_tensors("", given)]
