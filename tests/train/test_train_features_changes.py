@@ -1,6 +1,10 @@
-"""A fit that finds rows of an earlier one computes again what a change has made another."""
+"""A fit that finds rows of another computes again what differs, and learns what it learns without.
+
+Whatever has changed since, and whatever goes wrong meanwhile.
+"""
 
 import os
+import subprocess
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -52,21 +56,21 @@ class Job:
         self.folder, self.size, self.brightness, self.precision = folder, SIZE, 0.2, "fp32"
         self.change, self.first = quiet, None
 
-    def fitted(self, where):
+    def fitted(self, where, callbacks=(), say=quiet):
         """The trained model, its history, and how many rows it has kept that were not there."""
         torch.manual_seed(0)
         model = Net()
         model(torch.zeros(1, 3, self.size, self.size))
         flatout.freeze(model, until="pool")
         self.change(model)
-        data = flatout.data.images(self.folder / "images", size=self.size)
+        data = flatout.data.images(self.folder / "images", size=self.size, on_error="skip")
         data = data.augment(brightness=self.brightness, views=1).shuffle(seed=1).batch(4)
         recipe = Recipe(input={"features": where}, compute={"precision": self.precision})
         trainer = flatout.Trainer(
-            model, optimizer="sgd", lr=0.1, metrics=["accuracy"], recipe=recipe, say=quiet
+            model, optimizer="sgd", lr=0.1, metrics=["accuracy"], recipe=recipe, say=say
         )
         before = rows_kept()
-        history = trainer.fit(data, epochs=4, progress=False)
+        history = trainer.fit(data, epochs=4, progress=False, callbacks=list(callbacks))
         return trainer.model, history, rows_kept() - before
 
 
@@ -209,3 +213,98 @@ def test_another_file_is_computed_again(job, change):
     change(path_of(job.folder, 5))
     # Its row alone, or all where rows are not known by the bytes of their files.
     check(job, {1, IMAGES})
+
+
+# ---- what goes wrong ----
+
+
+def same(one, other):
+    """That two fits have learned the same."""
+    (model, history, _), (plain, expected, _) = one, other
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert figures(history) == figures(expected)
+
+
+@pytest.mark.slow
+def test_an_image_that_cannot_be_read_is_left_out(job):
+    path = path_of(job.folder, 5)
+    path.write_bytes(path.read_bytes()[:-400])
+    found = job.fitted("disk")
+    same(found, job.fitted("off"))
+    assert found[2] in (0, IMAGES - 1)
+
+
+@pytest.mark.slow
+def test_flipped_bytes_are_named_and_computed_again(job):
+    (rows,) = (job.folder / "cache" / "features").glob("*/rows")
+    content = bytearray(rows.read_bytes())
+    content[len(content) // (2 * IMAGES)] ^= 1  # there may be room for more behind the rows
+    rows.write_bytes(bytes(content))
+    told = []
+    found = job.fitted("disk", say=told.append)
+    assert found[2] == 1
+    assert sum("differ from their checksums and are computed again" in line for line in told) == 1
+    same(found, job.fitted("off"))
+
+
+class At(flatout.Callback):
+    """Calls once, after a step."""
+
+    every = 1
+
+    def __init__(self, step, call):
+        self.step, self.call = step, call
+
+    def on_step(self, state):
+        if state.step == self.step:
+            self.call()
+
+
+@pytest.mark.slow
+def test_two_runs_fill_one_store_at_once(job):
+    job.change = change_call  # nothing of it is kept
+    within = []
+    found = job.fitted("disk", [At(2, lambda: within.append(job.fitted("disk")))])
+    plain = job.fitted("off")
+    same(found, plain)
+    same(within[0], plain)
+    # Of the inner fit, those that the outer one had not kept yet; of both together, each once.
+    assert 0 < within[0][2] < IMAGES
+    assert found[2] == IMAGES
+
+
+@pytest.mark.slow
+def test_a_file_that_is_replaced_while_it_is_trained_on_is_another_in_the_next_run(job):
+    job.brightness = 0.4
+    job.fitted("disk", [At(2, lambda: replace(path_of(job.folder, 5)))])
+    found = job.fitted("disk")
+    assert found[2] in (1, IMAGES)
+    same(found, job.fitted("off"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+def test_on_a_full_disk_training_goes_on_and_that_is_told_once(job, monkeypatch):
+    disk = job.folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80k", "tmpfs", disk], check=True)
+    try:
+        monkeypatch.setenv("FLATOUT_CACHE", str(disk / "cache"))
+        # As if another process had taken it since there was room.
+        monkeypatch.setattr("flatout.data.features.store.disk_room", lambda: 1 << 30)
+        told = []
+        job.change = widen
+        found = job.fitted("disk", say=told.append)
+        assert 0 < found[2] < IMAGES
+        assert sum("nothing more can be kept" in line for line in told) == 1
+        same(found, job.fitted("off"))
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def widen(model):
+    """Rows of 8 KB."""
+    model.pool = nn.MaxPool2d(1)
+    torch.manual_seed(0)
+    model.head = nn.LazyLinear(2)
+    model(torch.zeros(1, 3, SIZE, SIZE))
