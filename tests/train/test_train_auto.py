@@ -759,6 +759,37 @@ def test_sequences_of_changing_length_are_compared_by_their_length(fixed, each, 
     assert trial["floor"] < off
 
 
+def test_short_and_long_sequences_may_run_under_settings_of_their_own(clock, monkeypatch):
+    """bf16 loses for short ones; what it costs to switch is in what the steps take."""
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    switching, before = [0.0], []
+
+    def seconds(s, length):
+        took = 1e-3 * length * (1.0 if s.precision == "fp32" else 0.5 if length > 100 else 2.0)
+        switched = bool(before) and before[-1] != s.precision
+        before.append(s.precision)
+        return took + switched * switching[0]
+
+    loop, compute, source = of_lengths(seconds, clock)
+    split = loop.tuner.search.by_length
+    assert loop.resolved.compute.precision == "bf16"  # the best for all
+    assert (split.short.precision, split.long.precision) == ("fp32", "bf16")
+    assert 80 * 16 * 8 < split.most < 130 * 16 * 8
+    ran = {}
+    for batch in loop.batches(source):
+        loop.step(compute, batch)
+        ran.setdefault(loop.stepper.switch.now.precision, []).append(batch.inputs.shape[1])
+    assert max(ran["fp32"]) <= split.most / 128 < min(ran["bf16"])
+    with loop.autocast():  # an evaluation has one for all
+        assert torch.is_autocast_enabled("cpu")
+    assert "fp32" not in loop.notes()[-1]
+    (last,) = [trial for trial in loop.tuning["trials"] if len(trial["b"]) > len(trial["a"])][-1:]
+    assert last["chosen"] == "b"
+    assert any(key.startswith("up to") for key in loop.tuning["spans"][-1]["settings"])
+    switching[0] = 1.0
+    assert of_lengths(seconds, clock)[0].tuner.search.by_length is None
+
+
 def test_a_compiled_model_is_measured_before_the_first_step(clock):
     """What torch.compile would take again and again is stood in for: the model is only marked."""
     model = small_net(dropout=0.1)

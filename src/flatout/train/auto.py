@@ -244,12 +244,16 @@ def settle(
         line = (
             f"auto: {resolved.summary()}: {words} faster than plain; {cost}; result: {parity.words}"
         )
+    if search.by_length is not None:
+        line += f"; {search.by_length.words(search.plain)}"
     if ended:
         line = f"{line}; {ended} before all was tried" if search.trials else ""
     if ended and not suffices:
         return resolved, line
     if search.disturbed:
         line += "; the machine is busy, so the next run measures again"
+    elif search.by_length is not None:
+        line += "; the next run measures again, since a Recipe has one for all lengths"
     elif search.trials or not search.options:
         auto_cache.write(decision.key, resolved)
     return resolved, line

@@ -9,7 +9,9 @@
                    faster goes, and what others have changed since is tried once more
     5  the whole   what is left against plain, where not all together have won; if that does not
                    win, plain it is
-    6  compile     only where the run is long enough to repay the compilation
+    6  by length   where batches change in length: other settings for short ones or for long ones,
+                   with all the switching between them
+    7  compile     only where the run is long enough to repay the compilation
 
 Where a roofline knows this machine's rates, what it promises most of comes first, and what cannot
 return more than noise is not tried.
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 from flatout.measure import Promise, TrialResult, quadruples, run_trial
 from flatout.recipe import Trial
 from flatout.train.auto_budget import Budget
+from flatout.train.lengths import ByLength, Lengths
 from flatout.train.settings import Settings
 
 # A block of steps lasts about so long, and of a long run at least this share of it.
@@ -85,7 +88,7 @@ class Option:
 class Block(NamedTuple):
     """Steps that are to run under some settings: `settle` that do not count, then `steps`."""
 
-    settings: Settings
+    settings: Settings | ByLength
     steps: int
     settle: int
 
@@ -139,6 +142,10 @@ class Search:
         slower: by field, how many times as long a step took under an option in the first check.
         promises: by field, what a roofline says that an option may save of a step; set before the
             first block has ended.
+        splits: whether settings may depend on the length of a step's batches.
+        lengths: what steps took, by the length of their batches.
+        tried_split: what is compared with `best`, on those steps alone that it changes.
+        by_length: the settings that were measured faster than `best` for all batches; or None.
         varied: whether batches change in length; set before a block has ended.
         best: the settings that were measured fastest so far.
         results: trials by field: B has the option and A has not.
@@ -158,13 +165,17 @@ class Search:
     compiles: bool = False
     promises: dict[str, Promise] = field(default_factory=dict)
     varied: bool = False
+    splits: bool = False
+    lengths: Lengths = field(default_factory=Lengths)
+    by_length: ByLength | None = None
+    tried_split: ByLength | None = None
     dropped: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     slower: dict[str, float] = field(default_factory=dict)
     results: dict[str, TrialResult] = field(default_factory=dict)
     together: TrialResult | None = None
     whole: TrialResult | None = None
-    step_s: dict[Settings, float] = field(default_factory=dict)
+    step_s: dict[Settings | ByLength, float] = field(default_factory=dict)
     trials: list[dict[str, Any]] = field(default_factory=list)
     faults: tuple[float, float] = (0.0, 0.0)
     compile_s: float = 0.0
@@ -172,8 +183,8 @@ class Search:
     def __post_init__(self) -> None:
         self.best = self.plain
         self._at = 0
-        self._now: Settings | None = None
-        self._measured: dict[tuple[Settings, Settings], TrialResult] = {}
+        self._now: Settings | ByLength | None = None
+        self._measured: dict[tuple[Settings | ByLength, ...], TrialResult] = {}
         self._skipped: list[Option] = []
 
     @property
@@ -208,6 +219,7 @@ class Search:
             self.options.append(one)
         yield from self._one_by_one()
         yield from self._confirm()
+        yield from self._by_length()
         if self.compiles:
             yield from self._compiled()
 
@@ -222,10 +234,13 @@ class Search:
         self.results.clear()
         self.kept.clear()
         self.together = self.whole = None
+        self.by_length = self.tried_split = None
+        self.lengths = Lengths()
         self._now = None
         yield from self._run(self.best)
         yield from self._one_by_one()
         yield from self._confirm()
+        yield from self._by_length()
 
     # -- what is tried -----------------------------------------------------------------------
 
@@ -322,6 +337,22 @@ class Search:
         if self.whole is not None and not is_faster(self.whole) and self.whole.low <= 1:
             self.best = base
 
+    def _by_length(self) -> _Steps:
+        """Settings by length against the best for all, with what it takes to switch between them.
+
+        Only the steps that run under other settings than the best count.
+        """
+        split = self.lengths.split(self.best) if self.splits and self.varied else None
+        if split is None:
+            return
+        self.step_s[split] = self.step_s[self.best]  # no more than that, by its parts
+        self.lengths.base = self.best
+        self.tried_split = split
+        result = yield from self._compare(self.best, split, 1.0, "by length")
+        self.tried_split = None
+        if result is not None and is_faster(result):
+            self.by_length = split
+
     def _compiled(self) -> _Steps:
         """torch.compile, where the run outlasts the compilation by far."""
         field, (fixed, each) = "compute.compile", _COMPILE_S
@@ -344,12 +375,17 @@ class Search:
             trial = Trial("on", bool, why="one kernel for many operators")
             self.options.append(Option(field, trial))
             self.results[field] = result
-            self.best = compiled if is_faster(result) else self.best
+            if is_faster(result):
+                self.best, self.by_length = compiled, None
 
     # -- how it is measured ------------------------------------------------------------------
 
     def _compare(
-        self, off: Settings, on: Settings, slower: float, field: str = "together"
+        self,
+        off: Settings,
+        on: Settings | ByLength,
+        slower: float,
+        field: str = "together",
     ) -> Generator[Block, Measured, TrialResult | None]:
         """A trial; None where a side fails, or there is no time."""
         challenger = on if self.best == off else off
@@ -401,7 +437,7 @@ class Search:
         if field not in self.results:
             self.dropped.setdefault(field, f"was not measured: {why}")
 
-    def _run(self, settings: Settings) -> Generator[Block, Measured, float]:
+    def _run(self, settings: Settings | ByLength) -> Generator[Block, Measured, float]:
         """Seconds per step of one block."""
         if settings not in self.step_s:
             # The first step may be slow for once, and the second is not made if it was too slow.
@@ -421,16 +457,16 @@ class Search:
             self.budget.step_s = done.seconds
         return done.seconds
 
-    def _too_costly(self, settings: Settings) -> bool:
+    def _too_costly(self, settings: Settings | ByLength) -> bool:
         known = settings in self.step_s and settings != self.best
         return known and not self._affords_pair(settings)
 
-    def _count(self, settings: Settings) -> int:
+    def _count(self, settings: Settings | ByLength) -> int:
         block_s = max(BLOCK_S, min(_LONGER_BLOCK_S, _BLOCK_SHARE * self.budget.run_s))
         fewest = _MIXED_STEPS if self.varied else 1
         return max(fewest, min(_MOST_STEPS, round(block_s / self.step_s[settings])))
 
-    def _account(self, done: Measured, settings: Settings) -> None:
+    def _account(self, done: Measured, settings: Settings | ByLength) -> None:
         """Count what the steps under settings that are tried took beyond those under the best."""
         self._at = done.last
         if settings != self.best:
@@ -441,12 +477,14 @@ class Search:
         """Whether there is time for what costs as much as so many of the best steps."""
         return self.budget.pays_for(steps * self.step_s[self.best])
 
-    def _affords_pair(self, challenger: Settings) -> bool:
+    def _affords_pair(self, challenger: Settings | ByLength) -> bool:
         """Whether there is time for two more blocks under settings that are tried."""
         excess = max(0.0, self.step_s[challenger] - self.step_s[self.best])
         return self.budget.pays_for(2 * self._count(challenger) * excess)
 
-    def _note(self, off: Settings, on: Settings, first: int, result: TrialResult) -> None:
+    def _note(
+        self, off: Settings, on: Settings | ByLength, first: int, result: TrialResult
+    ) -> None:
         self.trials.append(
             {
                 "a": off.other_than(self.plain),

@@ -290,7 +290,7 @@ def _summed(lanes: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def words_of(settings: Mapping[str, Any]) -> str:
     """Settings that are not plain in words, such as "bf16 · channels_last"."""
-    said = (phrase(f, v) if f in SETTINGS else f"{f}={v}" for f, v in settings.items())
+    said = (phrase(f, v) if f in SETTINGS else f"{f}: {v}" for f, v in settings.items())
     return " · ".join(said) or "plain"
 
 

@@ -10,11 +10,14 @@ in the run.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
+from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
+from flatout.recipe import phrase
 from flatout.train.settings import Settings
 
 Step = tuple[int, float]
@@ -24,6 +27,39 @@ Step = tuple[int, float]
 _CLASSES = 2
 # Steps that are remembered of each class, and first steps that tell the typical mix.
 _LATEST, _TYPICAL = 32, 32
+# Other settings for a part of the lengths need so many steps of a class, and save this share.
+_FEWEST, _WORTH = 3, 0.01
+# What is switched for more than a step.
+_LASTING = ("memory_format", "allocator", "threads", "compile", "capture")
+
+
+@dataclass(frozen=True)
+class ByLength:
+    """Settings that depend on how many values the batches of a step have.
+
+    Args:
+        most: the most values of a short one.
+        short: what short ones run under.
+        long: what all others run under.
+    """
+
+    most: int
+    short: Settings
+    long: Settings
+
+    def at(self, values: int) -> Settings:
+        """The settings for a step of so many values."""
+        return self.short if values <= self.most else self.long
+
+    def other_than(self, plain: Settings) -> dict[str, Any]:
+        """As of Settings, with a line for the short ones."""
+        short = _words(self.short, plain)
+        return {**self.long.other_than(plain), f"up to {self.most:,} values": short}
+
+    def words(self, plain: Settings) -> str:
+        """What runs under which settings."""
+        short, long = (_words(one, plain) for one in (self.short, self.long))
+        return f"{short} for steps of up to {self.most:,} values, {long} for larger ones"
 
 
 class Lengths:
@@ -31,15 +67,20 @@ class Lengths:
 
     Attributes:
         varied: whether batches have different numbers of values.
+        base: the settings that tell how much longer a step of more values takes; the first to run.
     """
 
     def __init__(self) -> None:
         self.varied = False
-        self._steps: dict[Settings, dict[int, deque[Step]]] = {}
+        self.base: Settings | ByLength | None = None
+        self._steps: dict[Settings | ByLength, dict[int, deque[Step]]] = {}
+        self._seen: Counter[int] = Counter()
         self._typical: list[int] = []
 
-    def add(self, settings: Settings, steps: list[Step]) -> None:
+    def add(self, settings: Settings | ByLength, steps: list[Step]) -> None:
         """Steps under some settings."""
+        self.base = self.base or settings
+        self._seen.update(_class_of(values) for values, _ in steps)
         classes = self._steps.setdefault(settings, {})
         for values, seconds in steps:
             classes.setdefault(_class_of(values), deque(maxlen=_LATEST)).append((values, seconds))
@@ -53,10 +94,46 @@ class Lengths:
         usual = sum(self._usual_s([values for values, _ in steps]))
         return took / usual * fmean(self._usual_s(self._typical))
 
+    def split(self, best: Settings) -> ByLength | None:
+        """Settings for short and for long steps that seem faster than `best` for all; else None.
+
+        What they save is what medians of the steps so far say, class by class: no proof.
+        """
+        mine = self._medians(best)
+        whole = sum(count * mine.get(length, 0.0) for length, count in self._seen.items())
+        found, saved_most = None, _WORTH * whole
+        for other in self._steps:
+            if not isinstance(other, Settings) or any(
+                getattr(other, name) != getattr(best, name) for name in _LASTING
+            ):
+                continue
+            theirs = self._medians(other)
+            both = sorted(mine.keys() & theirs.keys())
+            saved = [self._seen[length] * (mine[length] - theirs[length]) for length in both]
+            for at, length in enumerate(both[:-1], 1):
+                most = _middle_of(length + 0.5)
+                for part, split in (
+                    (saved[:at], ByLength(most, other, best)),
+                    (saved[at:], ByLength(most, best, other)),
+                ):
+                    if sum(part) > saved_most:
+                        found, saved_most = split, sum(part)
+        return found
+
+    def _medians(self, settings: Settings) -> dict[int, float]:
+        """Seconds of a step by class, as if all of a class had equally many values."""
+        found = {}
+        for length, of in self._steps.get(settings, {}).items():
+            if len(of) >= _FEWEST:
+                middle, *usual = self._usual_s([_middle_of(length), *(values for values, _ in of)])
+                found[length] = middle * median(s / u for (_, s), u in zip(of, usual, strict=True))
+        return found
+
     def _usual_s(self, values: list[int]) -> list[float]:
-        """What steps of so many values take under the settings that ran first."""
+        """What steps of so many values take under the base."""
         logs = np.log(np.maximum(values, 1))
-        classes = next(iter(self._steps.values()))
+        assert self.base is not None
+        classes = self._steps[self.base]
         middles = sorted(
             (
                 median(math.log(max(v, 1)) for v, _ in of),
@@ -73,3 +150,11 @@ class Lengths:
 
 def _class_of(values: int) -> int:
     return round(_CLASSES * math.log2(max(values, 1)))
+
+
+def _middle_of(length: float) -> int:
+    return math.floor(2 ** (length / _CLASSES))
+
+
+def _words(settings: Settings, plain: Settings) -> str:
+    return " · ".join(phrase(f, v) for f, v in settings.other_than(plain).items()) or "plain"

@@ -517,6 +517,8 @@ class Loop:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that a step's forward runs at, for an evaluation of one's own."""
+        if self.tuner is not None:
+            self.tuner.back()
         return nullcontext() if self._stepper is None else self._stepper.switch.autocast()
 
     def notes(self) -> list[str]:

@@ -83,6 +83,7 @@ class OtherJob:
         loop, stepper = self._loop, self._loop.stepper
         if loop.tuner is not None:
             loop.tuner.stop(OTHER)
+            loop.tuner.stop_splitting()
         before = stepper.switch.now
         # As a process begins; what the allocator was told cannot be taken back.
         stepper.use(self._plain.but(allocator=before.allocator, **dict(self._fixed(batch))))

@@ -41,6 +41,7 @@ def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence
     switch, budget, turn = stepper.switch, tuner.search.budget, stepper.joint
     snapshot = Snapshot(switch.model, switch.optimizers)
     number = 0
+    tuner.search.splits = False  # each change would compile
     try:
         while tuner.is_searching:
             batch = batches[number % len(batches)]

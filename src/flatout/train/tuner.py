@@ -22,7 +22,7 @@ from flatout.measure import Promise, finish_device, page_faults, promises
 from flatout.measure.machine import ROUGH
 from flatout.train.auto_search import Block, Failed, Measured, Search
 from flatout.train.feed import Feed
-from flatout.train.lengths import Lengths, Step
+from flatout.train.lengths import ByLength, Step
 from flatout.train.micro_batch import forget_frames
 from flatout.train.settings import Settings
 from flatout.train.snapshot import Moving
@@ -57,7 +57,6 @@ class Tuner:
         why: why it ended early.
         suffices: of a search that ended early, whether the next run need not search either.
         spans: what ran in which steps: the first, the last, and the settings.
-        next_step: the number of the step that is to be handed to `step`; those before need not be.
         since: the number of the last step before the search.
     """
 
@@ -76,8 +75,8 @@ class Tuner:
         self.done = False
         self.why = ""
         self.suffices = False
-        self.spans: list[tuple[int, int, Settings]] = []
-        self.next_step = 0
+        self.spans: list[tuple[int, int, Settings | ByLength]] = []
+        self._look_at = 0
         self._stepper, self._feed, self._world = stepper, feed, world
         self._settle, self._note, self._clock = settle, note, clock
         self._changed_job = changed
@@ -88,14 +87,26 @@ class Tuner:
         self.since = 0
         self._moving = Moving(stepper.switch.model, draws=world.size == 1)
         self._kind: Any = None
-        self._lengths = Lengths()
         self._changed = 0
         self._look_every = _LOOK_EVERY
         self._trained = self._trainable()
         self._first = self._last = 0
         self._started: float | None = None
+        search.splits = world.size == 1
         self._blocks = search.run()
         self._begin(next(self._blocks))
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that is to be handed to `step`; those before need not be."""
+        rests = self._look_at == sys.maxsize
+        each = self.is_searching or self.search.by_length is not None
+        return 0 if each and not rests else self._look_at
+
+    @property
+    def holds(self) -> Settings | ByLength:
+        """The best settings known."""
+        return self.search.by_length or self.search.best
 
     @property
     def is_searching(self) -> bool:
@@ -139,6 +150,10 @@ class Tuner:
             self._first = number
         if not self.is_searching:
             began = self._clock()
+            if self.search.by_length is not None:
+                self._use(self.search.by_length, batches)
+            if number < self._look_at:
+                return run()
             done = run()
             finish_device()
             self._look(self._clock() - began + prepared_s, batches, turn, number)
@@ -148,6 +163,9 @@ class Tuner:
         self._moving.keep()
         self._stepper.may_split = not (is_tried and self._world.size == 1)
         began = self._clock()
+        if isinstance(settings, ByLength):
+            self._use(settings, batches)
+        self._switching_s = self._clock() - began
         try:
             done = run()
         except Exception as error:
@@ -179,7 +197,7 @@ class Tuner:
         self._next(lambda: self._blocks.throw(Failed(why)), number)
         return done
 
-    def _span(self, number: int, settings: Settings) -> None:
+    def _span(self, number: int, settings: Settings | ByLength) -> None:
         if self.spans and self.spans[-1][2] == settings and self.spans[-1][1] == number - 1:
             self.spans[-1] = (self.spans[-1][0], number, settings)
         else:
@@ -191,12 +209,18 @@ class Tuner:
         self._block = block
         self._settled: list[Step] = []
         self._counted: list[Step] = []
+        self._switching_s = self._switched_between_s = 0.0
         began = self._clock()
         self._use(block.settings)
         self._switched_s = self._clock() - began
         self._faults = page_faults()
 
-    def _use(self, settings: Settings) -> None:
+    def _use(self, settings: Settings | ByLength, batches: Sequence[Batch] = ()) -> None:
+        """Switch to settings; those that depend on a step's batches wait for them."""
+        if isinstance(settings, ByLength):
+            if not batches:
+                return
+            settings = settings.at(_values(batches))
         if settings != self._stepper.switch.now:
             self._stepper.use(settings)
         self._feed.channels_last = settings.memory_format == "channels_last"
@@ -205,7 +229,12 @@ class Tuner:
         """Only steps of one kind count, each by how many values its batches have."""
         if not self._is_of_kind(batches, turn):
             return
-        step = (_values(batches), seconds)
+        values, split = _values(batches), self.search.tried_split
+        if split is not None and split.at(values) == self.search.best:
+            self._switched_between_s += self._switching_s
+            return
+        step = (values, seconds + self._switched_between_s)
+        self._switched_between_s = 0.0
         if len(self._settled) < self._block.settle:
             self._settled.append(step)
             self._faults = page_faults()
@@ -224,7 +253,7 @@ class Tuner:
 
     def _end(self, number: int) -> None:
         """A block is over: the slowest rank tells how long it took."""
-        block, search, lengths = self._block, self.search, self._lengths
+        block, search, lengths = self._block, self.search, self.search.lengths
         lengths.add(block.settings, self._counted)
         settled_s = len(self._settled) * lengths.typical_s(self._settled) if self._settled else 0.0
         seconds = lengths.typical_s(self._counted)
@@ -263,52 +292,66 @@ class Tuner:
         self._use(self.search.best)
         self._changed = 0
         self._trained = self._trainable()
-        self.next_step = self._last + self._look_every
+        self._look_at = self._last + self._look_every
         self._settle(self)
+
+    def back(self) -> None:
+        """Switch to what holds for all batches, as an evaluation wants it."""
+        if not self.is_searching and self.search.by_length is not None:
+            self._use(self.search.best)
+
+    def stop_splitting(self) -> None:
+        """Let steps of all lengths run under the same settings from here on."""
+        self.back()
+        self.search.by_length = None
 
     def rest(self) -> None:
         """Look at no step, until `wake`: steps are others than those that were measured."""
-        self.next_step = sys.maxsize
+        self.stop_splitting()
+        self._look_at = sys.maxsize
 
     def wake(self, last: int) -> None:
         """Look at steps again; `last` is the number of the latest."""
         if not self.is_searching:
-            self.next_step = last + self._look_every
+            self._look_at = last + self._look_every
 
     def restart_numbers(self) -> None:
         """The steps so far were none of the run's."""
         self.spans.clear()
         for trial in self.search.trials:
             trial["first"] = trial["last"] = 0
-        self.next_step = _LOOK_EVERY
+        self._look_at = _LOOK_EVERY
 
     def _trainable(self) -> int:
         return sum(p.requires_grad for p in self._stepper.switch.model.parameters())
 
     def _look(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
         """Whether what was measured still holds."""
-        self.next_step = number + self._look_every
-        known = self.search.step_s.get(self.search.best)
+        self._look_at = number + self._look_every
+        search, values = self.search, _values(batches)
+        known, split = search.step_s.get(search.best), search.by_length
         factor = 1.0
-        if known is not None and self._is_of_kind(batches, turn):
-            factor = self._lengths.typical_s([(_values(batches), seconds)]) / known
+        # What runs under other settings than the best for all takes another time.
+        is_best = split is None or split.at(values) == search.best
+        if known is not None and is_best and self._is_of_kind(batches, turn):
+            factor = search.lengths.typical_s([(values, seconds)]) / known
         thawed = self._trainable() != self._trained
         own = [factor, float(thawed)]
         factor, thawed = map(max, zip(*self._world.gather(own), strict=True))
         self._changed = self._changed + 1 if not 1 / _CHANGED < factor < _CHANGED else 0
         if self._changed:
-            self.next_step = number + _LOOK_AGAIN
+            self._look_at = number + _LOOK_AGAIN
         if thawed:
             self._trained = self._trainable()
             self._changed_job()
         elif self._changed >= _LOOKS:
             what = f"steps take {factor:.1f} times as long as they did"
             self._note(f"auto: {what}: settings are tried once more")
-            self.done, self.why, self.next_step = False, "", 0
+            self.done, self.why, self._look_at = False, "", 0
             # A machine that never rests is not asked all the time.
             self._look_every *= 2
-            self._kind, self._lengths = None, Lengths()
-            self.spans.append((self._last + 1, number, self.search.best))
+            self._kind = None
+            self.spans.append((self._last + 1, number, self.holds))
             self._last = number
             self._blocks = self.search.again()
             self._begin(next(self._blocks))
@@ -329,10 +372,10 @@ class Tuner:
         budget = self.search.budget
         before, lost = self._spent
         self._spent = (before + budget.before_s + budget.rehearsed_s, lost + budget.lost_s)
+        search.splits = self.search.splits
         self.search, self._settle = search, settle
-        self.done, self.why, self.suffices, self.next_step = False, "", False, 0
+        self.done, self.why, self.suffices, self._look_at = False, "", False, 0
         self._kind, self._started, self._look_every = None, None, _LOOK_EVERY
-        self._lengths = Lengths()
         self.follows(last, now)
         self._blocks = search.run()
         self._begin(next(self._blocks))
@@ -363,7 +406,7 @@ class Tuner:
         spans = [(a, b, settings.other_than(plain)) for a, b, settings in self.spans]
         begun = spans[-1][1] + 1 if spans else 1
         if last >= begun and not self.is_searching:
-            spans.append((begun, last, search.best.other_than(plain)))
+            spans.append((begun, last, self.holds.other_than(plain)))
         return {
             "done": self.done,
             "why": self.why,
