@@ -38,7 +38,7 @@ from flatout.train.compute import call as call_model
 from flatout.train.evaluated_features import EvaluatedFeatures
 from flatout.train.feature_costs import making_s, read_rate, room, timed
 from flatout.train.feature_rows import ModelRows
-from flatout.train.frozen_candidates import agreed_cuts, remember
+from flatout.train.frozen_candidates import agreed_cuts
 from flatout.train.frozen_choice import Choice, Kept, choose
 from flatout.train.snapshot import untouched
 
@@ -224,7 +224,8 @@ class FrozenFeatures:
         self._decided_in, self._has_dropped = epoch, False
         looked, found = self.look(source, batch)
         with loop.autocast():
-            cuts, found = agreed_cuts(looked, found, loop.world)
+            cuts, found = agreed_cuts(looked, found, loop.world, self.rows.known())
+        del looked  # it holds results of all layers
         if found and not (batch is not None and self._keep_pixels(source, batch, epoch, found)):
             self._tell(Choice(None, f"nothing kept: {found}"))
         if found or not cuts or batch is None:
@@ -235,8 +236,6 @@ class FrozenFeatures:
         name = loop.world.from_first("" if choice.kept is None else choice.kept.name)
         if name:
             self._use(source, next(cut for cut in cuts if cut.name == name), choice)
-            assert self._cut is not None
-            remember(looked, self._cut)
         elif not self._keep_pixels(source, batch, epoch, choice.why):
             self._tell(choice)
         self._opened.clear()

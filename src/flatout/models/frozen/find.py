@@ -50,13 +50,11 @@ class Cuts:
         hindrance: which layer keeps more from being frozen, and what to do; "" if none does.
         at: the cuts at the places of others, which another rank found by its own times; one that
             does not hold is left out.
-        calls: differs for a forward that does something else in its frozen part.
     """
 
     cuts: list[Cut] = field(default_factory=list)
     hindrance: str = ""
     at: Callable[[Sequence[Sequence[int]]], list[Cut]] = lambda places: []
-    calls: str = ""
 
 
 def find_cuts(model: Any, inputs: Any, most: float = inf) -> Cuts:
@@ -173,8 +171,7 @@ class _Search:
         places = self.places.best(most)
         cuts = self.cuts_at(places)
         hindrance = self.hindrance(self.places.frozen, reasons)
-        calls = self.calls(self.places.frozen, [])
-        return Cuts(cuts, hindrance, self.cuts_at, calls), len(places) - len(cuts)
+        return Cuts(cuts, hindrance, self.cuts_at), len(places) - len(cuts)
 
     def cuts_at(self, places: Sequence[Sequence[int]]) -> list[Cut]:
         """The cuts that hold, each with a name of its own."""
