@@ -15,6 +15,7 @@ import flatout
 from flatout.errors import FlatoutError
 from flatout.recipe import Recipe
 from flatout.train import capture, capture_child
+from flatout.train import fit as fit_module
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -246,6 +247,93 @@ def test_a_resume_goes_on(interpreted, tmp_path):
     ours.fit(data(), batch_size=32, epochs=8, progress=False, resume=True)
     assert len(Interpreted.graphs) == 2
     check_alike(ours, plain)
+
+
+class Seen(flatout.Callback):
+    """What a callback finds once in `every` steps; it may end the fit."""
+
+    def __init__(self, every, stop_at=None):
+        self.every, self.stop_at, self.seen = every, stop_at, []
+
+    def on_step(self, state):
+        loop = state.trainer.loop
+        rate = loop.optimizers[0].param_groups[0]["lr"]
+        self.seen.append((state.step, state.step_in_epoch, rate, loop.mean_loss()))
+        if state.step == self.stop_at:
+            state.stop_reason = "the test"
+
+
+@pytest.mark.parametrize(
+    ("everies", "scheduled", "most"), [((), False, 25), ((3, 7), False, 40), ((), True, 60)]
+)
+def test_steps_in_a_row_end_where_something_is_due(
+    everies, scheduled, most, interpreted, monkeypatch
+):
+    """Callbacks and schedules find at each of their steps what they find without a graph."""
+    rows = []
+    made = fit_module.captured_steps
+    monkeypatch.setattr(fit_module, "captured_steps", lambda *given: rows.append(1) or made(*given))
+
+    def fit(captured):
+        seen = [Seen(every) for every in everies]
+        schedule = lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=60)  # noqa: E731
+        _, history = fitted(
+            net(),
+            captured=captured,
+            optimizer=SGD,
+            callbacks=seen,
+            scheduler=schedule if scheduled else None,
+        )
+        return [one.seen for one in seen], history
+
+    theirs, plain = fit("off")
+    assert not rows
+    ours, history = fit("on")
+    assert len(interpreted) == 4 * 10 - 2
+    assert len(rows) <= most  # at most two an epoch, and more where something is due
+    for mine, other in zip(ours, theirs, strict=True):
+        assert [one[:3] for one in mine] == [one[:3] for one in other]
+        assert [one[3] for one in mine] == pytest.approx([one[3] for one in other], rel=1e-4)
+    timeline = history.timeline
+    assert timeline.steps == plain.timeline.steps == 50
+    assert timeline.step_samples().tolist() == plain.timeline.step_samples().tolist()
+    assert (timeline.step_times() > 0).all()
+
+
+def test_a_resume_goes_on_within_steps_in_a_row(interpreted, tmp_path):
+    def begin(folder, **options):
+        trainer, _ = fitted(net(), run=tmp_path / folder, epochs=8, **options)
+        return trainer
+
+    plain = begin("off", captured="off")
+    stopped = begin("on", callbacks=[Seen(13, stop_at=13)])
+    assert stopped.loop.step_count == 13
+    ours = job(net(), run=tmp_path / "on")
+    ours.fit(data(), batch_size=32, epochs=8, progress=False, callbacks=[Seen(13)], resume=True)
+    assert ours.loop.step_count == 40
+    check_alike(ours, plain)
+
+
+def test_a_signal_ends_steps_in_a_row(interpreted, monkeypatch, tmp_path):
+    """After the very step in which it came, with a checkpoint."""
+    load = capture.loaded
+
+    def sending(number):
+        run = load(number)
+
+        def call(inputs):
+            if len(interpreted) == 9:
+                signal.raise_signal(signal.SIGTERM)
+            return run(inputs)
+
+        return call
+
+    monkeypatch.setattr(capture, "loaded", sending)
+    trainer = job(net(), run=tmp_path / "run")
+    with pytest.raises(SystemExit):
+        trainer.fit(data(samples=160), batch_size=32, epochs=8, progress=False)
+    assert trainer.loop.step_count == 2 + 10  # the first two, and ten calls
+    assert trainer.loop.is_saved
 
 
 class Counting(nn.Sequential):

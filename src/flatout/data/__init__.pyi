@@ -62,6 +62,7 @@ from flatout.data.source import last_batch_of as last_batch_of
 from flatout.data.sources.array_parts import split_validation as split_validation
 from flatout.data.sources.array_parts import with_parts as with_parts
 from flatout.data.sources.arrays import Arrays as Arrays
+from flatout.data.sources.arrays import ArraySource as ArraySource
 from flatout.data.sources.arrays import arrays as arrays
 from flatout.data.sources.criteo import criteo as criteo
 from flatout.data.sources.csv import csv as csv

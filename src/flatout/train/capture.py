@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from time import monotonic
 from time import perf_counter_ns as clock
@@ -58,6 +59,9 @@ _ROUNDING, _HALF_ROUNDING, _OF_UPDATE = 0.01, 0.5, 0.5
 _EPSILON = 1e-6
 # Where settings change, another graph is made, up to so many.
 _MOST_GRAPHS = 3
+
+# What ends the capturing, and never the run.
+FAILURES = (Unfit, OSError, RuntimeError)
 
 Tensors = list[torch.Tensor]
 
@@ -234,14 +238,66 @@ class Program:
 
     def takes(self, batches: Sequence[Batch]) -> bool:
         """Whether the batch is of the graph's shapes."""
-        batch = batches[0]
         if len(batches) > 1 or self._stepper.pieces > 1:
             return False
-        if batch.padding or batch.copies > 1 or batch.kept is not None:
-            return False
-        return shapes_of(tensors_of(batch)) == self._of_batch
+        return self._tensors_of(batches[0]) is not None
 
-    def _inputs(self, held: Tensors, batch: Batch, step: int) -> Tensors:
+    def _tensors_of(self, batch: Batch) -> Tensors | None:
+        """The batch as inputs of the graph; None where it has another shape."""
+        if batch.padding or batch.copies > 1 or batch.kept is not None:
+            return None
+        tensors = tensors_of(batch)
+        for tensor, (shape, strides, dtype) in zip(tensors, self._of_batch, strict=False):
+            if tensor.shape != shape or tensor.stride() != strides or tensor.dtype is not dtype:
+                return None
+        return tensors if len(tensors) == len(self._of_batch) else None
+
+    def in_a_row(self, step: int) -> Callable[[Batch], tuple[torch.Tensor, Any] | None]:
+        """Makes steps between which nothing of the model or its optimizer changes.
+
+        Args:
+            step: number of the first of them.
+
+        Returns:
+            what makes a step on a batch, and gives its loss and the weight of that; None where the
+            graph does not take the batch or an id or label is out of range, and nothing was
+            changed. It raises one of `FAILURES`. Others are told by `tell`.
+        """
+        run, graph, flag = self._run, self._graph, self._places.flag
+        held, scale, metrics = self._held, self._stepper.lr_scale, self._compute.metrics
+        self._set_rates(step)
+        numbers, numbered = count(step + 1), self._rates
+        behind = graph.behind
+        # Without metrics there is nothing but the weight, a number or a tensor.
+        is_plain = not metrics and len(behind) == 1
+
+        def make(batch: Batch) -> tuple[torch.Tensor, Any] | None:
+            tensors = self._tensors_of(batch)
+            if tensors is None:
+                return None
+            returned = run([*held, *numbered, *tensors])
+            if graph.reads_ids and flag.item() == STRAY:
+                flag.zero_()
+                return None
+            self.left -= 1
+            if scale is not None:
+                self._set_rates(next(numbers))
+            if is_plain:
+                return returned[0], returned[1] if behind[0] is ... else behind[0]
+            weight, self._output = graph.restore(returned[1:])
+            return returned[0], weight
+
+        return make
+
+    def tell(self) -> None:
+        """Let others know that steps were made."""
+        # The versions of weights tell of the change.
+        torch.autograd.graph.increment_version(self._moved)
+        # torch's schedulers look here to see that the optimizer stepped before them.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _set_rates(self, step: int) -> None:
         scale, rates_of = self._stepper.lr_scale, self._places.kind.rates
         with nullcontext() if scale is None else scaled(self._optimizer, scale.at(step - 1)):
             rates = [rates_of(group) for group in self._groups]
@@ -249,29 +305,25 @@ class Program:
             self._known = rates
             for tensor, own in zip(self._rates, rates, strict=True):
                 tensor.copy_(torch.tensor(own, dtype=torch.float64))
+
+    def _inputs(self, held: Tensors, batch: Batch, step: int) -> Tensors:
+        self._set_rates(step)
         return [*held, *self._rates, *tensors_of(batch)]
 
-    @torch.no_grad()
     def __call__(self, batch: Batch, step: int) -> Done | None:
         """Make a step; None where an id or label is out of range, and nothing was changed."""
         start = clock()
-        loss, *rest = self._run(self._inputs(self._held, batch, step))
-        if self._graph.reads_ids and self._places.flag.item() == STRAY:
-            self._places.flag.zero_()
+        made = self.in_a_row(step)(batch)
+        if made is None:
             return None
-        # The versions of weights tell of the change.
-        torch.autograd.graph.increment_version(self._moved)
-        # torch's schedulers look here to see that the optimizer stepped before them.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.left -= 1
-        weight, self._output = self._graph.restore(rest)
-        return Done(loss, weight, clock() - start, 0, 0, 0)
+        self.tell()
+        return Done(*made, clock() - start, 0, 0, 0)
 
     def feed(self, batch: Batch) -> None:
         """Show the metrics what the step before has put out."""
         if self._compute.metrics:
             self._compute.feed(self._output, batch)
-        self._output = None
+            self._output = None
 
     @torch.no_grad()
     def rehearse(self, batch: Batch, step: int) -> None:
@@ -321,6 +373,7 @@ class Capture:
 
     Attributes:
         why: why no step is captured; "" while it may be.
+        refused: a batch that is known to be none for the graph.
     """
 
     def __init__(
@@ -333,6 +386,7 @@ class Capture:
         self._program: Program | None = None
         self._graphs = 0
         self._is_told = False
+        self.refused: Batch | None = None
 
     def __call__(
         self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
@@ -352,7 +406,8 @@ class Capture:
             with self._giving_up():
                 program.bind()
             return eager()
-        if not program.takes(batches):
+        refused, self.refused = self.refused, None
+        if batches[0] is refused or not program.takes(batches):
             return eager()
         if program.left > 0:
             captured = None
@@ -379,10 +434,23 @@ class Capture:
         """Within, what fails ends the capturing and never the run."""
         try:
             yield
-        except (Unfit, OSError, RuntimeError) as error:
-            self.close()
-            self.why = first_line(error)
-            self._note(f"compute.capture: steps run as ever: {self.why}")
+        except FAILURES as error:
+            self.give_up(first_line(error))
+
+    def give_up(self, why: str) -> None:
+        """From now on steps run as ever."""
+        self.close()
+        self.why = why
+        self._note(f"compute.capture: steps run as ever: {why}")
+
+    def at_hand(self) -> Program | None:
+        """The compiled step, where the next step is one that it makes."""
+        program = self._program
+        if program is None or program.left <= 0 or self._stepper.pieces > 1:
+            return None
+        if program.settings != self._stepper.switch.now or not program.is_current():
+            return None
+        return program if program.is_bound() else None
 
     def _advance(self, compute: Any, batches: Sequence[Batch], step: int) -> None:
         """Do what comes next until the graph is there."""

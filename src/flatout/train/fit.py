@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import dump
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
+from flatout.train.captured_steps import captured_steps
 from flatout.train.confusion import table
 from flatout.train.counted import counted, operator_count
 from flatout.train.evaluate import look_at_validation
@@ -358,7 +360,17 @@ class Fit:
         watching = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
         save_every = loop.requested.save.every if loop.run is not None else None
         schedule = self._per_step_scheduler()
-        for _ in self._optimizer_steps():
+
+        def quiet() -> int:
+            """Steps up to the next one after which something is due, that one included."""
+            if schedule is not None:
+                return 1
+            everies = [callback.every for callback in watching]
+            if save_every:
+                everies.append(save_every)
+            return min([every - state.step % every for every in everies], default=sys.maxsize)
+
+        for _ in self._optimizer_steps(quiet):
             if schedule is not None:
                 schedule.step()
             state.step = loop.step_count
@@ -373,11 +385,24 @@ class Fit:
             if state.stop_reason is not None:
                 return
 
-    def _optimizer_steps(self) -> Iterator[None]:
-        """Train on the rest of the epoch; yields after each optimizer step."""
+    def _optimizer_steps(self, quiet: Callable[[], int]) -> Iterator[None]:
+        """Train on the rest of the epoch; yields after optimizer steps.
+
+        Args:
+            quiet: how many may be made until it yields.
+        """
         loop, compute, stepper = self.loop, self.compute, self.loop.stepper
         batches = loop.batches(self.source)
-        while (batch := self._next(batches)) is not None:
+        while True:
+            batch, before = None, loop.step_count
+            if stepper.capture is not None and self._count is None:
+                batch = captured_steps(loop, compute, batches, quiet(), self._is_asked_to_stop)
+            if loop.step_count > before:
+                yield
+                if batch is None:
+                    continue
+            if batch is None and (batch := self._next(batches)) is None:
+                break
             stepper.wants_to_stop = self.signals.received is not None
             if loop.thaws != self._thaws:
                 self._thaws, self._count = loop.thaws, operator_count(loop)
@@ -385,6 +410,9 @@ class Fit:
                 yield
         if loop.flush(compute):
             yield
+
+    def _is_asked_to_stop(self) -> bool:
+        return self.signals.received is not None
 
     def _counted(self, batch: Batch) -> bool:
         """A part of a step whose operators are counted."""

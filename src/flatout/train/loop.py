@@ -475,9 +475,7 @@ class Loop:
         frozen = 0 if self.feed.features is None else self.feed.features.rows.taken()
         turn.has_stepped = True
         self._guard.after_step(turn, compute, batches, self.feed.source)
-        self.step_count += 1
-        self.step_in_epoch += 1
-        self.batch_in_epoch = self.feed.taken
+        self.count_step()
         turn.tally.add(done.loss, done.weight)
         now = clock()
         self.timeline.record(
@@ -494,6 +492,37 @@ class Loop:
         if self._live is not None and now >= self._live.due:
             self._live.write()
         self.pace.mark()
+
+    def count_step(self) -> None:
+        """A step was made, of all batches taken up to now."""
+        self.step_count += 1
+        self.step_in_epoch += 1
+        self.batch_in_epoch = self.feed.taken
+
+    def record(
+        self, lanes: tuple[int, int, int, int], forward: int, stepped: int, samples: int
+    ) -> None:
+        """Note where the time of a captured step went.
+
+        Args:
+            lanes: of its batch.
+            forward: how long it took, in ns.
+            stepped: when it had ended.
+            samples: on how many.
+        """
+        start, fetch, copy, others = lanes
+        now = clock()
+        self.timeline.record(start, fetch, copy, forward, 0, others, 0, now - stepped, samples)
+        if self._live is not None and now >= self._live.due:
+            self._live.write()
+
+    def explain_bad(self, turn: Turn, compute: Compute, batch: Batch) -> None:
+        """Look for the cause of a step that was held back.
+
+        Raises:
+            NumbersError: naming it.
+        """
+        self._guard.after_step(turn, compute, (batch,), self.feed.source)
 
     def mean_loss(self, optimizer: Optimizers | None = None) -> float:
         """Weighted mean loss of this epoch so far; waits for the device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import islice
 from time import perf_counter_ns as clock
@@ -29,6 +29,9 @@ from flatout.kernels import gather_rows
 
 # torch gathers no rows of these dtypes, but of their signed counterparts.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+# Batches are gathered together up to so many bytes, which stay in the cache until they are used,
+# and up to so many.
+_TOGETHER, _MOST_TOGETHER = 1 << 18, 16
 
 
 class Arrays(Staged[Pipeline]):
@@ -145,9 +148,10 @@ class Arrays(Staged[Pipeline]):
 class ArraySource:
     """Batches of `Arrays`.
 
-    Shuffled batches are gathered into their own memory, so a batch stays valid as long as it is
-    kept; batches in the given order are views of the data, unless they are scaled or pinned. Data
-    on a GPU is gathered there. The order of an epoch is computed once, when the epoch begins.
+    Shuffled batches are gathered into memory of their own, up to 16 small ones at once, so a batch
+    stays valid as long as it is kept; batches in the given order are views of the data, unless they
+    are scaled or pinned. Data on a GPU is gathered there. The order of an epoch is computed once,
+    when the epoch begins.
 
     Attributes:
         data: the Arrays.
@@ -171,6 +175,11 @@ class ArraySource:
             _taker(data.targets, self._tensor_taker),
             _taker(data.weight, self._tensor_taker),
         )
+        # Calls to gather a small batch take longer than its bytes.
+        row = sum(tensor.nbytes for _, tensor in data._named()) // data.samples
+        fitting = _TOGETHER // max(1, row * plan.batch_size)
+        on_cpu = data.device.type == "cpu" and not self._pin
+        self._together = max(1, min(_MOST_TOGETHER, fitting)) if on_cpu else 1
 
     @property
     def digest(self) -> str:
@@ -225,11 +234,15 @@ class ArraySource:
         take_inputs, take_targets, take_weight = self._take
         size, used = self.plan.batch_size, self.plan.used
         on_device = order.to(self.data.device)
-        for start in range(first, used, size):
-            stop = min(start + size, used)
-            at = on_device[start:stop]
-            indices = at if on_device is order else order[start:stop]
-            yield Batch(take_inputs(at), take_targets(at), take_weight(at), indices, stop - start)
+        together = size * self._together
+        for begin in range(first, used, together):
+            end = min(begin + together, used)
+            at = on_device[begin:end]
+            indices = at if on_device is order else order[begin:end]
+            taken = take_inputs(at), take_targets(at), take_weight(at), indices
+            parts = [_cut(part, size, -(-(end - begin) // size)) for part in taken]
+            for inputs, targets, weight, own in zip(*parts, strict=True):
+                yield Batch(inputs, targets, weight, own, len(own))
 
     def _viewed(self, order: Tensor, first: int) -> Iterator[Batch]:
         data, size, used = self.data, self.plan.batch_size, self.plan.used
@@ -250,6 +263,19 @@ class ArraySource:
         if self._pin:
             return partial(_gather_pinned, tensor)
         return partial(torch.index_select, tensor, 0)
+
+
+def _cut(value: Any, size: int, count: int) -> Sequence[Any]:
+    """The `count` batches of `size` rows that the tensors hold, as views."""
+    if isinstance(value, Tensor):
+        parts: tuple[Tensor, ...] = value.split(size)  # type: ignore[no-untyped-call]
+        return parts
+    if not value:
+        return [value] * count
+    if isinstance(value, dict):
+        columns = [_cut(part, size, count) for part in value.values()]
+        return [dict(zip(value, parts, strict=True)) for parts in zip(*columns, strict=True)]
+    return list(zip(*(_cut(part, size, count) for part in value), strict=True))
 
 
 class ArraySamples:

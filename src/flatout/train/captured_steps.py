@@ -1,0 +1,80 @@
+"""Captured steps in a row: between two of them nothing but the next batch is asked for.
+
+A single step asks on the way what may have changed since the one before, and who wants to know of
+it. Where batches are gathered from arrays in memory and no callback is due, none of that can have
+happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import perf_counter_ns as clock
+from typing import TYPE_CHECKING, Any
+
+from flatout.console import first_line
+from flatout.data import ArraySource, Batch
+from flatout.train.capture import FAILURES
+
+if TYPE_CHECKING:
+    from flatout.train.loop import Loop
+
+
+def captured_steps(
+    loop: Loop, compute: Any, batches: Iterator[Batch], most: int, stops: Callable[[], bool]
+) -> Batch | None:
+    """Make steps by the compiled graph, if it is there.
+
+    Args:
+        loop: whose steps they are; it has counted each of them.
+        compute: forward and loss of a batch.
+        batches: of the epoch, as the Loop gives them.
+        most: steps after which something is due.
+        stops: whether to end after the present step.
+
+    Returns:
+        a batch that was taken and is to be trained on as ever; None where there is none.
+
+    Raises:
+        NumbersError: as of `Loop.step`.
+    """
+    stepper, feed, tuner = loop.stepper, loop.feed, loop.tuner
+    if tuner is not None:
+        most = min(most, tuner.next_step - 1 - loop.step_count)
+    capture = stepper.capture
+    # Between batches that are made elsewhere, code of the user's runs.
+    are_ours = type(feed.source) is ArraySource and loop.accumulate == 1
+    if capture is None or most < 1 or not are_ours:
+        return None
+    program = capture.at_hand()
+    if program is None:
+        return None
+    turn = stepper.turn = stepper.joint
+    add, was_bad, record, mark = turn.tally.add, turn.update.was_bad, loop.record, loop.pace.mark
+    make = program.in_a_row(loop.step_count + 1)
+    try:
+        for _ in range(min(most, program.left)):
+            batch = next(batches, None)
+            if batch is None:
+                return None
+            begun = clock()
+            try:
+                made = make(batch)
+            except FAILURES as error:
+                capture.give_up(first_line(error))
+                made = None
+            if made is None:
+                capture.refused = batch
+                return batch
+            stepped = clock()
+            program.feed(batch)
+            if was_bad():
+                loop.explain_bad(turn, compute, batch)
+            loop.count_step()
+            add(*made)
+            record(feed.lanes(), stepped - begun, stepped, batch.samples)
+            mark()
+            if stops():
+                break
+    finally:
+        program.tell()
+    return None
