@@ -58,7 +58,9 @@ def _adam_factors(rates: Tensors, _facts: dict[str, bool], state: Tensors) -> Te
     """The size of a step, and what the root of the squares is divided by."""
     lr, beta1, beta2, _, _ = rates
     step = state[0].double() + 1
-    return [lr / (1 - beta1**step), (1 - beta2**step).sqrt()]
+    # Inductor computes powers again for each vector of weights, but exponentials once.
+    first, second = (1 - (step * beta.log()).exp() for beta in (beta1, beta2))
+    return [lr / first, second.sqrt()]
 
 
 def _adam(
