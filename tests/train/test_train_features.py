@@ -218,6 +218,38 @@ def test_a_skip_and_dropout_behind_the_frozen_part(monkeypatch):
     assert figures(history) == figures(expected)
 
 
+class Towers(nn.Module):
+    """An image tower whose results shrink, and a text tower whose results are more than its ids."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.image = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(inplace=True), nn.MaxPool2d(5))
+        self.words, self.drop = nn.Embedding(20, 64), nn.Dropout(0.1)
+        self.head = nn.Linear(8 * 4 + 64, 3)
+
+    def forward(self, image, words):
+        read = self.words(words).tanh().flatten(1, 2)[:, :64]
+        return self.head(self.drop(torch.cat([self.image(image).flatten(1), read], 1)))
+
+
+def test_two_towers_are_each_kept_at_their_own_depth(monkeypatch):
+    monkeypatch.setattr(kept, "find_cuts", find_cuts)
+    x, y = images()
+    words = torch.randint(0, 20, (len(x), 5), generator=torch.Generator().manual_seed(1))
+    found = []
+    for where in ("off", "memory"):
+        model = Towers()
+        model.image.requires_grad_(False)
+        model.words.requires_grad_(False)
+        found.append(fitted(where, ((x, words), y), model=model))
+    (plain, expected), (trainer, history) = found
+    assert history.features["kept"]["bytes"] == 8 * 4 * 4 + 5 * 8
+    assert "input 2" in history.features["kept"]["name"]
+    assert same(trainer.model, plain.model)
+    assert figures(history) == figures(expected)
+
+
 def test_a_layer_that_could_be_frozen_is_named(monkeypatch):
     monkeypatch.setattr(kept, "find_cuts", find_cuts)
     model = flatout.freeze(Net(), until="stem.0")

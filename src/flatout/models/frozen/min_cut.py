@@ -170,6 +170,8 @@ def best_cuts(graph: Graph, inside: Collection[int] = ()) -> list[Prefix]:
 def fastest_within(graph: Graph, most: int, inside: Collection[int] = ()) -> Prefix | None:
     """The prefix with the least time of those that keep at most so many bytes; None for none.
 
+    By branch and bound; of a graph that takes more than some dozens of steps, the best found.
+
     Args:
         graph: of the frozen calls.
         most: bytes of a sample.
