@@ -50,7 +50,7 @@ def every(graph, inside):
     return [one for one in found if is_legal(graph, one) and one >= inside]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(graphs(), draw.integers(0, 20), draw.booleans())
 def test_the_cut_is_the_best_of_all(graph, most, forced):
     small, groups = condensed(graph)
