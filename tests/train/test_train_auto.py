@@ -521,6 +521,63 @@ def test_a_short_run_tries_nothing(monkeypatch):
     assert not passes
 
 
+def frozen_job(clock, seconds, *, samples=320, epochs=2, allow="tolerant"):
+    """A short run of a model that is frozen in front.
+
+    Args:
+        seconds: of a sample's forward, and by which its backward makes it longer, by precision.
+    """
+    model, said = small_net(), []
+    model[:4].requires_grad_(False).eval()
+    loop = Loop(allow=allow, say=said.append)
+    loop.planned_epochs = epochs
+
+    def compute(batch):
+        forward, backward = seconds[loop.stepper.switch.now.precision]
+        clock.now += batch.size * (forward + torch.is_grad_enabled() * backward)
+        return nn.functional.cross_entropy(model(batch.inputs).float(), batch.targets)
+
+    source = as_source(small_data(samples), batch_size=32)
+    optimizer = torch.optim.Adam(model[6].parameters())
+    steps = epochs * source.steps
+    assert steps < auto.FEWEST_STEPS
+    loop.prepare(model, optimizer, compute=compute, data=source, steps=steps)
+    return loop, said
+
+
+def test_the_frozen_layers_tell_the_precision_of_a_short_run(clock, monkeypatch):
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    seconds = {"fp32": (0.06, 0.002), "bf16": (0.03, 0.002)}
+    frozen_job(clock, seconds, allow="exact")
+    without = clock.now
+    loop, said = frozen_job(clock, seconds)
+    assert loop.resolved.compute.precision == loop.stepper.switch.now.precision == "bf16"
+    assert said[0].startswith("auto: bf16")
+    assert said[0].endswith("the forward of the frozen layers takes 30 instead of 60 ms a sample")
+    assert loop.resolved.choices["compute.precision"].parity is Parity.TOLERANT
+    assert clock.now - 2 * without < 50 * 0.06
+
+
+@pytest.mark.parametrize(
+    ("seconds", "options"),
+    [
+        ({"fp32": (0.06, 0.002), "bf16": (0.06, 0.002)}, {}),  # not faster
+        ({"fp32": (0.06, 0.002), "bf16": (0.03, 0.06)}, {"epochs": 3}),  # later epochs are slower
+        ({"fp32": (0.002, 0.0), "bf16": (0.001, 0.0)}, {}),  # over in a moment
+        ({"fp32": (0.06, 0.002), "bf16": (0.03, 0.002)}, {"epochs": 1}),
+        ({"fp32": (0.06, 0.002), "bf16": (0.03, 0.002)}, {"samples": 128}),  # looking costs more
+        ({"fp32": (0.06, 0.002), "bf16": (0.03, 0.002)}, {"allow": "exact"}),
+    ],
+)
+def test_a_short_run_stays_in_full_precision_where_that_does_not_pay(
+    seconds, options, clock, monkeypatch
+):
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    loop, said = frozen_job(clock, seconds, **options)
+    assert loop.resolved.compute.precision == loop.stepper.switch.now.precision == "fp32"
+    assert not said or "too short to repay measuring" in said[0]
+
+
 @pytest.mark.parametrize("steps", [60, 150, 2000, None])
 @pytest.mark.parametrize("plain_s", [0.04, 0.16, 3.0])
 @pytest.mark.parametrize("factor", [0.125, 0.9, 1.2, 10.0])

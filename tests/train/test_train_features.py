@@ -12,7 +12,7 @@ import flatout
 from flatout.data.sources.image_rows import ImageRows
 from flatout.models import find_cuts
 from flatout.recipe import Recipe
-from flatout.train import auto, feature_costs
+from flatout.train import auto, auto_check, feature_costs, frozen_precision
 from flatout.train import features as kept
 from flatout.train.explanation import Explanation
 
@@ -127,6 +127,20 @@ def test_settings_are_searched_again_at_a_thaw(layer, monkeypatch, made):
     assert asked[1].compute.fused_optimizer == "auto"
     for ours, theirs in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=2e-2)
+
+
+def test_rows_of_a_short_run_are_in_the_precision_that_their_forward_has_chosen(monkeypatch):
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
+    rates = {0: (1.0, 0.1), 1: (0.5, 0.1), 2: (0.6, 0.1)}  # by how many options are on
+    monkeypatch.setattr(
+        auto_check.FirstCheck,
+        "frozen_rates",
+        lambda check, tried, *given: {one: rates[len(one)] for one in ((), *tried)},
+    )
+    trainer, history = fitted("memory", images(200), batch_size=20, precision="auto")
+    assert trainer.resolved.compute.precision == "bf16"
+    assert " a sample in bf16" in history.features["line"]
 
 
 def test_flips_are_kept_each_and_drawn_as_without(tmp_path, made):

@@ -26,6 +26,7 @@ from flatout.train import auto_cache
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_check import FirstCheck
 from flatout.train.auto_search import Option, Search, is_faster
+from flatout.train.frozen_precision import Planned, choose_precision
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.settings import Settings, Switch, can_switch
 from flatout.train.step import Compute, Stepper
@@ -77,6 +78,7 @@ def resolve(
     allow: Parity,
     steps: int | None,
     say: Callable[[str], None],
+    planned: Planned | None = None,
 ) -> Decision:
     """What this job on this machine starts with.
 
@@ -89,6 +91,8 @@ def resolve(
         allow: the farthest parity that a choice may have.
         steps: planned optimizer steps, or None where that is not known.
         say: prints the one line about the decision.
+        planned: where frozen layers may be kept: then these decide the precision of a run that is
+            too short to try it.
     """
     machine = fingerprint().as_dict()
     plain = _plain_choices(requested, stepper, allow)
@@ -115,6 +119,11 @@ def resolve(
         forget_frames(error)
         search, why_not = None, "memory does not suffice to try other settings"
     if search is None:
+        if planned is not None and why_not == _too_short(steps):
+            options = _options(requested, stepper, facts, allow)
+            chosen, words = choose_precision(check, options, facts, planned)
+            start = requested.resolve({**plain, **chosen}, machine, facts)
+            why_not = words or why_not
         if why_not:
             say(f"auto: {start.summary()}; {why_not}")
         return Decision(start)
@@ -142,14 +151,13 @@ def _checked(
     )
     if not (options or threads or compiles):
         return None, ""
-    short = f"a run of {steps} steps is too short to repay measuring"
     if steps is not None and steps < FEWEST_STEPS:
-        return None, short
+        return None, _too_short(steps)
     check.time_forward()
     budget.before_s = clock() - began
     try:
         if not check.of(options, facts):
-            return None, short
+            return None, _too_short(steps)
     except (RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             raise
@@ -165,6 +173,10 @@ def _checked(
         slower=check.slower,
     )
     return search, ""
+
+
+def _too_short(steps: int | None) -> str:
+    return f"a run of {steps} steps is too short to repay measuring"
 
 
 def know_machine(search: Search, device: torch.device) -> None:

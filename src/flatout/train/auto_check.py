@@ -6,7 +6,7 @@ random states stay as they are. All else is measured on the job's own steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,8 @@ from flatout.train.step import Compute, Stepper
 
 # The check runs on this part of a batch, and on no fewer samples than this.
 _PART, _FEWEST = 16, 4
+# And on so many where a forward is timed.
+_SOME = 8
 # Gradients are the same but for rounding where they differ by at most this share of their norm:
 # sums of some thousand products in another order, or products of 8 bits.
 _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
@@ -139,6 +141,65 @@ class FirstCheck:
                     self.dropped["together"] = f"fails here: {first_line(error)}"
         return True
 
+    def forward_of_some(self, options: Sequence[Option]) -> float:
+        """Seconds that the forward of a sample takes under options, by some of the batch."""
+        settings, batch = self._under(options), self._some()
+        with untouched(self._stepper.switch.model), torch.no_grad():
+            self._stepper.use(settings)
+            try:
+                if settings.memory_format == "channels_last":
+                    batch = batch.to_memory_format(torch.channels_last)
+                taken = []
+                for _ in range(2):
+                    began = self._clock()
+                    with self._stepper.switch.autocast():
+                        self._stepper.look(batch, self._run)
+                    finish_device()
+                    taken.append(self._clock() - began)
+            finally:
+                self._stepper.use(self.plain)
+        self.budget.before_s += sum(taken)
+        return max(min(taken) / batch.size, 1e-9)
+
+    def frozen_rates(
+        self, tried: Sequence[tuple[Option, ...]], facts: ModelFacts, plain_s: float
+    ) -> dict[tuple[Option, ...], tuple[float, float]]:
+        """Seconds of a sample's forward, and by which its backward makes it longer.
+
+        Args:
+            tried: options that are on together; the first one changes the result the most.
+            facts: of the model.
+            plain_s: what `forward_of_some` gave for plain.
+
+        Returns:
+            of plain, (), and of those options under which a few samples have the same gradients.
+        """
+        found: dict[tuple[Option, ...], tuple[float, float]] = {}
+        plain: Gradients = []
+        for options in ((), *tried):
+            try:
+                with self._leaving_no_trace():
+                    gradients, seconds = self._passes(self._under(options), twice=True)
+                same = all(g is None or bool(g.isfinite().all()) for g in gradients)
+                if options and (not same or self._differ(options[0], plain, gradients, facts)):
+                    continue
+                forward = self.forward_of_some(options) if options else plain_s
+            except Exception as error:
+                if not options or isinstance(error, OutOfMemory):
+                    raise
+                continue
+            plain = plain or gradients
+            found[options] = forward, max(0.0, seconds / self._few.size - forward)
+        return found
+
+    def _under(self, options: Sequence[Option]) -> Settings:
+        return self.plain.but(**{option.setting: option.value for option in options})
+
+    def _some(self) -> Batch:
+        """Enough samples to time a forward of; all where the model takes no fewer."""
+        few, whole = self._few, self._whole
+        return whole if few is whole else whole.rows(0, max(few.size, min(_SOME, whole.size)))
+
     def _look_at(
         self,
         option: Option,
@@ -176,8 +237,11 @@ class FirstCheck:
         share = _difference(plain, gradients)
         return f"gradients differ by {share:.0%}: more than rounding" if share > most else ""
 
-    def _passes(self, settings: Settings) -> tuple[Gradients, float]:
-        """Loss and gradients under settings, and the seconds of the faster of two times."""
+    def _passes(self, settings: Settings, *, twice: bool = False) -> tuple[Gradients, float]:
+        """Loss and gradients under settings, and the seconds of the faster of two times.
+
+        Unless `twice` is asked for, the second is made where there is time.
+        """
         began = self._clock()
         self._stepper.use(settings)
         batch = self._few
@@ -186,7 +250,7 @@ class FirstCheck:
         found = self._gradients(batch)
         finish_device()
         seconds = self._clock() - began
-        if self.budget.pays_before(2 * seconds):
+        if twice or self.budget.pays_before(2 * seconds):
             again = self._clock()
             self._gradients(batch)
             finish_device()

@@ -10,7 +10,7 @@ import torch
 
 from flatout.data import Batch
 from flatout.devices import PingPong, find_ping_pong
-from flatout.models import facts_of
+from flatout.models import adapter_of, facts_of
 from flatout.recipe import (
     PLAIN,
     Choice,
@@ -26,6 +26,7 @@ from flatout.strategies import Reduction, Shared, reduction_of
 from flatout.train import auto
 from flatout.train.auto import Decision
 from flatout.train.checks import check_first_batch
+from flatout.train.frozen_precision import Planned
 from flatout.train.micro_batch import estimate_pieces
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
@@ -136,8 +137,21 @@ def _decision(
     kept = None if loop.resume is None else loop.resume.choices(loop.requested)
     if kept is not None:
         return Decision(loop.requested.resolve(*kept, facts))
-    asked = asked_here(loop)
-    return auto.resolve(asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say)
+    asked, planned = asked_here(loop), _planned(loop, first)
+    return auto.resolve(
+        asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say, planned
+    )
+
+
+def _planned(loop: Loop, first: list[Batch]) -> Planned | None:
+    """What the run is, where what frozen layers give may be kept in it."""
+    source = loop.feed.source
+    if source is None or not first or first[0].indices is None or loop.planned_epochs is None:
+        return None
+    may_keep = loop.requested.input.features != "off" and loop.allow >= Parity.TOLERANT
+    if not (may_keep and source.samples and adapter_of(loop.model).is_partly_frozen()):
+        return None
+    return Planned(source.samples, loop.planned_epochs)
 
 
 def asked_here(loop: Loop) -> Recipe:

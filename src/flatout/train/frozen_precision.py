@@ -1,0 +1,81 @@
+"""The precision of a run that is too short to try it on its steps, where frozen layers are kept.
+
+What frozen layers give for a sample is computed once, and that is most of such a run. So a few
+samples tell: what their forward takes, which the first epoch takes for all, and what their backward
+adds, by which later epochs are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flatout.recipe import Choice, ModelFacts, of_change
+from flatout.train.auto_check import FirstCheck
+from flatout.train.auto_search import Option
+from flatout.words import rounded
+
+# Looking takes as long as the forward of so many samples, of an epoch this share at most.
+_LOOKED_AT, _SHARE = 50, 0.25
+# A first epoch whose forward is over sooner is not looked at.
+_LEAST_S = 1.0
+# The run must take so much less time.
+_FASTER = 1.1
+# What runs from kept features: forward and backward, where backward takes twice as long.
+_LIVE = 1.5
+_FIELDS = ("compute.precision", "compute.memory_format")
+
+
+class Planned(NamedTuple):
+    """A run whose frozen layers may be computed once: samples of an epoch, and its epochs."""
+
+    samples: int
+    epochs: int
+
+
+def choose_precision(
+    check: FirstCheck, options: Sequence[Option], facts: ModelFacts, planned: Planned
+) -> tuple[dict[str, Choice], str]:
+    """Half precision, alone or in another memory format, where that makes the run faster.
+
+    Args:
+        check: with a few samples of the first batch.
+        options: that are open, and lie within what is allowed.
+        facts: of the model.
+        planned: what the run is.
+
+    Returns:
+        the choices, and why, in words; nothing where the run stays as it is.
+    """
+    own = [next((one for one in options if one.field == field), None) for field in _FIELDS]
+    precision, layout = own
+    looks = planned.samples * _SHARE >= _LOOKED_AT and planned.epochs > 1
+    if precision is None or not looks:
+        return {}, ""
+    plain_s = check.forward_of_some(())
+    if planned.samples * plain_s < _LEAST_S:
+        return {}, ""
+    tried = [(precision,), *([(precision, layout)] if layout is not None else [])]
+    found = check.frozen_rates(tried, facts, plain_s)
+    seconds = {chosen: _run_s(forward, rest, planned) for chosen, (forward, rest) in found.items()}
+    best = min(seconds, key=lambda chosen: seconds[chosen])
+    ratio = seconds[()] / seconds[best]
+    if not best or ratio < _FASTER:
+        return {}, ""
+    took, plain = (rounded(1e3 * found[chosen][0]) for chosen in (best, ()))
+    why = f"the forward of the frozen layers takes {took} instead of {plain} ms a sample"
+    choices = {
+        one.field: Choice(
+            value=one.value,
+            reason=why,
+            parity=of_change(one.field, "plain", one.value, facts),
+            ratio=ratio,
+        )
+        for one in best
+    }
+    return choices, why
+
+
+def _run_s(forward: float, rest: float, planned: Planned) -> float:
+    """Seconds of the run for each sample: later epochs begin at what is kept."""
+    return forward + rest + (planned.epochs - 1) * _LIVE * rest
