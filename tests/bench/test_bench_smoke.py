@@ -106,6 +106,18 @@ def test_overhead(tmp_path):
     assert row["said"]
 
 
+@pytest.mark.long
+def test_evaluation(tmp_path):
+    arguments = ["--seconds", "0.1", "--batches", "2", "--only", "mlp"]
+    found = run_bench("evaluation.py", *arguments, cwd=tmp_path)
+    assert [(row["family"], row["verb"]) for row in found["rows"]] == [
+        ("mlp", "evaluate"),
+        ("mlp", "predict"),
+    ]
+    assert found["keys"]["apart"] < 1e-4
+    assert found["keys"]["evaluation_vs_plain"] > 0
+
+
 def test_breadth(tmp_path):
     found = run_bench("breadth.py", "--seconds", "1", "--only", "mlp", cwd=tmp_path)
     (row,) = found["rows"]

@@ -176,6 +176,8 @@ def _checked(
 
 
 def _too_short(steps: int | None) -> str:
+    if steps is None:
+        return "a step takes too long to measure in a run of unknown length"
     return f"a run of {steps} steps is too short to repay measuring"
 
 

@@ -342,7 +342,9 @@ class Search:
 
         Only the steps that run under other settings than the best count.
         """
-        split = self.lengths.split(self.best) if self.splits and self.varied else None
+        # What is captured would be captured again for other settings.
+        may_split = self.splits and self.varied and self.best.capture == "off"
+        split = self.lengths.split(self.best) if may_split else None
         if split is None:
             return
         self.step_s[split] = self.step_s[self.best]  # no more than that, by its parts
