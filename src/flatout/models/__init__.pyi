@@ -14,6 +14,10 @@ from flatout.models.freezing import unfreeze as unfreeze
 from flatout.models.frozen.cut import Cut as Cut
 from flatout.models.frozen.find import Cuts as Cuts
 from flatout.models.frozen.find import find_cuts as find_cuts
+from flatout.models.frozen.kept_input import KeptInput as KeptInput
+from flatout.models.frozen.kept_input import KeptInputs as KeptInputs
+from flatout.models.frozen.kept_input import autocast_now as autocast_now
+from flatout.models.frozen.kept_input import is_called_with as is_called_with
 from flatout.models.fused_norms import fused_norms_of as fused_norms_of
 from flatout.models.keras.batch_norm import has_own_moments as has_own_moments
 from flatout.models.keras.batch_norm import is_keras_norm as is_keras_norm

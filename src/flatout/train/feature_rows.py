@@ -51,6 +51,7 @@ class ModelRows:
         model: whose features they are.
 
     Attributes:
+        model: whose features they are.
         where: they are kept, as `input.features`.
         contents: of sources, what tells their samples from all others, by id.
     """
@@ -58,7 +59,7 @@ class ModelRows:
     def __init__(self, loop: Loop, model: nn.Module) -> None:
         self.where: Any = loop.requested.input.features
         self.contents: dict[int, str] = {}
-        self._loop, self._model = loop, model
+        self._loop, self.model = loop, model
         # Of each cut what a row holds of it, and of which inputs.
         self._parts: dict[str, list[RowPart]] = {}
         self._inputs: dict[str, list[RowPart]] = {}
@@ -89,9 +90,9 @@ class ModelRows:
 
     def _facts(self) -> dict[str, Any]:
         """Of the model and how it runs, what decides about its features beside its tensors."""
-        now = self._loop.settings_of(self._model)
+        now = self._loop.settings_of(self.model)
         return {
-            "model": adapter_of(self._model).lines(),
+            "model": adapter_of(self.model).lines(),
             "device": self._loop.device.type,
             **{name: getattr(now, name) for name in _DECIDES},
         }

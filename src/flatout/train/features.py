@@ -13,7 +13,7 @@ them in place of its inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,9 @@ from flatout.train.feature_costs import making_s, read_rate, room, timed
 from flatout.train.feature_rows import ModelRows
 from flatout.train.frozen_candidates import agreed_cuts
 from flatout.train.frozen_choice import Choice, Kept, choose
+from flatout.train.given_inputs import GivenInputs
 from flatout.train.snapshot import untouched
+from flatout.train.watch_calls import Calls
 
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
@@ -57,6 +59,8 @@ class FrozenFeatures:
     Args:
         loop: that trains or evaluates it.
         model: whose frozen layers are looked for.
+        calls: of a loop of one's own, tells what it calls with a batch's inputs; None where the
+            model itself is called with what it is given.
 
     Attributes:
         line: what was decided, for people; "" before that, and where nothing is frozen.
@@ -64,7 +68,7 @@ class FrozenFeatures:
         rows: where features are kept.
     """
 
-    def __init__(self, loop: Loop, model: nn.Module) -> None:
+    def __init__(self, loop: Loop, model: nn.Module, calls: Calls | None = None) -> None:
         self.line = ""
         self.facts: dict[str, Any] | None = None
         self.rows = ModelRows(loop, model)
@@ -81,6 +85,7 @@ class FrozenFeatures:
         self._hindrance = ""  # what keeps more of the model from being frozen
         self._waits: bool | None = None  # whether features wait for the settings
         self._evaluated = EvaluatedFeatures(self, loop, model)
+        self._calls, self._given = calls, GivenInputs(loop)
 
     # -- training ----------------------------------------------------------------------------
 
@@ -100,6 +105,8 @@ class FrozenFeatures:
         """
         tuner, loop = self._loop.tuner, self._loop
         if tuner is None or not tuner.is_searching or not self._is_open or self._cut is not None:
+            return
+        if self._calls is not None and not self._calls.is_over:
             return
         search = tuner.search
         judged = search.together is not None or "together" in search.dropped
@@ -130,6 +137,7 @@ class FrozenFeatures:
             Whether the epoch's batches need be looked at.
         """
         self._source, self._trains, self._restarts = source, True, False
+        self._given.begin(part, epoch)
         if self._cut is None and not self.may_keep:
             return False
         if self._is_due(epoch):
@@ -150,26 +158,49 @@ class FrozenFeatures:
         The frozen part may be another, so that what was kept of it is not used again; or it was
         decided since to use what an earlier run has kept.
         """
-        if self._cut is not None and not self._cut.is_current():
+        if self._cut is not None and self._given.is_refused():
+            self._loop.note("features: the loop computes otherwise than it did: nothing is kept")
+            self._drop()
+            self._restarts = True
+        elif self._cut is not None and not self._cut.is_current():
             self._loop.note("features: the frozen layers have changed: what was kept is dropped")
             self._drop()
             self._restarts = self._has_dropped = True
-        restarts, self._restarts = self._restarts, False
+        restarts = self._restarts or self._given.must_restart()
+        self._restarts = False
         return restarts
 
-    def batch(self, batch: Batch, epoch: int) -> Batch:
-        """A training batch that is ready on the device, as the model takes it."""
+    def seen(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
+        """Within, a step of these batches is made."""
+        watches = self._calls is not None and not self._calls.is_over and self.may_keep
+        return self._calls.watched(batches) if self._calls and watches else nullcontext()
+
+    def rows_to_make(self, source: Source) -> FeatureRows | None:
+        """The rows whose samples need not be made; None where all are."""
+        return None if self._given.are_read else self.rows_of(source)
+
+    def batch(self, batch: Batch, epoch: int, step: int) -> Batch:
+        """A training batch, as the model takes it.
+
+        Args:
+            batch: ready on the device.
+            epoch: of the batch.
+            step: of the batch, in the epoch.
+        """
         assert self._source is not None
         if self._is_due(epoch):
             self._decide(self._source, batch, epoch)
         if self._cut is None:
             return batch
-        return self.rows.complete(batch, self.rows_of(self._source), self._cut, epoch)
+        done = self.rows.complete(batch, self.rows_of(self._source), self._cut, epoch)
+        return done if self._calls is None else self._given.over(batch, done, step)
 
     def _is_due(self, epoch: int) -> bool:
         """Once settings are decided; and in a later epoch where the frozen layers have changed."""
         loop, tuner = self._loop, self._loop.tuner
         is_due = self._is_open and epoch > self._decided_in
+        if self._calls is not None and not self._calls.is_over:
+            return False
         is_settled = not loop.is_other_job and (tuner is None or not tuner.is_searching)
         return is_due and is_settled and self.may_keep
 
@@ -222,6 +253,9 @@ class FrozenFeatures:
     def _decide(self, source: Source, batch: Batch | None, epoch: int) -> None:
         loop = self._loop
         self._decided_in, self._has_dropped = epoch, False
+        if self._calls is not None and self._calls.root is not None:
+            self._model = self.rows.model = self._calls.root
+            self._given.template = None if batch is None else batch.rows(0, 1).inputs
         looked, found = self.look(source, batch)
         with loop.autocast():
             cuts, found = agreed_cuts(looked, found, loop.world, self.rows.known())
@@ -268,6 +302,8 @@ class FrozenFeatures:
             return "the source does not number its samples"
         if loop.allow < Parity.TOLERANT:
             return 'allow="exact": other batches may round otherwise'
+        if self._calls is not None and self._calls.root is None:
+            return "the loop calls no module with a batch's inputs and nothing else"
         if loop.settings_of(self._model).compile != "off":
             return "the model is compiled"
         if batch.size < 2:
@@ -336,7 +372,9 @@ class FrozenFeatures:
             why: there are no features.
         """
         loop = self._loop
-        cached = source.cached() if isinstance(source, Pipeline) and loop.world.size == 1 else None
+        is_known = self._calls is None or self._calls.root is not None
+        can_keep = isinstance(source, Pipeline) and loop.world.size == 1 and is_known
+        cached = source.cached() if isinstance(source, Pipeline) and can_keep else None
         if cached is None or not source.samples:
             return False
         pixels, decoding_s = cached

@@ -81,7 +81,7 @@ class Feed:
             # Of several batches that make a step together all count.
             fetch += fetched - start - others
             self._lanes = (first, fetch, copy + ready - fetched, waited + others)
-            yield batch if features is None else features.batch(batch, epoch)
+            yield batch if features is None else features.batch(batch, epoch, self.taken - 1)
 
     def _begun(self, part: Source, epoch: int) -> Iterator[Batch]:
         """An epoch's batches from the first on that was not taken, on their way to the device."""
@@ -89,7 +89,7 @@ class Feed:
         assert source is not None
         rows = None
         if features is not None:
-            part, rows = features.read_from(part), features.rows_of(source)
+            part, rows = features.read_from(part), features.rows_to_make(source)
         iterator = batches_of(part, epoch, self.taken, rows)
         is_ahead = not isinstance(source, Pipeline) or source.prefetches is not None
         if not is_ahead and self._copies:

@@ -67,6 +67,7 @@ from flatout.train.stragglers import Pace
 from flatout.train.tables import explain_ids
 from flatout.train.tuner import Tuner
 from flatout.train.turn import Turn, check_gathered
+from flatout.train.watch_calls import Calls
 from flatout.world import ONE, World, join, restarts, share_cpus
 
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
@@ -273,9 +274,10 @@ class Loop:
         elif world.is_first:
             self.stepper.notes += elsewhere  # after a resume the History has them
         follow_rule(self)
-        if self.told is not None:
-            self.feed.features = FrozenFeatures(self, model)
-            self.undo.callback(self.feed.features.close)
+        # A Trainer's loss calls the model with what it is given.
+        calls = Calls(model) if self.told is None else None
+        self.feed.features = FrozenFeatures(self, model, calls)
+        self.undo.callback(self.feed.features.close)
         if self.resolved is not None and self.resolved.compute.capture == "on":
             self._capture()
         check_replicas(model, world, "at the start")
@@ -462,11 +464,12 @@ class Loop:
             if self._other_job is not None and self._other_job.is_due:
                 self._other_job.decide(compute, batches[0])
             number, tuner = self.step_count + 1, self.tuner
-            if tuner is None or number < tuner.next_step:
-                done = self.stepper(run, batches, number, turn)
-            else:
-                make = partial(self.stepper, run, batches, number, turn)
-                done = tuner.step(make, batches, turn, number, copy / 1e9)
+            with self._seen(batches):
+                if tuner is None or number < tuner.next_step:
+                    done = self.stepper(run, batches, number, turn)
+                else:
+                    make = partial(self.stepper, run, batches, number, turn)
+                    done = tuner.step(make, batches, turn, number, copy / 1e9)
         except (IndexError, RuntimeError, ValueError) as error:
             explain_one_sample(error, batches, self.step_count + 1)
             explain_ids(error, self.model, batches, compute, self.feed.source)
@@ -523,6 +526,10 @@ class Loop:
             NumbersError: naming it.
         """
         self._guard.after_step(turn, compute, (batch,), self.feed.source)
+
+    def _seen(self, batches: tuple[Batch, ...]) -> AbstractContextManager[Any]:
+        features = self.feed.features
+        return nullcontext() if features is None else features.seen(batches)
 
     def mean_loss(self, optimizer: Optimizers | None = None) -> float:
         """Weighted mean loss of this epoch so far; waits for the device.

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flatout.data import Batch, Features
-from flatout.models import adapter_of
+from flatout.data import Batch, Features, tensors_in
+from flatout.models import KeptInput, adapter_of
 from flatout.recipe import Recipe, ResolvedRecipe, dumps, loads
 from flatout.train import auto
 from flatout.train.auto_check import NOT_IN_PASSES
@@ -112,7 +112,9 @@ class OtherJob:
 
     def _fixed(self, batch: Batch) -> Iterator[tuple[str, Any]]:
         """Settings that stay: what kept features were computed with holds for them."""
-        if isinstance(batch.inputs, Features):
+        if isinstance(batch.inputs, Features) or any(
+            isinstance(tensor, KeptInput) for tensor in tensors_in(batch.inputs)
+        ):
             now = self._loop.stepper.switch.now
             yield from ((n, getattr(now, n)) for n in FIELDS if n not in NOT_IN_PASSES)
 

@@ -21,6 +21,7 @@ from flatout.models.frozen.calls import (
     written_of,
 )
 from flatout.models.frozen.form import Form
+from flatout.models.frozen.kept_input import features_of
 from flatout.models.frozen.plan import Plan, Step
 from flatout.models.frozen.recording import Given
 from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
@@ -294,6 +295,8 @@ class Cut:
     def apply(self) -> Callable[[], None]:
         """Let the model take `Features` in place of its inputs, until what this returns is called.
 
+        It takes `KeptInputs` for their features, too.
+
         All other calls of the model stay as they are, and so do its pickle, its copies and its
         state dict. It is `_call_impl` of the instance that is replaced, so rewrites may put another
         `forward` on the model, and take it off, meanwhile. Keras' models are called past it:
@@ -322,10 +325,13 @@ def applied_cut(model: nn.Module) -> Cut | None:
 
 # Named so that a copy or a pickle of the model finds that of its class again.
 def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if len(args) == 1 and isinstance(args[0], Features):
-        cut = _applied.get(self)
-        if cut is not None:
+    cut = _applied.get(self)
+    if cut is not None:
+        if len(args) == 1 and isinstance(args[0], Features):
             return cut.rest(args[0])
+        kept = features_of(args, kwargs)
+        if kept is not None and cut.is_current():
+            return cut.rest(kept)
     return type(self)._call_impl(self, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
