@@ -256,7 +256,8 @@ class Program:
         """Makes steps between which nothing of the model or its optimizer changes.
 
         Args:
-            step: number of the first of them.
+            step: number of the first of them. Their batches are of one source in memory, which
+                differ in size alone.
 
         Returns:
             what makes a step on a batch, and gives its loss and the weight of that; None where the
@@ -267,13 +268,18 @@ class Program:
         held, scale, metrics = self._held, self._stepper.lr_scale, self._compute.metrics
         self._set_rates(step)
         numbers, numbered = count(step + 1), self._rates
-        behind = graph.behind
-        # Without metrics there is nothing but the weight, a number or a tensor.
-        is_plain = not metrics and len(behind) == 1
+        # Behind the loss comes the weight, a number or a tensor; without metrics that is all.
+        weight_of_all = graph.behind[0]
+
+        taken = -1
 
         def make(batch: Batch) -> tuple[torch.Tensor, Any] | None:
-            tensors = self._tensors_of(batch)
-            if tensors is None:
+            nonlocal taken
+            if batch.size == taken:
+                tensors = tensors_of(batch)
+            elif (found := self._tensors_of(batch)) is not None:
+                tensors, taken = found, batch.size
+            else:
                 return None
             returned = run([*held, *numbered, *tensors])
             if graph.reads_ids and flag.item() == STRAY:
@@ -282,8 +288,8 @@ class Program:
             self.left -= 1
             if scale is not None:
                 self._set_rates(next(numbers))
-            if is_plain:
-                return returned[0], returned[1] if behind[0] is ... else behind[0]
+            if not metrics:
+                return returned[0], returned[1] if weight_of_all is ... else weight_of_all
             weight, self._output = graph.restore(returned[1:])
             return returned[0], weight
 

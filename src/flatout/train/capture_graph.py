@@ -284,7 +284,11 @@ def trace(
 def tensors_of(batch: Batch) -> Tensors:
     """What a step reads of a batch."""
     found: Tensors = []
-    map_tensors(found.append, batch[:3])
+    for part in batch[:3]:
+        if torch.is_tensor(part):
+            found.append(part)
+        else:
+            map_tensors(found.append, part)
     return found
 
 

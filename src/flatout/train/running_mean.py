@@ -86,4 +86,4 @@ def _column(numbers: list[Any], device: torch.device) -> torch.Tensor:
         n if torch.is_tensor(n) else torch.tensor(n, dtype=torch.float64, device=device)
         for n in numbers
     ]
-    return torch.stack([tensor.reshape(()) for tensor in tensors]).double()
+    return torch.stack([t if t.dim() == 0 else t.reshape(()) for t in tensors]).double()
