@@ -273,3 +273,25 @@ def test_pinned_batches_hold_the_same_values(scale, shuffle):
         assert b.inputs.is_pinned()
         assert b.targets.is_pinned()
         assert same(a, b)
+
+
+def test_small_batches_gathered_together_are_those_of_their_numbers():
+    """143 batches, the last of 6 samples; writing into one changes no other."""
+    inputs = {
+        "a": torch.arange(3000).reshape(1000, 3),
+        "b": (torch.randn(1000), torch.arange(1000).to(torch.uint16)),
+    }
+    targets, weight = torch.arange(1000), torch.rand(1000)
+    source = array_source(inputs, targets, weight, batch_size=7)
+    whole = [batch.indices.tolist() for batch in source.batches(1)]
+    assert [len(rows) for rows in whole] == [7] * 142 + [6]
+    assert sorted(row for rows in whole for row in rows) == list(range(1000))
+    for rows, batch in zip(whole[33:], source.batches(1, 33), strict=True):
+        assert batch.indices.tolist() == rows
+        assert batch.size == len(rows)
+        assert torch.equal(batch.inputs["a"], inputs["a"][rows])
+        assert torch.equal(batch.inputs["b"][0], inputs["b"][0][rows])
+        assert batch.inputs["b"][1].tolist() == rows == batch.targets.tolist()
+        assert torch.equal(batch.weight, weight[rows])
+        batch.inputs["a"].zero_()
+    assert torch.equal(inputs["a"], torch.arange(3000).reshape(1000, 3))

@@ -49,7 +49,7 @@ def captured_steps(
     if program is None:
         return None
     turn = stepper.turn = stepper.joint
-    add, was_bad, record, mark = turn.tally.add, turn.update.was_bad, loop.record, loop.pace.mark
+    add, was_bad, record = turn.tally.add, turn.update.was_bad, loop.record
     make = program.in_a_row(loop.step_count + 1)
     try:
         for _ in range(min(most, program.left)):
@@ -72,7 +72,6 @@ def captured_steps(
             loop.count_step()
             add(*made)
             record(feed.lanes(), stepped - begun, stepped, batch.samples)
-            mark()
             if stops():
                 break
     finally:

@@ -31,7 +31,7 @@ from flatout.kernels import gather_rows
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 # Batches are gathered together up to so many bytes, which stay in the cache until they are used,
 # and up to so many.
-_TOGETHER, _MOST_TOGETHER = 1 << 18, 16
+_TOGETHER, _MOST_TOGETHER = 1 << 18, 32
 
 
 class Arrays(Staged[Pipeline]):
@@ -148,7 +148,7 @@ class Arrays(Staged[Pipeline]):
 class ArraySource:
     """Batches of `Arrays`.
 
-    Shuffled batches are gathered into memory of their own, up to 16 small ones at once, so a batch
+    Shuffled batches are gathered into memory of their own, up to 32 small ones at once, so a batch
     stays valid as long as it is kept; batches in the given order are views of the data, unless they
     are scaled or pinned. Data on a GPU is gathered there. The order of an epoch is computed once,
     when the epoch begins.
@@ -268,8 +268,7 @@ class ArraySource:
 def _cut(value: Any, size: int, count: int) -> Sequence[Any]:
     """The `count` batches of `size` rows that the tensors hold, as views."""
     if isinstance(value, Tensor):
-        parts: tuple[Tensor, ...] = value.split(size)  # type: ignore[no-untyped-call]
-        return parts
+        return value.unsafe_split(size)  # `Tensor.split` is in Python first
     if not value:
         return [value] * count
     if isinstance(value, dict):
