@@ -35,12 +35,15 @@ class Scripts:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def run(self, script, *settings: str, arguments=(), version: str = "") -> Done:
+    def run(
+        self, script, *settings: str, arguments=(), version: str = "", environment=None
+    ) -> Done:
         """Runs a script by these settings; without any it runs as it is."""
         job = {
             "command": [str(script), *map(str, arguments)],
             "settings": settings,
             "version": version,
+            "environment": environment or {},
         }
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -93,6 +96,7 @@ def _run(job: dict, folder: str) -> None:
     from flatout.observe.run_script import run
     from flatout.recipe import Recipe, apply
 
+    os.environ.update(job["environment"])
     code = 0
     if job["version"]:
         torch.__version__ = job["version"]

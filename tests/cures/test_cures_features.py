@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.cache_folder import cache_folder
 from flatout.cures import features, record
 from flatout.cures.features import FIELD, digests, keep_features
+from flatout.data.features import room
 
 
 @pytest.fixture(autouse=True)
@@ -36,12 +38,15 @@ class Counted(nn.Module):
 class Job:
     """A head on frozen layers, called as cures call it."""
 
-    def __init__(self, *layers):
+    def __init__(self, *layers, where="memory"):
         torch.manual_seed(0)
         self.body = Counted(*(layers or (nn.Linear(6, 5), nn.ReLU())))
         self.body.requires_grad_(False).eval()
         self.model = nn.Sequential(self.body, nn.Linear(5, 2))
-        self.call = keep_features(self.model, (), {}, nn.Module.__call__)
+        self.begin(where)
+
+    def begin(self, where):
+        self.call = keep_features(where, self.model, (), {}, nn.Module.__call__)
         cells = [cell.cell_contents for cell in self.call.__closure__]
         (self.features,) = next(found for found in cells if isinstance(found, list))
 
@@ -145,6 +150,14 @@ def test_other_weights_give_other_features(change):
     assert not job.computes(X)
 
 
+def test_layers_whose_weights_change_in_each_step_are_left_alone():
+    job = Job()
+    for _ in range(5):
+        change_weights(job)
+        assert job.computes(X)
+    assert told() == "the weights of Counted change while it trains"
+
+
 def test_layers_that_are_trained_from_some_epoch_on_are_computed():
     job = Job()
     job.computes(X)
@@ -208,24 +221,24 @@ def test_other_inputs_are_computed(batch):
 
 
 def test_a_full_memory_keeps_what_it_has(monkeypatch):
-    monkeypatch.setattr(features, "available_bytes", lambda: 6 * 5 * 4 / 0.25)
+    monkeypatch.setattr(room, "available_bytes", lambda: (512 << 20) + 6 * 24)
     job = Job()
     assert job.computes(X[:4])
     assert not job.computes(X[:4])
     assert job.computes(X[4:8])
-    assert told() == "memory has room for 6 samples of Counted"
+    assert told() == "memory has no room for more than 6 rows; the others are computed each time"
     assert not job.computes(X[:6])
     assert job.computes(X[:7])
 
 
 def test_samples_of_which_none_comes_again_are_forgotten(monkeypatch):
-    monkeypatch.setattr(features, "available_bytes", lambda: 6 * 5 * 4 / 0.25)
+    monkeypatch.setattr(room, "available_bytes", lambda: (512 << 20) + 6 * 24)
     job = Job()
     assert job.computes(X[:4])
     assert job.computes(X[4:])
-    assert told() == "none of 4 samples came again in Counted"
+    assert told() == "none of 6 samples came again in Counted"
     assert job.computes(X[:4])
-    assert job.features._rows is None
+    assert not job.features._kept
 
 
 def test_room_grows_as_it_is_needed():
@@ -233,7 +246,6 @@ def test_room_grows_as_it_is_needed():
     many = torch.randn(3000, 6)
     for some in many.split(100):
         job(some)
-    assert len(job.features._rows) >= 3000
     assert not job.computes(many)
 
 
@@ -258,13 +270,13 @@ def test_who_has_put_a_forward_of_his_own_there_keeps_it():
 
 def test_a_model_without_frozen_layers_is_left_as_written():
     model = nn.Linear(2, 2)
-    assert keep_features(model, (), {}, nn.Module.__call__) is nn.Module.__call__
+    assert keep_features("memory", model, (), {}, nn.Module.__call__) is nn.Module.__call__
     assert told() == "no leading layers of Linear are frozen and in eval mode"
 
 
 def test_a_compiled_model_is_left_as_written():
     model = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    assert keep_features(model, (), {}, nn.Module.__call__) is nn.Module.__call__
+    assert keep_features("memory", model, (), {}, nn.Module.__call__) is nn.Module.__call__
     assert "compiled" in told()
 
 
@@ -279,7 +291,7 @@ class Pair(nn.Module):
 
 def test_layers_that_give_no_rows_are_left_alone():
     model = nn.Sequential(Pair(), nn.Flatten(0), nn.Linear(1, 1))
-    call = keep_features(model, (), {}, nn.Module.__call__)
+    call = keep_features("memory", model, (), {}, nn.Module.__call__)
     for _ in range(2):
         call(model, X)
     assert told() == "Pair gives something else than a row for each sample"
@@ -297,6 +309,147 @@ def test_samples_are_told_apart_by_bytes_shape_and_dtype():
     image = torch.randn(2, 3, 4, 4)
     assert digests(image) == digests(image.contiguous(memory_format=torch.channels_last))
     assert len(set(digests(torch.stack([X[0], X[1], X[0]])))) == 2
+
+
+def test_memory_is_shared_with_who_has_the_same_layers():
+    one, other = Job(), Job()
+    one(X[:6])
+    other(X[6:])
+    assert not one.computes(X)
+    assert not other.computes(X)
+
+
+# ---- on the disk ----
+
+
+def is_found(job):
+    """Whether what another job has kept of X is found; the first batch tells what a row holds."""
+    job(X[:2])
+    return not job.computes(X[2:])
+
+
+def test_the_next_run_finds_what_this_one_has_kept_on_the_disk():
+    first = Job(where="disk")
+    plain = first(X)
+    assert dict(record.applied())[FIELD].endswith("on disk")
+    del first
+    again = Job(where="disk")
+    assert is_found(again)
+    before = again.body.calls
+    assert torch.equal(again(X), plain)
+    assert again.body.calls == before
+    assert not is_found(Job())  # in memory there is nothing
+
+
+def test_a_row_whose_bytes_were_flipped_is_computed_again():
+    Job(where="disk")(X)
+    (rows,) = (cache_folder() / "features").glob("*/rows")
+    with open(rows, "r+b") as file:
+        file.seek(5 * 24 + 1)
+        file.write(b"\xff")
+    job = Job(where="disk")
+    assert not is_found(job)
+    assert told() == "1 row on disk differ from their checksums and are computed again"
+    assert not job.computes(X)
+
+
+class Scaled(nn.Module):
+    """What it gives depends on much beside its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(5), persistent=False)
+        self.factor = 2.0
+        self.table = torch.ones(5)
+        self.function = nn.functional.relu
+
+    def forward(self, x):
+        return self.function(x * self.factor + self.shift) * self.table
+
+
+class Other(Scaled):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def of_weight(layers):
+    layers[0].weight.view(torch.int32)[0, 0] ^= 1
+
+
+def of_buffer(layers):
+    layers[1].shift[2] += 1e-6
+
+
+def of_attribute(layers):
+    layers[1].factor = 2.5
+
+
+def of_tensor_attribute(layers):
+    layers[1].table = layers[1].table * 2
+
+
+def of_function(layers):
+    layers[1].function = nn.functional.gelu
+
+
+def of_code(layers):
+    layers[1].__class__ = Other
+
+
+def of_hook(layers):
+    layers[1].register_forward_hook(lambda module, args, given: given + 1)
+
+
+def of_forward(layers):
+    layers[1].forward = lambda x: x * 3
+
+
+def of_mode(layers):
+    layers[1].train()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_weight,
+        of_buffer,
+        of_attribute,
+        of_tensor_attribute,
+        of_function,
+        of_code,
+        of_hook,
+        of_forward,
+        of_mode,
+    ],
+)
+def test_a_run_with_another_body_finds_nothing(change):
+    def job():
+        torch.manual_seed(0)
+        made = Job(nn.Linear(6, 5), Scaled(), where="disk")
+        return made, made.body.layers
+
+    job()[0](X)
+    assert is_found(job()[0])
+    other, layers = job()
+    with torch.no_grad():
+        change(layers)
+    assert not is_found(other)
+
+
+def test_another_precision_finds_nothing():
+    Job(where="disk")(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_found(Job(where="disk"))
+
+
+def test_what_no_sample_came_again_for_leaves_the_disk(monkeypatch):
+    monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 6 * 24)
+    job = Job(where="disk")
+    job(X[:4])
+    (folder,) = (cache_folder() / "features").glob("*/")
+    job(X[4:])
+    assert told() == "none of 6 samples came again in Counted"
+    assert not folder.exists()
 
 
 HEAD = """
@@ -334,8 +487,19 @@ def test_a_script_learns_the_same_and_computes_each_sample_once(scripts, tmp_pat
     assert plain.code == cured.code == 0, cured.err
     assert cured.applied == {FIELD: "features of 1 frozen layers of Sequential in memory"}
     all_of_it, calls, weights, right = json.loads(plain.out)
-    once, calls_then, weights_then, right_then = json.loads(cured.out)
+    once, *rest = json.loads(cured.out)
     assert (all_of_it, once) == (200, 40 + 4 * 8)  # and the four batches that are checked
-    assert calls_then == calls  # its hooks still run
-    torch.testing.assert_close(torch.tensor(weights_then), torch.tensor(weights))
-    assert right_then == right
+    assert rest == [calls, weights, right]  # its hooks still run
+
+
+@pytest.mark.slow
+def test_the_next_run_of_a_script_computes_what_is_checked_alone(scripts, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD)
+    environment = {"FLATOUT_CACHE": str(tmp_path / "cache")}
+    first, second = (
+        json.loads(scripts.run(path, "script.features=disk", environment=environment).out)
+        for _ in range(2)
+    )
+    assert (first[0], second[0]) == (40 + 4 * 8, 4 * 8)
+    assert first[1:] == second[1:]

@@ -108,20 +108,20 @@ def test_rows_are_found_by_their_names_wherever_they_are():
 
 
 def test_what_fits_on_the_disk_is_kept_there_and_else_in_memory(monkeypatch):
-    monkeypatch.setattr("flatout.data.features.store.memory_room", lambda share=0.5: 4000)
-    monkeypatch.setattr("flatout.data.features.store.disk_room", lambda: 4000)
+    monkeypatch.setattr("flatout.data.features.kept_rows.memory_room", lambda share=0.5: 4000)
+    monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 4000)
     assert opened(where="auto").where == "disk"
-    monkeypatch.setattr("flatout.data.features.store.disk_room", lambda: 3999)
+    monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 3999)
     store = opened(where="auto")
     assert store.where == "memory"
     assert store.reason == "100 rows take 4.0 kB, 4.0 kB free in memory"
-    monkeypatch.setattr("flatout.data.features.store.memory_room", lambda share=0.5: 3998)
+    monkeypatch.setattr("flatout.data.features.kept_rows.memory_room", lambda share=0.5: 3998)
     assert opened(where="auto").where == "disk"
 
 
 def test_what_is_there_is_used_though_no_more_fits(monkeypatch):
     fill(opened(), range(30))
-    monkeypatch.setattr("flatout.data.features.store.disk_room", lambda: 2 * STRIDE)
+    monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 2 * STRIDE)
     store = opened(where="auto")
     assert store.where == "disk"
     fill(store, range(28, 40))
@@ -317,7 +317,7 @@ def test_a_full_disk_is_told_once_and_what_is_there_stays(tmp_path, monkeypatch)
     try:
         monkeypatch.setenv("FLATOUT_CACHE", str(disk / "cache"))
         # As if another process had taken it since there was room.
-        monkeypatch.setattr("flatout.data.features.store.disk_room", lambda: 1 << 30)
+        monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 1 << 30)
         row = [RowPart((50_000,), torch.uint8)]
         store = FeatureStore.open("key", 100, row, "disk")
         told = []

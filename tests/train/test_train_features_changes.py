@@ -291,7 +291,7 @@ def test_on_a_full_disk_training_goes_on_and_that_is_told_once(job, monkeypatch)
     try:
         monkeypatch.setenv("FLATOUT_CACHE", str(disk / "cache"))
         # As if another process had taken it since there was room.
-        monkeypatch.setattr("flatout.data.features.store.disk_room", lambda: 1 << 30)
+        monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 1 << 30)
         told = []
         job.change = widen
         found = job.fitted("disk", say=told.append)

@@ -1,12 +1,14 @@
-"""script.features=memory: what leading frozen layers give for a sample is kept, and given again.
+"""script.features: what leading frozen layers give for a sample is kept, and given again.
 
 A sample is known by its bytes, as a BLAKE2b digest of 16 bytes: who made the batch, and in
 which order, is not asked. Before anything kept is given, some batches of it are computed as well:
-layers for which a sample depends on the rest of its batch are left alone.
+layers for which a sample depends on the rest of its batch are left alone. Rows are kept in a
+`NamedStore`, in memory or on the disk, where other processes and the script's next run find them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -15,10 +17,9 @@ from weakref import ref
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call, Cure
 from flatout.cures.steps import Steps
+from flatout.data import NamedStore, RowPart, code_digest, feature_key, is_library
 from flatout.hooks import is_anything_compiled
-from flatout.measure import available_bytes
 from flatout.observe import acts_in_training, frozen_parts
-from flatout.world.place import place
 
 FIELD = "script.features"
 # So many batches are computed though all of them is kept.
@@ -26,18 +27,29 @@ _CHECKED = 4
 # They may differ by so much of the largest number: other batches round otherwise.
 _SAME = {"float32": 1e-4, "float64": 1e-8}
 _SAME_IN_HALF = 2e-2
-# Of the memory that is free, what the ranks of a machine may take together.
-_SHARE = 0.25
-_FIRST_ROWS = 256
+# Of how samples are named.
+_DIGESTS = 1
+# After so many changes of the weights with no sample that came again between them.
+_CHANGES = 3
 
 
 def cure(torch: Any, steps: Steps) -> Cure:
     """What is put around the calls of root modules."""
-    return keep_features
+    return partial(keep_features, steps.asked[FIELD])
 
 
-def keep_features(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
-    """Keeps what the frozen leading layers of a root module give."""
+def keep_features(
+    where: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+) -> Call:
+    """Keeps what the frozen leading layers of a root module give.
+
+    Args:
+        where: "memory" or "disk".
+        module: the root.
+        args: of its first call.
+        kwargs: likewise.
+        call: what is put in place of.
+    """
     import torch
 
     name = type(module).__name__
@@ -51,7 +63,7 @@ def keep_features(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ca
     if any(tensor.device.type != "cpu" for tensor in module.parameters()):
         leave(FIELD, "on a device, asking which samples these are would make the host wait")
         return call
-    kept = [Features(torch, part) for part in parts]
+    kept = [Features(torch, part, where) for part in parts]
 
     def with_features(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         opened = [one for one in kept if one.open()]
@@ -61,8 +73,24 @@ def keep_features(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ca
             for one in opened:
                 one.close()
 
-    took(FIELD, f"features of {len(parts)} frozen layers of {name} in memory")
+    place = "on disk" if where == "disk" else "in memory"
+    took(FIELD, f"features of {len(parts)} frozen layers of {name} {place}")
     return with_features
+
+
+@dataclass
+class _Kept:
+    """A store of what a module gives in one mode.
+
+    Attributes:
+        store: has rows of one part.
+        part: what it holds of a sample.
+        has_come_again: whether it had a sample when that came.
+    """
+
+    store: NamedStore
+    part: RowPart
+    has_come_again: bool = False
 
 
 class Features:
@@ -71,20 +99,23 @@ class Features:
     Its `forward` is another one only while its root module is called: no one copies or saves it.
     """
 
-    def __init__(self, torch: Any, part: Any) -> None:
+    def __init__(self, torch: Any, part: Any, where: Any) -> None:
         self._torch = torch
         self._part = ref(part)
+        self._where = where
         self._name = type(part).__name__
         self._is_over = False
         self._state: Any = None
-        self._forget()
+        self._kept: dict[Any, _Kept] = {}  # by mode
+        self._changes = 0
+        self._unchecked = _CHECKED
 
     def _forget(self) -> None:
-        self._places: dict[bytes, int] = {}
-        self._rows: Any = None
-        self._most = 0
+        """Let go of what it gave; on the disk it stays."""
+        for kept in self._kept.values():
+            kept.store.close()
+        self._kept = {}
         self._unchecked = _CHECKED
-        self._has_come_again = False
 
     def open(self) -> bool:
         """Puts itself in the way, unless someone else is there."""
@@ -102,19 +133,25 @@ class Features:
         if kwargs or len(args) != 1 or not self._is_batch(args[0]) or not self._is_frozen():
             return original(*args, **kwargs)
         (batch,) = args
-        samples = digests(batch)
-        places = [self._places.get(sample, -1) for sample in samples]
-        if -1 in places:
-            given = original(batch)
-            self._keep(samples, places, given)
+        samples, mode = digests(batch), self._mode()
+        kept, given = self._kept.get(mode), None
+        if kept is None:
+            given = original(batch)  # only now is known what a row holds
+            kept = self._begin(mode, given, len(samples))
+            if kept is None:
+                return given
+        places = kept.store.places(samples)
+        kept.has_come_again |= bool((places >= 0).any())
+        if (places < 0).any():
+            given = original(batch) if given is None else given
+            self._keep(kept, samples, given)
             return given
-        self._has_come_again = True
         with self._torch.inference_mode(False), self._torch.no_grad():
-            kept = self._rows.index_select(0, self._torch.tensor(places))
-        if not self._unchecked:
-            return kept
-        given = original(batch)
-        self._check(given, kept)
+            (rows,) = kept.store.get(places)
+        if given is None and not self._unchecked:
+            return rows
+        given = original(batch) if given is None else given
+        self._check(given, rows)
         return given
 
     def _is_batch(self, value: Any) -> bool:
@@ -136,55 +173,55 @@ class Features:
             return False
         if any(acts_in_training(inner) for inner in part.modules()):
             return False
-        autocast = self._torch.is_autocast_enabled("cpu")
-        dtype = self._torch.get_autocast_dtype("cpu") if autocast else None
-        state = [dtype, [(id(tensor), tensor._version) for tensor in tensors]]
-        if state != self._state:
-            self._state = state
+        state = [(id(tensor), tensor._version) for tensor in tensors]
+        if self._state not in (None, state):
+            has_come_again = any(kept.has_come_again for kept in self._kept.values())
+            self._changes = 0 if has_come_again else self._changes + 1
             self._forget()
+            if self._changes == _CHANGES:
+                self._end(f"the weights of {self._name} change while it trains")
+                return False
+        self._state = state
         return True
 
-    def _keep(self, samples: list[bytes], places: list[int], given: Any) -> None:
+    def _mode(self) -> Any:
+        """What the same module gives other features under."""
         torch = self._torch
-        if type(given) is not torch.Tensor or given.shape[:1] != (len(samples),):
+        part: Any = self._part()
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return dtype, *(inner.training for inner in part.modules())
+
+    def _begin(self, mode: Any, given: Any, samples: int) -> _Kept | None:
+        """Opens the rows of a mode, of which these are the first."""
+        if type(given) is not self._torch.Tensor or given.shape[:1] != (samples,):
             self._end(f"{self._name} gives something else than a row for each sample")
-            return
-        if self._rows is None:
-            bytes_each = max(1, given[0].nbytes)
-            room = available_bytes() * _SHARE / max(1, place().local_world_size)
-            self._most = int(room) // bytes_each
-            self._rows = self._room_for(given, min(_FIRST_ROWS, self._most))
-        if given.shape[1:] != self._rows.shape[1:] or given.dtype != self._rows.dtype:
+            return None
+        last = self._torch.channels_last
+        is_last = given.dim() == 4 and given.is_contiguous(memory_format=last)
+        form = RowPart(
+            tuple(given.shape[1:]),
+            given.dtype,
+            channels_last=is_last and not given.is_contiguous(),
+        )
+        part: Any = self._part()
+        facts = {"mode": repr(mode), "layers": _layers_of(part), "digests": _DIGESTS}
+        store = NamedStore.open(feature_key(_tensors_of(part), facts), [form], self._where)
+        store.say = lambda line: leave(FIELD, line.removeprefix("features: "))
+        self._kept[mode] = _Kept(store, form)
+        return self._kept[mode]
+
+    def _keep(self, kept: _Kept, samples: list[bytes], given: Any) -> None:
+        if given.shape[1:] != kept.part.shape or given.dtype != kept.part.dtype:
             return  # of another form than the first ones
-        new = {sample: at for at, sample in enumerate(samples) if places[at] < 0}
-        room = self._most - len(self._places)
-        if room < len(new):
-            self._fill_up()
-        new = dict(list(new.items())[: max(0, room)])
-        if not new or self._is_over:
-            return
-        begin = len(self._places)
-        while begin + len(new) > len(self._rows):
-            rows = self._room_for(given, min(2 * len(self._rows), self._most))
-            rows[:begin] = self._rows[:begin]
-            self._rows = rows
-        with torch.inference_mode(False), torch.no_grad():
-            rows = given.detach().index_select(0, torch.tensor(list(new.values())))
-            self._rows[begin : begin + len(new)] = rows
-        self._places |= {sample: begin + at for at, sample in enumerate(new)}
-
-    def _room_for(self, given: Any, count: int) -> Any:
-        with self._torch.inference_mode(False):
-            return self._torch.empty((count, *given.shape[1:]), dtype=given.dtype)
-
-    def _fill_up(self) -> None:
-        if self._has_come_again:
-            leave(FIELD, f"memory has room for {self._most:,} samples of {self._name}")
-        else:
-            self._end(f"none of {len(self._places):,} samples came again in {self._name}")
+        store = kept.store
+        store.put(samples, [given])
+        if store.is_full and not kept.has_come_again:
+            why = f"none of {store.kept:,} samples came again in {self._name}"
+            store.discard()
+            self._end(why)
 
     def _check(self, given: Any, kept: Any) -> None:
-        self._unchecked -= 1
+        self._unchecked = max(0, self._unchecked - 1)
         name = str(given.dtype).removeprefix("torch.")
         largest = float(given.abs().max())
         apart = float((given.double() - kept.double()).abs().max())
@@ -195,6 +232,35 @@ class Features:
         leave(FIELD, why)
         self._is_over = True
         self._forget()
+
+
+def _tensors_of(part: Any) -> dict[str, Any]:
+    """Parameters and buffers of a module, and tensors that are plain attributes, by name."""
+    import torch
+
+    found = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+    for path, inner in part.named_modules():
+        for name, value in vars(inner).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{path}.{name}"] = value
+    return found
+
+
+def _layers_of(part: Any) -> dict[str, list[str]]:
+    """What a module computes apart from its tensors: code, attributes and hooks, by layer."""
+    from torch import nn
+
+    found, common = {}, vars(nn.Module()).keys()
+    for path, inner in part.named_modules():
+        kind = type(inner)
+        own = {name: value for name, value in vars(inner).items() if name not in common}
+        if inner is part:
+            own.pop("forward", None)  # ours
+        hooks = [*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()]
+        words = [f"{kind.__module__}.{kind.__qualname__}", repr(getattr(inner, "code", ""))]
+        words += [] if is_library(kind) else [code_digest(kind)]
+        found[path] = [*words, code_digest([own, hooks if inner is not part else []])]
+    return found
 
 
 def digests(batch: Any) -> list[bytes]:

@@ -29,6 +29,7 @@ from flatout.data.execution.samples import takes_rng as takes_rng
 from flatout.data.execution.unchanged import Attributes as Attributes
 from flatout.data.explanation import Explanation as Explanation
 from flatout.data.features.key import feature_key as feature_key
+from flatout.data.features.named_store import NamedStore as NamedStore
 from flatout.data.features.row_log import RowPart as RowPart
 from flatout.data.features.store import FeatureStore as FeatureStore
 from flatout.data.files import unpack as unpack

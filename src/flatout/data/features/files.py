@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from flatout.cache_folder import kind_folder, private
+from flatout.cache_folder import cache_folder, kind_folder, private, remove
 from flatout.data.features.row_log import Files
 from flatout.processes import state_and_start
 
@@ -37,6 +37,11 @@ def has_rows(name: str) -> bool:
     with suppress(OSError):
         return (kind_folder(KIND) / name / "filled.log").stat().st_size > 0
     return False
+
+
+def remove_rows(name: str) -> None:
+    """Remove such a store; processes that have it open keep what they have."""
+    remove(cache_folder() / KIND / name)
 
 
 def memory_files(name: str) -> Files:

@@ -2,63 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from threading import RLock
-from typing import Literal
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flatout.cache_folder import cache_folder
-from flatout.console import say_as_is
 from flatout.data.block import Numbers
 from flatout.data.buffers import Buffers
-from flatout.data.features.files import disk_files, has_rows, memory_files
-from flatout.data.features.key import VERSION
-from flatout.data.features.room import disk_room, memory_room
-from flatout.data.features.row_log import Files, Names, RowLog, RowPart
-from flatout.words import counted, size_words
+from flatout.data.features.kept_rows import KeptRows, Opened, Where, opened
+from flatout.data.features.row_log import Names, RowPart
 
-Where = Literal["auto", "memory", "disk"]
-# Whether there is room is looked at once in so many bytes that are put.
-_LOOK_EVERY = 64 << 20
 # Of rows that are damaged, so many are named.
 _NAMED = 3
 
 
-class FeatureStore:
-    """Rows of tensors by slot, shared by all processes of a host that open the same.
+class FeatureStore(KeptRows):
+    """Rows of tensors by slot: a slot is sample number * variants + variant."""
 
-    A slot is sample number * variants + variant. What is kept on the disk stays for later runs;
-    memory holds rows while a process lives that has them, and finds them while the first one does.
-    Several threads and processes may call at once: each finds what the others have put.
-
-    Attributes:
-        where: "memory" or "disk".
-        free: bytes that were free there when it was opened, within the budget.
-        reason: why it is there, for people.
-        say: gets a line for people, such as that the disk is full.
-    """
-
-    def __init__(
-        self, log: RowLog, slots: int, names: Names | None, free: int, reason: str
-    ) -> None:
-        self.where: Literal["memory", "disk"] = "disk" if log.is_on_disk else "memory"
-        self.free = free
-        self.reason = reason
-        self.say: Callable[[str], None] = say_as_is
-        self._log = log
+    def __init__(self, opened: Opened, slots: int, names: Names | None) -> None:
         self._names = _names_of(slots) if names is None else names
         # Slots by the first half of their names; None where that is their number.
         self._order = None if names is None else np.argsort(names[:, 0], kind="stable")
         self._places = np.full(slots, -1, np.int64)
-        self._is_full = False
-        self._until_looked = 0
-        self._lock = RLock()
-        self._take_over(log.kept())
-        self._most = len(log) + free // log.stride
+        super().__init__(opened)
 
     @classmethod
     def open(
@@ -79,27 +46,13 @@ class FeatureStore:
             key: as `feature_key` gives it.
             slots: how many there are; a run before may have had fewer, or more.
             row: what a row holds.
-            where: "memory", "disk", or "auto": the disk where some of it is there already or all
-                of it fits, else memory where all fits, else where there is more room.
-            budget: bytes that it may take; None means what is free on the disk, and half of the
-                memory that is free.
+            where: as `opened` takes it.
+            budget: likewise.
             names: what each slot's row is known by, uint64 of shape (slots, 2), where that is more
                 than the slot: so rows of samples that have moved are found, and those of samples
                 that are others by now are not.
         """
-        stride = RowLog.stride_of(row)
-        form = repr([VERSION, key, *map(tuple, row)])
-        name = hashlib.sha256(form.encode()).hexdigest()[:16]
-        room = {"memory": memory_room(), "disk": disk_room()}
-        if budget is not None:
-            room = {kind: min(budget, free) for kind, free in room.items()}
-        size = f"{counted(slots, 'row')} take {size_words(slots * stride)}"
-        files, reason = _files(name, _chosen_of(where, slots * stride, room, name))
-        kind = "disk" if files.on_disk else "memory"
-        told = (
-            f"{size}, {size_words(room[kind])} free {'on disk' if files.on_disk else 'in memory'}"
-        )
-        return cls(RowLog(row, files, slots), slots, names, room[kind], told + reason)
+        return cls(opened(key, row, where, budget, slots), slots, names)
 
     @property
     def slots(self) -> int:
@@ -110,11 +63,6 @@ class FeatureStore:
     def kept(self) -> int:
         """How many slots have a row."""
         return int((self._places >= 0).sum())
-
-    @property
-    def bytes(self) -> int:
-        """What these rows take."""
-        return self.kept * self._log.stride
 
     @property
     def whole_bytes(self) -> int:
@@ -174,42 +122,8 @@ class FeatureStore:
         Raises:
             ValueError: a tensor has another shape or dtype than its part.
         """
-        if self._is_full or not len(slots):
-            return
         slots, first = np.unique(np.asarray(slots, np.int64), return_index=True)
-        try:
-            with self._log.alone():
-                self._take_over(self._log.refresh())
-                is_new = self._places[slots] < 0
-                room = self._room_for(int(is_new.sum()))
-                slots, first = slots[is_new][:room], first[is_new][:room]
-                if len(slots):
-                    chosen = [_rows_of(value, first) for value in values]
-                    places = self._log.append(self._names[slots], chosen)
-                    self._take_over(places)
-        except OSError as error:
-            self._stop(f"nothing more can be kept: {error.strerror or error}")
-
-    def _room_for(self, count: int) -> int:
-        """So many of some new rows as there is room for."""
-        room = self._most - len(self._log)
-        self._until_looked -= count * self._log.stride
-        if self._until_looked < 0:
-            self._until_looked = _LOOK_EVERY
-            free = disk_room() if self.where == "disk" else memory_room(share=1)
-            room = min(room, free // self._log.stride)
-        if room < count:
-            self._stop(f"{self.where} has no room for more than {len(self._log) + room:,} rows")
-        return room
-
-    def flush(self) -> None:
-        """Make what is kept on the disk last through a power cut; a kill loses nothing of it."""
-        if self.where == "disk":
-            self._log.flush()
-
-    def close(self) -> None:
-        """Let go of it; what was given stays valid."""
-        self._log.close()
+        self._keep(self._names[slots], values, first, lambda: self._places[slots])
 
     def _take_over(self, places: Numbers) -> None:
         """Note which slots these rows belong to, if any."""
@@ -230,41 +144,7 @@ class FeatureStore:
             self._places[slots[self._places[slots] == places]] = -1
         some = ", ".join(f"{slot:,}" for slot in slots[:_NAMED])
         more = ", …" if len(slots) > _NAMED else ""
-        place = f" on {self.where}" if self.where == "disk" else ""
-        self.say(
-            f"features: {counted(len(slots), 'row')}{place} differ from their checksums and are "
-            f"computed again: {some}{more}"
-        )
-
-    def _stop(self, why: str) -> None:
-        if not self._is_full:
-            self._is_full = True
-            self.say(f"features: {why}; the others are computed each time")
-
-
-def _chosen_of(where: Where, size: int, room: dict[str, int], name: str) -> str:
-    if where != "auto":
-        return where
-    if has_rows(name) or size <= room["disk"]:
-        return "disk"
-    return "memory" if size <= room["memory"] else max(room, key=lambda kind: room[kind])
-
-
-def _files(name: str, where: str) -> tuple[Files, str]:
-    """The files, and why they are in memory where the disk was wanted."""
-    if where == "disk":
-        try:
-            return disk_files(name), ""
-        except OSError as error:
-            why = f"{cache_folder()} cannot be written: {error.strerror or error}"
-            return memory_files(name), f"; {why}"
-    return memory_files(name), ""
-
-
-def _rows_of(value: torch.Tensor, at: Numbers) -> torch.Tensor:
-    if len(at) == len(value) and (at == np.arange(len(at))).all():
-        return value.detach()
-    return value.detach().index_select(0, torch.from_numpy(at).to(value.device))
+        self._tell_damaged(len(slots), f": {some}{more}")
 
 
 def _names_of(slots: int) -> Names:

@@ -40,10 +40,10 @@ class Script(Section):
         fills=True,
         cure="flatout.cures.cache:keep_samples",
     )
-    features: Literal["as_written", "memory"] = setting(
+    features: Literal["as_written", "memory", "disk"] = setting(
         "as_written",
         "`memory` keeps what leading frozen layers in eval mode give for each sample, on a CPU, "
-        "while memory has room.",
+        "while memory has room; `disk` keeps it in the cache folder, for later runs as well.",
         # A sample's features are those of the batch in which it came first.
         parity=Parity.TOLERANT,
         words="features of frozen layers kept",
