@@ -107,6 +107,7 @@ def test_what_measurement_may_decide_defaults_to_auto():
         "compute.fused_norms": "off",
         "compute.fused_optimizer": "off",
         "compute.compile": "off",
+        "compute.capture": "off",
         "compute.matmul_precision": "highest",
         "memory.micro_batch": "whole",
         "memory.allocator": "default",

@@ -4,8 +4,11 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
+from functools import partial, partialmethod
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -13,9 +16,11 @@ from train_jobs import CLASSES, data, network, quiet
 
 import flatout
 from flatout.errors import FlatoutError
-from flatout.recipe import Recipe
-from flatout.train import capture, capture_child
+from flatout.recipe import Parity, Recipe
+from flatout.train import auto, auto_capture, auto_search, capture, capture_child
 from flatout.train import fit as fit_module
+from flatout.train.compute import ModelCompute
+from flatout.train.tuner import Tuner
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -66,7 +71,14 @@ def net(norm=True):
 
 def job(model, *, optimizer=ADAM, captured="on", loss="cross_entropy", say=quiet, **options):
     recipe = Recipe(
-        compute={"capture": captured, "compile": "off", "rewrites": "off"},
+        compute={
+            "capture": captured,
+            **dict.fromkeys(("compile", "rewrites", "fused_norms", "fused_optimizer"), "off"),
+            "precision": "fp32",
+            "fp32_operators": "off",
+            "matmul_precision": "highest",
+            "memory_format": "contiguous",
+        },
         memory={"allocator": "default"},
         process={"threads": 1},
     )
@@ -454,7 +466,7 @@ def test_a_child_that_fails_costs_nothing(monkeypatch, tmp_path):
 
 def test_a_child_that_never_ends_is_ended(monkeypatch, tmp_path):
     asleep = tmp_path / "asleep"
-    asleep.write_text("#!/bin/sh\nexec sleep 100\n")
+    asleep.write_text("#!/bin/sh\nread told\n")
     asleep.chmod(0o700)
     monkeypatch.setattr(capture.sys, "executable", str(asleep))
     monkeypatch.setattr(capture, "_LONGEST_S", -1.0)
@@ -465,22 +477,224 @@ def test_a_child_that_never_ends_is_ended(monkeypatch, tmp_path):
     assert [path.name for path in (tmp_path / "cache" / "steps").iterdir()] == [".made-by-flatout"]
 
 
-def test_the_child_dies_with_its_parent(tmp_path):
-    script = (
-        "import os, subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', "
-        "'import sys, time; from flatout.processes import die_with_parent; "
-        "die_with_parent(int(sys.argv[1])); print(1, flush=True); time.sleep(100)', "
-        "str(os.getpid())], stdout=subprocess.PIPE)\n"
-        "child.stdout.readline(); print(child.pid, flush=True); import time; time.sleep(100)\n"
+# -- auto ----------------------------------------------------------------------------------------
+
+
+class Later(Interpreted):
+    """It takes until it has been asked a few times, and may fail then, or never end."""
+
+    asks = 4
+    fails = ""
+    events = ()
+
+    def done(self):
+        self.asked += 1
+        if self.asked < self.asks:
+            return None
+        if self.fails:
+            raise capture.Unfit(f"compiling failed: {self.fails}")
+        return super().done()
+
+    @property
+    def seconds(self):
+        return 0.5
+
+    def hold(self, holds):
+        self.events.append(holds)
+
+    def close(self):
+        self.events.append("closed")
+
+
+@pytest.fixture
+def clock(interpreted, monkeypatch):
+    """Seconds pass where the model computes: 4 ms a step, and 1 ms where it is captured."""
+    of = SimpleNamespace(now=0.0, eager=0.004, captured=0.001, beside=0.0)
+
+    def compute(self, batch):
+        of.now += of.eager + (of.beside if Later.events and Later.events[-1] is False else 0.0)
+        return call(self, batch)
+
+    def slow(number):
+        run = load(number)
+
+        def step(inputs):
+            of.now += of.captured
+            return run(inputs)
+
+        return step
+
+    def read():
+        return of.now
+
+    call, load = ModelCompute.__call__, capture.loaded
+    monkeypatch.setattr(ModelCompute, "__call__", compute)
+    monkeypatch.setattr(capture, "loaded", slow)
+    monkeypatch.setattr(capture, "Compiling", Later)
+    monkeypatch.setattr(Later, "events", [])
+    monkeypatch.setattr(auto, "clock", read)
+    monkeypatch.setattr(auto_search, "NOISE", 1e9)
+    for made in (Tuner, auto_capture.Beside):
+        monkeypatch.setattr(made, "__init__", partialmethod(made.__init__, clock=read))
+    for name, seconds in (("_TRACE_S", 0), ("_COMPILE_S", 0.1), ("_BESIDE_S", 0.02)):
+        monkeypatch.setattr(auto_capture, name, seconds)
+    monkeypatch.setattr(auto_capture, "_ALONE_S", 0.008)
+    return of
+
+
+def tuned(model=None, *, epochs=80, allow="tolerant", captured="auto", **options):
+    options = {"metrics": [], "samples": 160, **options}
+    return fitted(model or net(), epochs, allow=allow, captured=captured, **options)
+
+
+def kept_answers(tmp_path):
+    return [path.read_text() for path in (tmp_path / "cache" / "auto").glob("*.toml")]
+
+
+def test_auto_has_the_step_compiled_beside_the_run_and_measures_it(clock, interpreted, tmp_path):
+    said = []
+    plain, _ = tuned(captured="off")
+    ours, history = tuned(say=said.append)
+    check_alike(ours, plain, within=1e-3)
+    assert len(Interpreted.graphs) == 1
+    assert Later.events[:2] == [True, False]  # held up now and then
+    assert history.recipe.compute.capture == "on"
+    choice = history.recipe.choices["compute.capture"]
+    assert choice.ratio == pytest.approx(4, rel=0.1)
+    assert choice.parity is Parity.TOLERANT
+    (line,) = [line for line in said if "captured step" in line]
+    assert "faster than without; compiled in" in line
+    assert line in history.notes
+    tuning = history.tuning
+    assert tuning["trials"][-1]["b"] == {"compute.capture": "on"}
+    assert tuning["spans"][-1]["settings"] == {"compute.capture": "on"}
+    assert tuning["spans"][-1]["last"] == 400
+    assert tuning["capture"]["is_there"]
+    text = " ".join(history.explain().split())
+    assert "the whole step as one graph: compiled in 0.5s beside steps" in text
+    assert "captured step" in text
+    (kept,) = kept_answers(tmp_path)
+    assert 'capture = "on"' in kept
+    # The next run begins with it.
+    before = len(interpreted)
+    _, history = tuned(say=said.append)
+    assert history.tuning is None
+    assert "from the cache" in said[-2] + said[-1]
+    assert len(interpreted) > before + 300
+
+
+def test_a_graph_that_is_not_faster_is_not_kept(clock, interpreted, tmp_path):
+    clock.captured = 0.005
+    _, history = tuned()
+    assert history.recipe.compute.capture == "off"
+    assert "not faster" in history.recipe.choices["compute.capture"].reason
+    assert history.tuning["trials"][-1]["chosen"] == "a"
+    assert len(interpreted) < 100
+    (kept,) = kept_answers(tmp_path)
+    assert 'capture = "off"' in kept
+
+
+def test_a_compilation_that_fails_is_dropped_with_a_line(clock, monkeypatch, tmp_path):
+    monkeypatch.setattr(Later, "fails", "no compiler")
+    plain, _ = tuned(captured="off")
+    ours, history = tuned()
+    check_alike(ours, plain, within=0)
+    assert history.tuning["dropped"] == {"compute.capture": "compiling failed: no compiler"}
+    assert "compute.capture: compiling failed: no compiler" in history.explain()
+    assert "given up after" in history.explain()
+    assert not any("compute.capture" in note for note in history.notes)
+    assert len(kept_answers(tmp_path)) == 1
+
+
+def test_a_run_that_ends_before_the_graph_is_there_keeps_no_answer(clock, monkeypatch, tmp_path):
+    monkeypatch.setattr(Later, "asks", 10**6)
+    _, history = tuned()
+    assert Later.events[-1] == "closed"
+    why = "was not measured: the run ended while it was compiled"
+    assert history.tuning["dropped"] == {"compute.capture": why}
+    assert history.recipe.choices["compute.capture"].reason == why
+    assert kept_answers(tmp_path) == []
+
+
+def test_a_compilation_that_slows_the_steps_too_much_is_ended(clock, monkeypatch):
+    monkeypatch.setattr(Later, "asks", 10**6)
+    clock.beside = 0.02
+    _, history = tuned()
+    assert "cost its steps" in history.tuning["dropped"]["compute.capture"]
+    assert "closed" in Later.events
+    assert history.tuning["capture"]["last"] < 100
+    assert history.tuning["lost_s"] == pytest.approx(history.tuning["capture"]["cost_s"], rel=0.5)
+
+
+def test_what_is_captured_by_choice_is_compiled_once(clock, interpreted):
+    """A layer changes later: from then on steps run as ever."""
+
+    def change(state):
+        state.trainer.model[1].momentum = 0.5
+
+    plain, _ = tuned(captured="off", callbacks=[Interrupt(change, 50)])
+    ours, history = tuned(callbacks=[Interrupt(change, 50)])
+    check_alike(ours, plain, within=1e-3)
+    assert 30 < len(interpreted) < 230
+    assert len(Interpreted.graphs) == 1
+    assert any("the model or its settings have changed" in note for note in history.notes)
+    assert history.recipe.compute.capture == "off"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "why"),
+    [
+        (net, {"eager": 0.02}, "calls are little of that"),
+        (net, {"epochs": 12}, "too short to repay compiling"),
+        (network, {}, "the model draws random numbers"),
+        (hooked, {}, "0 (Linear) has hooks"),
+        (net, {"few": 0.1}, "calls are little of a step"),
+    ],
+)
+def test_what_auto_does_not_compile_says_why(model, options, why, clock, monkeypatch):
+    clock.eager = options.get("eager", clock.eager)
+    monkeypatch.setattr(auto_capture, "_CALLS", 0.4 / options.get("few", 1))
+    _, history = tuned(model(), epochs=options.get("epochs", 30))
+    assert Interpreted.graphs == []
+    assert why in history.recipe.choices["compute.capture"].reason
+    assert history.recipe.compute.capture == "off"
+
+
+def test_exact_never_compiles(clock):
+    _, history = tuned(allow="exact")
+    assert Interpreted.graphs == []
+    assert history.recipe.compute.capture == "off"
+
+
+_TRAINING = """
+import torch, sys
+sys.path.insert(0, {tests!r})
+from test_train_capture import fitted, net
+fitted(net(), epochs=100_000)
+"""
+
+
+@pytest.mark.slow
+def test_a_training_that_is_killed_leaves_no_process_and_no_file(tmp_path):
+    """Also no compiler that the child has started."""
+    code = _TRAINING.format(tests=str(Path(__file__).parent))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    child = int(parent.stdout.readline())
+    steps = tmp_path / "cache" / "steps"
+
+    def left():
+        found = [p.cmdline() for p in psutil.process_iter() if p.pid != parent.pid]
+        return [command for command in found if any(str(tmp_path) in part for part in command)]
+
+    def until(holds):
+        for _ in range(600):
+            if holds():
+                return
+            time.sleep(0.05)
+        pytest.fail(f"{left()}, {list(steps.iterdir()) if steps.exists() else ''}")
+
+    until(lambda: len(left()) >= 2)  # the guard, and what compiles
     parent.kill()
     parent.wait()
-    for _ in range(100):
-        if not os.path.exists(f"/proc/{child}"):
-            return
-        time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    pytest.fail("it lives on")
+    until(lambda: not left() and [p.name for p in steps.iterdir()] == [".made-by-flatout"])

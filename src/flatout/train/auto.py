@@ -24,18 +24,23 @@ from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16,
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache
 from flatout.train.auto_budget import Budget
+from flatout.train.auto_capture import FIELD as CAPTURE
+from flatout.train.auto_capture import Beside
 from flatout.train.auto_check import FirstCheck
 from flatout.train.auto_search import Option, Search, is_faster
 from flatout.train.frozen_precision import Planned, choose_precision
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.settings import Settings, Switch, can_switch
 from flatout.train.step import Compute, Stepper
+from flatout.words import duration
 from flatout.world import World
 
 # Fewer steps than this are over before anything is known.
 FEWEST_STEPS = 40
 # About what measuring the best rates of a machine takes, once; of a run it may take this share.
 _RATES_S, _RATES_SHARE = 5.0, 0.01
+# Why a step is not compiled as a whole.
+_DRAWS = "the model draws random numbers"
 # The reason of a setting that is still being measured.
 MEASURING = "being measured"
 
@@ -107,6 +112,8 @@ def resolve(
     budget, began = Budget(steps), clock()
     check = FirstCheck(stepper, compute, batches[0], Settings.of(start), budget, clock)
     facts = check.facts(facts)
+    if CAPTURE in plain and facts.draws_random:
+        plain[CAPTURE] = _choice("off", _DRAWS, Parity.EXACT)
     start = requested.resolve(plain, machine, facts)
     if not _is_open(requested, allow):
         return Decision(start)
@@ -149,7 +156,10 @@ def _checked(
         and stepper.dropout is None
         and of_change("compute.compile", "off", "on", facts) <= allow
     )
-    if not (options or threads or compiles):
+    captures = requested.get(CAPTURE) == "auto" and of_change(CAPTURE, "off", "on", facts) <= allow
+    if captures and facts.draws_random:
+        captures, check.dropped[CAPTURE] = False, _DRAWS
+    if not (options or threads or compiles or captures):
         return None, ""
     if steps is not None and steps < FEWEST_STEPS:
         return None, _too_short(steps)
@@ -169,6 +179,8 @@ def _checked(
         modules=sum(1 for _ in stepper.switch.model.modules()),
         threads=threads,
         compiles=compiles,
+        captures=captures and stepper.switch.device.type == "cpu",
+        few_s=check.few_s,
         dropped=check.dropped,
         slower=check.slower,
     )
@@ -207,6 +219,9 @@ def agree(decision: Decision, world: World) -> None:
         search.options = [option for option in search.options if option.field in fields]
         search.dropped.update(dropped)
         search.slower |= {k: max(v, search.slower.get(k, v)) for k, v in slower.items()}
+    if search.captures:
+        search.captures = False
+        search.dropped[CAPTURE] = "that is for one rank on a CPU"
     search.budget.before_s, search.budget.step_s = (max(one[i] for one in found) for i in (3, 4))
 
 
@@ -231,6 +246,7 @@ def settle(
     ended: str,
     *,
     suffices: bool = False,
+    pending: bool = False,
 ) -> tuple[ResolvedRecipe, str]:
     """The Recipe that a search has come to, and the line that tells it; kept for the next run.
 
@@ -242,10 +258,13 @@ def settle(
         requested: as `resolve` was given.
         ended: why the search ended before all was tried; "" where it did not.
         suffices: whether what was tried by then is kept for the next run all the same.
+        pending: whether the step is still to be compiled, so that the answer is not the last.
     """
     search = decision.search
     assert search is not None
     found = _choices(search, decision.facts)
+    if pending:
+        found[CAPTURE] = _choice("off", MEASURING, Parity.EXACT)
     resolved = requested.resolve({**running.choices, **found}, running.machine, decision.facts)
     parity = max(choice.parity for choice in found.values()) if found else Parity.EXACT
     cost = f"tuning cost {search.budget.cost_s:.1f} s"
@@ -262,7 +281,7 @@ def settle(
         line += f"; {search.by_length.words(search.plain)}"
     if ended:
         line = f"{line}; {ended} before all was tried" if search.trials else ""
-    if ended and not suffices:
+    if pending or (ended and not suffices):
         return resolved, line
     if search.disturbed:
         line += "; the machine is busy, so the next run measures again"
@@ -273,6 +292,18 @@ def settle(
     return resolved, line
 
 
+def captured_line(search: Search, beside: Beside) -> str:
+    """The line that tells of a step compiled beside the run; "" where it is not used."""
+    trial = search.results.get(CAPTURE)
+    if search.best.capture != "on" or trial is None:
+        return ""
+    return (
+        f"auto: captured step: {trial.words} faster than without; compiled in "
+        f"{duration(beside.seconds)} beside the steps, which cost them "
+        f"{duration(max(0.0, beside.cost_s) + beside.traced_s)}; result: rounding"
+    )
+
+
 # -- what may be tried ---------------------------------------------------------------------------
 
 _MEASURED = [name for name, one in SETTINGS.items() if one.trial and one.trial.why]
@@ -280,7 +311,7 @@ _MEASURED = [name for name, one in SETTINGS.items() if one.trial and one.trial.w
 
 def _is_open(requested: Recipe, allow: Parity) -> bool:
     """Whether the request leaves anything to measure."""
-    return any(requested.get(field) == "auto" for field in _MEASURED) or (
+    return any(requested.get(field) == "auto" for field in (*_MEASURED, CAPTURE)) or (
         requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT
     )
 

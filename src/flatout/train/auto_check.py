@@ -58,6 +58,7 @@ class FirstCheck:
         plain, budget: as given.
         dropped: fields that cannot be used, and why.
         slower: by field, how many times as long the few samples took; "together" for all at once.
+        few_s: seconds that these took under plain settings; None where they were not timed.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class FirstCheck:
         self._few = batch.rows(0, max(min(_FEWEST, batch.size), batch.size // _PART))
         self.dropped: dict[str, str] = {}
         self.slower: dict[str, float] = {}
+        self.few_s: float | None = None
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """`facts` with what only a forward pass shows: whether and how random numbers are drawn."""
@@ -129,6 +131,7 @@ class FirstCheck:
             return False
         with self._leaving_no_trace():
             plain, plain_s = self._passes(self.plain)
+            self.few_s = plain_s
             for option in in_passes:
                 settings = self.plain.but(**{option.setting: option.value})
                 self._look_at(option, settings, plain, plain_s, facts)

@@ -11,7 +11,9 @@
                    win, plain it is
     6  by length   where batches change in length: other settings for short ones or for long ones,
                    with all the switching between them
-    7  compile     only where the run is long enough to repay the compilation
+    7  compile     only where the run is long enough to repay the compilation, and the whole step
+                   is not to be compiled beside it
+    8  capture     the whole step as one graph, once that is compiled (auto_capture.py)
 
 Where a roofline knows this machine's rates, what it promises most of comes first, and what cannot
 return more than noise is not tried.
@@ -22,7 +24,7 @@ The search is a generator: it yields Blocks of the job's own steps and is sent w
 from __future__ import annotations
 
 import statistics
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,6 +58,10 @@ SHORT_STEP_S = 0.02
 NOISE = 0.2
 # A compilation may take so long, and so long for each module of the model.
 _COMPILE_S = (30.0, 1.0)
+# Those that cannot be switched on and off at any time.
+_AT_ONCE = ("allocator", "compile", "capture")
+# Of a run, what is tried late still pays where it was waited for.
+_LATE = 0.9
 
 
 class Failed(Exception):
@@ -135,6 +141,9 @@ class Search:
         modules: of the model, which tell how long compiling may take.
         threads: whether fewer threads may be tried.
         compiles: whether compiling may be tried.
+        captures: whether the whole step may be compiled beside the run.
+        prefers_capture: whether that is to be done, so that the model is not compiled.
+        few_s: seconds that forward and backward of a few samples take, where they were measured.
 
     Attributes:
         dropped: fields that are not tried or not measured, and why.
@@ -163,6 +172,9 @@ class Search:
     modules: int = 0
     threads: bool = False
     compiles: bool = False
+    captures: bool = False
+    prefers_capture: Callable[[], bool] = lambda: False
+    few_s: float | None = None
     promises: dict[str, Promise] = field(default_factory=dict)
     varied: bool = False
     splits: bool = False
@@ -183,6 +195,7 @@ class Search:
     def __post_init__(self) -> None:
         self.best = self.plain
         self._at = 0
+        self._until = _SEARCHED
         self._now: Settings | ByLength | None = None
         self._measured: dict[tuple[Settings | ByLength, ...], TrialResult] = {}
         self._skipped: list[Option] = []
@@ -190,7 +203,7 @@ class Search:
     @property
     def _rest(self) -> list[Option]:
         """Options that can be switched on and off at any time."""
-        return [option for option in self.options if option.setting not in ("allocator", "compile")]
+        return [option for option in self.options if option.setting not in _AT_ONCE]
 
     @property
     def disturbed(self) -> bool:
@@ -220,11 +233,33 @@ class Search:
         yield from self._one_by_one()
         yield from self._confirm()
         yield from self._by_length()
-        if self.compiles:
+        if self.compiles and not (self.captures and self.prefers_capture()):
             yield from self._compiled()
 
+    def captured(self) -> _Steps:
+        """The whole step as one graph, which is compiled by now, against the best without."""
+        self._until = _LATE
+        yield from self._graph("compute.capture", "on", "one compiled graph for the whole step")
+        if self.best.capture == "on":
+            self.whole = None  # what was measured against plain had not that
+
     def again(self) -> _Steps:
-        """The same later in the run, from the best settings on: what was measured is forgotten."""
+        """The same later in the run, from the best settings on: what was measured is forgotten.
+
+        Where steps run as one graph, only whether that still is the fastest: under other settings
+        it would have to be compiled again.
+        """
+        if self.best.capture == "on":
+            before = self.best
+            self.step_s.clear()
+            self._measured.clear()
+            self.lengths = Lengths()
+            self._now, self.best = None, before.but(capture="off")
+            yield from self._run(self.best)
+            yield from self.captured()
+            if self.best == before:
+                return
+        self._until = _SEARCHED
         while self._skipped:
             option = self._skipped.pop()
             self.options.append(option)
@@ -363,22 +398,28 @@ class Search:
             run_s = self.budget.run_s
             self.dropped[field] = f"the run takes about {run_s:.0f} s, too short to repay compiling"
             return
-        compiled = self.best.but(compile="on")
+        self.compile_s = yield from self._graph(field, "on", "one kernel for many operators")
+
+    def _graph(self, field: str, value: str, why: str) -> Generator[Block, Measured, float]:
+        """A setting whose first step is slow for once; returns what that took, in seconds."""
+        option = Option(field, Trial(value, bool, why=why))
+        off, on = self.best, self.best.but(**{option.setting: value})
         try:
-            look = yield Block(compiled, 1, 1)
+            look = yield Block(on, 1, 1)
         except Failed as failed:
             self.dropped[field] = str(failed)
-            return
-        self._account(look, compiled)
-        self.compile_s, self._now = look.total_s, compiled
-        self.step_s[compiled] = look.seconds
-        result = yield from self._compare(self.best, compiled, 1.0, field)
+            return 0.0
+        self._account(look, on)
+        self._now, self.step_s[on] = on, look.seconds
+        result = yield from self._compare(off, on, 1.0, field)
         if result is not None:
-            trial = Trial("on", bool, why="one kernel for many operators")
-            self.options.append(Option(field, trial))
+            self.options = [one for one in self.options if one.field != field] + [option]
             self.results[field] = result
             if is_faster(result):
-                self.best, self.by_length = compiled, None
+                self.best, self.by_length = on, None
+            else:
+                self.best = off
+        return look.total_s
 
     # -- how it is measured ------------------------------------------------------------------
 
@@ -392,7 +433,7 @@ class Search:
         """A trial; None where a side fails, or there is no time."""
         challenger = on if self.best == off else off
         steps, first = self.budget.steps, self._at + 1
-        if steps is not None and self._at > _SEARCHED * steps:
+        if steps is not None and self._at > self._until * steps:
             self._not_measured(field, "the run is half over")
             return None
         known = challenger in self.step_s
@@ -406,7 +447,7 @@ class Search:
             return None
 
         def enough(result: TrialResult) -> bool:
-            over = steps is not None and self._at > _SEARCHED * steps
+            over = steps is not None and self._at > self._until * steps
             return _is_clear(result) or over or not self._affords_pair(challenger)
 
         blocks = quadruples(

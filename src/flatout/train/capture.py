@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from time import monotonic
@@ -32,6 +32,7 @@ from flatout.console import first_line
 from flatout.data import Batch
 from flatout.measure.fingerprint import fingerprint
 from flatout.optim import scaled
+from flatout.train.capture_child import END, GO_ON, HOLD
 from flatout.train.capture_graph import (
     STRAY,
     Graph,
@@ -49,6 +50,8 @@ from flatout.words import duration
 KIND = "steps"
 # A compilation that takes longer is given up.
 _LONGEST_S = 600.0
+# It is told to end, and killed where it has not after so long.
+_END_S = 1.0
 # The child is asked so many steps apart.
 _ASK_EVERY = 20
 # The graph runs beside a step as ever again after so many steps.
@@ -102,7 +105,8 @@ class Compiling:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(self._folder), str(os.getpid())],
                 env=variables,
-                stdin=subprocess.DEVNULL,
+                bufsize=0,
+                stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=said,
             )
@@ -115,7 +119,7 @@ class Compiling:
         """
         status = self._process.poll()
         if status is None:
-            if monotonic() - self._began > _LONGEST_S:
+            if self.seconds > _LONGEST_S:
                 self.close()
                 raise Unfit(f"compiling took longer than {duration(_LONGEST_S)}")
             return None
@@ -134,9 +138,28 @@ class Compiling:
         errors = re.findall(r"^[\w.]+: .+", said, re.MULTILINE)
         return errors[-1] if errors else f"the process ended with status {status}"
 
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return monotonic() - self._began
+
+    def hold(self, holds: bool) -> None:
+        """Hold the compiling up, or let it go on."""
+        self._tell(HOLD if holds else GO_ON)
+
+    def _tell(self, what: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended
+            self._process.stdin.write(what)
+
     def close(self) -> None:
         """End it, and remove what it has written."""
-        if self._process.poll() is None:
+        self._tell(END)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         remove_made(self._folder)
@@ -187,7 +210,7 @@ class Program:
     def __init__(self, path: Path, graph: Graph, stepper: Stepper, compute: ModelCompute) -> None:
         self._run = loaded(path)
         self._graph, self._stepper, self._compute = graph, stepper, compute
-        self.settings = stepper.switch.now
+        self.settings = stepper.switch.now.but(capture="on")
         self.bind()
         self._watch = Watch(compute.modules)
         self._facts = [facts for facts, _ in self._places.groups]
@@ -376,6 +399,7 @@ class Capture:
         stepper: makes all others.
         note: gets what the user should know.
         waits: whether settings are still being chosen, so that it is too soon to compile.
+        is_asked: whether steps are to be captured; else whoever tries it calls `begin`, once.
 
     Attributes:
         why: why no step is captured; "" while it may be.
@@ -383,9 +407,14 @@ class Capture:
     """
 
     def __init__(
-        self, stepper: Stepper, note: Callable[[str], None], waits: Callable[[], bool]
+        self,
+        stepper: Stepper,
+        note: Callable[[str], None],
+        waits: Callable[[], bool],
+        is_asked: bool = True,
     ) -> None:
         self._stepper, self._note, self._waits = stepper, note, waits
+        self._is_asked = is_asked
         self.why = ""
         self._graph: Graph | None = None
         self._compiling: Compiling | None = None
@@ -430,7 +459,7 @@ class Capture:
             return done
         with self._giving_up():
             program.compare(done.loss)
-            if not self._is_told:
+            if self._is_asked and not self._is_told:
                 self._is_told = True
                 self._note(f"from step {step + 1:,} on steps run as one compiled graph")
         return done
@@ -447,7 +476,8 @@ class Capture:
         """From now on steps run as ever."""
         self.close()
         self.why = why
-        self._note(f"compute.capture: steps run as ever: {why}")
+        if self._is_asked:
+            self._note(f"compute.capture: steps run as ever: {why}")
 
     def at_hand(self) -> Program | None:
         """The compiled step, where the next step is one that it makes."""
@@ -465,8 +495,28 @@ class Capture:
             if path is not None:
                 self._compiling = None
                 self._load(path, compute)
+        elif not self._is_asked:
+            raise Unfit("the model or its settings have changed since it was compiled")
         elif not self._waits():
             self._begin(compute, batches)
+
+    def begin(self, compute: Any, batches: Sequence[Batch]) -> None:
+        """Compile the step that was just made; `why` is set where that cannot be."""
+        with self._giving_up():
+            self._begin(compute, batches)
+
+    def is_there(self, compute: Any) -> bool:
+        """Whether what `begin` has begun is there; `why` is set where it will not be."""
+        with self._giving_up():
+            if self._compiling is not None and (path := self._compiling.done()) is not None:
+                self._compiling = None
+                self._load(path, compute)
+        return self._program is not None
+
+    @property
+    def compiling(self) -> Compiling | None:
+        """The child, while it compiles."""
+        return self._compiling
 
     def _begin(self, compute: Any, batches: Sequence[Batch]) -> None:
         """Trace the step, and compile it unless that was done before."""

@@ -1,23 +1,65 @@
 """Compiles a step's graph in a process of its own, behind all others: `python -m` this, FOLDER.
 
 The folder holds `graph.pt`; `step.pt2` is there when the process has ended well.
+
+The process that is started so is a guard. It starts the one that compiles, whose compilers would
+outlive it, in a group; holds this group up and lets it go on as its stdin says; and ends it and
+removes the folder where stdin says so or ends, or the process that reads the package is gone.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+from flatout.cache_folder import remove
 from flatout.processes import die_with_parent
+
+# What the guard is told.
+HOLD, GO_ON, END = b"h", b"g", b"e"
 
 
 def main() -> None:
-    """Compile what lies in the folder that the command line names."""
+    """Guard, or compile what lies in the folder that the command line names."""
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent)
+    if len(sys.argv) == 3:
+        _guard(folder, parent)
+    else:
+        die_with_parent(parent)
+        _compile(folder)
+
+
+def _guard(folder: Path, parent: int) -> None:
+    command = [sys.executable, "-P", "-m", "flatout.train.capture_child", str(folder)]
+    worker = subprocess.Popen(
+        [*command, str(os.getpid()), "compile"], stdin=subprocess.DEVNULL, process_group=0
+    )
+
+    def end_with_it() -> None:
+        status = worker.wait()
+        os._exit(status if status >= 0 else 128 - status)
+
+    Thread(target=end_with_it, daemon=True).start()
+    while os.getppid() == parent:
+        if not select.select([0], [], [], 1.0)[0]:
+            continue
+        told = os.read(0, 1)
+        if told not in (HOLD, GO_ON):
+            break
+        os.killpg(worker.pid, signal.SIGSTOP if told == HOLD else signal.SIGCONT)
+    os.killpg(worker.pid, signal.SIGKILL)
+    remove(folder)
+    os._exit(1)
+
+
+def _compile(folder: Path) -> None:
     os.nice(19)
     with suppress(OSError):  # where memory runs out, this process goes and not the training
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -179,6 +179,9 @@ class Explanation:
             yield f"  {'tried':{_NAME}}{'faster':18}{'noise':>6}  steps"
         for trial in tuning["trials"]:
             yield from _trial(trial)
+        if tuning.get("capture"):
+            yield ""
+            yield from _wrapped(_captured(tuning), 2)
         if tuning["dropped"]:
             yield ""
             yield "  not taken, and why"
@@ -311,6 +314,20 @@ def _trial(trial: Mapping[str, Any]) -> Iterator[str]:
         return
     yield from (f"  {line}" for line in lines)
     yield f"  {'':{_NAME}}{figures}"
+
+
+def _captured(tuning: Mapping[str, Any]) -> str:
+    """What came of compiling the whole step beside the run."""
+    found = tuning["capture"]
+    cost = duration(found["cost_s"] + found["traced_s"])
+    beside = f"beside steps {found['first']:,}-{found['last']:,}, which cost {cost}"
+    if not found["is_there"]:
+        return (
+            f"the whole step as one graph: given up after {duration(found['compile_s'])} {beside}"
+        )
+    took = duration(found["compile_s"])
+    how = f"compiled in {took} {beside}" if found["compile_s"] else "compiled by an earlier run"
+    return f"the whole step as one graph: {how}"
 
 
 def _spans(spans: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -41,7 +41,8 @@ from flatout.recipe import ModelFacts, Parity, Recipe, ResolvedRecipe, dumps
 from flatout.save import Checkpoints
 from flatout.strategies import check_replicas
 from flatout.train import guard
-from flatout.train.auto import Decision, settle
+from flatout.train.auto import Decision, captured_line, settle
+from flatout.train.auto_capture import Beside
 from flatout.train.broadcast import watched
 from flatout.train.capture import Capture
 from flatout.train.checkpointing import Checkpointing, no_run_folder
@@ -278,8 +279,7 @@ class Loop:
         calls = Calls(model) if self.told is None else None
         self.feed.features = FrozenFeatures(self, model, calls)
         self.undo.callback(self.feed.features.close)
-        if self.resolved is not None and self.resolved.compute.capture == "on":
-            self._capture()
+        self._capture(compute)
         check_replicas(model, world, "at the start")
         if is_trial():
             tunes = partial(getattr, self.tuner, "is_searching", False)
@@ -317,10 +317,16 @@ class Loop:
             if compute is not None and is_compiled(self.model):
                 rehearse(self.tuner, self.stepper, compute, first)
 
-    def _capture(self) -> None:
-        """Let steps run as one compiled graph."""
-        self.stepper.capture = capture = Capture(self.stepper, self.note, self._is_tuning)
+    def _capture(self, compute: Compute | None) -> None:
+        """Let steps run as one compiled graph, or have that tried."""
+        assert self.resolved is not None
+        tuner, is_asked = self.tuner, self.resolved.compute.capture == "on"
+        if not is_asked and (tuner is None or not tuner.search.captures):
+            return
+        self.stepper.capture = capture = Capture(self.stepper, self.note, self._is_tuning, is_asked)
         self.undo.callback(capture.close)
+        if tuner is not None and not is_asked:
+            tuner.beside = Beside(capture, compute, tuner.search)
 
     def _is_tuning(self) -> bool:
         return self.is_other_job or (self.tuner is not None and self.tuner.is_searching)
@@ -339,8 +345,15 @@ class Loop:
         """What was tried is decided: it holds from the next step on."""
         assert self.resolved is not None
         self.resolved, line = settle(
-            decision, self.resolved, self.requested, tuner.why, suffices=tuner.suffices
+            decision,
+            self.resolved,
+            self.requested,
+            tuner.why,
+            suffices=tuner.suffices,
+            pending=tuner.is_pending,
         )
+        if tuner.of_capture and tuner.beside is not None:
+            line = captured_line(tuner.search, tuner.beside)
         if line:
             self.note(line)
 

@@ -20,6 +20,7 @@ from flatout.console import first_line
 from flatout.data import Batch, tensors_in
 from flatout.measure import Promise, finish_device, page_faults, promises
 from flatout.measure.machine import ROUGH
+from flatout.train.auto_capture import Beside
 from flatout.train.auto_search import Block, Failed, Measured, Search
 from flatout.train.feed import Feed
 from flatout.train.lengths import ByLength, Step
@@ -57,6 +58,8 @@ class Tuner:
         why: why it ended early.
         suffices: of a search that ended early, whether the next run need not search either.
         spans: what ran in which steps: the first, the last, and the settings.
+        beside: has the step compiled beside the run; None where that is not to be.
+        of_capture: whether what was decided last is that alone.
         since: the number of the last step before the search.
     """
 
@@ -92,6 +95,8 @@ class Tuner:
         self._trained = self._trainable()
         self._first = self._last = 0
         self._started: float | None = None
+        self.beside: Beside | None = None
+        self.of_capture = False
         search.splits = world.size == 1
         self._blocks = search.run()
         self._begin(next(self._blocks))
@@ -112,6 +117,11 @@ class Tuner:
     def is_searching(self) -> bool:
         """Whether there is something left to try."""
         return not self.done and not self.why
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether all is tried but the step as one graph, which is being compiled."""
+        return self.beside is not None and self.beside.is_open
 
     def expect(self, counts: Mapping[str, Any]) -> None:
         """Let a roofline say in which order options are tried; for all ranks the first's.
@@ -156,11 +166,16 @@ class Tuner:
                 return run()
             done = run()
             finish_device()
-            self._look(self._clock() - began + prepared_s, batches, turn, number)
+            seconds = self._clock() - began + prepared_s
+            if self.is_pending:
+                self._wait(seconds, batches, turn, number)
+            else:
+                self._look(seconds, batches, turn, number)
             return done
         settings = self._block.settings
         is_tried = settings != self.search.best
-        self._moving.keep()
+        if is_tried:
+            self._moving.keep()
         self._stepper.may_split = not (is_tried and self._world.size == 1)
         began = self._clock()
         if isinstance(settings, ByLength):
@@ -181,9 +196,20 @@ class Tuner:
         finish_device()
         seconds = self._clock() - began + prepared_s
         self._last = number
+        if is_tried and (why := self._not_captured(settings)):
+            self._span(number, self.search.best)
+            self._next(lambda: self._blocks.throw(Failed(why)), number)
+            return done
         self._span(number, settings)
         self._count(seconds, batches, turn, number)
         return done
+
+    def _not_captured(self, settings: Settings | ByLength) -> str:
+        """Why steps that were to be one graph were made as ever; "" where they were not."""
+        capture = self._stepper.capture
+        if capture is None or isinstance(settings, ByLength) or settings.capture != "on":
+            return ""
+        return capture.why
 
     def _again(self, run: Callable[[], Done], turn: Turn, number: int, why: str) -> Done:
         """The step once more under the best settings; those that were tried are not."""
@@ -283,6 +309,11 @@ class Tuner:
 
     def stop(self, why: str, *, suffices: bool = False) -> None:
         """End the search where it is: the best settings known hold."""
+        if self.beside is not None and self.beside.is_open:
+            self.beside.drop(f"was not measured: {why} while it was compiled")
+            self.why, self.of_capture = why, True
+            self._settle(self)
+            return
         if self.is_searching:
             self.why, self.suffices = why, suffices
             self._blocks.close()
@@ -292,7 +323,9 @@ class Tuner:
         self._use(self.search.best)
         self._changed = 0
         self._trained = self._trainable()
-        self._look_at = self._last + self._look_every
+        if self.beside is not None and not self.why:
+            self.beside.judge()
+        self._look_at = self._last + (1 if self.is_pending else self._look_every)
         self._settle(self)
 
     def back(self) -> None:
@@ -305,9 +338,48 @@ class Tuner:
         self.back()
         self.search.by_length = None
 
+    def _wait(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
+        """A step beside the compilation of the next setting to try."""
+        assert self.beside is not None
+        self._look_at = number + 1
+        if not self._is_of_kind(batches, turn):
+            return
+        if not self.beside.has_begun:
+            self.beside.begin(batches, number)
+        else:
+            self.beside.after(seconds, number)
+        if self.beside.is_open:
+            return
+        if self.beside.is_there:
+            self.of_capture = True
+            self._resume(number, self.search.captured())
+        else:
+            self._look_at, self.of_capture = number + self._look_every, True
+            self._settle(self)
+
+    def _part_with_capture(self) -> None:
+        """Where steps that were chosen to be one graph no longer are."""
+        search = self.search
+        if why := self._not_captured(search.best):
+            search.dropped["compute.capture"] = why
+            search.best = search.best.but(capture="off")
+            self._use(search.best)
+            self._note(f"compute.capture: steps run as ever: {why}")
+            self.of_capture = True
+            self._settle(self)
+
+    def _resume(self, number: int, blocks: Any) -> None:
+        """Settings are tried again from the next step on."""
+        self.done, self.why, self._look_at = False, "", 0
+        self.spans.append((self._last + 1, number, self.holds))
+        self._last, self._blocks = number, blocks
+        self._begin(next(blocks))
+
     def rest(self) -> None:
         """Look at no step, until `wake`: steps are others than those that were measured."""
         self.stop_splitting()
+        if self.is_pending:
+            self.stop("features of frozen layers were kept")
         self._look_at = sys.maxsize
 
     def wake(self, last: int) -> None:
@@ -328,6 +400,7 @@ class Tuner:
     def _look(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
         """Whether what was measured still holds."""
         self._look_at = number + self._look_every
+        self._part_with_capture()
         search, values = self.search, _values(batches)
         known, split = search.step_s.get(search.best), search.by_length
         factor = 1.0
@@ -347,14 +420,10 @@ class Tuner:
         elif self._changed >= _LOOKS:
             what = f"steps take {factor:.1f} times as long as they did"
             self._note(f"auto: {what}: settings are tried once more")
-            self.done, self.why, self._look_at = False, "", 0
             # A machine that never rests is not asked all the time.
             self._look_every *= 2
-            self._kind = None
-            self.spans.append((self._last + 1, number, self.holds))
-            self._last = number
-            self._blocks = self.search.again()
-            self._begin(next(self._blocks))
+            self._kind, self.of_capture = None, False
+            self._resume(number, self.search.again())
 
     def begin_again(
         self, search: Search, settle: Callable[[Tuner], None], last: int, now: Settings
@@ -374,6 +443,9 @@ class Tuner:
         self._spent = (before + budget.before_s + budget.rehearsed_s, lost + budget.lost_s)
         search.splits = self.search.splits
         self.search, self._settle = search, settle
+        self.of_capture = False
+        if self.beside is not None:
+            self.beside.follow(search)
         self.done, self.why, self.suffices, self._look_at = False, "", False, 0
         self._kind, self._started, self._look_every = None, None, _LOOK_EVERY
         self.follows(last, now)
@@ -418,6 +490,7 @@ class Tuner:
             "spans": [{"first": a, "last": b, "settings": s} for a, b, s in spans],
             "trials": self._all_trials(),
             "dropped": {**self._dropped, **search.dropped},
+            "capture": None if self.beside is None else self.beside.record(),
         }
 
 

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
-from flatout.recipe.setting import Flag, Live, OnOff, Section, Switch, Trial, setting
+from flatout.recipe.setting import Flag, Live, Section, Switch, Trial, setting
 
 
 def _memory_format(facts: ModelFacts) -> Parity:
@@ -115,11 +115,13 @@ class Compute(Section):
         cure="flatout.cures.compile:cure",
         around=3,
     )
-    capture: OnOff = setting(
-        "off",
+    capture: Switch = setting(
+        "auto",
         "Forward, backward and update as one compiled graph, on a CPU and one rank: for small "
         "models, whose steps are mostly calls. It is compiled by another process while training "
-        "goes on, and kept for later runs.",
+        "goes on, and kept for later runs. `auto`: in runs long enough to repay that, and only "
+        "where it is measured faster.",
+        plain="off",
         parity=Parity.TOLERANT,
         words="captured step",
         live=Live(),

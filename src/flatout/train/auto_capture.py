@@ -1,0 +1,184 @@
+"""Has the step of a small model compiled beside the run, where that pays, and counts what it costs.
+
+The child that compiles is held up for short spells, so that steps beside it are compared with steps
+alone while the machine is the same: what they took longer is part of what tuning costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+from flatout.data import Batch
+from flatout.train.auto_search import Search
+from flatout.train.capture import Capture
+from flatout.words import duration
+
+FIELD = "compute.capture"
+# Longer steps have operators that take longer than the calls of them.
+_SHORT_S = 0.005
+# So much of a step a few samples take where the calls are what takes long.
+_CALLS = 0.4
+# About what tracing a step takes, which training waits for, and compiling it, which it does not;
+# of that the steps beside it pay about this share.
+_TRACE_S, _COMPILE_S, _SLOWED = 1.0, 40.0, 0.05
+# What is left of the run has to last so many times as long as compiling.
+_REPAID = 4.0
+# Seconds in turn for which the child runs and is held up.
+_BESIDE_S, _ALONE_S = 1.5, 0.25
+
+
+def objection(search: Search) -> str:
+    """Why the step is not worth compiling beside this run; "" where it is.
+
+    Args:
+        search: that is over but for that.
+    """
+    step_s, budget = search.step_s.get(search.best), search.budget
+    if search.best.compile != "off":
+        return "the model is compiled already"
+    if search.varied:
+        return "batches are of different shapes"
+    if step_s is None or search.few_s is None:
+        return "steps were not measured"
+    if step_s > _SHORT_S:
+        return f"steps take {duration(step_s)}, and calls are little of that"
+    if search.few_s < _CALLS * step_s:
+        return f"calls are little of a step: a few samples take {search.few_s / step_s:.0%} of it"
+    left_s = budget.run_s - budget.elapsed_s
+    if left_s < _REPAID * _COMPILE_S or not budget.pays_for(_TRACE_S + _SLOWED * _COMPILE_S):
+        return f"the run takes about {duration(budget.run_s)}, too short to repay compiling"
+    return ""
+
+
+class Beside:
+    """The compilation of a step beside the run.
+
+    Args:
+        capture: traces, compiles and runs it.
+        compute: forward and loss of a batch.
+        search: what has been found before, and whose budget pays.
+        clock: returns seconds.
+
+    Attributes:
+        is_open: whether the package is still to come.
+        has_begun: whether a child was asked for it.
+        is_there: whether it came.
+        seconds: that compiling took.
+        traced_s: that the run stood still for tracing.
+        cost_s: by which steps beside the child were slower.
+        steps: the numbers of the first and the last of them.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        compute: Any,
+        search: Search,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._capture, self._compute, self._clock = capture, compute, clock
+        self.is_open = False
+        self.has_begun = self.is_there = False
+        self.follow(search)
+        self.seconds = self.traced_s = self.cost_s = 0.0
+        self.steps = (0, 0)
+        # The present spell: whether the child is held up, and what its steps took so far.
+        self._is_alone, self._took, self._count = False, 0.0, 0
+        self._before: tuple[float, int] | None = None
+
+    def follow(self, search: Search) -> None:
+        """From now on it is for this search; nothing is compiled a second time."""
+        self._search = search
+        if self.has_begun and search.captures:
+            search.captures = False
+            search.dropped[FIELD] = "it was compiled already, for the job as it was before"
+        search.prefers_capture = lambda: not objection(search)
+
+    def judge(self) -> None:
+        """Whether to compile, now that all else is decided; never a second time."""
+        if self.has_begun or not self._search.captures:
+            return
+        why = objection(self._search)
+        self.is_open = not why
+        if why:
+            self._search.dropped[FIELD] = why
+        else:
+            self._search.dropped.pop(FIELD, None)
+
+    def begin(self, batches: Sequence[Batch], number: int) -> None:
+        """Trace the step that was just made, and start the child where it was never compiled."""
+        self.has_begun, self.steps = True, (number + 1, number + 1)
+        began = self._clock()
+        self._capture.begin(self._compute, batches)
+        self.traced_s = self._clock() - began
+        self._search.budget.lost_s += self.traced_s
+        self._ask()
+
+    def after(self, seconds: float, number: int) -> None:
+        """A step was made.
+
+        Args:
+            seconds: that it took.
+            number: of it.
+        """
+        self.steps = (self.steps[0], number)
+        self._took += seconds
+        self._count += 1
+        if self._took < (_ALONE_S if self._is_alone else _BESIDE_S):
+            return
+        self._account()
+        self._ask()
+        compiling = self._capture.compiling
+        if compiling is None:
+            return
+        if self.cost_s > self._search.budget.left_s:
+            self.drop(f"compiling beside the run cost its steps {duration(self.cost_s)}: too much")
+            return
+        self._is_alone = not self._is_alone
+        compiling.hold(self._is_alone)
+
+    def _account(self) -> None:
+        """The spells with the child and without in turn tell what it costs."""
+        mean, count = self._took / self._count, self._count
+        self._took, self._count = 0.0, 0
+        if not self._is_alone:
+            self._before = (mean, count)
+        elif self._before is not None:
+            slower, steps = self._before[0] - mean, self._before[1]
+            self.cost_s += slower * steps
+
+    def _ask(self) -> None:
+        compiling = self._capture.compiling
+        self.seconds = self.seconds if compiling is None else compiling.seconds
+        self.is_there = self._capture.is_there(self._compute)
+        if self._capture.why:
+            self.drop(self._capture.why)
+        elif self.is_there:
+            self._close()
+
+    def drop(self, why: str) -> None:
+        """Give it up."""
+        self._search.dropped[FIELD] = why
+        self._capture.close()
+        self._close()
+
+    def _close(self) -> None:
+        """It is over: noise may have made some of the cost, and never earns anything."""
+        if self.is_open:
+            self.is_open = False
+            self._search.budget.lost_s += max(0.0, self.cost_s)
+
+    def record(self) -> dict[str, Any] | None:
+        """What History keeps of it; None where nothing was compiled."""
+        if not self.has_begun:
+            return None
+        return {
+            "first": self.steps[0],
+            "last": self.steps[1],
+            "compile_s": self.seconds,
+            "traced_s": self.traced_s,
+            "cost_s": max(0.0, self.cost_s),
+            "is_there": self.is_there,
+        }
