@@ -39,6 +39,7 @@ def test_the_trainer_bench_divides_times_in_the_right_direction():
     rows = rows_of(
         trainer.peers(1, 1),
         trainer=[2, 2, 2],
+        trainer_captured=[2, 2, 2],
         handwritten=[1, 1, 1],
         lightning=[8, 8, 8],
         jax=[4, 4, 4],
