@@ -31,6 +31,7 @@ setup(
             "_lines",
             "_relu_pool",
             "_resize",
+            "_table_rows",
         )
     ],
     options={} if free_threaded else {"bdist_wheel": {"py_limited_api": "cp311"}},

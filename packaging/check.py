@@ -41,6 +41,7 @@ EXTENSIONS = (
     "_lines",
     "_relu_pool",
     "_resize",
+    "_table_rows",
 )
 
 # Trains by the gather path, which the C extension serves where it was built.

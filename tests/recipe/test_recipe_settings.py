@@ -24,6 +24,7 @@ EXPECTED = [
     ("compute.rewrites", "off", "on", DRAWS, Parity.EXACT),
     ("compute.fused_norms", "off", "on", COUPLED, Parity.TOLERANT),
     ("compute.fused_optimizer", "off", "on", NOTHING, Parity.TOLERANT),
+    ("compute.touched_rows", "off", "on", NOTHING, Parity.TOLERANT),
     ("compute.compile", "off", "on", NOTHING, Parity.TOLERANT),
     ("compute.compile", "off", "on", DRAWS, Parity.REDRAWN),
     ("compute.capture", "off", "on", COUPLED, Parity.TOLERANT),
@@ -138,6 +139,7 @@ def test_which_settings_a_live_model_is_switched_to():
         "compute.rewrites",
         "compute.fused_norms",
         "compute.fused_optimizer",
+        "compute.touched_rows",
         "compute.compile",
         "compute.capture",
         "compute.matmul_precision",
@@ -152,6 +154,7 @@ def test_which_settings_a_live_model_is_switched_to():
         "compute.fused_norms",
         "compute.fp32_operators",
         "compute.compile",
+        "compute.touched_rows",
     ]
 
 

@@ -14,6 +14,8 @@ from flatout.optim.rates import rates_of as rates_of
 from flatout.optim.rates import scaled as scaled
 from flatout.optim.several import Optimizers as Optimizers
 from flatout.optim.several import as_tuple as as_tuple
+from flatout.optim.touched_rows import TouchedRows as TouchedRows
+from flatout.optim.touched_rows import steppable_rows as steppable_rows
 from flatout.optim.traced import Kind as Kind
 from flatout.optim.traced import kind_of as kind_of
 from flatout.optim.tried import warnings_of as warnings_of

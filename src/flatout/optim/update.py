@@ -15,7 +15,8 @@ kernel and does not heed such a flag itself, a bad step cannot be held back, onl
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ from torch.optim import optimizer as torch_optimizer
 from flatout.errors import ModelError
 from flatout.optim.fused import align_state, begins_late
 from flatout.optim.several import Optimizers, as_tuple
+from flatout.optim.touched_rows import TouchedRows
 
 Tensors = list[torch.Tensor]
 # Applies the gradients of one parameter group, unless the flag on their device is set.
 Kernel = Callable[[Tensors, torch.Tensor | None], None]
+
+_NO_ROWS: Mapping[torch.optim.Optimizer, TouchedRows] = MappingProxyType({})
 
 
 class Update:
@@ -39,6 +43,7 @@ class Update:
         clip_norm: largest total 2-norm of all gradients (Pascanu et al. 2013), or None.
         clip_value: largest absolute value of a gradient element, or None.
         flags: of updates that stop together where one of them was bad.
+        rows: of optimizers, the tables that are stepped by the rows that a batch has used.
 
     Attributes:
         parameters: of all optimizers, each once.
@@ -54,10 +59,12 @@ class Update:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         flags: dict[torch.device, torch.Tensor] | None = None,
+        rows: Mapping[torch.optim.Optimizer, TouchedRows] = _NO_ROWS,
     ) -> None:
         for optimizer in as_tuple(optimizers):
             _refuse_closure(optimizer)
-        self.parts = [Part(optimizer) for optimizer in as_tuple(optimizers)]
+        self._rows = rows
+        self.parts = [Part(optimizer, rows) for optimizer in as_tuple(optimizers)]
         self.clip_norm = clip_norm
         self.clip_value = clip_value
         self._flags = {} if flags is None else flags
@@ -142,14 +149,18 @@ class Update:
         """Clip, check and apply the gradients, then set them to None."""
         if any(part.is_stale() for part in self.parts):
             self.refresh()
+        if self._rows:
+            for part in self.parts:
+                part.gather_rows()
         self.clip()
         gradients = _gradients(self.parameters)
         self._check(gradients)
         # On a CPU the flag can be read at no cost, and a bad step need not even begin.
         if not (self._on_cpu and self.was_bad()):
-            alone = len(self.parts) == 1
+            alone = len(self.parts) == 1 and not self._rows
             for part in self.parts:
-                part(gradients if alone else _gradients(part.parameters), self.flag, self._on_cpu)
+                part.step_rows()
+                part(gradients if alone else _gradients(part.own), self.flag, self._on_cpu)
         self.forget()
 
     def _check(self, gradients: Tensors) -> None:
@@ -175,11 +186,16 @@ class Part:
 
     Attributes:
         heeds_flag: whether it leaves weights and state alone where a flag on the device says so.
+        own: its parameters that are stepped whole.
         direct: kernels that take the place of the optimizer's own step; None where none may.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rows: Mapping[torch.optim.Optimizer, TouchedRows] = _NO_ROWS,
+    ) -> None:
+        self.optimizer, self._all_rows = optimizer, rows
         self.refresh()
 
     def refresh(self) -> None:
@@ -193,7 +209,10 @@ class Part:
         if self._fused:
             align_state(optimizer)
         self.direct: list[Kernel] | None = None
-        self._sizes = [len(g["params"]) for g in self._groups]
+        self.rows = self._all_rows.get(optimizer)
+        tables = set(self.rows.weights) if self.rows else ()
+        self._own = [[p for p in g["params"] if p not in tables] for g in self._groups]
+        self.own: Tensors = [p for parameters in self._own for p in parameters]
 
     def is_stale(self) -> bool:
         """Whether someone loaded a state into the optimizer, or added parameters to it."""
@@ -201,25 +220,35 @@ class Part:
         return (
             optimizer.param_groups is not groups
             or optimizer.state is not self._state
-            or len(groups) != len(self._sizes)
+            or len(groups) != len(self._own)
         )
+
+    def gather_rows(self) -> None:
+        """Add up the gradients of each row of a table."""
+        if self.rows is not None and self.rows.gather():
+            self.refresh()
+
+    def step_rows(self) -> None:
+        """Step the tables, by the rows that were used."""
+        if self.rows is not None:
+            self.rows.step()
 
     def __call__(self, gradients: Tensors, flag: torch.Tensor | None, on_cpu: bool) -> None:
         """Step.
 
         Args:
-            gradients: those that its parameters have, in their order.
+            gradients: those that its own parameters have, in their order.
             flag: on the one device where all parameters are, whether a gradient is bad.
             on_cpu: whether that is the CPU, where the flag was read already.
         """
-        complete = len(gradients) == len(self.parameters)
+        complete = len(gradients) == len(self.own)
         # An empty state means that someone had the optimizer start over.
         if self.direct is not None and complete and self._state and not self.hooked():
             self._step_directly(gradients, None if on_cpu else flag)
             return
         self._step_optimizer(None if on_cpu else flag)
         if self._fused and flag is not None and complete:
-            self.direct = direct_kernels(self.optimizer)
+            self.direct = direct_kernels(self.optimizer, self._own)
 
     def _step_optimizer(self, flag: torch.Tensor | None) -> None:
         """The optimizer's own step, gated on the device where it can be."""
@@ -249,9 +278,10 @@ class Part:
         """The same kernels that the optimizer calls, without its bookkeeping (100 us a step)."""
         assert self.direct is not None
         start = 0
-        for kernel, size in zip(self.direct, self._sizes, strict=True):
-            kernel(gradients[start : start + size], flag)
-            start += size
+        for kernel, own in zip(self.direct, self._own, strict=True):
+            end = start + len(own)
+            kernel(gradients[start:end], flag)
+            start = end
         # torch's schedulers look here to see that the optimizer stepped before them.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -287,8 +317,12 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def direct_kernels(optimizer: torch.optim.Optimizer) -> list[Kernel] | None:
+def direct_kernels(optimizer: torch.optim.Optimizer, own: Sequence[Tensors]) -> list[Kernel] | None:
     """One function per parameter group that calls torch's fused kernel with cached lists.
+
+    Args:
+        optimizer: whose state is there.
+        own: of each group, the parameters to step.
 
     Returns None where the optimizer must step itself: another class, options that the kernels do
     not take, or state that does not exist yet.
@@ -300,10 +334,17 @@ def direct_kernels(optimizer: torch.optim.Optimizer) -> list[Kernel] | None:
     }.get(type(optimizer))
     if build is None:
         return None
-    kernels = [build(optimizer, group) for group in optimizer.param_groups]
+    kernels = [
+        build(optimizer, group, parameters) if parameters else _no_step
+        for group, parameters in zip(optimizer.param_groups, own, strict=True)
+    ]
     if any(kernel is None for kernel in kernels):
         return None
     return [kernel for kernel in kernels if kernel is not None]
+
+
+def _no_step(gradients: Tensors, flag: torch.Tensor | None) -> None:
+    """Of a group that has nothing but tables."""
 
 
 def _is_patched(optimizer: torch.optim.Optimizer) -> bool:
@@ -325,11 +366,12 @@ def _states(
 
 
 def _one_kind(parameters: Tensors) -> bool:
-    return len({(p.device, p.dtype) for p in parameters}) == 1
+    return len({(p.device, p.dtype) for p in parameters}) <= 1
 
 
-def _adam_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Kernel | None:
-    parameters: Tensors = group["params"]
+def _adam_kernel(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Tensors
+) -> Kernel | None:
     means = _states(optimizer, parameters, "exp_avg")
     squares = _states(optimizer, parameters, "exp_avg_sq")
     steps = _states(optimizer, parameters, "step")
@@ -368,8 +410,9 @@ def _adam_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Ker
     return step
 
 
-def _sgd_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Kernel | None:
-    parameters: Tensors = group["params"]
+def _sgd_kernel(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Tensors
+) -> Kernel | None:
     momenta = _states(optimizer, parameters, "momentum_buffer") if group["momentum"] else []
     if momenta is None or torch.is_tensor(group["lr"]) or not _one_kind(parameters):
         return None

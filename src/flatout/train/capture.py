@@ -557,7 +557,7 @@ class Capture:
             return "samples come from what frozen layers gave, or fill a batch up"
         if stepper.dropout is not None or stepper.scaler is not None:
             return "dropout by sample and the scaled loss of fp16 are not captured"
-        for name in ("compile", "fused_norms", "activation_checkpointing"):
+        for name in ("compile", "fused_norms", "touched_rows", "activation_checkpointing"):
             if getattr(now, name, "off") != "off":
                 return f"{name} is on"
         return ""

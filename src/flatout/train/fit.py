@@ -438,6 +438,7 @@ class Fit:
     def _end_epoch(self, began: float) -> None:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
+        loop.stepper.switch.settle_rows()
         if self._is_time_to_compare():
             check_replicas(self.objective.model, loop.world, f"after epoch {state.epoch + 1}")
         logs = {"loss": loop.mean_loss(), **self._results()}

@@ -624,6 +624,7 @@ class Loop:
         """
         assert self.resolved is not None
         check_gathered(self.stepper.turns.values(), self.step_count, self.batch_in_epoch)
+        self.stepper.switch.settle_rows()
         guard.check_state(self.model, "saving")
         path = self.checkpointing.write(
             self.step_count,

@@ -19,8 +19,19 @@ from flatout.models import (
     keep_in_fp32,
     lay_out,
     recompute_activations,
+    row_tables,
 )
-from flatout.optim import Optimizers, align_state, as_tuple, can_fuse, defuse, fuse, is_fused
+from flatout.optim import (
+    Optimizers,
+    TouchedRows,
+    align_state,
+    as_tuple,
+    can_fuse,
+    defuse,
+    fuse,
+    is_fused,
+    steppable_rows,
+)
 from flatout.recipe import SETTINGS, ResolvedRecipe
 
 Undo = Callable[[], None]
@@ -68,6 +79,7 @@ class Switch:
         asked = {name: live.now(self) for name, live in _LIVE.items() if live.now}
         self.now = Settings(**asked)
         self._undo: dict[str, list[Undo]] = {}
+        self.rows: dict[torch.optim.Optimizer, TouchedRows] = {}
 
     def use(self, wanted: Settings) -> None:
         """Bring model, optimizer and process from what they are to `wanted`."""
@@ -156,6 +168,24 @@ class Switch:
     def keep_in_fp32(self) -> list[Undo]:
         """The operators of the model that may be slower in bf16."""
         return keep_in_fp32(self.model)
+
+    def touch_rows(self) -> list[Undo]:
+        """Tables are stepped by the rows that a batch has used."""
+        modules, _ = row_tables(self.model)
+        for optimizer, own in steppable_rows(self.optimizers, modules).items():
+            self.rows[optimizer] = TouchedRows(optimizer, own)
+            self.rows[optimizer].attach()
+        return [self._leave_rows]
+
+    def _leave_rows(self) -> None:
+        for rows in self.rows.values():
+            rows.detach()
+        self.rows.clear()
+
+    def settle_rows(self) -> None:
+        """Bring all rows of tables up to date, for someone who reads them whole."""
+        for rows in self.rows.values():
+            rows.settle()
 
     def compile(self) -> list[Undo]:
         """The model, as model.compile does."""

@@ -115,25 +115,27 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
+        # First, since it brings tables up to date that are stepped by rows.
+        self._states = [(o, copy.deepcopy(o.state_dict())) for o in as_tuple(optimizers)]
         self._weights = [
             (p, p.detach().clone(), _clone(p.grad)) for p in adapter_of(model).parameters()
         ]
         self._surroundings = _Surroundings(model)
-        self._states = [(o, copy.deepcopy(o.state_dict())) for o in as_tuple(optimizers)]
         self._random = random_state()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Bring everything back; parameters keep their identity and their present strides."""
+        for optimizer, state in self._states:
+            # Copied again, because the optimizer goes on to write into what it is given.
+            optimizer.load_state_dict(copy.deepcopy(state))
         for parameter, value, gradient in self._weights:
             # .data: no graph of the caller may notice that the value came and went.
             parameter.data.copy_(value)
             # A gradient of other strides would mislead fused kernels.
             parameter.grad = None if gradient is None else _like(parameter, gradient)
         self._surroundings.restore()
-        for optimizer, state in self._states:
-            # Copied again, because the optimizer goes on to write into what it is given.
-            optimizer.load_state_dict(copy.deepcopy(state))
+        for optimizer, _ in self._states:
             align_state(optimizer)
         set_random_state(self._random)
 

@@ -138,7 +138,10 @@ class Stepper:
 
     def use(self, settings: Settings) -> None:
         """Switch to other settings before the next step."""
+        rows = settings.touched_rows != self.switch.now.touched_rows
         self.switch.use(settings)
+        if rows:
+            self._close_ddps()
         self._use_autocast = settings.precision != "fp32"
         self._captures = settings.capture == "on"
         for turn in self.turns.values():
@@ -178,6 +181,7 @@ class Stepper:
                 clip_norm=self._clip[0],
                 clip_value=self._clip[1],
                 flags=self._flags,
+                rows=self.switch.rows,
             )
             scaler = self._new_scaler() if self.switch.now.precision == "fp16" else None
             pieces = self.joint.pieces if self.turns else 1
@@ -447,15 +451,18 @@ class Stepper:
 
     def close(self) -> None:
         """Take off what was put on the model's parameters."""
-        for turn in self.turns.values():
-            if turn.ddp is not None:
-                turn.ddp.close()
-                turn.ddp = None
+        self._close_ddps()
         if self.reduction is not None:
             self.reduction.close()
         if self._norms is not None:
             self._norms.close()
             self._norms = None
+
+    def _close_ddps(self) -> None:
+        for turn in self.turns.values():
+            if turn.ddp is not None:
+                turn.ddp.close()
+                turn.ddp = None
 
     def _divide(self, samples: float, weight: torch.Tensor | float) -> None:
         """Gradients were divided by the sample count; make that the loss's own weight."""

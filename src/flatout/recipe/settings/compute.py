@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
-from flatout.recipe.setting import Flag, Live, Section, Switch, Trial, setting
+from flatout.recipe.setting import Flag, Live, OnOff, Section, Switch, Trial, setting
 
 
 def _memory_format(facts: ModelFacts) -> Parity:
@@ -102,6 +102,17 @@ class Compute(Section):
             may_change=True,
         ),
         cure="flatout.cures.fused:fuse_steps",
+    )
+    touched_rows: OnOff = setting(
+        "off",
+        "Tables of embeddings (`nn.Embedding`, `nn.EmbeddingBag`, float32, on a CPU) are stepped "
+        "by the rows that a batch has used, by Adam, AdamW, SGD, RMSprop and Adagrad. A row is "
+        "brought through the steps that it missed before it is read, so the result is that of the "
+        "dense optimizer. Code that reads a whole table between two steps of an epoch, and not by "
+        "its `state_dict`, would find rows that are behind.",
+        parity=Parity.TOLERANT,
+        words="touched rows only",
+        live=Live(lambda at, value: at.touch_rows(), layer=6),
     )
     compile: Switch = setting(
         "auto",

@@ -1,0 +1,567 @@
+/* A dense optimizer's step on the rows of a table that a batch has used.
+
+   A row that no batch has used has gradients of zero, under which a dense optimizer still moves it.
+   So each row knows the last step that it has been brought to, and is brought through those that it
+   missed before it is read: in one go where a closed form is near enough, else step by step.
+
+   Every row is independent of all others, so that the number of threads changes no bit. */
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "_module.h"
+
+enum { ADAM, SGD, RMSPROP, ADAGRAD };
+
+/* What one step of a rule needs, as table_rows.py fills it in. */
+typedef struct {
+    double rate;   /* of Adam: divided by the bias correction of the mean */
+    double root;   /* Adam: what multiplies the root of the squares: the bias correction of these */
+    double first;  /* Adam: beta1; others: momentum */
+    double second; /* Adam: beta2; RMSprop: alpha */
+    double keep;   /* what decoupled weight decay leaves of a weight */
+    double decay;  /* weight decay that is added to the gradient */
+    double first_logs, second_logs, keep_logs; /* sums of log2 of first, second, keep to this step */
+    double nesterov;
+} Step;
+
+/* Terms of the series in `Missed`. */
+#define TERMS 8
+
+/* What the steps behind one step, up to `upto`, do to a row without gradients. */
+typedef struct {
+    double upto;
+    double of_weight, of_buffer; /* weight = of_weight * weight - of_buffer * buffer, */
+    double to_weight, to_buffer; /* buffer = to_weight * weight + to_buffer * buffer */
+    double root;                 /* of Adam, the series is about this multiple of the root */
+    double moments[TERMS];
+    double size, rest; /* the sum of all terms' factors, and of what the series leaves out */
+} Missed;
+
+/* A closed form may leave out this share of what a row moves by. */
+#define NEAR 1e-9
+
+typedef struct Job Job;
+typedef void (*Pass)(Job *, int64_t row, const float *gradient);
+
+struct Job {
+    Pass pass;
+    float *weights, *first, *second; /* of all rows; NULL where the rule has none */
+    int32_t *last;                   /* the step that each row is at */
+    const int64_t *rows;             /* which rows; NULL for all */
+    const float *gradients;          /* of these rows; NULL where there is none */
+    int64_t count, width;
+    const Step *steps;   /* from `base` on */
+    const Missed *missed; /* the same */
+    int64_t base, now;   /* `now`: the step that rows are brought to */
+    double epsilon;
+    int rule, nothing_decays;
+    int64_t horizon; /* steps behind which the mean of a row is nothing any more */
+    int64_t next;
+};
+
+#define ALWAYS static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define NOTHING_ALIASES _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define NOTHING_ALIASES _Pragma("GCC ivdep")
+#endif
+
+ALWAYS void adam_step(float *w, float *m, float *v, const float *g, int64_t width, const Step *step,
+                      double epsilon)
+{
+    const float rate = (float)step->rate, root = (float)step->root, eps = (float)epsilon;
+    const float b1 = (float)step->first, b2 = (float)step->second;
+    const float c1 = (float)(1 - step->first), c2 = (float)(1 - step->second);
+    const float keep = (float)step->keep, decay = (float)step->decay;
+    NOTHING_ALIASES
+    for (int64_t i = 0; i < width; i++) {
+        const float gradient = (g ? g[i] : 0) + decay * w[i];
+        m[i] = b1 * m[i] + c1 * gradient;
+        v[i] = b2 * v[i] + c2 * (gradient * gradient);
+        w[i] = keep * w[i] - rate * (m[i] / (sqrtf(v[i]) * root + eps));
+    }
+}
+
+ALWAYS void sgd_step(float *w, float *buffer, const float *g, int64_t width, const Step *step)
+{
+    const float rate = (float)step->rate, momentum = (float)step->first;
+    const float decay = (float)step->decay, nesterov = step->nesterov != 0 ? momentum : 0;
+    const float own = step->nesterov != 0 ? 1 : 0, of_buffer = step->nesterov != 0 ? nesterov : 1;
+    if (buffer == NULL) {
+        NOTHING_ALIASES
+        for (int64_t i = 0; i < width; i++)
+            w[i] -= rate * ((g ? g[i] : 0) + decay * w[i]);
+        return;
+    }
+    NOTHING_ALIASES
+    for (int64_t i = 0; i < width; i++) {
+        const float gradient = (g ? g[i] : 0) + decay * w[i];
+        buffer[i] = momentum * buffer[i] + gradient;
+        w[i] -= rate * (own * gradient + of_buffer * buffer[i]);
+    }
+}
+
+ALWAYS void rmsprop_step(float *w, float *v, float *buffer, const float *g, int64_t width,
+                         const Step *step, double epsilon)
+{
+    const float rate = (float)step->rate, alpha = (float)step->second, eps = (float)epsilon;
+    const float rest = (float)(1 - step->second), momentum = (float)step->first;
+    const float decay = (float)step->decay;
+    if (buffer == NULL) {
+        NOTHING_ALIASES
+        for (int64_t i = 0; i < width; i++) {
+            const float gradient = (g ? g[i] : 0) + decay * w[i];
+            v[i] = alpha * v[i] + rest * (gradient * gradient);
+            w[i] -= rate * (gradient / (sqrtf(v[i]) + eps));
+        }
+        return;
+    }
+    NOTHING_ALIASES
+    for (int64_t i = 0; i < width; i++) {
+        const float gradient = (g ? g[i] : 0) + decay * w[i];
+        v[i] = alpha * v[i] + rest * (gradient * gradient);
+        buffer[i] = momentum * buffer[i] + gradient / (sqrtf(v[i]) + eps);
+        w[i] -= rate * buffer[i];
+    }
+}
+
+ALWAYS void adagrad_step(float *w, float *sum, const float *g, int64_t width, const Step *step,
+                         double epsilon)
+{
+    const float rate = (float)step->rate, decay = (float)step->decay, eps = (float)epsilon;
+    NOTHING_ALIASES
+    for (int64_t i = 0; i < width; i++) {
+        const float gradient = (g ? g[i] : 0) + decay * w[i];
+        sum[i] += gradient * gradient;
+        w[i] -= rate * (gradient / (sqrtf(sum[i]) + eps));
+    }
+}
+
+ALWAYS void one_step(const Job *job, int64_t row, const float *gradient, const Step *step)
+{
+    const int64_t at = row * job->width;
+    float *w = job->weights + at, *first = job->first ? job->first + at : NULL;
+    float *second = job->second ? job->second + at : NULL;
+    if (job->rule == ADAM)
+        adam_step(w, first, second, gradient, job->width, step, job->epsilon);
+    else if (job->rule == SGD)
+        sgd_step(w, first, gradient, job->width, step);
+    else if (job->rule == RMSPROP)
+        rmsprop_step(w, second, first, gradient, job->width, step, job->epsilon);
+    else
+        adagrad_step(w, first, gradient, job->width, step, job->epsilon);
+}
+
+/* All of Adam's missed steps. With x the root of v, the steps move w by m times the sum of
+   a_j / (b_j x + eps), where the b_j are near to one b: with y = b x / (b x + eps) that is
+   1 / (b x + eps) times a series in y. */
+ALWAYS void adam_missed(float *w, float *m, float *v, int64_t width, const Missed *missed,
+                        double epsilon, double of_first, double of_second, double of_weight,
+                        double keep_behind)
+{
+    const float eps = (float)epsilon, root = (float)missed->root;
+    const float kept = (float)of_weight, behind = (float)keep_behind;
+    const float mean = (float)of_first, square = (float)of_second;
+    float c[TERMS];
+    for (int k = 0; k < TERMS; k++)
+        c[k] = (float)missed->moments[k];
+    NOTHING_ALIASES
+    for (int64_t i = 0; i < width; i++) {
+        const float x = sqrtf(v[i]) * root, all = x + eps, over = 1 / all, y = x * over;
+        float series = c[TERMS - 1];
+        for (int k = TERMS - 2; k >= 0; k--)
+            series = series * y + c[k];
+        w[i] = kept * w[i] - behind * (series * over * m[i]);
+        m[i] *= mean;
+        v[i] *= square;
+    }
+}
+
+ALWAYS int is_zero(const float *values, int64_t width)
+{
+    int zero = 1;
+    for (int64_t i = 0; i < width; i++)
+        zero &= values[i] == 0;
+    return zero;
+}
+
+ALWAYS void bring_adam(const Job *job, int64_t row, int64_t from)
+{
+    const int64_t at = row * job->width;
+    float *w = job->weights + at, *m = job->first + at, *v = job->second + at;
+    const Step *then = job->steps + (from - job->base), *now = job->steps + (job->now - job->base);
+    const Missed *missed = job->missed + (from - job->base);
+    const double keep = exp2(now->keep_logs - then->keep_logs);
+    if (is_zero(m, job->width)) {
+        const float square = (float)exp2(now->second_logs - then->second_logs), kept = (float)keep;
+        NOTHING_ALIASES
+        for (int64_t i = 0; i < job->width; i++) {
+            w[i] *= kept;
+            v[i] *= square;
+        }
+        return;
+    }
+    if (missed->rest > NEAR * missed->size) {
+        for (int64_t step = from + 1; step <= job->now; step++)
+            one_step(job, row, NULL, job->steps + (step - job->base));
+        return;
+    }
+    const Step *upto = job->steps + ((int64_t)missed->upto - job->base);
+    adam_missed(w, m, v, job->width, missed, job->epsilon,
+                exp2(now->first_logs - then->first_logs), exp2(now->second_logs - then->second_logs),
+                keep, exp2(now->keep_logs - upto->keep_logs));
+}
+
+ALWAYS void bring_linear(const Job *job, int64_t row, int64_t from)
+{
+    const int64_t at = row * job->width;
+    const Missed *missed = job->missed + (from - job->base);
+    const float a = (float)missed->of_weight, b = (float)missed->of_buffer;
+    const float c = (float)missed->to_weight, d = (float)missed->to_buffer;
+    float *w = job->weights + at, *buffer = job->first ? job->first + at : NULL;
+    if (buffer == NULL) {
+        NOTHING_ALIASES
+        for (int64_t i = 0; i < job->width; i++)
+            w[i] *= a;
+    } else {
+        NOTHING_ALIASES
+        for (int64_t i = 0; i < job->width; i++) {
+            const float weight = w[i];
+            w[i] = a * weight - b * buffer[i];
+            buffer[i] = c * weight + d * buffer[i];
+        }
+    }
+    if (job->rule == RMSPROP) {
+        const Step *then = job->steps + (from - job->base), *now = job->steps + (job->now - job->base);
+        const float square = (float)exp2(now->second_logs - then->second_logs);
+        float *v = job->second + at;
+        NOTHING_ALIASES
+        for (int64_t i = 0; i < job->width; i++)
+            v[i] *= square;
+    }
+}
+
+/* Through the steps that a row has missed, to `now`. */
+ALWAYS void bring(const Job *job, int64_t row)
+{
+    const int64_t from = job->last[row];
+    if (from >= job->now)
+        return;
+    job->last[row] = (int32_t)job->now;
+    const int is_stepwise = !job->nothing_decays && job->rule != SGD;
+    if (is_stepwise || job->now - from == 1) {
+        for (int64_t step = from + 1; step <= job->now; step++)
+            one_step(job, row, NULL, job->steps + (step - job->base));
+    } else if (job->rule == ADAM) {
+        bring_adam(job, row, from);
+    } else if (job->rule != ADAGRAD) {
+        bring_linear(job, row, from);
+    }
+}
+
+/* One row; with a gradient it makes the step after `now`. */
+ALWAYS void take(Job *job, int64_t row, const float *gradient)
+{
+    bring(job, row);
+    if (gradient != NULL) {
+        one_step(job, row, gradient, job->steps + (job->now + 1 - job->base));
+        job->last[row] = (int32_t)(job->now + 1);
+    }
+}
+
+#define COMPILE(SUFFIX, TARGET)                                                                    \
+    TARGET static void take_##SUFFIX(Job *job, int64_t row, const float *gradient)                 \
+    {                                                                                              \
+        take(job, row, gradient);                                                                  \
+    }
+
+COMPILE(plain, )
+#if defined(__x86_64__)
+COMPILE(avx2, __attribute__((target("avx2"))))
+COMPILE(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
+#endif
+
+static Pass chosen(void)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return take_avx512;
+    if (__builtin_cpu_supports("avx2"))
+        return take_avx2;
+#endif
+    return take_plain;
+}
+
+/* Rows that a thread takes at a time, and how far ahead it asks for those to come. */
+#define PORTION 256
+#define AHEAD 8
+
+static void ask_for(const Job *job, int64_t place)
+{
+    const int64_t at = (job->rows ? job->rows[place] : place) * job->width;
+    for (int64_t i = 0; i < job->width; i += 16) {
+        __builtin_prefetch(job->weights + at + i, 1);
+        if (job->first)
+            __builtin_prefetch(job->first + at + i, 1);
+        if (job->second)
+            __builtin_prefetch(job->second + at + i, 1);
+    }
+}
+
+static void work(void *shared)
+{
+    Job *job = shared;
+    for (;;) {
+        const int64_t at = __atomic_fetch_add(&job->next, PORTION, __ATOMIC_RELAXED);
+        if (at >= job->count)
+            break;
+        const int64_t end = job->count - at < PORTION ? job->count : at + PORTION;
+        for (int64_t place = at; place < end; place++) {
+            if (place + AHEAD < end)
+                ask_for(job, place + AHEAD);
+            const float *gradient = job->gradients ? job->gradients + place * job->width : NULL;
+            job->pass(job, job->rows ? job->rows[place] : place, gradient);
+        }
+    }
+}
+
+/* GOMP_parallel of libgomp's ABI, which LLVM's and Intel's OpenMP have too. */
+typedef void (*Parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
+
+static void in_parallel(void (*function)(void *), void *data, unsigned long long parallel,
+                        unsigned threads)
+{
+    if (parallel && threads > 1)
+        ((Parallel)(uintptr_t)parallel)(function, data, threads, 0);
+    else
+        function(data);
+}
+
+static PyObject *step_rows(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long weights, first, second, last, rows, gradients, steps, missed, parallel;
+    long long count, width, base, now;
+    unsigned threads;
+    Job job;
+    memset(&job, 0, sizeof job);
+    if (!PyArg_ParseTuple(args, "KKKKKKKKLLLLdipKI", &weights, &first, &second, &last, &rows,
+                          &gradients, &steps, &missed, &count, &width, &base, &now, &job.epsilon,
+                          &job.rule, &job.nothing_decays, &parallel, &threads))
+        return NULL;
+    job.weights = (float *)(uintptr_t)weights;
+    job.first = (float *)(uintptr_t)first;
+    job.second = (float *)(uintptr_t)second;
+    job.last = (int32_t *)(uintptr_t)last;
+    job.rows = (const int64_t *)(uintptr_t)rows;
+    job.gradients = (const float *)(uintptr_t)gradients;
+    job.steps = (const Step *)(uintptr_t)steps;
+    job.missed = (const Missed *)(uintptr_t)missed;
+    job.count = count, job.width = width, job.base = base, job.now = now;
+    job.pass = chosen();
+    Py_BEGIN_ALLOW_THREADS
+    in_parallel(work, &job, parallel, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* What step `now` adds to the steps that rows at `from` have missed. */
+static void extend_adam(Missed *missed, const Step *steps, int64_t base, int64_t from, int64_t now)
+{
+    const Step *then = steps + (from - base), *step = steps + (now - base);
+    const double mean = exp2(step->first_logs - then->first_logs);
+    const double root = step->root * exp2((step->second_logs - then->second_logs) / 2);
+    const double factor = step->rate * mean;
+    if (now == from + 1)
+        missed->root = root;
+    const double off = 1 - root / missed->root;
+    double power = factor;
+    for (int k = 0; k < TERMS; k++) {
+        missed->moments[k] = missed->moments[k] * step->keep + power;
+        power *= off;
+    }
+    missed->size = missed->size * step->keep + fabs(factor);
+    missed->rest = missed->rest * step->keep + fabs(power);
+}
+
+static void extend_linear(Missed *missed, const Step *step)
+{
+    /* buffer' = momentum * buffer + decay * weight; weight' = weight - rate * (what is applied) */
+    const double a = missed->of_weight, b = missed->of_buffer;
+    const double c = missed->to_weight, d = missed->to_buffer;
+    const double own = step->nesterov != 0 ? 1 : 0, by = step->nesterov != 0 ? step->first : 1;
+    missed->to_weight = step->first * c + step->decay * a;
+    missed->to_buffer = step->first * d - step->decay * b;
+    missed->of_weight = a - step->rate * (own * step->decay * a + by * missed->to_weight);
+    missed->of_buffer = b + step->rate * (-own * step->decay * b + by * missed->to_buffer);
+}
+
+static PyObject *pass_step(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long steps_at, missed_at;
+    long long base, now, horizon;
+    int rule;
+    if (!PyArg_ParseTuple(args, "KKLLLi", &steps_at, &missed_at, &base, &now, &horizon, &rule))
+        return NULL;
+    const Step *steps = (const Step *)(uintptr_t)steps_at;
+    Missed *missed = (Missed *)(uintptr_t)missed_at;
+    memset(missed + (now - base), 0, sizeof *missed);
+    missed[now - base].of_weight = missed[now - base].to_buffer = 1;
+    missed[now - base].upto = (double)now;
+    const long long first = now - horizon > base ? now - horizon : base;
+    for (long long from = first; from < now; from++) {
+        Missed *at = missed + (from - base);
+        if (rule == ADAM)
+            extend_adam(at, steps, base, from, now);
+        else
+            extend_linear(at, steps + (now - base));
+        at->upto = (double)now;
+    }
+    Py_RETURN_NONE;
+}
+
+/* Ids in order with their places: by 11 bits at a time, stable, so that the places of equal ids
+   stay in order. */
+#define BITS 11
+#define BUCKETS (1 << BITS)
+
+static int64_t sort(const int64_t *ids, int64_t count, int64_t largest, int64_t *keys, int64_t *places,
+                    int64_t *spare_keys, int64_t *spare_places)
+{
+    int64_t *from = keys, *from_places = places, *to = spare_keys, *to_places = spare_places;
+    int passes = 0;
+    for (int64_t left = largest; left > 0; left >>= BITS)
+        passes++;
+    if (passes == 0)
+        passes = 1;
+    for (int pass = 0; pass < passes; pass++) {
+        const int shift = pass * BITS;
+        int64_t starts[BUCKETS];
+        memset(starts, 0, sizeof starts);
+        const int64_t *read = pass == 0 ? ids : from;
+        for (int64_t i = 0; i < count; i++)
+            starts[(read[i] >> shift) & (BUCKETS - 1)]++;
+        for (int64_t b = 0, sum = 0; b < BUCKETS; b++) {
+            const int64_t here = starts[b];
+            starts[b] = sum;
+            sum += here;
+        }
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t place = starts[(read[i] >> shift) & (BUCKETS - 1)]++;
+            to[place] = read[i];
+            to_places[place] = pass == 0 ? i : from_places[i];
+        }
+        int64_t *swap = from;
+        from = to, to = swap;
+        swap = from_places;
+        from_places = to_places, to_places = swap;
+    }
+    if (from != keys) {
+        memcpy(keys, from, (size_t)count * sizeof *keys);
+        memcpy(places, from_places, (size_t)count * sizeof *places);
+    }
+    return count;
+}
+
+static PyObject *group(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long ids_at, rows_at, places_at, starts_at;
+    long long count, size;
+    if (!PyArg_ParseTuple(args, "KLLKKK", &ids_at, &count, &size, &rows_at, &places_at, &starts_at))
+        return NULL;
+    const int64_t *ids = (const int64_t *)(uintptr_t)ids_at;
+    int64_t *rows = (int64_t *)(uintptr_t)rows_at, *places = (int64_t *)(uintptr_t)places_at;
+    int64_t *starts = (int64_t *)(uintptr_t)starts_at;
+    int64_t *spare = malloc((size_t)(count > 0 ? 2 * count : 1) * sizeof *spare);
+    if (spare == NULL)
+        return PyErr_NoMemory();
+    long long bad = -1, kept = 0;
+    int64_t largest = 0;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < count && bad < 0; i++) {
+        if ((uint64_t)ids[i] >= (uint64_t)size)
+            bad = i;
+        largest = ids[i] > largest ? ids[i] : largest;
+    }
+    if (bad < 0) {
+        sort(ids, count, largest, rows, places, spare, spare + count);
+        for (int64_t i = 0; i < count; i++) {
+            if (i == 0 || rows[i] != rows[kept - 1]) {
+                starts[kept] = i;
+                rows[kept++] = rows[i];
+            }
+        }
+        starts[kept] = count;
+    }
+    Py_END_ALLOW_THREADS
+    free(spare);
+    if (bad >= 0)
+        return PyErr_Format(PyExc_IndexError, "ids[%lld] is %lld, but the table has %lld rows", bad,
+                            (long long)ids[bad], size);
+    return PyLong_FromLongLong(kept);
+}
+
+typedef struct {
+    const float *values;
+    const int64_t *places, *starts;
+    float *out;
+    int64_t count, width, next;
+} Sum;
+
+static void add_up(void *shared)
+{
+    Sum *sum = shared;
+    const int64_t width = sum->width;
+    for (;;) {
+        const int64_t at = __atomic_fetch_add(&sum->next, PORTION, __ATOMIC_RELAXED);
+        if (at >= sum->count)
+            break;
+        const int64_t end = sum->count - at < PORTION ? sum->count : at + PORTION;
+        for (int64_t row = at; row < end; row++) {
+            float *restrict out = sum->out + row * width;
+            int64_t place = sum->starts[row];
+            memcpy(out, sum->values + sum->places[place] * width, (size_t)width * sizeof *out);
+            for (place++; place < sum->starts[row + 1]; place++) {
+                const float *restrict from = sum->values + sum->places[place] * width;
+                for (int64_t i = 0; i < width; i++)
+                    out[i] += from[i];
+            }
+        }
+    }
+}
+
+static PyObject *sum_rows(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long values, places, starts, out, parallel;
+    long long count, width;
+    unsigned threads;
+    if (!PyArg_ParseTuple(args, "KKKKLLKI", &values, &places, &starts, &out, &count, &width,
+                          &parallel, &threads))
+        return NULL;
+    Sum sum = {(const float *)(uintptr_t)values,
+               (const int64_t *)(uintptr_t)places,
+               (const int64_t *)(uintptr_t)starts,
+               (float *)(uintptr_t)out,
+               count,
+               width,
+               0};
+    Py_BEGIN_ALLOW_THREADS
+    in_parallel(add_up, &sum, parallel, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"step_rows", step_rows, METH_VARARGS, "Bring rows to a step, and make the next one."},
+    {"pass_step", pass_step, METH_VARARGS, "Take note of a step, for the rows that miss it."},
+    {"group", group, METH_VARARGS, "Rows in order, with the places of each."},
+    {"sum_rows", sum_rows, METH_VARARGS, "The sum of the values of each row."},
+    {NULL, NULL, 0, NULL},
+};
+
+MODULE(_table_rows, "A dense optimizer's step on the rows of a table that a batch has used.", methods, )

@@ -1,0 +1,35 @@
+# All but count, size, width, base, now, horizon, epsilon, rule, nothing_decays and threads are
+# addresses.
+def step_rows(
+    weights: int,
+    first: int,
+    second: int,
+    last: int,
+    rows: int,
+    gradients: int,
+    steps: int,
+    missed: int,
+    count: int,
+    width: int,
+    base: int,
+    now: int,
+    epsilon: float,
+    rule: int,
+    nothing_decays: bool,
+    parallel: int,
+    threads: int,
+    /,
+) -> None: ...
+def pass_step(steps: int, missed: int, base: int, now: int, horizon: int, rule: int, /) -> None: ...
+def group(ids: int, count: int, size: int, rows: int, places: int, starts: int, /) -> int: ...
+def sum_rows(
+    values: int,
+    places: int,
+    starts: int,
+    out: int,
+    count: int,
+    width: int,
+    parallel: int,
+    threads: int,
+    /,
+) -> None: ...

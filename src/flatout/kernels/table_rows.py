@@ -1,0 +1,252 @@
+"""A dense optimizer's step on the rows of a table that a batch has used.
+
+A row's missed steps have gradients of zero, so what they do to it follows from its weights, its
+state and the steps' learning rates alone:
+
+- SGD and RMSprop's momentum are linear: the missed steps are one 2x2 matrix.
+- Adam's are a sum of a_j / (b_j sqrt(v) + eps), of which each b_j is near to the first: a series
+  of eight terms, where that leaves out less than 1e-9 of the sum, or else step by step. Behind
+  `horizon` steps the mean has decayed to nothing.
+- With weight decay in the gradient, Adam, RMSprop and Adagrad are taken step by step.
+
+Where the C extension is absent, `available` says no, and the optimizer takes all rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from flatout.kernels import absent
+from flatout.kernels.openmp import parallel
+
+try:
+    from flatout.kernels import _table_rows as _c
+except ImportError:
+    _c = None  # type: ignore[assignment]
+
+RULES = {"adam": 0, "sgd": 1, "rmsprop": 2, "adagrad": 3}
+"""The optimizers by which rows can be stepped."""
+
+_NOTHING = 2.0**-30  # of what a mean was, is what can be left out of the sum of its decay
+_COLUMNS, _OF_MISSED = 10, 16
+
+
+def available() -> bool:
+    """Whether the extension is there; the first time that it is not, a warning says so."""
+    if _c is None:
+        absent.say_once()
+    return _c is not None and absent.WANTED
+
+
+class Groups(NamedTuple):
+    """The places at which each row of a table is used.
+
+    Attributes:
+        rows: int64, rising.
+        places: int64, all places in the order of their rows, and of a row in their own order.
+        starts: int64, where the places of each row begin, and their end.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    starts: torch.Tensor
+
+
+def group(ids: torch.Tensor, size: int) -> Groups:
+    """Find the rows that are used, and where.
+
+    Args:
+        ids: int64 of any shape, on the CPU.
+        size: how many rows the table has.
+
+    Raises:
+        IndexError: an id is not in 0..size-1.
+    """
+    ids = ids.detach().reshape(-1).contiguous()
+    rows, places = torch.empty_like(ids), torch.empty_like(ids)
+    starts = torch.empty(len(ids) + 1, dtype=torch.int64)
+    addresses = (rows.data_ptr(), places.data_ptr(), starts.data_ptr())
+    count = _c.group(ids.data_ptr(), len(ids), size, *addresses)
+    return Groups(rows[:count], places, starts[: count + 1])
+
+
+def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The sum of the values of each row, in the order of their places.
+
+    Args:
+        values: float32 of shape (places, width).
+        groups: of these places.
+
+    Returns:
+        float32 of shape (rows, width).
+    """
+    values = values.contiguous()
+    out = torch.empty(len(groups.rows), values.shape[1])
+    _c.sum_rows(
+        values.data_ptr(),
+        groups.places.data_ptr(),
+        groups.starts.data_ptr(),
+        out.data_ptr(),
+        len(out),
+        out.shape[1],
+        *_team(),
+    )
+    return out
+
+
+class Step(NamedTuple):
+    """The numbers of one step of a rule.
+
+    Attributes:
+        rate: learning rate; Adam's is divided by the bias correction of the mean.
+        root: what multiplies the root of Adam's squares: one over the root of their correction.
+        first: Adam's beta1; the momentum of others.
+        second: Adam's beta2; RMSprop's alpha.
+        keep: what decoupled weight decay leaves of a weight.
+        decay: weight decay that is added to the gradient.
+        nesterov: whether momentum is Nesterov's.
+    """
+
+    rate: float
+    root: float = 1.0
+    first: float = 0.0
+    second: float = 0.0
+    keep: float = 1.0
+    decay: float = 0.0
+    nesterov: bool = False
+
+
+class Steps:
+    """The steps that were made since all rows were at `base`.
+
+    Args:
+        rule: one of RULES.
+        base: number of the step at which all rows are.
+        room: how many steps can be kept.
+
+    Attributes:
+        now: number of the last step that all its tables know of.
+    """
+
+    def __init__(self, rule: str, base: int, room: int) -> None:
+        self.rule, self._room = RULES[rule], room
+        self._steps = torch.zeros(room + 1, _COLUMNS, dtype=torch.float64)
+        self._missed = torch.zeros(room + 1, _OF_MISSED, dtype=torch.float64)
+        self.restart(base)
+
+    def restart(self, base: int) -> None:
+        """Forget all steps: every row is at `base`."""
+        self.base = self.now = base
+        self._logs = (0.0, 0.0, 0.0)
+        self._nothing_decays = True
+        self._horizon = 0
+        self._steps[0].zero_()
+        self._pass()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no other step can be kept."""
+        return self.now - self.base >= self._room
+
+    def write(self, step: Step) -> None:
+        """Say what the step after `now` is, for `apply`."""
+        logs = (step.first, step.second, step.keep)
+        self._logs_then = tuple(
+            total + (math.log2(one) if one > 0 else -1e6)
+            for total, one in zip(self._logs, logs, strict=True)
+        )
+        self._nothing_decays &= step.decay == 0
+        self._horizon = max(self._horizon, self._horizon_of(step))
+        numbers = (*step[:6], *self._logs_then, float(step.nesterov))
+        self._steps[self.now + 1 - self.base] = torch.tensor(numbers, dtype=torch.float64)
+
+    def _horizon_of(self, step: Step) -> int:
+        if self.rule == RULES["sgd"] and step.decay:
+            return self._room
+        ratio = step.first
+        if self.rule == RULES["adam"]:
+            ratio = step.first / math.sqrt(step.second) if step.second > 0 else math.inf
+        if ratio >= 1:
+            return self._room
+        return math.ceil(math.log2(_NOTHING) / math.log2(ratio)) if ratio > 0 else 1
+
+    def advance(self) -> None:
+        """Go on to the step that was written."""
+        self._logs = self._logs_then  # type: ignore[assignment]
+        self.now += 1
+        self._pass()
+
+    def _pass(self) -> None:
+        addresses = (self._steps.data_ptr(), self._missed.data_ptr())
+        _c.pass_step(*addresses, self.base, self.now, self._horizon, self.rule)
+
+    def bring(self, table: Table, rows: torch.Tensor | None) -> None:
+        """Bring rows to `now`.
+
+        Args:
+            table: whose rows.
+            rows: int64, each once; None for all.
+        """
+        self._call(table, rows, None)
+
+    def apply(self, table: Table, rows: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Bring rows to `now`, and make the step that was written.
+
+        Args:
+            table: whose rows.
+            rows: int64, each once.
+            gradients: float32 of shape (rows, width).
+        """
+        self._call(table, rows, gradients.contiguous())
+
+    def _call(
+        self, table: Table, rows: torch.Tensor | None, gradients: torch.Tensor | None
+    ) -> None:
+        _c.step_rows(
+            table.weights.data_ptr(),
+            _address(table.first),
+            _address(table.second),
+            table.last.data_ptr(),
+            _address(rows),
+            _address(gradients),
+            self._steps.data_ptr(),
+            self._missed.data_ptr(),
+            len(table.last) if rows is None else len(rows),
+            table.weights.shape[1],
+            self.base,
+            self.now,
+            table.epsilon,
+            self.rule,
+            self._nothing_decays,
+            *_team(),
+        )
+
+
+class Table(NamedTuple):
+    """A table with its optimizer's state.
+
+    Attributes:
+        weights: float32 of shape (rows, width), contiguous, as are the others.
+        first: Adam's mean, the momentum of SGD and RMSprop, Adagrad's sum; or None.
+        second: the squares of Adam and RMSprop; or None.
+        last: int32 of shape (rows,), the step that each row is at.
+        epsilon: that the rule adds to the root.
+    """
+
+    weights: torch.Tensor
+    first: torch.Tensor | None
+    second: torch.Tensor | None
+    last: torch.Tensor
+    epsilon: float
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _team() -> tuple[int, int]:
+    threads = torch.get_num_threads()
+    return (parallel() if threads > 1 else 0), threads

@@ -1,0 +1,56 @@
+"""Tables of embeddings that a batch reads by rows alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from flatout.models.adapter import adapter_of
+
+_KINDS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def row_tables(model: nn.Module) -> tuple[list[nn.Module], dict[str, str]]:
+    """Modules whose tables are read by rows alone, and why others are not, by name.
+
+    What a forward that is not torch's own does with a table is not known, nor who else reads a
+    parameter that several modules have.
+    """
+    readers: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(module, _KINDS):
+                readers.setdefault(id(parameter), []).append(name or type(module).__name__)
+    found: list[nn.Module] = []
+    others: dict[str, str] = {}
+    for name, module, _ in adapter_of(model).tables():
+        why = _why_not(module, readers)
+        if why:
+            others[name] = why
+        else:
+            found.append(module)
+    return found, others
+
+
+def _why_not(module: nn.Module, readers: dict[int, list[str]]) -> str:
+    if not isinstance(module, _KINDS):
+        return "it is no nn.Embedding or nn.EmbeddingBag"
+    weight = module._parameters.get("weight")
+    if weight is None or type(module).forward not in (
+        nn.Embedding.forward,
+        nn.EmbeddingBag.forward,
+    ):
+        return "its weight or its forward is not torch's own"
+    if not weight.requires_grad:
+        return "it is frozen"
+    if module.sparse:
+        return "its gradients are sparse already"
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        return "max_norm and scale_grad_by_freq are not for single rows"
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return 'mode="max" has no sparse gradient'
+    if not (weight.is_cpu and weight.dtype is torch.float32 and weight.is_contiguous()):
+        return "it is not float32 on the CPU"
+    if id(weight) in readers:
+        return f"{readers[id(weight)][0]} reads all of it"
+    return ""

@@ -1,0 +1,56 @@
+"""Rows that are brought through the steps they missed are those of the dense optimizer."""
+
+import pytest
+import torch
+
+from flatout.kernels import table_rows
+
+pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
+
+
+def test_rows_and_their_places_are_found_in_order():
+    ids = torch.tensor([[5, 2, 5], [70_000, 2, 5]])
+    rows, places, starts = table_rows.group(ids, 70_001)
+    assert rows.tolist() == [2, 5, 70_000]
+    assert places.tolist() == [1, 4, 0, 2, 5, 3]
+    assert starts.tolist() == [0, 2, 5, 6]
+    assert table_rows.group(ids[:0], 5).rows.tolist() == []
+
+
+@pytest.mark.parametrize("bad", [-1, 5])
+def test_an_id_outside_of_the_table_is_refused(bad):
+    with pytest.raises(IndexError, match=rf"ids\[1\] is {bad}, but the table has 5 rows"):
+        table_rows.group(torch.tensor([0, bad]), 5)
+
+
+def test_the_number_of_threads_changes_no_bit():
+    torch.manual_seed(0)
+    ids, values = torch.randint(500, (4000,)), torch.randn(4000, 24)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            groups = table_rows.group(ids, 500)
+            found.append((table_rows.sum_rows(values, groups), *stepped(groups, values)))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def stepped(groups, values):
+    torch.manual_seed(1)
+    weights = torch.randn(500, 24)
+    first, second = torch.zeros(500, 24), torch.zeros(500, 24)
+    last = torch.zeros(500, dtype=torch.int32)
+    table = table_rows.Table(weights, first, second, last, 1e-8)
+    steps = table_rows.Steps("adam", 0, 100)
+    for count in range(1, 40):
+        rows = groups.rows[count % 7 :: 7]
+        gradients = table_rows.sum_rows(values, groups)[count % 7 :: 7]
+        steps.write(table_rows.Step(1e-2 / (1 - 0.9**count), 1.0, 0.9, 0.999))
+        steps.apply(table, rows, gradients)
+        steps.advance()
+    steps.bring(table, None)
+    return weights, first, second

@@ -1,0 +1,167 @@
+"""Tables stepped by the rows that a batch has used end as under their dense optimizer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.kernels import table_rows
+from flatout.models import row_tables
+from flatout.optim import TouchedRows, Update, steppable_rows
+
+pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
+
+ROWS, STEPS = 300, 400
+OPTIMIZERS = {
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "adam, decay": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-3),
+    "adam, large eps": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3, betas=(0.95, 0.99)),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=1e-3),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-3
+    ),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "rmsprop, momentum": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=1e-2),
+}
+
+
+class Tables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Embedding(ROWS, 8, padding_idx=0)
+        self.bag = nn.EmbeddingBag(ROWS, 8, mode="mean")
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, ids):
+        return self.head(self.one(ids).sum(1) + self.bag(ids))
+
+
+def job(make):
+    torch.manual_seed(0)
+    model = Tables()
+    return model, make(model.parameters())
+
+
+def batches(steps=STEPS, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        ids = (torch.rand(16, 3, generator=generator) ** 4 * ROWS).long()
+        yield ids, torch.rand(16, 1, generator=generator)
+
+
+def train(model, optimizer, rows, steps=STEPS, clip=None, scheduler=None, seed=3):
+    update = Update(optimizer, clip_norm=clip, rows=rows)
+    for ids, wanted in batches(steps, seed):
+        update.begin()
+        ((model(ids) - wanted) ** 2).mean().backward()
+        update()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def attached(model, optimizer):
+    modules, _ = row_tables(model)
+    (rows,) = (TouchedRows(o, m) for o, m in steppable_rows([optimizer], modules).items())
+    rows.attach()
+    return {optimizer: rows}
+
+
+def assert_near(ours, dense, start):
+    for name, value in dense.state_dict().items():
+        moved = (value - start[name]).norm()
+        assert (ours.state_dict()[name] - value).norm() <= 2e-5 * moved + 1e-6 * value.norm(), name
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_result_is_that_of_the_dense_optimizer(make, clip):
+    found = []
+    for touched in (False, True):
+        model, optimizer = job(make)
+        start = copy.deepcopy(model.state_dict())
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        rows = attached(model, optimizer) if touched else {}
+        train(model, optimizer, rows, clip=clip, scheduler=schedule)
+        for one in rows.values():
+            one.detach()
+        found.append((model, optimizer))
+    (dense, theirs), (ours, own) = found
+    assert_near(ours, dense, start)
+    assert not ours.one.sparse
+    for parameter, state in theirs.state.items():
+        name = next(name for name, one in dense.named_parameters() if one is parameter)
+        held = own.state[ours.get_parameter(name)]
+        assert held.keys() == state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(held[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_are_brought_up_to_date_for_a_state_dict_and_read_so_in_between():
+    model, optimizer = job(OPTIMIZERS["adam"])
+    dense, theirs = job(OPTIMIZERS["adam"])
+    rows = attached(model, optimizer)
+    train(model, optimizer, rows, 50)
+    train(dense, theirs, {}, 50)
+    # A row that was used in the beginning moves on; it is read as if it had been stepped.
+    ids = torch.arange(ROWS).reshape(-1, 3)
+    torch.testing.assert_close(model(ids), dense(ids), rtol=1e-4, atol=1e-6)
+    train(model, optimizer, rows, 50, seed=4)
+    train(dense, theirs, {}, 50, seed=4)
+    assert_near(model, dense, job(OPTIMIZERS["adam"])[0].state_dict())
+
+
+def test_a_state_that_is_loaded_in_between_holds():
+    model, optimizer = job(OPTIMIZERS["adam"])
+    rows = attached(model, optimizer)
+    train(model, optimizer, rows, 30)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, rows, 30, seed=4)
+    after = copy.deepcopy(model.state_dict())
+    train(model, optimizer, rows, 30, seed=5)
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    train(model, optimizer, rows, 30, seed=4)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, after[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_that_something_reads_whole_is_left_to_its_optimizer():
+    model, optimizer = job(OPTIMIZERS["adam"])
+    rows = attached(model, optimizer)
+    update = Update(optimizer, rows=rows)
+    for ids, wanted in batches(5):
+        update.begin()
+        (((model(ids) - wanted) ** 2).mean() + model.one.weight.norm()).backward()
+        update()
+    assert not model.one.sparse
+    assert model.bag.sparse
+    assert optimizer.state[model.one.weight]["step"] == 5
+
+
+def test_tables_that_are_not_read_by_rows_alone_are_named():
+    model = Tables()
+    model.tied = nn.Linear(8, ROWS)
+    model.tied.weight = model.one.weight
+    model.limited = nn.Embedding(5, 2, max_norm=1.0)
+    model.most = nn.EmbeddingBag(5, 2, mode="max")
+    model.frozen = nn.Embedding(5, 2).requires_grad_(False)
+    found, others = row_tables(model)
+    assert found == [model.bag]
+    assert others["one"] == "tied reads all of it"
+    assert set(others) == {"one", "limited", "most", "frozen"}
+
+
+def test_rows_with_bad_numbers_are_held_back():
+    model, optimizer = job(OPTIMIZERS["adam"])
+    rows = attached(model, optimizer)
+    train(model, optimizer, rows, 10)
+    before = copy.deepcopy(model.state_dict())
+    update = Update(optimizer, rows=rows)
+    (model(torch.tensor([[1, 2, 3]])) * float("nan")).sum().backward()
+    update()
+    assert update.was_bad()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
