@@ -366,7 +366,7 @@ def _states(
 
 
 def _one_kind(parameters: Tensors) -> bool:
-    return len({(p.device, p.dtype) for p in parameters}) <= 1
+    return len({(p.device, p.dtype) for p in parameters}) == 1
 
 
 def _adam_kernel(
