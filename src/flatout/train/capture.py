@@ -399,7 +399,7 @@ class Capture:
         stepper: makes all others.
         note: gets what the user should know.
         waits: whether settings are still being chosen, so that it is too soon to compile.
-        is_asked: whether steps are to be captured; else whoever tries it calls `begin`, once.
+        is_asked: whether steps are to be captured; else what tries it calls `begin`, once.
 
     Attributes:
         why: why no step is captured; "" while it may be.

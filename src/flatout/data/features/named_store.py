@@ -1,4 +1,4 @@
-"""Features by name, where no one knows beforehand of which samples there will be any."""
+"""Features by name, where it is not known before which samples there will be."""
 
 from __future__ import annotations
 
