@@ -6,7 +6,8 @@ from glob import glob
 from setuptools import Extension, setup
 
 free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-shared = [f"src/flatout/kernels/{name}.h" for name in ("_module", "_buffers", "_rows", "_bf16")]
+headers = ("_module", "_buffers", "_rows", "_bf16", "_parallel")
+shared = [f"src/flatout/kernels/{name}.h" for name in headers]
 
 setup(
     ext_modules=[

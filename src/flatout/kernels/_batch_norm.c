@@ -12,6 +12,7 @@
    with it for the CPUs. */
 
 #include "_module.h"
+#include "_parallel.h"
 #include "_bf16.h"
 
 #include <math.h>
@@ -293,9 +294,6 @@ static void work(void *shared)
     free(memory);
 }
 
-/* GOMP_parallel of libgomp's ABI, which LLVM's and Intel's OpenMP have too. */
-typedef void (*Parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
-
 typedef struct {
     unsigned long long parallel;
     unsigned threads;
@@ -305,10 +303,7 @@ typedef struct {
 static int run_all(Job *job, const Team *team)
 {
     job->next = 0;
-    if (team->parallel && team->threads > 1)
-        ((Parallel)(uintptr_t)team->parallel)(work, job, team->threads, 0);
-    else
-        work(job);
+    in_parallel(work, job, team->parallel, team->threads);
     return !job->failed;
 }
 

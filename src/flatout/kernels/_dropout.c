@@ -4,6 +4,7 @@
    the OpenMP that torch itself uses: a pool of our own would fight with it for the CPUs. */
 
 #include "_module.h"
+#include "_parallel.h"
 #include "_bf16.h"
 #include "_dropout_core.h"
 
@@ -111,9 +112,6 @@ static void work(void *shared)
     }
 }
 
-/* GOMP_parallel of libgomp's ABI, which LLVM's and Intel's OpenMP have too. */
-typedef void (*Parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
-
 /* Numbers of the blocks of a sample have 32 bits. */
 #define MOST ((int64_t)1 << 34)
 
@@ -182,10 +180,7 @@ static PyObject *run(PyObject *module, PyObject *args)
         job.units = (job.elements + PORTION - 1) / PORTION;
     }
     Py_BEGIN_ALLOW_THREADS
-    if (parallel && threads > 1 && job.units > 1)
-        ((Parallel)(uintptr_t)parallel)(work, &job, threads, 0);
-    else
-        work(&job);
+    in_parallel(work, &job, parallel, job.units > 1 ? threads : 1);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -8,6 +8,7 @@
    pool of our own would fight with it for the CPUs. */
 
 #include "_module.h"
+#include "_parallel.h"
 
 enum { CLAMPED = 4 };
 
@@ -121,9 +122,6 @@ static void work(void *shared)
     }
 }
 
-/* GOMP_parallel of libgomp's ABI, which LLVM's and Intel's OpenMP have too. */
-typedef void (*Parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
-
 PyDoc_STRVAR(run_doc,
 "run(backward, image, small, codes, images, height, width, channels, item, parallel, threads)\n"
 "--\n\n"
@@ -158,10 +156,7 @@ static PyObject *run(PyObject *module, PyObject *args)
         job.row = job.backward ? backward_32 : forward_32;
     job.at_a_time = PORTION / (2 * width * channels * job.item) + 1;
     Py_BEGIN_ALLOW_THREADS
-    if (parallel && threads > 1)
-        ((Parallel)(uintptr_t)parallel)(work, &job, threads, 0);
-    else
-        work(&job);
+    in_parallel(work, &job, parallel, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include "_module.h"
+#include "_parallel.h"
 
 enum { ADAM, SGD, RMSPROP, ADAGRAD };
 
@@ -327,18 +328,6 @@ static void work(void *shared)
     }
 }
 
-/* GOMP_parallel of libgomp's ABI, which LLVM's and Intel's OpenMP have too. */
-typedef void (*Parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
-
-static void in_parallel(void (*function)(void *), void *data, unsigned long long parallel,
-                        unsigned threads)
-{
-    if (parallel && threads > 1)
-        ((Parallel)(uintptr_t)parallel)(function, data, threads, 0);
-    else
-        function(data);
-}
-
 static PyObject *step_rows(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -428,7 +417,7 @@ static PyObject *pass_step(PyObject *module, PyObject *args)
 #define BITS 11
 #define BUCKETS (1 << BITS)
 
-static int64_t sort(const int64_t *ids, int64_t count, int64_t largest, int64_t *keys, int64_t *places,
+static void sort(const int64_t *ids, int64_t count, int64_t largest, int64_t *keys, int64_t *places,
                     int64_t *spare_keys, int64_t *spare_places)
 {
     int64_t *from = keys, *from_places = places, *to = spare_keys, *to_places = spare_places;
@@ -463,7 +452,6 @@ static int64_t sort(const int64_t *ids, int64_t count, int64_t largest, int64_t 
         memcpy(keys, from, (size_t)count * sizeof *keys);
         memcpy(places, from_places, (size_t)count * sizeof *places);
     }
-    return count;
 }
 
 static PyObject *group(PyObject *module, PyObject *args)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from flatout.kernels import absent
-from flatout.kernels.openmp import parallel
+from flatout.kernels.openmp import parallel, team
 
 try:
     from flatout.kernels import _batch_norm as _c
@@ -182,7 +182,6 @@ def _numbers(
     elements = x.numel() // channels
     is_last = x.dim() == 2 or _format(x) is not torch.contiguous_format
     spatial = 0 if is_last else elements // x.shape[0]
-    threads = torch.get_num_threads()
     return (
         elements if is_last else x.shape[0],
         channels,
@@ -190,6 +189,5 @@ def _numbers(
         x.element_size(),
         ACTIVATIONS[activation],
         epsilon,
-        parallel() if threads > 1 else 0,
-        threads,
+        *team(),
     )

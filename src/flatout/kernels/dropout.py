@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from flatout.kernels import absent
-from flatout.kernels.openmp import parallel
+from flatout.kernels.openmp import parallel, team
 
 try:
     from flatout.kernels import _dropout as _c
@@ -137,7 +137,6 @@ def _run(
 ) -> None:
     if not x.numel():
         return
-    threads = torch.get_num_threads()
     _c.run(
         x.data_ptr(),
         out.data_ptr(),
@@ -153,8 +152,7 @@ def _run(
         draw.seed & (2**64 - 1),
         _threshold(p),
         scale,
-        parallel() if threads > 1 else 0,
-        threads,
+        *team(),
         False,
     )
 

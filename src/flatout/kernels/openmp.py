@@ -23,3 +23,9 @@ def parallel() -> int:
             continue
         return ctypes.cast(function, ctypes.c_void_p).value or 0
     return 0
+
+
+def team() -> tuple[int, int]:
+    """The last two arguments of a kernel: what `parallel` gives, 0 for one thread, and how many."""
+    threads = torch.get_num_threads()
+    return (parallel() if threads > 1 else 0), threads

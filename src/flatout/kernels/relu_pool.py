@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from flatout.kernels import absent
-from flatout.kernels.openmp import parallel
+from flatout.kernels.openmp import parallel, team
 
 try:
     from flatout.kernels import _relu_pool as _c
@@ -86,7 +86,6 @@ def backward(gradient: torch.Tensor, codes: torch.Tensor, height: int, width: in
 
 def _run(is_backward: bool, images: torch.Tensor, small: torch.Tensor, codes: torch.Tensor) -> None:
     count, channels, height, width = images.shape
-    threads = torch.get_num_threads()
     _c.run(
         is_backward,
         images.data_ptr(),
@@ -97,6 +96,5 @@ def _run(is_backward: bool, images: torch.Tensor, small: torch.Tensor, codes: to
         width,
         channels,
         images.element_size(),
-        parallel() if threads > 1 else 0,
-        threads,
+        *team(),
     )

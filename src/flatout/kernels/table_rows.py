@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from flatout.kernels import absent
-from flatout.kernels.openmp import parallel
+from flatout.kernels.openmp import team
 
 try:
     from flatout.kernels import _table_rows as _c
@@ -92,7 +92,7 @@ def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
         out.data_ptr(),
         len(out),
         out.shape[1],
-        *_team(),
+        *team(),
     )
     return out
 
@@ -221,7 +221,7 @@ class Steps:
             table.epsilon,
             self.rule,
             self._nothing_decays,
-            *_team(),
+            *team(),
         )
 
 
@@ -245,8 +245,3 @@ class Table(NamedTuple):
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _team() -> tuple[int, int]:
-    threads = torch.get_num_threads()
-    return (parallel() if threads > 1 else 0), threads
