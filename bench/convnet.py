@@ -17,7 +17,9 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
+import torch
 
+import limits
 from flatout.data import Arrays, idx_split
 from flatout.measure import usable_cpus
 from restarts import (
@@ -34,6 +36,7 @@ from restarts import (
 from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
 
 sys.path.append(str(PEERS))
+import convnet_torch
 from convnet_job import BATCH, CLASSES, SIDE, Images, save
 
 FLATOUT, AGAIN, PLAIN = "flatout", "flatout-again", "torch-fp32"
@@ -147,6 +150,12 @@ def images_per_second(seconds: float) -> str:
     return f"{BATCH / seconds:,.0f}"
 
 
+def of_matmul(threads: int) -> Callable[[float], str]:
+    """Words for seconds per step, against what this machine could do."""
+    flops = limits.step_flops(convnet_torch.model(0), torch.zeros(BATCH, 1, SIDE, SIDE))
+    return limits.share_of_matmul(flops, threads)
+
+
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -188,8 +197,16 @@ def main() -> int:
     results = Results(
         title=f"ConvNet 28x28, batch {BATCH}, threads: {threads}; "
         f"restarts of each: {arguments.restarts}",
-        headers=["", "images/s", "fastest .. slowest", "time / flatout's", "accuracy", ""],
-        lines=lines_of(rows, FLATOUT, images_per_second),
+        headers=[
+            "",
+            "images/s",
+            limits.HEADER,
+            "fastest .. slowest",
+            "time / flatout's",
+            "accuracy",
+            "",
+        ],
+        lines=lines_of(rows, FLATOUT, images_per_second, of_matmul(threads)),
         remarks=[f"flatout, restart {n}: {note}" for n, note in enumerate(rows[FLATOUT].notes, 1)],
         keys=[*speed_keys(rows), accuracy],
         data={

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from convnet import HELD_OUT, IMAGES, images_per_second, made_up, tell
+import limits
+from convnet import HELD_OUT, IMAGES, images_per_second, made_up, of_matmul, tell
 from flatout.measure import compare_curves, usable_cpus
 from restarts import (
     PEERS,
@@ -141,8 +142,16 @@ def main() -> int:
     results = Results(
         title=f"Keras ConvNet 28x28, batch {BATCH}, threads: {threads}; "
         f"restarts of each: {arguments.restarts}",
-        headers=["", "images/s", "fastest .. slowest", "time / flatout's", "accuracy", ""],
-        lines=lines_of(rows, FLATOUT, images_per_second),
+        headers=[
+            "",
+            "images/s",
+            limits.HEADER,
+            "fastest .. slowest",
+            "time / flatout's",
+            "accuracy",
+            "",
+        ],
+        lines=lines_of(rows, FLATOUT, images_per_second, of_matmul(threads)),
         remarks=[
             f"{name}, restart {n}: {note}"
             for name, row in rows.items()

@@ -216,26 +216,26 @@ def commit() -> str | None:
 
 
 def lines_of(
-    rows: Mapping[str, Row], reference: str, figure: Callable[[float], str]
+    rows: Mapping[str, Row], reference: str, *figures: Callable[[float], str]
 ) -> list[list[str]]:
-    """A line for each peer: name, figure, its range over restarts, time ratio, accuracy, remark.
+    """A line for each peer: name, figures, range over restarts, time ratio, accuracy, remark.
 
     Args:
         rows: by name.
         reference: the name of the row that the others' times are divided by.
-        figure: words for seconds per step.
+        figures: words for seconds per step; the range is in those of the first.
     """
     lines = []
     for name, row in rows.items():
         if not row.measured:
-            lines.append([name, "", "", "", "", row.reason])
+            lines.append([name, *("" for _ in figures), "", "", "", row.reason])
             continue
         against = ratio(rows, name, reference)
         lines.append(
             [
                 name,
-                figure(median(row.seconds)),
-                f"{figure(min(row.seconds))} .. {figure(max(row.seconds))}",
+                *(figure(median(row.seconds)) for figure in figures),
+                f"{figures[0](min(row.seconds))} .. {figures[0](max(row.seconds))}",
                 "" if isinstance(against, str) else interval_words(against),
                 f"{mean(row.accuracies):.1%}" if row.accuracies else "",
                 "",

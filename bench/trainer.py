@@ -16,8 +16,15 @@ import os
 import sys
 import tempfile
 
-from restarts import Peer, Row, end_peers_on_sigterm, ratio, run_in_turn, versions
+import torch
+
+import limits
+from restarts import PEERS, Peer, Row, end_peers_on_sigterm, ratio, run_in_turn, versions
 from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
+
+sys.path.append(str(PEERS))
+import mlp_job
+import mlp_torch
 
 HANDWRITTEN, TRAINER, AGAIN = "handwritten", "trainer", "trainer-again"
 CAPTURED = "trainer-captured"
@@ -81,10 +88,20 @@ def main() -> int:
             only=arguments.only,
             tell=lambda line: print(line, file=sys.stderr, flush=True),
         )
+        flops = limits.step_flops(mlp_torch.model(), torch.zeros(mlp_job.BATCH, mlp_job.FEATURES))
+        of_matmul = limits.share_of_matmul(flops, mlp_job.THREADS)
     results = Results(
         title=f"MLP 32-64-10, batch 64, 1 thread; restarts of each: {arguments.restarts}",
-        headers=["", "us/step", "fastest .. slowest", "time / trainer's", "accuracy", ""],
-        lines=lines_of(rows, TRAINER, microseconds),
+        headers=[
+            "",
+            "us/step",
+            limits.HEADER,
+            "fastest .. slowest",
+            "time / trainer's",
+            "accuracy",
+            "",
+        ],
+        lines=lines_of(rows, TRAINER, microseconds, of_matmul),
         remarks=[],
         keys=keys(rows),
         data={"rows": rows_as_data(rows, TRAINER), "versions": versions(chosen)},

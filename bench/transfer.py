@@ -26,8 +26,9 @@ from typing import Any
 from sklearn.datasets import load_sample_images
 
 from convnet import tell
-from flatout.measure import bootstrap_ratio, compare_curves, fingerprint, machine_rates
+from flatout.measure import bootstrap_ratio, compare_curves, fingerprint
 from input_data import write_cut
+from limits import matmul_flops_per_s
 from restarts import (
     PEERS,
     Peer,
@@ -179,8 +180,7 @@ def limit_key(rows: dict[str, Row], size: int) -> Key:
     name = "live_flops_vs_matmul"
     if not rows[FLATOUT].measured:
         return Key(name, rows[FLATOUT].reason)
-    found = machine_rates("cpu", THREADS)["flops_per_s"].values()
-    most = max(rates["matmul"]["forward"] for rates in found)
+    most = matmul_flops_per_s(THREADS)
     flops = live_flops(size) * BATCH / median(rows[FLATOUT].seconds)
     note = f"{flops / 1e9:,.0f} of {most / 1e9:,.0f} GFLOP/s, whole steps"
     return Key(name, flops / most, note=note)

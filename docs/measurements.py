@@ -72,6 +72,18 @@ SECTIONS = (
         "process. Then the seconds that a fit of 20 such epochs spends measuring.",
     ),
     Section(
+        "breadth",
+        "The default beside the best by hand",
+        "`Trainer.fit` with nothing set and an empty cache, over families of models, beside loops "
+        "written by hand in fp32, bf16, channels_last and with a fused optimizer, one process "
+        "each. Whole runs: what is measured meanwhile counts.",
+    ),
+    Section(
+        "evaluation",
+        "Evaluation and prediction",
+        "`evaluate` and `predict` with nothing set beside a loop under `torch.no_grad()`.",
+    ),
+    Section(
         "convnet",
         "A small ConvNet",
         "conv32, pool, conv64, pool, conv64, dense64, dense10 on images of 28x28 in memory. One "

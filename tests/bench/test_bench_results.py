@@ -63,12 +63,14 @@ def rows():
 
 
 def test_lines_hold_median_range_ratio_and_accuracy(rows):
-    ours, theirs, lost = lines_of(rows, "ours", lambda seconds: f"{seconds * 1e3:.0f} ms")
-    assert ours[:3] == ["ours", "2 ms", "1 ms .. 3 ms"]
-    assert ours[4:] == ["60.0%", ""]
-    assert theirs[:3] == ["theirs", "6 ms", "4 ms .. 8 ms"]
-    assert theirs[3].startswith("3 [")
-    assert lost == ["lost", "", "", "", "", "absent: lost is not installed"]
+    ours, theirs, lost = lines_of(
+        rows, "ours", lambda seconds: f"{seconds * 1e3:.0f} ms", lambda seconds: f"{1 / seconds:g}"
+    )
+    assert ours[:4] == ["ours", "2 ms", "500", "1 ms .. 3 ms"]
+    assert ours[5:] == ["60.0%", ""]
+    assert theirs[1:4:2] == ["6 ms", "4 ms .. 8 ms"]
+    assert theirs[4].startswith("3 [")
+    assert lost == ["lost", "", "", "", "", "", "absent: lost is not installed"]
 
 
 def test_lines_do_without_the_reference(rows):
