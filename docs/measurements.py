@@ -79,11 +79,6 @@ SECTIONS = (
         "each. Whole runs: what is measured meanwhile counts.",
     ),
     Section(
-        "evaluation",
-        "Evaluation and prediction",
-        "`evaluate` and `predict` with nothing set beside a loop under `torch.no_grad()`.",
-    ),
-    Section(
         "convnet",
         "A small ConvNet",
         "conv32, pool, conv64, pool, conv64, dense64, dense10 on images of 28x28 in memory. One "

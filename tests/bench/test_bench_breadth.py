@@ -23,11 +23,13 @@ def test_a_step_reaches_every_parameter(name):
 
 def row_of(vs_hand, vs_plain, **other):
     row = {"vs_hand": vs_hand, "vs_plain": vs_plain, "steady_vs_hand": 2.0, "steady_vs_plain": 3.0}
-    return {**row, "lost_share": 0.01, "before_s": 0.5, "steps": 100, "plain_s": 0.3, **other}
+    row |= {"lost_share": 0.01, "before_s": 0.5, "steps": 100, "plain_s": 0.3, "fit_s": 60.0}
+    return {**row, "family": "mlp", **other}
 
 
 def test_whole_runs_are_judged_and_steady_steps_only_shown():
-    rows = [row_of(0.9, 1.2), row_of(1.1, 1.6, lost_share=0.04), row_of(1.2, 1.8)]
+    longer = row_of(1.1, 1.6, lost_share=0.03)
+    rows = [row_of(0.9, 1.2, lost_share=0.04, fit_s=8.0), longer, row_of(1.2, 1.8)]
     found = {key.name: key for key in breadth.keys(rows, Namespace(seconds=30, fresh=0, losses=0))}
     assert found["default_vs_best_by_hand"].value == 1.1
     assert found["default_vs_best_worst"].value == 0.9
@@ -35,7 +37,7 @@ def test_whole_runs_are_judged_and_steady_steps_only_shown():
     assert found["default_vs_plain"].value == 1.6
     assert found["steady_vs_best_by_hand"].value == 2.0
     assert found["steady_vs_best_by_hand"].met is None
-    assert found["tuning_share"].value == 0.04
+    assert found["tuning_share"].value == 0.03
     assert found["tuning_share"].met is False
 
 
