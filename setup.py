@@ -28,6 +28,7 @@ setup(
             "_dropout",
             "_example",
             "_gather",
+            "_ids",
             "_libsvm",
             "_lines",
             "_relu_pool",

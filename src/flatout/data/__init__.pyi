@@ -33,6 +33,8 @@ from flatout.data.features.named_store import NamedStore as NamedStore
 from flatout.data.features.row_log import RowPart as RowPart
 from flatout.data.features.store import FeatureStore as FeatureStore
 from flatout.data.files import unpack as unpack
+from flatout.data.ids.id_map import Growth as Growth
+from flatout.data.ids.id_map import IdMap as IdMap
 from flatout.data.inspection.inspect import inspect as inspect
 from flatout.data.inspection.inspected import Report as Report
 from flatout.data.inspection.rate import bench as bench
@@ -53,6 +55,7 @@ from flatout.data.randomness import random_state as random_state
 from flatout.data.randomness import same_state as same_state
 from flatout.data.randomness import set_random_state as set_random_state
 from flatout.data.schema import Column as Column
+from flatout.data.schema import Ids as Ids
 from flatout.data.schema import Schema as Schema
 from flatout.data.schema import as_schema as as_schema
 from flatout.data.sealing import seal as seal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from flatout.data.block import Numbers
 from flatout.data.classes import listed
 from flatout.data.execution.batch_sampler import Order
 from flatout.data.execution.samples import Joined
+from flatout.data.ids.lookup import Lookup
 from flatout.data.normalization import Normalization
 from flatout.data.order import order as drawn
 from flatout.data.pipeline import Pipeline
@@ -47,6 +48,10 @@ class Mixture:
     def with_classes(self, names: tuple[str, ...]) -> Mixture:
         """The same samples, whose classes have the numbers that their names have here."""
         return replace(self, parts=tuple(part.with_classes(names) for part in self.parts))
+
+    def with_ids(self, maps: Mapping[str, Lookup]) -> Mixture:
+        """The same samples, with rows of a table in place of ids."""
+        return replace(self, parts=tuple(part.with_ids(maps) for part in self.parts))
 
     @property
     def stage_words(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
@@ -22,10 +22,12 @@ from flatout.data.execution.prefetch import prefetch
 from flatout.data.execution.program import Program
 from flatout.data.execution.samples import Costs
 from flatout.data.explanation import Explanation
+from flatout.data.ids.counting import IdCounts, count_ids
+from flatout.data.ids.lookup import Lookup, looked_up
 from flatout.data.normalization import Normalization
 from flatout.data.origins import is_rows, is_stream
 from flatout.data.planner import Built, BuiltStream, build, check
-from flatout.data.schema import Schema
+from flatout.data.schema import Column, Schema
 from flatout.data.stages import Batch as BatchStage
 from flatout.data.stages import (
     Blended,
@@ -79,6 +81,7 @@ class Pipeline(Staged["Pipeline"]):
         # Of a pipe: what this rank of several reads, once they have agreed on it (own_pipes.py).
         self.of_rank: Pipeline | None = None
         self._renumbered: dict[tuple[str, ...], Pipeline] = {}
+        self._looked_up: dict[tuple[str, ...], Pipeline] = {}
         check(self.stages)
 
     def _with(self, stage: Stage) -> Pipeline:
@@ -169,6 +172,63 @@ class Pipeline(Staged["Pipeline"]):
         with_classes = getattr(self.origin, "with_classes", None)
         origin = Renumbered(self.origin, names) if with_classes is None else with_classes(names)
         return Pipeline(origin, self.stages, self._options, self._say)
+
+    @property
+    def id_columns(self) -> tuple[Column, ...]:
+        """The columns of which the schema states what becomes of their ids."""
+        if (parts := getattr(self.origin, "parts", None)) is not None:
+            found: tuple[Column, ...] = parts[0].id_columns
+            return found
+        schema = getattr(self.origin, "schema", None)
+        columns = schema.columns if isinstance(schema, Schema) else ()
+        return tuple(column for column in columns if column.ids)
+
+    def with_ids(self, maps: Mapping[str, Lookup]) -> Pipeline:
+        """The same samples, with rows of a table in place of ids.
+
+        Args:
+            maps: rows of ids, by column; they take the place of earlier ones.
+
+        Raises:
+            DataError: there is no such column of int64.
+        """
+        key = tuple(f"{name}={one.digest}" for name, one in sorted(maps.items()))
+        if key not in self._looked_up:
+            with_ids = getattr(self.origin, "with_ids", None)
+            origin = looked_up(self.origin, maps) if with_ids is None else with_ids(maps)
+            self._looked_up[key] = Pipeline(origin, self.stages, self._options, self._say)
+        return self._looked_up[key]
+
+    def count_ids(
+        self, columns: Sequence[Column], rank: int = 0, ranks: int = 1
+    ) -> dict[str, IdCounts] | None:
+        """How often each id stands in the samples, as the source has them; None of a stream.
+
+        Args:
+            columns: whose schema states ids.
+            rank: counts a part of the samples, but all where ranks have their own.
+            ranks: how many there are.
+
+        Raises:
+            DataError: a row is not as it should be, there are more ids than memory holds, or ids
+                of a stream would have to be counted before it has come.
+        """
+        if is_stream(self.origin):
+            growing = [c.name for c in columns if any(o.vocabulary != "none" for o in c.ids)]
+            if growing:
+                raise DataError(
+                    f"the ids of column {growing[0]!r} get rows before training, and a stream "
+                    "cannot be read twice",
+                    do='write it into a file first, or hash the ids: vocabulary = "none"',
+                )
+            return None
+        built = self.with_ids({})._built
+        assert isinstance(built, Built)
+        plan = built.plan
+        numbers = plan.numbers if self.has_own_rows else plan.numbers[rank::ranks]
+        counts = {column.name: IdCounts(column) for column in columns}
+        count_ids(plan.base, numbers, counts)
+        return counts
 
     @property
     def in_batches(self) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -39,6 +39,42 @@ DType = Literal[
 Given: TypeAlias = "Schema | str | os.PathLike[str] | dict[str, Any]"
 
 
+class Ids(BaseModel):
+    """What becomes of the ids of a column, or of some places of its rows: rows of a table.
+
+    An id has a row of its own, or else shares `buckets` rows with others. Fields are separate: the
+    same number in two of them is two ids.
+
+    Attributes:
+        vocabulary: which ids have rows of their own. "grow": those of the training data, and in
+            each later training (a warm start) the new ones too; "fixed": those of the first
+            training; "none": none has.
+        buckets: rows for the ids that have none of their own. 1: one row for all unknown ids; more:
+            they are hashed to so many; 0: such an id is an error.
+        admit: an id gets a row once it was seen so many times, over all trainings.
+        forget: an id that was not seen in so many trainings loses its row; None keeps it.
+        most: rows of single ids at most; the ids seen least often lose theirs. None: no limit.
+        places: the places of a row, from 0, that this is about; None: all that no other entry has.
+        by_place: each place is a field of its own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vocabulary: Literal["grow", "fixed", "none"] = "grow"
+    buckets: int = Field(1, ge=0, le=2**40)
+    admit: int = Field(1, ge=1)
+    forget: int | None = Field(None, ge=1)
+    most: int | None = Field(None, ge=1)
+    places: tuple[int, ...] | None = None
+    by_place: bool = False
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> Ids:
+        if self.vocabulary == "none" and self.buckets == 0:
+            raise ValueError('ids: vocabulary="none" wants buckets of at least 1')
+        return self
+
+
 class Column(BaseModel):
     """One column of a source.
 
@@ -53,6 +89,8 @@ class Column(BaseModel):
         pad: what a ragged row is padded with.
         lengths: name of an input that tells the true lengths of a ragged column's rows, int64 of
             shape (size,); None leaves it out.
+        ids: what becomes of the column's ids, where they are to be rows of a table; several entries
+            are about different places of a row.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,6 +103,7 @@ class Column(BaseModel):
     default: int | float | None = None
     pad: int | float = 0
     lengths: str | None = None
+    ids: tuple[Ids, ...] = ()
 
     @model_validator(mode="after")
     def _shape_makes_sense(self) -> Column:
@@ -74,6 +113,36 @@ class Column(BaseModel):
             raise ValueError(f"column {self.name!r} is ragged, so it has no shape")
         if self.lengths is not None and not self.ragged:
             raise ValueError(f"column {self.name!r} has lengths, but is not ragged")
+        return self
+
+    @model_validator(mode="after")
+    def _ids_make_sense(self) -> Column:
+        if not self.ids:
+            return self
+        if self.dtype != "int64" or self.role != "input":
+            raise ValueError(
+                f"column {self.name!r} has ids, so its dtype is int64 and its role input; found "
+                f"{self.dtype} and {self.role}"
+            )
+        if len(self.shape) > 1:
+            raise ValueError(f"column {self.name!r} has ids, so its rows are vectors or numbers")
+        width = self.shape[0] if self.shape else 1
+        named = [place for one in self.ids for place in one.places or ()]
+        if self.ragged and (named or any(one.by_place for one in self.ids)):
+            raise ValueError(f"column {self.name!r} is ragged, so its places are no fields")
+        wrong = [place for place in named if not 0 <= place < width]
+        twice = [place for place in named if named.count(place) > 1]
+        if wrong or twice:
+            raise ValueError(
+                f"column {self.name!r}: ids of place {(wrong or twice)[0]}, expected each place "
+                f"from 0 to {width - 1} in one entry"
+            )
+        others = sum(one.places is None for one in self.ids)
+        if others > 1 or (not others and len(named) < width):
+            raise ValueError(
+                f"column {self.name!r}: expected one entry of ids without places, for all that no "
+                f"other entry has, found {others}"
+            )
         return self
 
     @property
@@ -153,12 +222,29 @@ class Schema(BaseModel):
         Raises:
             DataError: there is no such column.
         """
-        known = {column.name for column in self.columns}
-        for name in roles:
-            if name not in known:
-                raise DataError(f"no column {name!r}: the columns are {', '.join(sorted(known))}")
+        self._check_names(roles)
         columns = [c.model_copy(update={"role": roles.get(c.name, c.role)}) for c in self.columns]
         return Schema(format=self.format, columns=tuple(columns), options=self.options)
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        known = {column.name for column in self.columns}
+        for name in names:
+            if name not in known:
+                raise DataError(f"no column {name!r}: the columns are {', '.join(sorted(known))}")
+
+    def with_ids(self, **columns: Ids | Sequence[Ids]) -> Schema:
+        """The same with ids stated for columns: `schema.with_ids(ids=Ids(buckets=1000))`.
+
+        Raises:
+            DataError: there is no such column, or it cannot have them.
+        """
+        given = {name: (v,) if isinstance(v, Ids) else tuple(v) for name, v in columns.items()}
+        self._check_names(given)
+        told = [
+            {**c.model_dump(), "ids": [one.model_dump() for one in given.get(c.name, c.ids)]}
+            for c in self.columns
+        ]
+        return _read({**self.model_dump(), "columns": told}, self.format)
 
     def dumps(self) -> str:
         """As TOML."""

@@ -55,6 +55,8 @@ class LibsvmDecoder:
             self.limit = schema["features"].shape[0]
         elif not schema["ids"].ragged:
             self.width = schema["ids"].shape[0]
+        if not self.dense and schema["ids"].ids:
+            self.limit = _NO_LIMIT  # which ids there are is for the map of ids to say
         self.needs_survey = not self.dense and self.width is None
 
     def split(self, buffer: Bytes, final: bool) -> Split:

@@ -1,0 +1,90 @@
+"""Counts the ids of training data, before a map of ids grows by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flatout.data.block import Numbers, Ragged
+from flatout.data.buffers import Buffers
+from flatout.data.execution.samples import Costs, Samples
+from flatout.data.ids.id_map import Places, places_of, width_of
+from flatout.data.schema import Column
+from flatout.data.threads import Pool
+from flatout.errors import DataError
+from flatout.kernels.ids import IdNumbers, Items
+from flatout.measure import available_bytes, usable_cpus
+from flatout.words import size_words
+
+# Rows that are decoded at a time.
+_ROWS = 8192
+
+
+class IdCounts:
+    """How many times each id of a column was seen.
+
+    Args:
+        column: whose schema states ids.
+    """
+
+    def __init__(self, column: Column) -> None:
+        self.column = column
+        self.places: Places = places_of(column.ids, width_of(column))
+        self.numbers = IdNumbers()
+
+    def add(self, values: Any) -> None:
+        """Count the ids of some rows.
+
+        Raises:
+            DataError: there are more different ones than memory holds.
+        """
+        ids = np.ascontiguousarray(values.values if isinstance(values, Ragged) else values)
+        if len(self.places.fields) == 1:
+            ids = ids.reshape(-1)
+        self._check_memory(ids.size)
+        self.numbers.add(ids, self.places.fields)
+
+    def _check_memory(self, more: int) -> None:
+        wanted = self.numbers.bytes_to_add(more)
+        if wanted and wanted > (free := available_bytes()):
+            raise DataError(
+                f"column {self.column.name!r}: {self.numbers.count:,} different ids so far, and to "
+                f"count more of them takes {size_words(wanted)}; {size_words(free)} are free",
+                do='hash them: vocabulary = "none" and buckets in the ids of this column',
+            )
+
+    def merge(self, found: Items) -> None:
+        """Add the counts of other rows."""
+        for number in np.unique(found.fields):
+            own = found.fields == number
+            ids = np.ascontiguousarray(found.ids[own])
+            self._check_memory(len(ids))
+            self.numbers.add(ids, np.array([number]), found.numbers[own])
+
+    def items(self) -> Items:
+        """Fields, ids and counts, by field and id, rising."""
+        return self.numbers.items()
+
+
+def count_ids(samples: Samples, numbers: Numbers, counts: Mapping[str, IdCounts]) -> None:
+    """Count the ids of rows.
+
+    Args:
+        samples: that have them.
+        numbers: of the rows, in any order.
+        counts: get them, by column.
+
+    Raises:
+        DataError: a row is not as it should be, or there are more ids than memory holds.
+    """
+    numbers = np.sort(numbers)
+    parts = [numbers[at : at + _ROWS] for at in range(0, len(numbers), _ROWS)]
+    threads, buffers, costs = usable_cpus(), Buffers(), Costs()
+    with Pool(threads) as pool:
+        for at in range(0, len(parts), threads):  # some at a time: a block may be large
+            some = parts[at : at + threads]
+            for block in pool.map(lambda part: samples.make(part, buffers, 0, costs), some):
+                for name, one in counts.items():
+                    one.add(block.columns[name])

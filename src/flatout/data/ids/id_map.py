@@ -1,0 +1,437 @@
+"""Which row of a table each id of a column has: plain data that grows from training to training.
+
+Row 0 belongs to no id: ragged rows are padded with it. Then come the rows that ids share which have
+none of their own (`Ids.buckets`), field by field, and then the rows of single ids, in which an id
+keeps its row for as long as it has one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flatout.data.block import Numbers
+from flatout.data.execution.digests import digest_of
+from flatout.data.schema import Column, Ids
+from flatout.errors import DataError
+from flatout.kernels.ids import IdNumbers, Items, hash_ids
+from flatout.words import counted
+
+# Of the form in which a map is kept.
+FORMAT = 1
+_PARTS = ("fields", "ids", "rows", "counts", "seen")
+
+
+class Places(NamedTuple):
+    """What the places of a column's rows are, one for all of them where `fields` has one entry.
+
+    Attributes:
+        fields: the field of each place, int64.
+        firsts: the first row that ids of its field share, int64.
+        buckets: how many rows they share, int64.
+        entries: of each field, its entry of the ladder.
+        shared: rows before the first of a single id.
+    """
+
+    fields: Numbers
+    firsts: Numbers
+    buckets: Numbers
+    entries: tuple[int, ...]
+    shared: int
+
+
+def width_of(column: Column) -> int:
+    """The places of a row; 1 of a single number, and where rows differ in length."""
+    return column.shape[0] if column.shape else 1
+
+
+def places_of(ladder: Sequence[Ids], width: int) -> Places:
+    """The fields of a column whose rows have `width` places."""
+    fields = np.zeros(width, np.int64)
+    entries: list[int] = []
+    for number, one in enumerate(ladder):
+        taken = {place for other in ladder for place in other.places or ()}
+        own = [p for p in range(width) if p not in taken] if one.places is None else one.places
+        for at, place in enumerate(own):
+            if at == 0 or one.by_place:
+                entries.append(number)
+            fields[place] = len(entries) - 1
+    buckets = np.array([ladder[entry].buckets for entry in entries], np.int64)
+    firsts = 1 + np.concatenate([[0], np.cumsum(buckets)])
+    first, room = firsts[:-1][fields], buckets[fields]
+    if len(entries) == 1:  # whatever shape the values have
+        fields, first, room = fields[:1], first[:1], room[:1]
+    return Places(fields, first, room, tuple(entries), int(firsts[-1]))
+
+
+class Growth(NamedTuple):
+    """What a training's ids have made of a map.
+
+    Attributes:
+        new: ids that have got a row.
+        gone: ids that have lost theirs.
+        waiting: ids seen that have no row yet, since they were seen too seldom or there is no more
+            room.
+        hashed: ids seen that share rows with others, where there is more than one such row.
+        collide: of these, how many more than there are rows that they use.
+        old_rows: of the rows that were there before, int64.
+        new_rows: which rows they are now, int64.
+    """
+
+    new: int = 0
+    gone: int = 0
+    waiting: int = 0
+    hashed: int = 0
+    collide: int = 0
+    old_rows: Numbers = np.empty(0, np.int64)
+    new_rows: Numbers = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class IdMap:
+    """The rows of a column's ids.
+
+    Attributes:
+        column: its name.
+        ladder: what its schema says of ids.
+        width: places of a row of the column.
+        items: fields, ids and rows of all ids that are known, by field and id, rising; the row of
+            an id that has none yet is -1.
+        counts: how many times each was seen, int64.
+        seen: in which training it was seen last, from 1, int64.
+        size: rows of the table.
+        trainings: in which ids were counted.
+        learned_from: digest of the data of the last of them.
+    """
+
+    column: str
+    ladder: tuple[Ids, ...]
+    width: int
+    items: Items
+    counts: Numbers
+    seen: Numbers
+    size: int
+    trainings: int = 0
+    learned_from: str = ""
+
+    @classmethod
+    def empty(cls, column: Column) -> IdMap:
+        """Of a column without an id yet."""
+        none = np.empty(0, np.int64)
+        width = width_of(column)
+        size = places_of(column.ids, width).shared
+        return cls(column.name, column.ids, width, Items(none, none, none), none, none, size)
+
+    def as_column(self) -> Column:
+        """A column of these ids, for data whose schema does not state them."""
+        return Column(name=self.column, dtype="int64", shape=(self.width,), ids=self.ladder)
+
+    @cached_property
+    def places(self) -> Places:
+        """What the places of a row are."""
+        return places_of(self.ladder, self.width)
+
+    @cached_property
+    def _numbers(self) -> IdNumbers:
+        own = self.items.numbers >= 0
+        fields, ids, rows = (part[own] for part in self.items)
+        numbers = IdNumbers(len(ids))
+        for one in np.unique(fields):
+            mine = fields == one
+            numbers.add(np.ascontiguousarray(ids[mine]), np.array([one]), rows[mine] + 1)
+        return numbers
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process makes its table of slots for itself.
+        return {name: value for name, value in vars(self).items() if name != "_numbers"}
+
+    def rows_of(self, ids: Numbers, out: Numbers) -> int:
+        """Write the rows of ids, C-contiguous int64 of shape (rows, width) or (values,).
+
+        Returns:
+            the place in the flat ids of the first that has no row, or -1.
+        """
+        fields, firsts, buckets, _, _ = self.places
+        if len(fields) == 1:
+            ids, out = ids.reshape(-1), out.reshape(-1)
+        return self._numbers.rows(ids, fields, firsts, buckets, out)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits over which id has which row."""
+        whole = hashlib.sha256()
+        for part in self.items:
+            whole.update(np.ascontiguousarray(part).data)
+        return digest_of(json.dumps(self._header()), whole.hexdigest())
+
+    # -- growing ---------------------------------------------------------------------------------
+
+    def with_ladder(self, column: Column) -> IdMap:
+        """The same ids under what a schema says now, which may be other numbers.
+
+        Raises:
+            DataError: the schema has other fields, so that ids are not comparable.
+        """
+        if not column.ids:
+            return self
+        width = width_of(column)
+        mine, theirs = self.places, places_of(column.ids, width)
+        if len(mine.fields) != len(theirs.fields) or (mine.fields != theirs.fields).any():
+            own, other = (counted(len(one.entries), "field") for one in (mine, theirs))
+            raise DataError(
+                f"column {self.column!r}: the model's ids are of {own} in rows of {self.width}, "
+                f"and the schema states {other} in rows of {width}",
+                do="state places and by_place as in the schema of the earlier training, or train "
+                "without warm_start",
+            )
+        shift = theirs.shared - mine.shared
+        rows = np.where(self.items.numbers < 0, -1, self.items.numbers + shift)
+        items = self.items._replace(numbers=rows)
+        return replace(self, ladder=column.ids, items=items, size=self.size + shift)
+
+    def grown(self, column: Column, found: Items, learned_from: str = "") -> tuple[IdMap, Growth]:
+        """The map after a training, of which ids were counted; and what has changed.
+
+        It depends on the counts alone, not on the order in which ids came. New ids get the rows of
+        those that are gone, then new rows, the ids seen most often first.
+
+        Args:
+            column: of the schema, with what it says of ids now.
+            found: fields, ids and counts.
+            learned_from: digest of the data.
+        """
+        before = self.with_ladder(column)
+        now = self.trainings + 1
+        places = before.places
+        known = _united(before, found, now)
+        entry = np.array(places.entries, np.int64)[known.fields]
+        keeps = np.zeros(len(entry), bool)
+        gets = np.zeros(len(entry), bool)
+        for number, one in enumerate(before.ladder):
+            mine = entry == number
+            if one.vocabulary == "none":
+                continue
+            stays = mine & ~known.is_forgotten(one.forget, now)
+            has = stays & (known.rows >= 0)
+            closed = one.vocabulary == "fixed" and self.trainings > 0
+            wants = has if closed else has | (stays & (known.counts >= one.admit))
+            keeps |= has if closed else stays
+            gets |= _most_often(known, wants, one.most)
+        is_new, is_gone = gets & (known.rows < 0), ~gets & (known.rows >= 0)
+        rows = np.where(gets, known.rows, -1)
+        free = np.ones(before.size, bool)
+        free[: places.shared] = False
+        free[rows[rows >= 0]] = False
+        new = np.flatnonzero(is_new)
+        new = new[np.lexsort((known.ids[new], known.fields[new], -known.counts[new]))]
+        holes = np.flatnonzero(free)[: len(new)]
+        more = len(new) - len(holes)
+        rows[new] = np.concatenate([holes, np.arange(before.size, before.size + more)])
+        items = Items(known.fields[keeps], known.ids[keeps], rows[keeps])
+        after = replace(
+            before,
+            items=items,
+            counts=known.counts[keeps],
+            seen=known.seen[keeps],
+            size=before.size + more,
+            trainings=now,
+            learned_from=learned_from,
+        )
+        stay = np.flatnonzero(gets & (known.rows >= 0))
+        old_rows, new_rows = _moved(self, before, known.rows[stay])
+        waits = keeps & ~gets & (known.seen == now)
+        hashed, collide = _hashed(places, before.ladder, known, ~gets & (known.seen == now))
+        counts = (int(is_new.sum()), int(is_gone.sum()), int(waits.sum()), hashed, collide)
+        return after, Growth(*counts, old_rows, new_rows)
+
+    def merged(self, other: IdMap) -> IdMap:
+        """The ids of two maps that grew apart, such as those of two days.
+
+        Ids keep the rows that they have here; those that have one only in the other get new rows,
+        in the order of the other's. Counts are added up.
+
+        Raises:
+            DataError: they are of other columns or fields.
+        """
+        if (self.column, self.ladder, self.width) != (other.column, other.ladder, other.width):
+            raise DataError(
+                f"maps of ids are merged where their schema is the same, found those of "
+                f"{self.column!r} and {other.column!r}, or of different fields"
+            )
+        found = Items(other.items.fields, other.items.ids, other.counts)
+        last = max(self.trainings, other.trainings)
+        known = _united(self, found, last)
+        key = np.stack([known.fields, known.ids])
+        mine, theirs = _index(key, self.items), _index(key, other.items)
+        seen = np.zeros(len(known.ids), np.int64)
+        seen[mine] = self.seen
+        seen[theirs] = np.maximum(seen[theirs], other.seen)
+        of_other = np.full(len(known.ids), -1, np.int64)
+        of_other[theirs] = other.items.numbers
+        rows = known.rows.copy()
+        new = np.flatnonzero((rows < 0) & (of_other >= 0))
+        new = new[np.argsort(of_other[new])]
+        rows[new] = np.arange(self.size, self.size + len(new))
+        return replace(
+            self,
+            items=Items(known.fields, known.ids, rows),
+            counts=known.counts,
+            seen=seen,
+            size=self.size + len(new),
+            trainings=last,
+        )
+
+    # -- as data ---------------------------------------------------------------------------------
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "ladder": [one.model_dump(mode="json", exclude_defaults=True) for one in self.ladder],
+            "width": self.width,
+            "size": self.size,
+            "trainings": self.trainings,
+            "learned_from": self.learned_from,
+            # What a reader without Flatout needs besides: see docs/data/ids.md.
+            "fields": self.places.fields.tolist(),
+            "firsts": self.places.firsts.tolist(),
+            "buckets": self.places.buckets.tolist(),
+        }
+
+    def as_data(self) -> tuple[dict[str, Any], dict[str, Numbers]]:
+        """What is to be said of it, as JSON, and its arrays, int64 of shape (ids,) each."""
+        arrays = (*self.items, self.counts, self.seen)
+        return self._header(), dict(zip(_PARTS, arrays, strict=True))
+
+    @classmethod
+    def of_data(cls, column: str, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> IdMap:
+        """From what `as_data` gave.
+
+        Raises:
+            DataError: it is of a later form, or damaged.
+        """
+        try:
+            version = int(header["format"])
+            if version > FORMAT:
+                raise DataError(
+                    f"the map of the ids of column {column!r} is of format {version}, and this "
+                    f"version of Flatout reads up to {FORMAT}",
+                    do="use the version that wrote it, or a later one",
+                )
+            parts = [np.ascontiguousarray(arrays[name], dtype=np.int64) for name in _PARTS]
+            made = cls(
+                column,
+                tuple(Ids.model_validate(one) for one in header["ladder"]),
+                int(header["width"]),
+                Items(*parts[:3]),
+                parts[3],
+                parts[4],
+                int(header["size"]),
+                int(header["trainings"]),
+                str(header["learned_from"]),
+            )
+            rows = parts[2]
+            wrong = len({part.shape for part in parts}) != 1 or rows.ndim != 1
+            if wrong or (len(rows) and not (rows.min() >= -1 and rows.max() < made.size)):
+                raise ValueError("its arrays do not fit each other")
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"the map of the ids of column {column!r} cannot be read: {error}"
+            ) from error
+        return made
+
+
+class _Known(NamedTuple):
+    """Ids that a map or a training knows, by field and id, rising; int64 of shape (ids,) each."""
+
+    fields: Numbers
+    ids: Numbers
+    rows: Numbers
+    counts: Numbers
+    seen: Numbers
+
+    def is_forgotten(self, after: int | None, now: int) -> Any:
+        """Which were not seen in the last `after` trainings."""
+        return np.zeros(len(self.ids), bool) if after is None else now - self.seen >= after
+
+
+def _united(before: IdMap, found: Items, now: int) -> _Known:
+    """The ids of a map and those counted now; -1 is the row of one without."""
+    fields = np.concatenate([before.items.fields, found.fields])
+    ids = np.concatenate([before.items.ids, found.ids])
+    old = len(before.counts)
+    order = np.lexsort((ids, fields))  # stable: of equal ones that of the map comes first
+    fields, ids = fields[order], ids[order]
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (np.diff(fields) != 0) | (ids[1:] != ids[:-1])
+    starts = np.flatnonzero(is_first)
+    fresh = np.full(len(found.ids), -1, np.int64)
+    rows = np.concatenate([before.items.numbers, fresh])[order][starts]
+    counts = np.concatenate([before.counts, found.numbers])[order]
+    counts = np.add.reduceat(counts, starts) if len(starts) else counts
+    seen = np.where(order < old, np.append(before.seen, 0)[np.minimum(order, old)], now)
+    seen = np.maximum.reduceat(seen, starts) if len(starts) else seen
+    return _Known(fields[starts], ids[starts], rows, counts, seen)
+
+
+def _index(key: Numbers, items: Items) -> Numbers:
+    """Where the ids of a map are among others, which are sorted and hold them all."""
+    kind = np.dtype([("field", np.int64), ("id", np.int64)])
+    among, wanted = np.empty(key.shape[1], kind), np.empty(len(items.ids), kind)
+    among["field"], among["id"] = key
+    wanted["field"], wanted["id"] = items.fields, items.ids
+    return np.searchsorted(among, wanted)
+
+
+def _most_often(known: _Known, wants: Any, most: int | None) -> Any:
+    """Of those that want a row, the ones seen most often, of equal ones those seen last."""
+    chosen = np.flatnonzero(wants)
+    if most is None or len(chosen) <= most:
+        return wants
+    order = np.lexsort(
+        (
+            known.ids[chosen],
+            known.fields[chosen],
+            known.rows[chosen] < 0,
+            -known.seen[chosen],
+            -known.counts[chosen],
+        )
+    )
+    kept = np.zeros(len(wants), bool)
+    kept[chosen[order[:most]]] = True
+    return kept
+
+
+def _moved(first: IdMap, before: IdMap, rows: Numbers) -> tuple[Numbers, Numbers]:
+    """Old and new numbers of the rows that go on: those of ids, and those that fields share."""
+    shift = before.places.shared - first.places.shared
+    old, new = [np.zeros(1, np.int64), rows - shift], [np.zeros(1, np.int64), rows]
+    for one, other in zip(_shared(first), _shared(before), strict=True):
+        if one[1] == other[1]:
+            old.append(np.arange(one[0], one[0] + one[1]))
+            new.append(np.arange(other[0], other[0] + other[1]))
+    return np.concatenate(old), np.concatenate(new)
+
+
+def _shared(map: IdMap) -> list[tuple[int, int]]:
+    """The first shared row of each field, and how many there are."""
+    places = map.places
+    found = {int(f): (int(a), int(b)) for f, a, b in zip(*places[:3], strict=True)}
+    return [found[number] for number in range(len(places.entries))]
+
+
+def _hashed(places: Places, ladder: Sequence[Ids], known: _Known, shares: Any) -> tuple[int, int]:
+    """Ids that share several rows, and how many more they are than the rows that they use."""
+    ids = used = 0
+    rooms = {int(f): int(b) for f, b in zip(places.fields, places.buckets, strict=True)}
+    for number, room in rooms.items():
+        own = known.ids[shares & (known.fields == number)]
+        if room > 1 and len(own):
+            ids += len(own)
+            used += len(np.unique(hash_ids(own, number) % np.uint64(room)))
+    return ids, ids - used

@@ -1,0 +1,174 @@
+"""Rows of a source whose ids are rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.block import Block, Numbers, Ragged, Values
+from flatout.data.buffers import Buffers
+from flatout.data.execution.digests import digest_of
+from flatout.data.origins import Chunks, Rows, Stream, is_chunks, is_rows
+from flatout.data.schema import Schema
+from flatout.errors import DataError
+
+
+class Lookup(Protocol):
+    """What gives rows for ids: an `IdMap`."""
+
+    column: str
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that differ for other rows."""
+        ...
+
+    def rows_of(self, ids: Numbers, out: Numbers) -> int:
+        """Write the rows of ids; returns the place of the first that has none, or -1."""
+        ...
+
+
+class _Lookup:
+    """What the rows of all kinds of sources have.
+
+    Args:
+        inner: rows, chunks or a stream, whose schema has the columns.
+        maps: by column.
+    """
+
+    schema: Schema
+
+    def __init__(self, inner: Any, maps: Mapping[str, Lookup]) -> None:
+        self.inner = inner
+        self.maps = dict(maps)
+        self.schema = inner.schema
+        for name in maps:
+            _check_column(inner, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("inner", "maps"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def digest(self) -> str:
+        """Over the source and which ids have which rows."""
+        return digest_of(self.inner.digest, *(one.digest for one in self.maps.values()))
+
+    def describe(self) -> str:
+        """One line for people."""
+        return str(self.inner.describe())
+
+    def notes(self) -> list[str]:
+        """What the user should know."""
+        return list(self.inner.notes())
+
+    def _looked_up(self, block: Block, buffers: Buffers) -> Block:
+        columns = dict(block.columns)
+        for name, one in self.maps.items():
+            columns[name] = self._rows(one, columns[name], block.numbers, buffers)
+        return Block(columns, block.numbers)
+
+    def _rows(self, one: Lookup, values: Values, numbers: Numbers, buffers: Buffers) -> Values:
+        ids = np.ascontiguousarray(values.values if isinstance(values, Ragged) else values)
+        rows = buffers.empty(ids.shape, np.int64)
+        bad = one.rows_of(ids, rows)
+        if bad >= 0:
+            raise self._no_row(one.column, int(ids.reshape(-1)[bad]), bad, values, numbers)
+        return Ragged(rows, values.offsets) if isinstance(values, Ragged) else rows
+
+    def _no_row(self, column: str, id: int, at: int, values: Values, numbers: Numbers) -> DataError:
+        if isinstance(values, Ragged):
+            row = int(np.searchsorted(values.offsets, at, side="right")) - 1
+            place = at - int(values.offsets[row])
+        else:
+            row, place = divmod(at, max(1, values[0].size))
+        number = int(numbers[row])
+        known = getattr(self.inner, "where", None)
+        where = f"row {number:,}" if known is None else known(number)
+        return DataError(
+            f"id {id} in column {column!r}, place {place}, has no row of the table: it was not in "
+            "the training data, and the schema lets it share none",
+            where=where,
+            do=f"buckets = 1 in the ids of column {column!r} gives unknown ids one row, more "
+            "hashes them to so many",
+        )
+
+
+class RowsLookup(_Lookup):
+    """Rows by number. Follows `flatout.data.origins.Rows`."""
+
+    def take(self, numbers: Numbers, buffers: Buffers) -> Block:
+        """These rows, in this order."""
+        return self._looked_up(self.inner.take(numbers, buffers), buffers)
+
+    def targets(self) -> npt.NDArray[Any] | None:
+        """Those of the rows as they are."""
+        found: npt.NDArray[Any] | None = self.inner.targets()
+        return found
+
+    def lengths(self) -> Numbers | None:
+        """Those of the rows as they are."""
+        found: Numbers | None = self.inner.lengths()
+        return found
+
+    def where(self, number: int) -> str:
+        """Where a row stands."""
+        return str(self.inner.where(number))
+
+
+class ChunksLookup(_Lookup):
+    """Rows in chunks. Follows `flatout.data.origins.Chunks`."""
+
+    def read(self, chunk: int, buffers: Buffers) -> Block:
+        """One chunk."""
+        return self._looked_up(self.inner.read(chunk, buffers), buffers)
+
+    def where(self, number: int) -> str:
+        """Where a row stands."""
+        return str(self.inner.where(number))
+
+
+class StreamLookup(_Lookup):
+    """Rows one after the other. Follows `flatout.data.origins.Stream`."""
+
+    def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
+        """The rows of an epoch."""
+        for block in self.inner.blocks(epoch, buffers):
+            yield self._looked_up(block, buffers)
+
+
+def looked_up(origin: Rows | Chunks | Stream, maps: Mapping[str, Lookup]) -> Any:
+    """The same rows, with rows of tables in place of ids.
+
+    Args:
+        origin: as a reader gives it, or as this has given it with other maps.
+        maps: by column.
+
+    Raises:
+        DataError: there is no such column, or it holds no int64.
+    """
+    inner = origin.inner if isinstance(origin, _Lookup) else origin
+    if is_rows(inner):
+        return RowsLookup(inner, maps)
+    return ChunksLookup(inner, maps) if is_chunks(inner) else StreamLookup(inner, maps)
+
+
+def _check_column(inner: Any, name: str) -> None:
+    column = next((c for c in inner.schema.columns if c.name == name), None)
+    if column is None or column.role != "input":
+        raise DataError(
+            f"the model maps the ids of column {name!r}, and these data have no such input: "
+            f"{', '.join(c.words for c in inner.schema.of_role('input'))}",
+            where=inner.describe(),
+            do="read them by the schema of the training data",
+        )
+    if column.dtype != "int64":
+        raise DataError(
+            f"the ids of column {name!r} are int64, and here it is {column.dtype}",
+            where=inner.describe(),
+            do='write dtype = "int64" for it into the schema',
+        )
