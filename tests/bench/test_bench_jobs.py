@@ -1,6 +1,7 @@
 """What the benches compute themselves: keys, images, intervals, stamps."""
 
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 
 import numpy as np
 import pytest
@@ -14,6 +15,17 @@ import transfer
 from flatout.data import idx_split
 from flatout.data.sources import idx
 from restarts import PEERS, Row
+
+
+def click_bench():
+    """bench/click.py: `import click` would find the package of that name."""
+    spec = spec_from_file_location("click_bench", PEERS.parent / "click.py")
+    module, before = module_from_spec(spec), list(sys.path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = before
+    return module
 
 
 def rows_of(peers, **milliseconds):
@@ -30,6 +42,7 @@ def test_every_peer_has_its_file_and_names_what_it_needs(tmp_path):
         *trainer.peers(1, 1),
         *convnet.peers(tmp_path, 1, 1),
         *transfer.peers(tmp_path, 32, 1, 1),
+        *click_bench().peers(1, 1, 1, 1, 100_000_000),
     ]:
         assert (PEERS / peer.script).is_file()
         assert peer.needs
@@ -79,6 +92,19 @@ def test_the_transfer_bench_names_the_best_peer_of_steps_and_of_whole_runs(tmp_p
     assert found["disk_vs_memory"].value == pytest.approx(0.75)
     assert found["head_only_vs_plain"].value == pytest.approx(200)
     assert found["flatout_vs_itself"].value is None
+
+
+def test_the_click_bench_compares_auc_after_the_same_number_of_epochs():
+    click = click_bench()
+    peers = {peer.name: peer for peer in click.peers(2, 40, 3, 8, 100_000_000)}
+    rows = rows_of(peers.values(), flatout=[2, 2], adam=[30, 30], flatout_fp32=[2, 2])
+    rows["adam"].accuracies, rows["flatout-fp32"].accuracies = [0.7, 0.72], [0.709, 0.711]
+    assert click.auc_difference(rows).value == pytest.approx(0)
+    assert click.auc_difference(rows).met
+    found = {key.name: key for key in click.speed_keys(rows)}
+    assert found["vs_plain"].value == pytest.approx(15)
+    assert found["vs_keras_tf"].value is None
+    assert "--warm-up 1" in " ".join(peers["flatout-fp32"].arguments[-6:])
 
 
 def test_the_convnet_bench_names_the_best_peer_of_those_that_ran(tmp_path):

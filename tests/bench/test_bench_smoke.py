@@ -90,6 +90,18 @@ def test_transfer(tmp_path):
     assert found["keys"]["head_only_vs_plain"] is None
 
 
+def test_click(tmp_path):
+    chosen = {"flatout-fp32", "adam", "sparse-adam"}
+    arguments = ["--steps", "4", "--epochs", "1", "--equal-steps", "20", "--most-rows", "100"]
+    found = run_bench("click.py", *arguments, "--only", *chosen, cwd=tmp_path)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {name for name, row in rows.items() if row["seconds_per_step"]} == chosen
+    assert found["keys"]["auc_difference"] < 1e-3
+    assert found["keys"]["dense_equal"] < 1e-5
+    assert found["keys"]["bitwise_on_threads"] == 1
+    assert found["keys"]["vs_plain"] is None
+
+
 def test_startup(tmp_path):
     found = run_bench("startup.py", cwd=tmp_path)
     assert found["keys"]["help_ms"] > 0
