@@ -105,6 +105,15 @@ def test_what_stays_in_fp32_takes_the_rates_of_fp32():
     assert (found["conv_depthwise"], found["matmul"]) == (8.0, 2.0)
 
 
+def test_a_captured_step_is_called_once_and_updates_in_one_pass():
+    kinds = {"elementwise": of(calls=2)}
+    lanes = counts(weights=8, forward=kinds, backward=kinds, optimizer=kinds)
+    found = bound(lanes, RATES, {"compute.capture": "on"})
+    fused = bound(lanes, RATES, {"compute.fused_optimizer": "on"})
+    assert [found[lane]["dispatch"] for lane in found] == [1.0, 0.0, 0.0]
+    assert found["optimizer"]["update"] == fused["optimizer"]["update"]
+
+
 def test_an_option_promises_what_it_saves_alone_or_beside_the_others():
     lanes = counts(
         forward={"conv": of(flops=40), "conv_depthwise": of(flops=4)},
@@ -164,6 +173,21 @@ def test_measured_rates_have_each_kind_and_lane(monkeypatch):
     assert all(value > 0 for of in rates["bytes_per_s"].values() for value in of.values())
     assert min(rates["calls_per_s"], rates["nodes_per_s"]) > 0
     assert rates["spread"] >= 1
+
+
+def test_measuring_ends_in_time_and_rates_measured_once_are_rough(monkeypatch, tmp_path):
+    module = sys.modules["flatout.measure.machine"]
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "_LONGEST_S", -1.0)
+    runs = []
+    best = module._Round.best
+    monkeypatch.setattr(module._Round, "best", lambda *given: runs.append(1) or best(*given))
+    rates = module.machine_rates("cpu", 1)
+    assert len(runs) == 2 + 12 * 2 + 4 + 2  # each once
+    assert set(rates["flops_per_s"]) == set(RATES["flops_per_s"])
+    assert rates["spread"] > module.ROUGH
+    monkeypatch.setattr(module, "_measured", lambda device: RATES)
+    assert machine_rates("cpu", 1)["spread"] == RATES["spread"]
 
 
 def test_rough_rates_are_measured_again_and_the_better_ones_kept(monkeypatch, tmp_path):

@@ -141,6 +141,22 @@ def test_lanes_stand_against_their_limit_under_the_settings_that_ran():
     assert line.split() == ["forward", "8", "ms", "4", "ms", "##########..........", "50%"]
 
 
+def test_a_captured_step_stands_as_a_whole():
+    recipe = {**history()["recipe"], "values": {"compute.capture": "on"}}
+    took = {"forward": 0.06, "backward": 0.0, "optimizer": 0.0, "host": 0.001}
+    (lane,) = Explanation.of(history(recipe=recipe, steady_lanes_s=took)).lanes
+    assert (lane.name, lane.took_s) == ("step", 0.06)
+    assert lane.least_s == pytest.approx(0.016 + 0.032 + 0.004 + 1e-6)
+    found = lines(recipe=recipe, steady_lanes_s=took)
+    assert any("one compiled graph, which is measured as a whole" in line for line in found)
+    (line,) = (line for line in found if line.startswith("  step "))
+    assert line.split()[1:3] == ["60", "ms"]
+    assert any(line.startswith("  captured step ") for line in found)
+    # Where steps ran as ever after all, they have lanes.
+    took["backward"] = 0.01
+    assert len(Explanation.of(history(recipe=recipe, steady_lanes_s=took)).lanes) == 3
+
+
 def test_what_settings_promise_is_relative_to_plain():
     promised = {words: gain for words, _, gain in Explanation.of(history()).promised}
     assert list(promised) == [

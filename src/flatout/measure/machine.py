@@ -1,17 +1,17 @@
 """What a machine can do at most, measured with torch: arithmetic, memory traffic, calls.
 
-A few seconds, once for each machine, device and number of threads: the result is kept in the cache
-folder. A fit reads what is there, and measures only where it will last far longer. Where other jobs
-kept the machine busy meanwhile, the rates are measured again the next time, and the better ones
-kept.
+Within three seconds or so, once for each machine, device and number of threads: the result is kept
+in the cache folder. A fit reads what is there, and measures only where it will last far longer.
+Where other jobs kept the machine busy meanwhile, the rates are measured again the next time, and
+the better ones kept.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import reduce
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -22,11 +22,15 @@ from flatout.measure.meters import finish_device
 
 _KIND = "roofline"
 # Each is measured in two rounds, so that other jobs hold up one of them at most; in each of them
-# until so many seconds have passed, twice at least.
-_ROUNDS = 2
-_SECONDS = 0.04
-# Rates are rough where one in ten differs by more between the rounds.
-ROUGH = 1.3
+# until so many seconds have passed, once at least.
+_SECONDS = 0.02
+# The first round ends soon after half of so many seconds, and the second one with them: on a busy
+# machine that may be in the middle of it.
+_LONGEST_S = 2.5
+# Rates are rough where one in ten differs by more between the rounds; so is what was measured once.
+ROUGH, _UNKNOWN = 1.3, 10.0
+# Channels, side of the kernel and groups.
+_CONVOLUTIONS = {"conv": (64, 3, 1), "conv_1x1": (128, 1, 1), "conv_depthwise": (128, 3, 128)}
 _CALLS = 200
 # Of the sides of what is measured on a GPU, which would not be busy with less.
 _GPU = 4
@@ -57,7 +61,8 @@ def machine_rates(device: str = "cpu", threads: int | None = None) -> dict[str, 
         Plain data: `flops_per_s` by "fp32/contiguous" and the like, by kind and lane; `bytes_per_s`
         by precision, of `memory` and `cache`; `calls_per_s` and `nodes_per_s`, of tiny operators in
         forward and of their nodes in backward; `spread`, how many times as large one in ten was in
-        another round; and `seconds`, what measuring took.
+        another round, which is more than `ROUGH` where there was no time for one; and `seconds`,
+        what measuring took.
     """
     import torch
 
@@ -88,61 +93,97 @@ def _name(device: str, threads: int) -> str:
 
 def _measured(device: str) -> dict[str, Any]:
     began = perf_counter()
-    rounds = [_round(device) for _ in range(_ROUNDS)]
-    sides = [sorted(pair) for pair in zip(*map(_numbers, rounds), strict=True)]
-    apart = sorted(side[-1] / side[0] for side in sides)
+    first, second = _Round(began + _LONGEST_S / 2), _Round(began + _LONGEST_S)
+    for places, measure in _probes(device):
+        value = measure(first.best)
+        first.found.update(dict.fromkeys(places, value))
+    for places, measure in _probes(device):
+        if second.is_late:
+            break
+        value = measure(second.best)
+        second.found.update(dict.fromkeys(places, value))
+    apart = [_UNKNOWN] * (len(first.found) - len(second.found))
+    for place, value in second.found.items():
+        pairs = zip(_numbers(value), _numbers(first.found[place]), strict=True)
+        apart += [max(pair) / min(pair) for pair in pairs]
+        first.found[place] = _faster(value, first.found[place])
     return {
-        **reduce(_faster, rounds),
-        "spread": apart[int(0.9 * len(apart))],
+        **_nested(first.found),
+        "spread": sorted(apart)[int(0.9 * len(apart))],
         "seconds": perf_counter() - began,
     }
 
 
-def _numbers(rates: Any) -> list[float]:
-    return (
-        [n for value in rates.values() for n in _numbers(value)]
-        if isinstance(rates, dict)
-        else [rates]
-    )
+class _Round:
+    """Measures each of the rates once.
+
+    Args:
+        until: when it should be over: from then on the first run counts, and is the only one.
+
+    Attributes:
+        found: the rates by their places.
+    """
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+        self.found: dict[tuple[str, ...], Any] = {}
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is up."""
+        return perf_counter() > self._until
+
+    def best(self, run: Callable[[], Any]) -> float:
+        """Seconds of the fastest of some runs, after one that does not count."""
+        if not self.is_late:
+            run()
+        seconds: list[float] = []
+        while not seconds or (sum(seconds) < _SECONDS and not self.is_late):
+            finish_device()
+            began = perf_counter()
+            run()
+            finish_device()
+            seconds.append(perf_counter() - began)
+        return min(seconds)
 
 
-def _round(device: str) -> dict[str, Any]:
-    """Rates, of which more is better."""
+_Best = Callable[[Callable[[], Any]], float]
+_Place = tuple[str, ...]
+_Probe = tuple[list[_Place], Callable[[_Best], Any]]
+
+
+def _probes(device: str) -> Iterator[_Probe]:
+    """Where rates stand in the result, and what measures them; more is better."""
     import torch
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     layouts = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-    flops = {}
     for precision, dtype in dtypes.items():
-        matmul = _matmul(device, dtype)
-        for name, layout in layouts.items():
-            flops[f"{precision}/{name}"] = {
-                "matmul": {"forward": matmul, "backward": matmul},
-                "conv": _convolution(device, dtype, layout, 64, 3, 1),
-                "conv_1x1": _convolution(device, dtype, layout, 128, 1, 1),
-                "conv_depthwise": _convolution(device, dtype, layout, 128, 3, 128),
-            }
-    calls, nodes = _dispatch(device)
-    bytes_per_s = {name: _triad(device, dtype) for name, dtype in dtypes.items()}
-    return {
-        "flops_per_s": flops,
-        "bytes_per_s": bytes_per_s,
-        "calls_per_s": calls,
-        "nodes_per_s": nodes,
-    }
+        names = [f"{precision}/{name}" for name in layouts]
+        of_both: list[_Place] = [("flops_per_s", name, "matmul") for name in names]
+        yield of_both, partial(_matmul, device, dtype)
+        for name, layout in zip(names, layouts.values(), strict=True):
+            for kind, shape in _CONVOLUTIONS.items():
+                place = ("flops_per_s", name, kind)
+                yield [place], partial(_convolution, device, dtype, layout, shape)
+        yield [("bytes_per_s", precision)], partial(_triad, device, dtype)
+    yield [("calls_per_s",)], partial(_calls, device)
+    yield [("nodes_per_s",)], partial(_nodes, device)
 
 
-def _best(run: Callable[[], Any]) -> float:
-    """Seconds of the fastest of some runs, after one that does not count."""
-    run()
-    seconds: list[float] = []
-    while len(seconds) < 2 or sum(seconds) < _SECONDS:
-        finish_device()
-        began = perf_counter()
-        run()
-        finish_device()
-        seconds.append(perf_counter() - began)
-    return min(seconds)
+def _nested(found: dict[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Values by their places as dicts in dicts."""
+    nested: dict[str, Any] = {}
+    for (*outer, last), value in found.items():
+        at = nested
+        for name in outer:
+            at = at.setdefault(name, {})
+        at[last] = value
+    return nested
+
+
+def _numbers(rates: Any) -> list[float]:
+    return list(rates.values()) if isinstance(rates, dict) else [rates]
 
 
 def _faster(one: Any, other: Any) -> Any:
@@ -152,20 +193,22 @@ def _faster(one: Any, other: Any) -> Any:
     return max(one, other)
 
 
-def _matmul(device: str, dtype: Any) -> float:
+def _matmul(device: str, dtype: Any, best: _Best) -> dict[str, float]:
     import torch
 
     side = 768 * (1 if device == "cpu" else _GPU)
     a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
-    return float(2 * side**3 / _best(lambda: a @ b))
+    rate = 2 * side**3 / best(lambda: a @ b)
+    return {"forward": rate, "backward": rate}
 
 
 def _convolution(
-    device: str, dtype: Any, layout: Any, channels: int, kernel: int, groups: int
+    device: str, dtype: Any, layout: Any, shape: tuple[int, int, int], best: _Best
 ) -> dict[str, float]:
     """FLOP per second of forward, and of backward for inputs and weights."""
     import torch
 
+    channels, kernel, groups = shape
     side, size = 28, 8 * (1 if device == "cpu" else _GPU**2)
     x = torch.ones(size, channels, side, side, device=device, dtype=dtype)
     w = torch.ones(channels, channels // groups, kernel, kernel, device=device, dtype=dtype)
@@ -177,11 +220,11 @@ def _convolution(
     out = forward()
     gradient = torch.ones_like(out)
     flops = 2 * out.numel() * w[0].numel()
-    backward = _best(lambda: torch.autograd.grad(out, (x, w), gradient, retain_graph=True))
-    return {"forward": flops / _best(forward), "backward": 2 * flops / backward}
+    backward = best(lambda: torch.autograd.grad(out, (x, w), gradient, retain_graph=True))
+    return {"forward": flops / best(forward), "backward": 2 * flops / backward}
 
 
-def _triad(device: str, dtype: Any) -> dict[str, float]:
+def _triad(device: str, dtype: Any, best: _Best) -> dict[str, float]:
     """Bytes per second of a = b + 2 c, for tensors that a cache holds and for large ones."""
     import torch
 
@@ -189,13 +232,26 @@ def _triad(device: str, dtype: Any) -> dict[str, float]:
     for name, elements in (("memory", 2**23), ("cache", 2**16)):
         elements *= 1 if device == "cpu" else _GPU**2
         a, b, c = (torch.ones(elements, device=device, dtype=dtype) for _ in range(3))
-        seconds = _best(lambda a=a, b=b, c=c: torch.add(b, c, alpha=2, out=a))  # type: ignore[misc]
+        seconds = best(lambda a=a, b=b, c=c: torch.add(b, c, alpha=2, out=a))  # type: ignore[misc]
         found[name] = 3 * a.nbytes / seconds
     return found
 
 
-def _dispatch(device: str) -> tuple[float, float]:
-    """Tiny operators a second in forward, and their nodes a second in backward."""
+def _calls(device: str, best: _Best) -> float:
+    """Tiny operators a second in forward."""
+    return _CALLS / best(_tiny(device)[1])
+
+
+def _nodes(device: str, best: _Best) -> float:
+    """Their nodes a second in backward."""
+    import torch
+
+    x, forward = _tiny(device)
+    out = forward()
+    return _CALLS / best(lambda: torch.autograd.grad(out, x, retain_graph=True))
+
+
+def _tiny(device: str) -> tuple[Any, Callable[[], Any]]:
     import torch
 
     x = torch.ones(1, device=device, requires_grad=True)
@@ -206,6 +262,4 @@ def _dispatch(device: str) -> tuple[float, float]:
             y = y * y
         return y
 
-    out = forward()
-    node = _best(lambda: torch.autograd.grad(out, x, retain_graph=True))
-    return _CALLS / _best(forward), _CALLS / node
+    return x, forward

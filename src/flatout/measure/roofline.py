@@ -51,6 +51,7 @@ _KNOWN = (
     "compute.memory_format",
     "compute.fused_optimizer",
     "compute.compile",
+    "compute.capture",
 )
 # No operator is expected to run at less than this part of the best rates.
 _FAR = 5.0
@@ -81,7 +82,7 @@ def bound(
     """
     found = {}
     for lane, kinds in counts["lanes"].items():
-        if lane == "optimizer" and settings.get("compute.fused_optimizer") == "on":
+        if lane == "optimizer" and _fuses_update(settings):
             kinds = {"update": _fused(counts["weights"])}
         found[lane] = _of_lane(lane, kinds, rates, settings, counts["device"])
     if _precision(settings) != "fp32":
@@ -150,6 +151,10 @@ def _precision(settings: Mapping[str, Any]) -> str:
     return "fp32" if settings.get("compute.precision", "fp32") == "fp32" else "bf16"
 
 
+def _fuses_update(settings: Mapping[str, Any]) -> bool:
+    return "on" in (settings.get("compute.fused_optimizer"), settings.get("compute.capture"))
+
+
 def _fused(weights: Mapping[str, float]) -> dict[str, float]:
     """One pass: weights and state are read and written, gradients read."""
     moved = 3 * weights["bytes"] + 2 * weights["state_bytes"]
@@ -181,7 +186,9 @@ def _of_lane(
             )
         found[kind] = seconds
     calls = sum(of["calls"] for of in kinds.values())
-    if settings.get("compute.compile") == "on" and not is_update:
+    if settings.get("compute.capture") == "on":
+        calls = int(lane == "forward")  # one for the whole step
+    elif settings.get("compute.compile") == "on" and not is_update:
         calls = 1
     dispatch = calls / rates["nodes_per_s" if lane == "backward" else "calls_per_s"]
     if device != "cpu":

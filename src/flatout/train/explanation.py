@@ -30,6 +30,7 @@ _KNOWN = {
     "compute.memory_format": "contiguous",
     "compute.fused_optimizer": "off",
     "compute.compile": "off",
+    "compute.capture": "off",
 }
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"compute.fused_optimizer": "on"},
@@ -44,7 +45,8 @@ class Lane:
     """What a lane of the median step took, and takes at least at this machine's best rates.
 
     Attributes:
-        name: "forward", "backward" or "optimizer"; "step" where the lanes are not the device's.
+        name: "forward", "backward" or "optimizer"; "step" where the lanes are not the device's, or
+            steps are one compiled graph.
         took_s: seconds; 0 where no step was recorded.
         kinds: at least, seconds by kind of operator.
     """
@@ -96,6 +98,12 @@ class Explanation:
         recipe = self.history.get("recipe")
         return dict(recipe["values"]) if recipe else {}
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether the median step was made by one compiled graph, which has no lanes."""
+        took = self.history.get("steady_lanes_s") or {}
+        return self.settings.get("compute.capture") == "on" and not took.get("backward")
+
     @cached_property
     def lanes(self) -> list[Lane]:
         """The lanes against their limit; none without counts or rates."""
@@ -104,6 +112,8 @@ class Explanation:
             return []
         took = self.history.get("steady_lanes_s") or {}
         least = bound(counts, self.rates, self.settings)
+        if self.is_captured:
+            return [Lane("step", took.get("forward", 0.0), _summed(least.values()))]
         if counts["device"] == "cpu":
             return [Lane(name, took.get(name, 0.0), kinds) for name, kinds in least.items()]
         # There the lanes are the host's, which calls ahead.
@@ -179,9 +189,10 @@ class Explanation:
             yield f"  {'tried':{_NAME}}{'faster':18}{'noise':>6}  steps"
         for trial in tuning["trials"]:
             yield from _trial(trial)
-        if tuning.get("capture"):
+        if tuning.get("captures"):
             yield ""
-            yield from _wrapped(_captured(tuning), 2)
+        for found in tuning.get("captures", ()):
+            yield from _wrapped(_captured(found), 2)
         if tuning["dropped"]:
             yield ""
             yield "  not taken, and why"
@@ -238,6 +249,10 @@ class Explanation:
         if counts.get("step", 1) > 1:
             yield from _wrapped(
                 f"as of step {counts['step']:,}, where other layers began to train", 2
+            )
+        if self.is_captured:
+            yield from _wrapped(
+                "steps ran as one compiled graph, which is measured as a whole and called once", 2
             )
         if self.rates["spread"] > ROUGH:
             yield from _wrapped(
@@ -316,9 +331,8 @@ def _trial(trial: Mapping[str, Any]) -> Iterator[str]:
     yield f"  {'':{_NAME}}{figures}"
 
 
-def _captured(tuning: Mapping[str, Any]) -> str:
+def _captured(found: Mapping[str, Any]) -> str:
     """What came of compiling the whole step beside the run."""
-    found = tuning["capture"]
     cost = duration(found["cost_s"] + found["traced_s"])
     beside = f"beside steps {found['first']:,}-{found['last']:,}, which cost {cost}"
     if not found["is_there"]:
