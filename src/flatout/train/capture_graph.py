@@ -52,6 +52,7 @@ class Graph(NamedTuple):
         reads_ids: whether a flag of 2 tells of an id or label that is out of range.
         behind: what is returned behind the loss, with an ellipsis for each tensor.
         spec: its structure.
+        alike: the parameters that have made equally many steps, as of `Places.alike`.
     """
 
     code: str
@@ -60,6 +61,7 @@ class Graph(NamedTuple):
     reads_ids: bool
     behind: list[Any]
     spec: Any
+    alike: list[list[str]]
 
     def restore(self, returned: Tensors) -> tuple[torch.Tensor | float, Any]:
         """The weight and output of a batch."""
@@ -85,7 +87,7 @@ class Places(NamedTuple):
     Attributes:
         parameters: of the optimizer, by their names in the model.
         others: parameters that do not train, and buffers.
-        groups: of the optimizer: how it steps, its facts, and its parameters' names.
+        groups: of the optimizer: its facts, and the names of its parameters that train.
         states: of each parameter, its state in the order of `Kind.states`; none before its first
             step.
         flag: of the gate.
@@ -97,6 +99,16 @@ class Places(NamedTuple):
     groups: list[tuple[dict[str, bool], list[str]]]
     states: dict[str, Tensors]
     flag: torch.Tensor
+
+    def alike(self) -> list[list[str]]:
+        """Of each group in turn, the parameters that have made equally many steps."""
+        found: dict[tuple[int, float], list[str]] = {}
+        for number, (facts, names) in enumerate(self.groups):
+            counts = self.kind.states(facts)[:1] == ("step",)
+            for name in names:
+                state = self.states[name] if counts else []
+                found.setdefault((number, float(state[0]) if state else 0.0), []).append(name)
+        return list(found.values())
 
     def tensors(self) -> Tensors:
         """All of them in the order of the graph's inputs."""
@@ -130,7 +142,7 @@ def places_of(model: nn.Module, update: Update) -> Places:
         raise Unfit(f"{type(optimizer).__name__} has hooks, or a step of its own")
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     wanted = {p for p in names if p.requires_grad}
-    if set(update.parameters) != wanted or update.flag is None:
+    if not wanted <= set(update.parameters) <= set(names) or update.flag is None:
         raise Unfit("the optimizer's parameters are not those of the model that train")
     if {p.dtype for p in wanted} - {torch.float32, torch.float64} or update.flag.is_cuda:
         raise Unfit("parameters are not in float32 on the CPU")
@@ -142,12 +154,18 @@ def places_of(model: nn.Module, update: Update) -> Places:
         if any(map(torch.is_tensor, kind.rates(group))):
             raise Unfit("the optimizer's learning rate or another rate is a tensor")
         facts = kind.facts(group)
-        groups.append((facts, [names[p] for p in group["params"]]))
-        for p in group["params"]:
+        training = [p for p in group["params"] if p in wanted]
+        groups.append((facts, [names[p] for p in training]))
+        for p in training:
             state = optimizer.state.get(p, {})
             found = [state.get(name) for name in kind.states(facts)]
             states[names[p]] = [] if any(one is None for one in found) else found
-    parameters = {names[p]: p.detach() for group in optimizer.param_groups for p in group["params"]}
+    parameters = {
+        names[p]: p.detach()
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p in wanted
+    }
     frozen = {name: p.detach() for p, name in names.items() if name not in parameters}
     return Places(
         kind, parameters, {**frozen, **dict(model.named_buffers())}, groups, states, update.flag
@@ -225,7 +243,7 @@ def trace(
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.graph import CodeGen
 
-    whole, held = _Whole(switch.model, compute), places.tensors()
+    whole, held, alike = _Whole(switch.model, compute), places.tensors(), places.alike()
     rates = [
         torch.tensor(places.kind.rates(group), dtype=torch.float64)
         for group in update.parts[0].optimizer.param_groups
@@ -256,7 +274,7 @@ def trace(
                 if buffer._version != version or any(buffer is one for one in moved):
                     buffer.copy_(torch.where(stray, old, buffer))
             now.flag.copy_(torch.where(stray & (now.flag == 0), STRAY, now.flag))
-        _update(now, list(found), [rate.unbind() for rate in numbers], update)
+        _update(now, alike, list(found), [rate.unbind() for rate in numbers], update)
         behind, spec = tree_flatten((weight, output if compute.metrics else None))
         template[:] = [[... if torch.is_tensor(part) else part for part in behind], spec]
         return [loss.detach(), *(part.detach() for part in behind if torch.is_tensor(part))]
@@ -278,7 +296,8 @@ def trace(
     constants = {n.target: getattr(graph, n.target) for n in nodes if n.op == "get_attr"}
     if not all(isinstance(value, torch.Tensor) for value in constants.values()):
         raise Unfit("a part of the model is no function of tensors")
-    return Graph(graph.code, constants, shapes_of(arguments), bool(strays), *template)
+    behind, spec = template
+    return Graph(graph.code, constants, shapes_of(arguments), bool(strays), behind, spec, alike)
 
 
 def tensors_of(batch: Batch) -> Tensors:
@@ -298,7 +317,11 @@ def shapes_of(tensors: Tensors) -> Shapes:
 
 
 def _update(
-    now: Places, gradients: list[torch.Tensor | None], rates: list[Any], update: Update
+    now: Places,
+    alike: list[list[str]],
+    gradients: list[torch.Tensor | None],
+    rates: list[Any],
+    update: Update,
 ) -> None:
     """Clip, gate and update, in place of the inputs."""
     found = {n: g for n, g in zip(now.parameters, gradients, strict=True) if g is not None}
@@ -310,14 +333,16 @@ def _update(
         stepping = [name for name in names if name in found]
         if any(len(now.states[name]) != len(now.kind.states(facts)) for name in stepping):
             raise Unfit("the optimizer has not stepped all parameters yet")
-        if not stepping:
-            continue
-        factors = now.kind.factors(numbers, facts, now.states[stepping[0]])
-        for name in stepping:
-            old = [now.parameters[name], *now.states[name]]
-            new, states = now.kind.update(old[0], found[name], old[1:], numbers, facts, factors)
-            for tensor, value in zip(old, [new, *states], strict=True):
-                tensor.copy_(torch.where(bad, tensor, value))
+        for some in alike:
+            same = [name for name in some if name in stepping]
+            if not same:
+                continue
+            factors = now.kind.factors(numbers, facts, now.states[same[0]])
+            for name in same:
+                old = [now.parameters[name], *now.states[name]]
+                new, states = now.kind.update(old[0], found[name], old[1:], numbers, facts, factors)
+                for tensor, value in zip(old, [new, *states], strict=True):
+                    tensor.copy_(torch.where(bad, tensor, value))
     now.flag.copy_(torch.where(now.flag != 0, now.flag, bad.to(now.flag.dtype)))
 
 
