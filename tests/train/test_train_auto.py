@@ -474,13 +474,17 @@ def test_what_is_promised_to_lose_is_not_tried_together_with_the_others(clock, m
 def test_the_rates_of_a_machine_are_measured_before_a_long_run_once(clock, monkeypatch):
     asked = []
     monkeypatch.setattr(auto, "machine_rates", lambda *machine: asked.append(machine))
-    job(small_net(), lambda s: 0.1, clock, steps=4_000)
+    job(small_net(), lambda s: 0.1, clock, steps=2_000)
     assert not asked
     job(small_net(), lambda s: 0.1, clock, steps=6_000)
     assert asked == [("cpu", 1)]
-    monkeypatch.setattr(auto, "known_rates", lambda *machine: {})
+    monkeypatch.setattr(auto, "known_rates", lambda *machine: {"spread": 1.1})
     job(small_net(), lambda s: 0.1, clock, steps=6_000)
     assert len(asked) == 1
+    # On a busy machine they were rough.
+    monkeypatch.setattr(auto, "known_rates", lambda *machine: {"spread": 2.0})
+    job(small_net(), lambda s: 0.1, clock, steps=6_000)
+    assert len(asked) == 2
 
 
 def test_what_was_measured_on_a_busy_machine_is_not_kept(clock, monkeypatch, tmp_path):
@@ -779,12 +783,12 @@ def test_what_was_stopped_before_its_first_block_is_tried_later(clock):
     assert loop.resolved.compute.memory_format == "channels_last"
 
 
-def of_lengths(seconds, clock, **options):
+def of_lengths(seconds, clock, said=None):
     """A prepared Loop over batches of 16 to 256 tokens, whose steps take what a function says."""
     lengths = torch.randint(16, 257, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     torch.manual_seed(0)
     model = nn.Linear(8, 3)
-    loop = Loop(say=lambda line: None)
+    loop = Loop(say=(said.append if said is not None else lambda line: None))
 
     def batches():
         for length in lengths:
@@ -816,7 +820,7 @@ def test_sequences_of_changing_length_are_compared_by_their_length(fixed, each, 
     assert trial["floor"] < off
 
 
-def test_short_and_long_sequences_may_run_under_settings_of_their_own(clock, monkeypatch):
+def test_short_and_long_sequences_may_run_under_settings_of_their_own(clock, monkeypatch, tmp_path):
     """bf16 loses for short ones; what it costs to switch is in what the steps take."""
     monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
     switching, before = [0.0], []
@@ -843,6 +847,22 @@ def test_short_and_long_sequences_may_run_under_settings_of_their_own(clock, mon
     (last,) = [trial for trial in loop.tuning["trials"] if len(trial["b"]) > len(trial["a"])][-1:]
     assert last["chosen"] == "b"
     assert any(key.startswith("up to") for key in loop.tuning["spans"][-1]["settings"])
+    # The next run has both from the cache.
+    said: list[str] = []
+    again, compute, source = of_lengths(seconds, clock, said=said)
+    assert again.tuner.search.by_length == split
+    assert not again.tuner.is_searching
+    assert "from the cache); " in said[0]
+    assert said[0].endswith(split.words(loop.tuner.search.plain))
+    ran.clear()
+    for batch in itertools.islice(again.batches(source), 50):
+        again.step(compute, batch)
+        ran.setdefault(again.stepper.switch.now.precision, []).append(batch.inputs.shape[1])
+    assert max(ran["fp32"]) <= split.most / 128 < min(ran["bf16"])
+    assert again.tuning["trials"] == []
+    assert again.tuning["spans"][0]["settings"] == loop.tuning["spans"][-1]["settings"]
+    (kept,) = (tmp_path / "cache" / "auto").glob("*.lengths.json")
+    kept.write_text("{}")
     switching[0] = 1.0
     assert of_lengths(seconds, clock)[0].tuner.search.by_length is None
 

@@ -17,7 +17,7 @@ from train_jobs import CLASSES, data, network, quiet
 import flatout
 from flatout.errors import FlatoutError
 from flatout.recipe import Parity, Recipe
-from flatout.train import auto, auto_capture, auto_search, capture, capture_child
+from flatout.train import auto, auto_capture, auto_search, capture, capture_child, explanation
 from flatout.train import fit as fit_module
 from flatout.train.compute import ModelCompute
 from flatout.train.tuner import Tuner
@@ -31,7 +31,7 @@ class Interpreted:
 
     graphs = ()
 
-    def __init__(self, graph, digest):
+    def __init__(self, graph, digest, nice):
         self.graphs.append(graph)
         self.asked = 0
 
@@ -45,6 +45,7 @@ class Interpreted:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(explanation, "machine_rates", lambda *machine: None)  # takes seconds
 
 
 @pytest.fixture
@@ -69,7 +70,9 @@ def net(norm=True):
     return nn.Sequential(nn.Linear(12, 16, bias=False), *norms, nn.ReLU(), nn.Linear(16, CLASSES))
 
 
-def job(model, *, optimizer=ADAM, captured="on", loss="cross_entropy", say=quiet, **options):
+def job(
+    model, *, optimizer=ADAM, captured="on", loss="cross_entropy", threads=1, say=quiet, **options
+):
     recipe = Recipe(
         compute={
             "capture": captured,
@@ -80,7 +83,7 @@ def job(model, *, optimizer=ADAM, captured="on", loss="cross_entropy", say=quiet
             "memory_format": "contiguous",
         },
         memory={"allocator": "default"},
-        process={"threads": 1},
+        process={"threads": threads},
     )
     options = {"allow": "exact", "metrics": ["accuracy"], **options}
     return flatout.Trainer(model, loss=loss, optimizer=optimizer, recipe=recipe, say=say, **options)
@@ -259,6 +262,37 @@ def test_a_resume_goes_on(interpreted, tmp_path):
     ours.fit(data(), batch_size=32, epochs=8, progress=False, resume=True)
     assert len(Interpreted.graphs) == 2
     check_alike(ours, plain)
+
+
+def thawing(optimizer, at):
+    """A net whose last layer trains from some epoch on, and options of its fit."""
+    model = net()
+    made = optimizer(model.parameters())
+    model[-1].requires_grad_(False)
+    return model, {"optimizer": made, "callbacks": [Thaw(at)], "samples": 160}
+
+
+class Thaw(flatout.Callback):
+    """The last layer trains from some epoch on."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_epoch_start(self, state):
+        state.trainer.model[-1].requires_grad_(state.epoch >= self.at)
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, SGD])
+def test_a_layer_that_trains_later_has_made_fewer_steps(optimizer, interpreted):
+    """Frozen layers that the optimizer holds are left alone."""
+
+    def fit(captured):
+        model, options = thawing(optimizer, 4)
+        return fitted(model, captured=captured, epochs=9, **options)[0]
+
+    plain, ours = fit("off"), fit("on")
+    assert len(Interpreted.graphs) == 2
+    check_alike(ours, plain, within=1e-6)
 
 
 class Seen(flatout.Callback):
@@ -569,7 +603,7 @@ def test_auto_has_the_step_compiled_beside_the_run_and_measures_it(clock, interp
     assert tuning["trials"][-1]["b"] == {"compute.capture": "on"}
     assert tuning["spans"][-1]["settings"] == {"compute.capture": "on"}
     assert tuning["spans"][-1]["last"] == 400
-    assert tuning["capture"]["is_there"]
+    assert tuning["captures"][0]["is_there"]
     text = " ".join(history.explain().split())
     assert "the whole step as one graph: compiled in 0.5s beside steps" in text
     assert "captured step" in text
@@ -622,8 +656,9 @@ def test_a_compilation_that_slows_the_steps_too_much_is_ended(clock, monkeypatch
     _, history = tuned()
     assert "cost its steps" in history.tuning["dropped"]["compute.capture"]
     assert "closed" in Later.events
-    assert history.tuning["capture"]["last"] < 100
-    assert history.tuning["lost_s"] == pytest.approx(history.tuning["capture"]["cost_s"], rel=0.5)
+    (found,) = history.tuning["captures"]
+    assert found["last"] < 100
+    assert history.tuning["lost_s"] == pytest.approx(found["cost_s"], rel=0.5)
 
 
 def test_what_is_captured_by_choice_is_compiled_once(clock, interpreted):
@@ -664,6 +699,133 @@ def test_exact_never_compiles(clock):
     _, history = tuned(allow="exact")
     assert Interpreted.graphs == []
     assert history.recipe.compute.capture == "off"
+
+
+def test_after_a_thaw_the_step_is_compiled_again(clock, interpreted, tmp_path):
+    def fit(captured):
+        model, options = thawing(ADAM, 30)
+        return tuned(model, captured=captured, epochs=60, **options)
+
+    plain, _ = fit("off")
+    interpreted.clear()
+    ours, history = fit("auto")
+    check_alike(ours, plain, within=1e-3)
+    assert len(Interpreted.graphs) == 2
+    first, second = history.tuning["captures"]
+    assert first["last"] < 150 < second["first"]
+    assert all(one["is_there"] for one in (first, second))
+    assert history.recipe.compute.capture == "on"
+    captured = {"compute.capture": "on"}
+    spans = [span for span in history.tuning["spans"] if span["settings"] == captured]
+    assert [
+        any(a <= s["first"] and s["last"] <= b for s in spans) for a, b in ((1, 150), (151, 300))
+    ]
+    assert spans[-1]["last"] == 300
+    assert history.explain().count("the whole step as one graph: compiled in") == 2
+    # The next run has both from the cache.
+    assert len(kept_answers(tmp_path)) == 2
+    before = len(interpreted)
+    ours, history = fit("auto")
+    check_alike(ours, plain, within=1e-3)
+    assert history.tuning is None
+    assert len(interpreted) > before + 280
+
+
+def test_after_a_late_thaw_steps_run_as_ever(clock, interpreted):
+    """Also where the job before it had its graph from the cache."""
+
+    def fit(captured):
+        model, options = thawing(ADAM, 55)
+        return tuned(model, captured=captured, epochs=60, **options)
+
+    plain, _ = fit("off")
+    for _ in range(2):
+        Interpreted.graphs.clear()
+        ours, history = fit("auto")
+        check_alike(ours, plain, within=1e-3)
+        assert len(Interpreted.graphs) == 1
+    assert any("too few steps are left" in note for note in history.notes)
+
+
+def endless(epochs, **options):
+    """A fit over batches whose number is not known."""
+    trainer = job(net(), captured="auto", allow="tolerant", metrics=[], **options)
+    x, y = data(samples=160)
+    batches = lambda: zip(x.split(32), y.split(32), strict=True)  # noqa: E731
+    return trainer, trainer.fit(batches, epochs=epochs, progress=False)
+
+
+def test_a_run_of_unknown_length_compiles_once_it_has_lasted(
+    clock, interpreted, monkeypatch, tmp_path
+):
+    """Taken to last as long again, it repays compiling after four times as long as that takes."""
+    monkeypatch.setattr(auto_search, "_SURE_S", 0.1)
+    monkeypatch.setattr(auto_capture, "_COMPILE_S", 0.25)
+    _, history = endless(30)  # 0.6 s
+    assert Interpreted.graphs == []
+    assert history.recipe.choices["compute.capture"].reason == auto_capture.NOT_YET
+    assert auto_capture.NOT_YET in " ".join(history.explain().split())
+    (kept,) = kept_answers(tmp_path)
+    # What the next one finds in the cache is all but that.
+    said = []
+    _, history = endless(90, say=said.append)
+    assert "from the cache" in said[0]
+    assert len(Interpreted.graphs) == 1
+    (capture,) = history.tuning["captures"]
+    assert 250 <= capture["first"] < 400
+    assert history.recipe.compute.capture == "on"
+    assert [trial["b"] for trial in history.tuning["trials"]] == [{"compute.capture": "on"}]
+    (now,) = kept_answers(tmp_path)
+    assert now != kept
+    _, history = endless(10)
+    assert history.tuning is None
+    assert history.recipe.compute.capture == "on"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "threads", "may_lend", "lends"),
+    [
+        (2, 2, True, True),
+        (2, 4, True, True),
+        (4, 2, True, False),
+        (1, 1, True, False),
+        (2, 2, False, False),
+    ],
+)
+def test_steps_on_all_cpus_leave_one_to_the_child(cpus, threads, may_lend, lends, monkeypatch):
+    monkeypatch.setattr(capture, "usable_cpus", lambda: cpus)
+    assert capture.lends_cpu(threads, may_lend) is lends
+
+
+@pytest.mark.parametrize(("asked", "lent", "nice"), [("auto", 1, 19), (2, 2, 0)])
+def test_the_child_gets_a_cpu_of_the_steps(asked, lent, nice, interpreted, monkeypatch):
+    """On all CPUs, a thread less; where the number is asked for, no lower priority than they."""
+
+    class Told(Later):
+        def __init__(self, graph, digest, nice):
+            super().__init__(graph, digest, nice)
+            niceness.append(nice)
+
+    def compute(self, batch):
+        is_beside = bool(Interpreted.graphs) and not interpreted
+        threads.setdefault(is_beside, set()).add(torch.get_num_threads())
+        return call(self, batch)
+
+    niceness, threads, call = [], {}, ModelCompute.__call__
+    own = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr(ModelCompute, "__call__", compute)
+        monkeypatch.setattr(capture, "usable_cpus", lambda: 2)
+        monkeypatch.setattr(capture, "Compiling", Told)
+        trainer = job(net(), threads=asked)
+        trainer.fit(data(samples=160), batch_size=32, epochs=4, progress=False)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(own)
+    assert niceness == [nice]
+    assert threads[False] == {2}
+    assert lent in threads[True]
 
 
 _TRAINING = """

@@ -20,12 +20,13 @@ from flatout.devices import allocator
 from flatout.errors import OutOfMemory
 from flatout.measure import TrialResult, known_rates, machine_rates, usable_cpus
 from flatout.measure.fingerprint import fingerprint
+from flatout.measure.machine import ROUGH
 from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_capture import FIELD as CAPTURE
-from flatout.train.auto_capture import Beside
+from flatout.train.auto_capture import NOT_YET, Beside
 from flatout.train.auto_check import FirstCheck
 from flatout.train.auto_search import Option, Search, is_faster
 from flatout.train.frozen_precision import Planned, choose_precision
@@ -37,12 +38,12 @@ from flatout.world import World
 
 # Fewer steps than this are over before anything is known.
 FEWEST_STEPS = 40
-# About what measuring the best rates of a machine takes, once; of a run it may take this share.
-_RATES_S, _RATES_SHARE = 5.0, 0.01
+# What measuring the best rates of a machine takes at most; of a run it may take this share.
+_RATES_S, _RATES_SHARE = 3.0, 0.01
 # Why a step is not compiled as a whole.
 _DRAWS = "the model draws random numbers"
-# The reason of a setting that is still being measured.
-MEASURING = "being measured"
+# The reason of a setting that is still being measured, and where that came to no end.
+MEASURING, _NOT_MEASURED = "being measured", "was not measured: the run ended"
 
 # What changes most comes first, and what helps others before those.
 _ORDER = {
@@ -107,8 +108,8 @@ def resolve(
     key = auto_cache.key(requested, stepper, batches, allow, steps)
     cached = auto_cache.read(key)
     if cached is not None:
-        say(f"auto: {cached[0].summary()} (measured {cached[1]:%Y-%m-%d}, from the cache)")
-        return Decision(cached[0], is_known=True)
+        say(_cached_line(cached, Settings.of(start)))
+        return Decision(cached.recipe, _settled(cached, start, stepper, steps), facts, key, True)
     budget, began = Budget(steps), clock()
     check = FirstCheck(stepper, compute, batches[0], Settings.of(start), budget, clock)
     facts = check.facts(facts)
@@ -187,6 +188,24 @@ def _checked(
     return search, ""
 
 
+def _cached_line(cached: auto_cache.Kept, plain: Settings) -> str:
+    line = f"auto: {cached.recipe.summary()} (measured {cached.when:%Y-%m-%d}, from the cache)"
+    return line if cached.by_length is None else f"{line}; {cached.by_length.words(plain)}"
+
+
+def _settled(
+    cached: auto_cache.Kept, start: ResolvedRecipe, stepper: Stepper, steps: int | None
+) -> Search | None:
+    """A search that an earlier run has come to the end of, where steps still depend on it."""
+    choice = cached.recipe.choices.get(CAPTURE)
+    captures = steps is None and choice is not None and choice.reason == NOT_YET
+    if stepper.world.size > 1 or not (captures or cached.by_length is not None):
+        return None
+    search = Search(Settings.of(start), [], Budget(steps), captures=captures, is_settled=True)
+    search.best, search.by_length = Settings.of(cached.recipe), cached.by_length
+    return search
+
+
 def _too_short(steps: int | None) -> str:
     if steps is None:
         return "a step takes too long to measure in a run of unknown length"
@@ -194,11 +213,15 @@ def _too_short(steps: int | None) -> str:
 
 
 def know_machine(search: Search, device: torch.device) -> None:
-    """Measure this machine's best rates, once, before a run so long that it does not show."""
+    """Measure this machine's best rates, before a run so long that it does not show.
+
+    That is done once, and again where others kept the machine busy the time before.
+    """
     budget, threads = search.budget, torch.get_num_threads()
     if budget.run_s * _RATES_SHARE < _RATES_S or not budget.pays_before(_RATES_S):
         return
-    if known_rates(device.type, threads) is None:
+    known = known_rates(device.type, threads)
+    if known is None or known["spread"] > ROUGH:
         began = clock()
         machine_rates(device.type, threads)
         budget.before_s += clock() - began
@@ -231,6 +254,8 @@ def started(running: ResolvedRecipe, requested: Recipe, search: Search) -> Resol
         option.field: running.choices[option.field].model_copy(update={"reason": MEASURING})
         for option in search.options
     }
+    if search.captures and not search.is_settled:
+        choices[CAPTURE] = _choice(search.plain.capture, MEASURING, Parity.EXACT)
     return requested.resolve({**running.choices, **choices}, running.machine)
 
 
@@ -285,10 +310,8 @@ def settle(
         return resolved, line
     if search.disturbed:
         line += "; the machine is busy, so the next run measures again"
-    elif search.by_length is not None:
-        line += "; the next run measures again, since a Recipe has one for all lengths"
     elif search.trials or not search.options:
-        auto_cache.write(decision.key, resolved)
+        auto_cache.write(decision.key, resolved, search.by_length)
     return resolved, line
 
 
@@ -398,6 +421,8 @@ def _choices(search: Search, facts: ModelFacts) -> Choices:
         if name in SETTINGS and name not in choices:
             plain = getattr(search.plain, name.partition(".")[2])
             choices[name] = _choice(plain, why, Parity.EXACT)
+    if search.captures and CAPTURE not in choices:
+        choices[CAPTURE] = _choice(search.plain.capture, _NOT_MEASURED, Parity.EXACT)
     return choices
 
 
@@ -418,7 +443,7 @@ def _objection(search: Search, option: Option) -> str:
     """Why an option is not chosen."""
     trial = search.results.get(option.field)
     if trial is None:
-        return search.dropped.get(option.field, "was not measured: the run ended")
+        return search.dropped.get(option.field, _NOT_MEASURED)
     if is_faster(trial):
         return f"measured {trial.words}, but all choices together are not faster than plain"
     return f"measured {trial.words}: not faster"

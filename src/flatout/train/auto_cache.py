@@ -8,7 +8,7 @@ import tomllib
 from collections import Counter
 from contextlib import suppress
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,11 @@ from flatout.data import Batch, named_tensors
 from flatout.measure.fingerprint import fingerprint
 from flatout.models import adapter_of
 from flatout.recipe import PLAIN, Parity, Recipe, ResolvedRecipe, dumps, loads
+from flatout.train.lengths import ByLength
 from flatout.train.step import Stepper
 
+# What a file beside a Recipe ends in, where settings depend on the length of a step's batches.
+_LENGTHS = ".lengths.json"
 # Jobs that tell in which order settings are tried.
 _LATEST = 16
 
@@ -60,15 +63,31 @@ def _shapes(batch: Batch) -> list[Any]:
     ]
 
 
-def read(name: str) -> tuple[ResolvedRecipe, datetime] | None:
-    """A kept decision and when it was made; None where there is none, or it is damaged."""
+class Kept(NamedTuple):
+    """A kept decision.
+
+    Attributes:
+        recipe: for batches of all lengths.
+        by_length: the settings for short and for long ones; None where they are the same.
+        when: it was made.
+    """
+
+    recipe: ResolvedRecipe
+    by_length: ByLength | None
+    when: datetime
+
+
+def read(name: str) -> Kept | None:
+    """A kept decision; None where there is none, or it is damaged."""
     path = cache_folder() / "auto" / f"{name}.toml"
+    lengths = path.with_suffix(_LENGTHS)
     try:
         recipe = loads(path.read_text())
+        by_length = ByLength.of(json.loads(lengths.read_text())) if lengths.exists() else None
         when = datetime.fromtimestamp(path.stat().st_mtime)
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None  # measured again
-    return (recipe, when) if isinstance(recipe, ResolvedRecipe) else None
+    return Kept(recipe, by_length, when) if isinstance(recipe, ResolvedRecipe) else None
 
 
 def chosen_here() -> Counter[str]:
@@ -89,9 +108,15 @@ def _differs(recipe: dict[str, Any], field: str, plain: Any) -> bool:
     return bool(recipe.get(section, {}).get(name, plain) != plain)
 
 
-def write(name: str, resolved: ResolvedRecipe) -> None:
+def write(name: str, resolved: ResolvedRecipe, by_length: ByLength | None = None) -> None:
     """Keep a decision; a cache that cannot be written costs the next run a few seconds."""
     with suppress(OSError):
         path = kind_folder("auto") / f"{name}.toml"
+        lengths = path.with_suffix(_LENGTHS)
+        if by_length is None:
+            lengths.unlink(missing_ok=True)
+        else:
+            with atomic_write(lengths, opener=private) as file:
+                file.write(json.dumps(by_length.as_dict()))
         with atomic_write(path, opener=private) as file:
             file.write(dumps(resolved))

@@ -1,7 +1,8 @@
 """Has the step of a small model compiled beside the run, where that pays, and counts what it costs.
 
 The child that compiles is held up for short spells, so that steps beside it are compared with steps
-alone while the machine is the same: what they took longer is part of what tuning costs.
+alone while the machine is the same: what they took longer is part of what tuning costs. Steps that
+keep all CPUs busy run on a thread less beside it, so that it comes to its end.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from time import perf_counter
 from typing import Any
 
 from flatout.data import Batch
+from flatout.measure import usable_cpus
 from flatout.train.auto_search import Search
-from flatout.train.capture import Capture
+from flatout.train.capture import Capture, lends_cpu
 from flatout.words import duration
 
 FIELD = "compute.capture"
+# Why it is left in a run of unknown length, until that has lasted for longer.
+NOT_YET = "a run of unknown length repays compiling only once it has lasted some minutes"
 # Longer steps have operators that take longer than the calls of them.
 _SHORT_S = 0.005
 # So much of a step a few samples take where the calls are what takes long.
 _CALLS = 0.4
 # About what tracing a step takes, which training waits for, and compiling it, which it does not;
-# of that the steps beside it pay about this share.
+# of that the steps beside it pay about this share where a CPU is left.
 _TRACE_S, _COMPILE_S, _SLOWED = 1.0, 40.0, 0.05
 # What is left of the run has to last so many times as long as compiling.
 _REPAID = 4.0
@@ -35,7 +39,12 @@ def objection(search: Search) -> str:
     Args:
         search: that is over but for that.
     """
-    step_s, budget = search.step_s.get(search.best), search.budget
+    return _unfit(search) or _too_short(search)
+
+
+def _unfit(search: Search) -> str:
+    """Why it is not, however long the run lasts."""
+    step_s = search.step_s.get(search.best)
     if search.best.compile != "off":
         return "the model is compiled already"
     if search.varied:
@@ -46,10 +55,33 @@ def objection(search: Search) -> str:
         return f"steps take {duration(step_s)}, and calls are little of that"
     if search.few_s < _CALLS * step_s:
         return f"calls are little of a step: a few samples take {search.few_s / step_s:.0%} of it"
-    left_s = budget.run_s - budget.elapsed_s
-    if left_s < _REPAID * _COMPILE_S or not budget.pays_for(_TRACE_S + _SLOWED * _COMPILE_S):
-        return f"the run takes about {duration(budget.run_s)}, too short to repay compiling"
     return ""
+
+
+def _too_short(search: Search) -> str:
+    """Why the run does not last long enough.
+
+    One of unknown length is taken to last as long again as it has lasted, so what is paid for
+    nothing is never more than tuning's share of a run.
+    """
+    budget = search.budget
+    is_known = budget.steps is not None
+    left_s = budget.run_s - budget.elapsed_s if is_known else budget.elapsed_s
+    cost_s = _TRACE_S + _slowed(search) * _COMPILE_S
+    if left_s >= _REPAID * _COMPILE_S and budget.pays_for(cost_s):
+        return ""
+    if is_known:
+        return f"the run takes about {duration(budget.run_s)}, too short to repay compiling"
+    return NOT_YET
+
+
+def _slowed(search: Search) -> float:
+    """The share of compiling that steps beside it pay."""
+    threads = search.best.threads
+    if lends_cpu(threads, search.threads):
+        trial = search.results.get("process.threads")
+        return 1 / threads if trial is None else max(_SLOWED, 1 / trial.ratio - 1)
+    return _SLOWED if threads < usable_cpus() else 1.0
 
 
 class Beside:
@@ -63,6 +95,7 @@ class Beside:
 
     Attributes:
         is_open: whether the package is still to come.
+        waits: whether it is to be judged again, once a run of unknown length has lasted longer.
         has_begun: whether a child was asked for it.
         is_there: whether it came.
         seconds: that compiling took.
@@ -79,29 +112,25 @@ class Beside:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._capture, self._compute, self._clock = capture, compute, clock
-        self.is_open = False
+        self._search = search
+        search.prefers_capture = lambda: not objection(search)
+        self.is_open, self.waits = False, search.is_settled
         self.has_begun = self.is_there = False
-        self.follow(search)
         self.seconds = self.traced_s = self.cost_s = 0.0
         self.steps = (0, 0)
         # The present spell: whether the child is held up, and what its steps took so far.
         self._is_alone, self._took, self._count = False, 0.0, 0
         self._before: tuple[float, int] | None = None
 
-    def follow(self, search: Search) -> None:
-        """From now on it is for this search; nothing is compiled a second time."""
-        self._search = search
-        if self.has_begun and search.captures:
-            search.captures = False
-            search.dropped[FIELD] = "it was compiled already, for the job as it was before"
-        search.prefers_capture = lambda: not objection(search)
-
     def judge(self) -> None:
         """Whether to compile, now that all else is decided; never a second time."""
         if self.has_begun or not self._search.captures:
             return
-        why = objection(self._search)
+        # What is settled but for this was fit in an earlier run.
+        unfit = "" if self._search.is_settled else _unfit(self._search)
+        why = unfit or _too_short(self._search)
         self.is_open = not why
+        self.waits = bool(why) and not unfit and self._search.budget.steps is None
         if why:
             self._search.dropped[FIELD] = why
         else:
@@ -130,14 +159,13 @@ class Beside:
             return
         self._account()
         self._ask()
-        compiling = self._capture.compiling
-        if compiling is None:
+        if self._capture.compiling is None:
             return
         if self.cost_s > self._search.budget.left_s:
             self.drop(f"compiling beside the run cost its steps {duration(self.cost_s)}: too much")
             return
         self._is_alone = not self._is_alone
-        compiling.hold(self._is_alone)
+        self._capture.hold(self._is_alone)
 
     def _account(self) -> None:
         """The spells with the child and without in turn tell what it costs."""

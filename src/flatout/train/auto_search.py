@@ -144,6 +144,7 @@ class Search:
         captures: whether the whole step may be compiled beside the run.
         prefers_capture: whether that is to be done, so that the model is not compiled.
         few_s: seconds that forward and backward of a few samples take, where they were measured.
+        is_settled: whether an earlier run has tried all; but for the whole step, where `captures`.
 
     Attributes:
         dropped: fields that are not tried or not measured, and why.
@@ -175,6 +176,7 @@ class Search:
     captures: bool = False
     prefers_capture: Callable[[], bool] = lambda: False
     few_s: float | None = None
+    is_settled: bool = False
     promises: dict[str, Promise] = field(default_factory=dict)
     varied: bool = False
     splits: bool = False
@@ -239,6 +241,8 @@ class Search:
     def captured(self) -> _Steps:
         """The whole step as one graph, which is compiled by now, against the best without."""
         self._until = _LATE
+        if self.best not in self.step_s:
+            yield from self._run(self.best)
         yield from self._graph("compute.capture", "on", "one compiled graph for the whole step")
         if self.best.capture == "on":
             self.whole = None  # what was measured against plain had not that

@@ -30,6 +30,7 @@ from flatout.cache_folder import cache_folder, is_made, kind_folder
 from flatout.cache_folder import remove as remove_made
 from flatout.console import first_line
 from flatout.data import Batch
+from flatout.measure import usable_cpus
 from flatout.measure.fingerprint import fingerprint
 from flatout.optim import scaled
 from flatout.train.capture_child import END, GO_ON, HOLD
@@ -50,6 +51,8 @@ from flatout.words import duration
 KIND = "steps"
 # A compilation that takes longer is given up.
 _LONGEST_S = 600.0
+# It runs behind all others where a CPU is left to it, else beside them.
+_BEHIND, _BESIDE = 19, 0
 # It is told to end, and killed where it has not after so long.
 _END_S = 1.0
 # The child is asked so many steps apart.
@@ -75,12 +78,13 @@ class Compiling:
     Args:
         graph: to compile.
         digest: its name in the cache.
+        nice: by how much its priority is below that of the training.
 
     Raises:
         OSError: nothing can be written or started.
     """
 
-    def __init__(self, graph: Graph, digest: str) -> None:
+    def __init__(self, graph: Graph, digest: str, nice: int = _BEHIND) -> None:
         self._target = kind_folder(KIND) / f"{digest}.pt2"
         self._folder = self._target.with_name(unfinished.new_name())
         self._folder.mkdir(mode=0o700)
@@ -91,6 +95,7 @@ class Compiling:
                 "constants": graph.constants,
                 "inputs": graph.inputs,
                 "threads": torch.get_num_threads(),
+                "nice": nice,
             },
             self._folder / "graph.pt",
         )
@@ -227,6 +232,8 @@ class Program:
         self._held = places.tensors()
         if shapes_of(self._held) != self._graph.inputs[: len(self._held)]:
             raise Unfit("weights or the optimizer's state lie otherwise than before")
+        if places.alike() != self._graph.alike:
+            raise Unfit("parameters have made other numbers of steps than before")
         self._part, self._optimizer = update.parts[0], update.parts[0].optimizer
         self._state, self._groups = self._optimizer.state, self._optimizer.param_groups
         self._states = len(self._state)
@@ -400,6 +407,8 @@ class Capture:
         note: gets what the user should know.
         waits: whether settings are still being chosen, so that it is too soon to compile.
         is_asked: whether steps are to be captured; else what tries it calls `begin`, once.
+        may_lend: whether steps may run on a thread less while the graph is compiled, where they
+            would leave it no CPU.
 
     Attributes:
         why: why no step is captured; "" while it may be.
@@ -412,9 +421,10 @@ class Capture:
         note: Callable[[str], None],
         waits: Callable[[], bool],
         is_asked: bool = True,
+        may_lend: bool = True,
     ) -> None:
         self._stepper, self._note, self._waits = stepper, note, waits
-        self._is_asked = is_asked
+        self._is_asked, self._may_lend = is_asked, may_lend
         self.why = ""
         self._graph: Graph | None = None
         self._compiling: Compiling | None = None
@@ -491,10 +501,8 @@ class Capture:
     def _advance(self, compute: Any, batches: Sequence[Batch], step: int) -> None:
         """Do what comes next until the graph is there."""
         if self._compiling is not None:
-            path = self._compiling.done() if step % _ASK_EVERY == 0 else None
-            if path is not None:
-                self._compiling = None
-                self._load(path, compute)
+            if step % _ASK_EVERY == 0:
+                self._fetch(compute)
         elif not self._is_asked:
             raise Unfit("the model or its settings have changed since it was compiled")
         elif not self._waits():
@@ -508,10 +516,27 @@ class Capture:
     def is_there(self, compute: Any) -> bool:
         """Whether what `begin` has begun is there; `why` is set where it will not be."""
         with self._giving_up():
-            if self._compiling is not None and (path := self._compiling.done()) is not None:
-                self._compiling = None
-                self._load(path, compute)
+            self._fetch(compute)
         return self._program is not None
+
+    def _fetch(self, compute: Any) -> None:
+        """Take the package, if it is there."""
+        if self._compiling is not None and (path := self._compiling.done()) is not None:
+            self._compiling = None
+            self._lend(False)
+            self._load(path, compute)
+
+    def hold(self, holds: bool) -> None:
+        """Hold the child up, or let it go on."""
+        if self._compiling is not None:
+            self._compiling.hold(holds)
+            self._lend(not holds)
+
+    def _lend(self, lends: bool) -> None:
+        """Leave a CPU to the child, or take it back: threads that wait for others spin."""
+        threads = self._stepper.switch.now.threads
+        if lends_cpu(threads, self._may_lend):
+            torch.set_num_threads(threads - 1 if lends else threads)
 
     @property
     def compiling(self) -> Compiling | None:
@@ -534,7 +559,10 @@ class Capture:
         if is_made(kept.parent) and kept.exists():
             self._load(kept, compute)
         else:
-            self._compiling = Compiling(self._graph, digest)
+            threads = self._stepper.switch.now.threads
+            has_cpu = usable_cpus() > threads or lends_cpu(threads, self._may_lend)
+            self._compiling = Compiling(self._graph, digest, _BEHIND if has_cpu else _BESIDE)
+            self._lend(True)
 
     def _load(self, path: Path, compute: Any) -> None:
         assert self._graph is not None
@@ -568,6 +596,17 @@ class Capture:
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
+            self._lend(False)
+
+
+def lends_cpu(threads: int, may_lend: bool) -> bool:
+    """Whether steps run on a thread less while a graph is compiled.
+
+    Args:
+        threads: that they run on.
+        may_lend: whether that is allowed.
+    """
+    return may_lend and threads > 1 and threads >= usable_cpus()
 
 
 def _share(old: Tensors, new: Tensors, wanted: Tensors) -> float:

@@ -1,4 +1,4 @@
-"""Compiles a step's graph in a process of its own, behind all others: `python -m` this, FOLDER.
+"""Compiles a step's graph in a process of its own: `python -m` this, FOLDER.
 
 The folder holds `graph.pt`; `step.pt2` is there when the process has ended well.
 
@@ -60,12 +60,12 @@ def _guard(folder: Path, parent: int) -> None:
 
 
 def _compile(folder: Path) -> None:
-    os.nice(19)
     with suppress(OSError):  # where memory runs out, this process goes and not the training
         Path("/proc/self/oom_score_adj").write_text("1000")
     import torch
 
     given = torch.load(folder / "graph.pt", weights_only=True)
+    os.nice(given["nice"])
     torch.set_num_threads(given["threads"])
     inputs = [
         torch.empty_strided(shape, strides, dtype=dtype).zero_()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -55,6 +55,20 @@ class ByLength:
         """As of Settings, with a line for the short ones."""
         short = _words(self.short, plain)
         return {**self.long.other_than(plain), f"up to {self.most:,} values": short}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, which `of` reads."""
+        return {"most": self.most, "short": asdict(self.short), "long": asdict(self.long)}
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> ByLength:
+        """What `as_dict` has written.
+
+        Raises:
+            KeyError, TypeError: it has not.
+        """
+        short, long = (Settings(**found[part]) for part in ("short", "long"))
+        return cls(int(found["most"]), short, long)
 
     def words(self, plain: Settings) -> str:
         """What runs under which settings."""

@@ -43,6 +43,7 @@ from flatout.strategies import check_replicas
 from flatout.train import guard
 from flatout.train.auto import Decision, captured_line, settle
 from flatout.train.auto_capture import Beside
+from flatout.train.auto_search import Search
 from flatout.train.broadcast import watched
 from flatout.train.capture import Capture
 from flatout.train.checkpointing import Checkpointing, no_run_folder
@@ -279,7 +280,7 @@ class Loop:
         calls = Calls(model) if self.told is None else None
         self.feed.features = FrozenFeatures(self, model, calls)
         self.undo.callback(self.feed.features.close)
-        self._capture(compute)
+        self.capture_steps(compute, None if self.tuner is None else self.tuner.search)
         check_replicas(model, world, "at the start")
         if is_trial():
             tunes = partial(getattr, self.tuner, "is_searching", False)
@@ -317,16 +318,26 @@ class Loop:
             if compute is not None and is_compiled(self.model):
                 rehearse(self.tuner, self.stepper, compute, first)
 
-    def _capture(self, compute: Compute | None) -> None:
-        """Let steps run as one compiled graph, or have that tried."""
+    def capture_steps(self, compute: Compute | None, search: Search | None) -> None:
+        """Let the steps of this job run as one compiled graph, or have that tried.
+
+        Args:
+            compute: forward and loss of a batch.
+            search: for the settings of this job, where these are not known.
+        """
         assert self.resolved is not None
-        tuner, is_asked = self.tuner, self.resolved.compute.capture == "on"
-        if not is_asked and (tuner is None or not tuner.search.captures):
-            return
-        self.stepper.capture = capture = Capture(self.stepper, self.note, self._is_tuning, is_asked)
-        self.undo.callback(capture.close)
-        if tuner is not None and not is_asked:
-            tuner.beside = Beside(capture, compute, tuner.search)
+        stepper, tries = self.stepper, search is not None and search.captures
+        is_asked = not tries and self.resolved.compute.capture == "on"
+        if stepper.capture is not None:  # of the job before
+            stepper.capture.close()
+            stepper.capture = None
+        if is_asked or tries:
+            may_lend = self.requested.process.threads == "auto"
+            capture = Capture(stepper, self.note, self._is_tuning, is_asked, may_lend)
+            stepper.capture = capture
+            self.undo.callback(capture.close)
+            if self.tuner is not None and search is not None and tries:
+                self.tuner.beside = Beside(capture, compute, search)
 
     def _is_tuning(self) -> bool:
         return self.is_other_job or (self.tuner is not None and self.tuner.is_searching)

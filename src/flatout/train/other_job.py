@@ -15,7 +15,9 @@ from flatout.data import Batch, Features, tensors_in
 from flatout.models import KeptInput, adapter_of
 from flatout.recipe import Recipe, ResolvedRecipe, dumps, loads
 from flatout.train import auto
+from flatout.train.auto_budget import Budget
 from flatout.train.auto_check import NOT_IN_PASSES
+from flatout.train.auto_search import Search
 from flatout.train.decide import asked_here
 from flatout.train.rehearsal import is_compiled
 from flatout.train.settings import FIELDS, Settings
@@ -104,11 +106,21 @@ class OtherJob:
             loop.resolved = loop.requested.resolve(choices, loop.resolved.machine, loop.facts)
             self._use(Settings.of(loop.resolved))
             loop.note("; ".join([OTHER, *said]))
+            if decision.search is None and loop.tuner is not None:
+                # What it holds is of the job before.
+                decision.search = Search(self._plain, [], Budget(left), is_settled=True)
+                decision.search.best = Settings.of(loop.resolved)
+            if decision.search is not None:
+                self._search(decision, before)
+            loop.capture_steps(compute, decision.search)
         elif decision.search is None:
             self._use(before)
+            if stepper.capture is not None and loop.requested.compute.capture != "on":
+                stepper.capture.give_up(f"{OTHER}, and too few steps are left")
         else:
             loop.note(f"auto: {OTHER}: settings are tried once more")
             self._search(decision, before)
+            loop.capture_steps(compute, decision.search)
 
     def _fixed(self, batch: Batch) -> Iterator[tuple[str, Any]]:
         """Settings that stay: what kept features were computed with holds for them."""

@@ -86,6 +86,7 @@ class Tuner:
         # Of the jobs before this one: their trials, and what they have cost before and in steps.
         self._trials: list[dict[str, Any]] = []
         self._dropped: dict[str, str] = {}
+        self._captures: list[dict[str, Any]] = []
         self._spent = (0.0, 0.0)
         self.since = 0
         self._moving = Moving(stepper.switch.model, draws=world.size == 1)
@@ -98,8 +99,7 @@ class Tuner:
         self.beside: Beside | None = None
         self.of_capture = False
         search.splits = world.size == 1
-        self._blocks = search.run()
-        self._begin(next(self._blocks))
+        self._start()
 
     @property
     def next_step(self) -> int:
@@ -229,6 +229,17 @@ class Tuner:
         else:
             self.spans.append((number, number, settings))
 
+    def _start(self) -> None:
+        """Begin with what is to be tried; an earlier run may have tried all."""
+        self.done = self.search.is_settled
+        if self.done:
+            self._use(self.search.best)
+            self._started, self._first = self._clock(), self._last + 1
+            self._look_at = self._last + self._look_every
+        else:
+            self._blocks = self.search.run()
+            self._begin(next(self._blocks))
+
     # -- blocks ------------------------------------------------------------------------------
 
     def _begin(self, block: Block) -> None:
@@ -342,6 +353,7 @@ class Tuner:
         """A step beside the compilation of the next setting to try."""
         assert self.beside is not None
         self._look_at = number + 1
+        self._tell_the_time()
         if not self._is_of_kind(batches, turn):
             return
         if not self.beside.has_begun:
@@ -356,6 +368,19 @@ class Tuner:
         else:
             self._look_at, self.of_capture = number + self._look_every, True
             self._settle(self)
+
+    def _tell_the_time(self) -> None:
+        """Let the budget know how long the run has lasted."""
+        if self._started is not None:
+            self.search.budget.elapsed_s = self._clock() - self._started
+
+    def _judge_again(self, number: int) -> None:
+        """Whether a run of unknown length has lasted long enough to compile its step."""
+        if self.beside is not None and self.beside.waits:
+            self._tell_the_time()
+            self.beside.judge()
+            if self.is_pending:
+                self._look_at = number + 1
 
     def _part_with_capture(self) -> None:
         """Where steps that were chosen to be one graph no longer are."""
@@ -424,6 +449,8 @@ class Tuner:
             self._look_every *= 2
             self._kind, self.of_capture = None, False
             self._resume(number, self.search.again())
+        else:
+            self._judge_again(number)
 
     def begin_again(
         self, search: Search, settle: Callable[[Tuner], None], last: int, now: Settings
@@ -444,13 +471,11 @@ class Tuner:
         search.splits = self.search.splits
         self.search, self._settle = search, settle
         self.of_capture = False
-        if self.beside is not None:
-            self.beside.follow(search)
+        self._captures, self.beside = self._all_captures(), None
         self.done, self.why, self.suffices, self._look_at = False, "", False, 0
         self._kind, self._started, self._look_every = None, None, _LOOK_EVERY
         self.follows(last, now)
-        self._blocks = search.run()
-        self._begin(next(self._blocks))
+        self._start()
 
     def follows(self, last: int, now: Settings) -> None:
         """Steps up to number `last` ran before, those that no span has under `now`."""
@@ -466,6 +491,10 @@ class Tuner:
             for one in self.search.trials
         ]
         return [*self._trials, *own]
+
+    def _all_captures(self) -> list[dict[str, Any]]:
+        own = None if self.beside is None else self.beside.record()
+        return self._captures if own is None else [*self._captures, own]
 
     def record(self, last: int) -> dict[str, Any]:
         """What History keeps of it: plain data.
@@ -490,7 +519,7 @@ class Tuner:
             "spans": [{"first": a, "last": b, "settings": s} for a, b, s in spans],
             "trials": self._all_trials(),
             "dropped": {**self._dropped, **search.dropped},
-            "capture": None if self.beside is None else self.beside.record(),
+            "captures": self._all_captures(),
         }
 
 
