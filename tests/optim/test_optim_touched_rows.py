@@ -1,6 +1,7 @@
 """Tables stepped by the rows that a batch has used end as under their dense optimizer."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_the_result_is_that_of_the_dense_optimizer(make, clip):
         found.append((model, optimizer))
     (dense, theirs), (ours, own) = found
     assert_near(ours, dense, start)
-    assert not ours.one.sparse
+    assert type(ours.one.weight) is nn.Parameter
     for parameter, state in theirs.state.items():
         name = next(name for name, one in dense.named_parameters() if one is parameter)
         held = own.state[ours.get_parameter(name)]
@@ -112,6 +113,36 @@ def test_rows_are_brought_up_to_date_for_a_state_dict_and_read_so_in_between():
     train(model, optimizer, rows, 50, seed=4)
     train(dense, theirs, {}, 50, seed=4)
     assert_near(model, dense, job(OPTIMIZERS["adam"])[0].state_dict())
+
+
+def test_what_reads_a_whole_table_finds_it_up_to_date():
+    model, optimizer = job(OPTIMIZERS["adam"])
+    dense, theirs = job(OPTIMIZERS["adam"])
+    rows = attached(model, optimizer)
+    for turn in range(3):
+        train(model, optimizer, rows, 20, seed=turn)
+        train(dense, theirs, {}, 20, seed=turn)
+        wanted = dense.one.weight.detach()
+        copied, saved = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, saved)
+        loaded = torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
+        for weight in (copied.one.weight, loaded.one.weight):
+            assert type(weight) is nn.Parameter
+            torch.testing.assert_close(weight.detach(), wanted, rtol=1e-4, atol=1e-5)
+        read = [
+            lambda w: w.data,
+            lambda w: torch._foreach_mul([w.detach(), w], 1.0)[1].detach(),
+            lambda w: torch.from_numpy(w.detach().numpy()),
+        ]
+        train(model, optimizer, rows, 20, seed=turn + 5)
+        train(dense, theirs, {}, 20, seed=turn + 5)
+        torch.testing.assert_close(
+            read[turn](model.one.weight), dense.one.weight.data, rtol=1e-4, atol=1e-5
+        )
+        with torch.no_grad():
+            model.one.weight[7] = 1.0
+            dense.one.weight[7] = 1.0
+    assert type(model.one.weight) is not nn.Parameter
 
 
 def test_a_state_that_is_loaded_in_between_holds():
@@ -137,8 +168,8 @@ def test_a_table_that_something_reads_whole_is_left_to_its_optimizer():
         update.begin()
         (((model(ids) - wanted) ** 2).mean() + model.one.weight.norm()).backward()
         update()
-    assert not model.one.sparse
-    assert model.bag.sparse
+    assert type(model.one.weight) is nn.Parameter
+    assert type(model.bag.weight) is not nn.Parameter
     assert optimizer.state[model.one.weight]["step"] == 5
 
 

@@ -41,6 +41,8 @@ def _why_not(module: nn.Module, readers: dict[int, list[str]]) -> str:
         nn.EmbeddingBag.forward,
     ):
         return "its weight or its forward is not torch's own"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
     if not weight.requires_grad:
         return "it is frozen"
     if module.sparse:

@@ -20,6 +20,7 @@ from torch import nn
 
 from flatout.kernels import table_rows
 from flatout.kernels.table_rows import Groups, Step, Steps, Table
+from flatout.models import unwatch_table, watch_table
 
 # So many steps are kept; then all rows are brought up to date, in one pass over the table.
 _ROOM = 4096
@@ -77,52 +78,38 @@ class Kept:
 
     Args:
         weight: float32 on the CPU, of shape (rows, width), contiguous.
-        modules: that read it.
         group: of its optimizer.
     """
 
-    def __init__(
-        self, weight: nn.Parameter, modules: Sequence[nn.Module], group: dict[str, Any]
-    ) -> None:
-        self.weight, self.modules, self.group = weight, modules, group
+    def __init__(self, weight: nn.Parameter, group: dict[str, Any]) -> None:
+        self.weight, self.group = weight, group
         self.groups: tuple[torch.Tensor, Groups] | None = None  # ids read last, and their rows
         self.steps: Steps | None = None
         self.table: Table | None = None
         self.state: dict[str, Any] = {}
-        self._undo: list[Callable[[], Any]] = []
 
     def attach(self) -> None:
-        """Let its modules read rows that are up to date, and give sparse gradients."""
-        for module in self.modules:
-            module.sparse = True  # type: ignore[assignment]
-            self._undo += [
-                module.register_forward_pre_hook(self._read, with_kwargs=True).remove,
-                module.register_state_dict_pre_hook(self._settle).remove,  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(self._settle).remove,  # type: ignore[no-untyped-call]
-            ]
+        """Bring rows up to date before they are read, and get sparse gradients."""
+        watch_table(self.weight, self)
 
     def detach(self) -> None:
         """Bring all rows up to date, and leave them to the optimizer."""
+        unwatch_table(self.weight)
         self.settle()
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        for module in self.modules:
-            module.sparse = False  # type: ignore[assignment]
         self.steps = self.table = self.groups = None
 
-    def _read(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        steps = self.steps
-        if steps is None or self.table is None or steps.now == steps.base:
-            return
-        ids = args[0] if args else kwargs["input"]
-        try:
-            rows = self.group_rows(ids.detach().reshape(-1).to(torch.int64)).rows
-        except IndexError:
-            return  # torch says it in its own words
-        steps.bring(self.table, rows)
+    def by_rows(self, ids: torch.Tensor) -> bool:
+        """Rows are to be read by an embedding."""
+        if self.steps is not None and self.table is not None and self.steps.now > self.steps.base:
+            try:
+                rows = self.group_rows(ids.detach().reshape(-1).to(torch.int64)).rows
+            except IndexError:
+                return True  # torch says it in its own words
+            self.steps.bring(self.table, rows)
+        return True
 
-    def _settle(self, *_: Any) -> None:
+    def whole(self) -> None:
+        """The values are to be read, or written."""
         self.settle()
 
     def group_rows(self, ids: torch.Tensor) -> Groups:
@@ -163,11 +150,9 @@ class TouchedRows:
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
         self._optimizer = optimizer
         self._rule = _RULES[type(optimizer)]
-        readers: dict[nn.Parameter, list[nn.Module]] = {}
-        for module in modules:
-            readers.setdefault(module.weight, []).append(module)  # type: ignore[arg-type]
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        self._kept = [Kept(weight, read, groups[weight]) for weight, read in readers.items()]
+        weights: dict[Any, None] = dict.fromkeys(module.weight for module in modules)
+        self._kept = [Kept(weight, groups[weight]) for weight in weights]
         self._undo: list[Callable[[], Any]] = []
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatout.errors import ModelError
-from flatout.models import modules_of
+from flatout.models import TableParameter, modules_of
 from flatout.world import World
 
 
@@ -21,7 +21,8 @@ def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
     return {
         layer.weight
         for layer in modules_of(model)
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+        and (layer.sparse or isinstance(layer.weight, TableParameter))
     }
 
 

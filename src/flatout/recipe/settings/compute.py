@@ -107,9 +107,8 @@ class Compute(Section):
         "off",
         "Tables of embeddings (`nn.Embedding`, `nn.EmbeddingBag`, float32, on a CPU) are stepped "
         "by the rows that a batch has used, by Adam, AdamW, SGD, RMSprop and Adagrad. A row is "
-        "brought through the steps that it missed before it is read, so the result is that of the "
-        "dense optimizer. Code that reads a whole table between two steps of an epoch, and not by "
-        "its `state_dict`, would find rows that are behind.",
+        "brought through the steps that it missed before it is read, and all rows are before code "
+        "reads a whole table, so the result is that of the dense optimizer.",
         parity=Parity.TOLERANT,
         words="touched rows only",
         live=Live(lambda at, value: at.touch_rows(), layer=6),

@@ -1,0 +1,146 @@
+"""A parameter that tells when someone reads its values, and by which rows an embedding reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# What is asked of a parameter without a look at its values; not every torch has all of them.
+_PROPERTIES = (
+    "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "_version", "device", "dtype",
+    "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps",
+    "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "itemsize", "layout",
+    "names", "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
+)  # fmt: skip
+_METHODS = (
+    "__hash__", "__len__", "data_ptr", "dim", "element_size", "get_device", "has_names",
+    "is_complex", "is_contiguous", "is_conj", "is_floating_point", "is_inference", "is_neg",
+    "is_shared", "is_signed", "ndimension", "nelement", "numel", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
+)  # fmt: skip
+_WITHOUT_VALUES = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
+    *(getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)),
+    *(getattr(torch, name) for name in ("is_complex", "is_floating_point", "numel")),
+    *(getattr(Tensor, name).__set__ for name in ("_grad", "grad", "requires_grad")),
+}
+
+
+class Reader(Protocol):
+    """Hears of reads before they are done."""
+
+    def by_rows(self, ids: Tensor) -> bool:
+        """An embedding reads these rows; returns whether its gradient is to be sparse."""
+        ...
+
+    def whole(self) -> None:
+        """Something reads or writes any of the values."""
+        ...
+
+
+class TableParameter(nn.Parameter):
+    """An nn.Parameter whose reads are watched; copies and pickles of it are plain ones."""
+
+    _reader: Reader
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _WITHOUT_VALUES:
+                return func(*args, **given)
+            if func is functional.embedding:
+                return _embedding(*args, **given)
+            if func is functional.embedding_bag:
+                return _embedding_bag(*args, **given)
+            for table in _tables((args, given)):
+                table._reader.whole()
+            return func(*args, **given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.detach(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def watch_table(weight: nn.Parameter, reader: Reader) -> None:
+    """Tell `reader` of every read of a parameter, which must be an nn.Parameter and no subclass."""
+    weight.__class__ = TableParameter
+    weight._reader = reader  # type: ignore[attr-defined]
+
+
+def unwatch_table(weight: nn.Parameter) -> None:
+    """Make it a plain parameter again."""
+    weight.__class__ = nn.Parameter
+    del weight._reader  # type: ignore[attr-defined]
+
+
+def _tables(values: Any) -> Iterator[TableParameter]:
+    if isinstance(values, TableParameter):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tables(value)
+    elif isinstance(values, dict):
+        yield from _tables(tuple(values.values()))
+
+
+def _by_rows(weight: Any, ids: Tensor) -> bool:
+    return isinstance(weight, TableParameter) and weight._reader.by_rows(ids)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if max_norm is not None or scale_grad_by_freq:
+        _read_whole(weight)
+    else:
+        sparse = _by_rows(weight, input) or sparse
+    return functional.embedding(
+        input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+    )
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Any,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    *rest: Any,
+    **named: Any,
+) -> Tensor:
+    # torch has no sparse gradient for a maximum.
+    if max_norm is not None or scale_grad_by_freq or mode == "max":
+        _read_whole(weight)
+    else:
+        sparse = _by_rows(weight, input) or sparse
+    return functional.embedding_bag(
+        input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
+        *rest, **named,
+    )  # fmt: skip
+
+
+def _read_whole(weight: Any) -> None:
+    if isinstance(weight, TableParameter):
+        weight._reader.whole()
